@@ -1,0 +1,308 @@
+"""Evaluate what is constant, keep weights lazy, and drop what does nothing.
+
+Given:   Transpose(W), Add(w, 1), Cast(x) to its own dtype, Slice(x) of everything, Shape(hidden),
+         Reshape(x, [batch · seq, n]) around a GEMM
+Result:  the weight with the work noted on it; nothing; nothing; Concat(Shape(input_ids)[0:1], …);
+         nothing
+
+What a causal mask was computed with loses its last reader in the attention pass and is dropped
+there as dead code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.probe import ELEMENTWISE, Piece
+from llmc.compiler.rewrite import (
+    NoMatch,
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    constant,
+    producer,
+    scalar,
+    tidy,
+    weight,
+)
+from llmc.compiler.weights import Weight
+
+_MAX_ELEMENTS = 1 << 20
+_INT_MAX = 2**31 - 1
+
+
+def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    _constant_nodes(graph)
+    apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
+    report.count("constant", _fold_constants(graph))
+    apply_rules(graph, [DROP, FLATTEN], settings, report)
+    _restore_batch_axis(graph)
+    apply_rules(graph, [UNFLATTEN], settings, report)
+
+
+def _constant_nodes(graph: gs.Graph) -> None:
+    """Turn Constant nodes into constants."""
+    for node in graph.nodes:
+        if node.op != "Constant":
+            continue
+        (attribute, value), = node.attrs.items()
+        if attribute == "value":
+            array = np.array(value.values)
+        elif attribute in ("value_int", "value_ints"):
+            array = np.array(value, dtype=np.int64)
+        elif attribute in ("value_float", "value_floats"):
+            array = np.array(value, dtype=np.float32)
+        else:
+            continue
+        node.outputs[0].to_constant(array)
+        node.inputs.clear()
+        node.outputs.clear()
+    tidy(graph)
+
+
+def _forward(node: gs.Node, graph: gs.Graph) -> None:
+    """Let the readers of a node's output read its first input."""
+    source, result = node.inputs[0], node.outputs[0]
+    for index, output in enumerate(graph.outputs):
+        if output is result:  # the graph's output keeps its name and becomes the producer's
+            maker = producer(source)
+            assert maker is not None
+            position = next(i for i, t in enumerate(maker.outputs) if t is source)
+            node.outputs.clear()
+            for reader in list(source.outputs):
+                for i, tensor in enumerate(reader.inputs):
+                    if tensor is source:
+                        reader.inputs[i] = result
+            maker.outputs[position] = result
+            graph.outputs[index] = result
+            return
+    for reader in list(result.outputs):
+        for i, tensor in enumerate(reader.inputs):
+            if tensor is result:
+                reader.inputs[i] = source
+    node.outputs.clear()
+
+
+def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
+    if isinstance(node.inputs[0], gs.Constant) or not node.inputs[0].inputs:
+        return None
+    if node.op in ("Identity", "Dropout"):
+        return node
+    if node.op == "Cast":
+        dtype = node.inputs[0].dtype
+        to = node.attrs["to"]
+        if isinstance(to, int):
+            to = onnx.helper.tensor_dtype_to_np_dtype(to)
+        return node if dtype is not None and np.dtype(dtype) == np.dtype(to) else None
+    if node.op == "Slice":
+        bounds = [constant(tensor) for tensor in node.inputs[1:]]
+        if any(bound is None for bound in bounds) or len(bounds) < 2:
+            return None
+        steps = bounds[3] if len(bounds) > 3 else np.ones(1)
+        whole = (bounds[0] == 0).all() and (bounds[1] >= _INT_MAX).all() and (steps == 1).all()
+        return node if whole else None
+    return None
+
+
+DROP = Rule("no-op", frozenset({"Identity", "Dropout", "Cast", "Slice"}), _does_nothing,
+            lambda graph, node, settings: _forward(node, graph))
+
+
+def _as_cast(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
+    dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(node.inputs[1].dtype))
+    node.op, node.attrs = "Cast", {"to": dtype}
+    del node.inputs[1]
+
+
+CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}),
+                 lambda node, settings: node if node.inputs[1].dtype is not None else None,
+                 _as_cast)
+
+
+def _flattens(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """[batch, seq, n] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if not node.inputs[0].inputs or before is None or after is None:
+        return None
+    return node if (len(before), len(after)) == (3, 2) and before[-1] == after[-1] \
+        and isinstance(after[-1], int) else None
+
+
+def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if not node.inputs[0].inputs or before is None or after is None:
+        return None
+    return node if len(before) == len(after) == 3 and before[-1] == after[-1] \
+        and before[:2] == ["batch", "seq"] else None
+
+
+def _restore_batch_axis(graph: gs.Graph) -> None:
+    """Give what follows a dropped flattening its three dimensions."""
+    for node in graph.nodes:
+        result = node.outputs[0]
+        if node.op in (*ELEMENTWISE, "MatMul", "Gemm", "LayerNormalization", "RMSNormalization") \
+                and result.shape is not None and len(result.shape) == 2 and any(
+                    t.inputs and t.shape is not None and len(t.shape) == 3 for t in node.inputs):
+            result.shape = ["batch", "seq", result.shape[-1]]
+
+
+FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens,
+               lambda graph, node, settings: _forward(node, graph))
+UNFLATTEN = Rule("unflatten", frozenset({"Reshape"}), _unflattens,
+                 lambda graph, node, settings: _forward(node, graph))
+
+
+def _split_sequence(node: gs.Node, settings: Settings) -> gs.Node | NoMatch:
+    """A SplitToSequence of which only single elements are read."""
+    if all(user.op == "SequenceAt" and scalar(user.inputs[1]) is not None
+           for user in node.outputs[0].outputs) and node.attrs.get("keepdims", 1):
+        return node
+    return NoMatch("a sequence that is not only indexed", node)
+
+
+def _as_split(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
+    axis, source = node.attrs.get("axis", 0), node.inputs[0]
+    sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    whole = source.shape[axis] if source.shape else None
+    if sizes is None or (sizes.ndim == 0 and not isinstance(whole, int)):
+        return
+    if sizes.ndim == 0:
+        full, rest = divmod(whole, int(sizes))
+        sizes = np.array([int(sizes)] * full + ([rest] if rest else []))
+    name = node.outputs[0].name
+    parts = [gs.Variable(f"{name}.{index}", source.dtype,
+                         None if source.shape is None else
+                         [size if i == axis % len(source.shape) else dim
+                          for i, dim in enumerate(source.shape)])
+             for index, size in enumerate(sizes.tolist())]
+    for user in list(node.outputs[0].outputs):
+        index = int(scalar(user.inputs[1])) % len(parts)
+        parts[index].name = user.outputs[0].name
+        for reader in list(user.outputs[0].outputs):
+            for position, tensor in enumerate(reader.inputs):
+                if tensor is user.outputs[0]:
+                    reader.inputs[position] = parts[index]
+        user.outputs.clear()
+        user.inputs.clear()
+    node.outputs.clear()
+    graph.nodes.append(gs.Node(
+        op="Split", name=name, attrs={"axis": axis}, outputs=parts,
+        inputs=[source, gs.Constant(f"{name}.sizes", sizes.astype(np.int64))]))
+
+
+SEQUENCE = Rule("sequence", frozenset({"SplitToSequence"}), _split_sequence, _as_split)
+
+
+@dataclass(frozen=True)
+class _FoldedWeight:
+    output: gs.Tensor
+    weight: Weight
+
+
+_ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
+
+
+def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoMatch | None:
+    operand = next((t for t in node.inputs if isinstance(t, gs.Constant)
+                    and isinstance(t._values, Weight)), None)
+    if operand is None or not all(isinstance(t, gs.Constant) or t.is_empty() for t in node.inputs):
+        return None
+    source = weight(operand)
+    if node.op == "Transpose" and len(source.shape) == 2 and \
+            list(node.attrs.get("perm", [1, 0])) == [1, 0]:
+        return _FoldedWeight(node.outputs[0], source.transpose())
+    if node.op in ("Identity", "Cast"):
+        return _FoldedWeight(node.outputs[0], source)
+    if node.op in _ARITHMETIC and len(node.inputs) == 2:
+        left, right = node.inputs
+        function = _ARITHMETIC[node.op]
+        if operand is left and (number := scalar(right)) is not None:
+            return _FoldedWeight(node.outputs[0], source.map(lambda w: function(w, number)))
+        if operand is right and (number := scalar(left)) is not None:
+            return _FoldedWeight(node.outputs[0], source.map(lambda w: function(number, w)))
+    if node.op in ("Reshape", "Unsqueeze", "Squeeze", "Slice", "Split", "Concat", "Gather"):
+        return None  # left for a rule that knows what it means
+    return NoMatch("this op on a weight is not folded", node)
+
+
+def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> None:
+    node = producer(match.output)
+    result = gs.Constant(match.output.name, match.weight)
+    source = next(t for t in node.inputs if isinstance(t, gs.Constant)
+                  and isinstance(t._values, Weight))
+    node.outputs.clear()
+    if match.weight is not source._values:
+        result.name = f"{source.name}/{match.output.name}" if node.op != "Transpose" \
+            else f"{source.name}.T/{match.output.name}"
+    for reader in list(match.output.outputs):
+        for i, tensor in enumerate(reader.inputs):
+            if tensor is match.output:
+                reader.inputs[i] = result
+
+
+WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", *_ARITHMETIC}),
+              _weight_expression, _fold_weight)
+
+
+def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """A Shape of a computed tensor whose dimensions are all numbers or input_ids' own."""
+    tensor = node.inputs[0]
+    if not tensor.inputs or tensor.shape is None:
+        return None
+    if all(isinstance(dim, int) or dim in ("batch", "seq") for dim in tensor.shape):
+        return node
+    return None
+
+
+def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
+    dims = list(node.inputs[0].shape)[node.attrs.get("start", 0):node.attrs.get("end", None)]
+    ids = next(tensor for tensor in graph.inputs if tensor.name == "input_ids")
+    name = node.outputs[0].name
+    parts: list[gs.Tensor] = []
+    for index, dim in enumerate(dims):
+        if isinstance(dim, int):
+            parts.append(gs.Constant(f"{name}/{index}", np.array([dim], dtype=np.int64)))
+            continue
+        axis = 0 if dim == "batch" else 1
+        part = gs.Variable(f"{name}/{index}", dtype=np.int64, shape=(1,))
+        graph.nodes.append(gs.Node(op="Shape", name=part.name, inputs=[ids], outputs=[part],
+                                   attrs={"start": axis, "end": axis + 1}))
+        parts.append(part)
+    result = node.outputs[0]
+    node.outputs.clear()
+    graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": 0}, inputs=parts,
+                               outputs=[result]))
+
+
+SHAPE = Rule("shape", frozenset({"Shape"}), _known_shape, _rewrite_shape)
+
+
+def _fold_constants(graph: gs.Graph) -> int:
+    """Run all nodes that have only small constants as inputs, in one go; return how many."""
+    foldable: list[gs.Node] = []
+    known: set[int] = set()
+    for node in graph.nodes:
+        reads = [tensor for tensor in node.inputs if not tensor.is_empty()]
+        if node.domain in (None, "", "ai.onnx") and not any(True for _ in node.subgraphs()) and reads and all(
+                id(t) in known or (constant(t) is not None and constant(t).size <= _MAX_ELEMENTS)
+                for t in reads):
+            foldable.append(node)
+            known.update(id(tensor) for tensor in node.outputs)
+    inside = {id(node) for node in foldable}
+    frontier = tuple(tensor for node in foldable for tensor in node.outputs
+                     if any(id(user) not in inside for user in tensor.outputs))
+    if not frontier:
+        return 0
+    for tensor, array in zip(frontier, Piece(tuple(foldable), (), frontier).run_all({}),
+                             strict=True):
+        if array.size <= _MAX_ELEMENTS:
+            tensor.inputs.clear()
+            tensor.to_constant(array)
+    tidy(graph)
+    return len(foldable)

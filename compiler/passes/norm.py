@@ -1,0 +1,194 @@
+"""Recognise RMSNorm and LayerNorm in whatever form they come.
+
+Given:   x → Pow → ReduceMean → Add(eps) → Sqrt → Reciprocal → Mul(x) → Mul(w), or
+         RMSNormalization(x, w), or LayerNormalization(x, w, b), or ReduceMean, Sub, …
+Result:  RMSNorm(x, w) or LayerNorm(x, w, b)
+
+The nodes between x and the result are run on random x, w and b: only what computes the norm is
+replaced by it. A norm without weights gets a weight of ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.probe import ELEMENTWISE, Piece, close, closed_regions
+from llmc.compiler.rewrite import (
+    NoMatch,
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    constant,
+    consumers,
+    replace,
+    scalar,
+)
+from llmc.compiler.weights import Weight
+
+_ALLOWED = ELEMENTWISE | {"ReduceMean"}
+_MAX_NODES = 16
+
+
+@dataclass(frozen=True)
+class _Norm:
+    op: str
+    source: gs.Tensor
+    output: gs.Tensor
+    weight: gs.Tensor | None
+    bias: gs.Tensor | None
+    width: int
+    epsilon: float
+
+
+def norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    standard = Rule("norm-op", frozenset({"RMSNormalization", "LayerNormalization",
+                                          "SimplifiedLayerNormalization"}), _standard, _rewrite)
+    decomposed = Rule("norm-decomposed", frozenset({"ReduceMean"}),
+                      lambda node, settings: _decomposed(graph, node), _rewrite)
+    apply_rules(graph, [standard, decomposed], settings, report)
+
+
+def _standard(node: gs.Node, settings: Settings) -> _Norm | NoMatch:
+    axis, rank = node.attrs.get("axis", -1), len(node.inputs[0].shape or ())
+    gain = node.inputs[1]
+    shape = gain.shape
+    if axis not in (-1, rank - 1) or shape is None or len(shape) != 1:
+        return NoMatch("the norm is not over the last axis alone", node)
+    op = "LayerNorm" if node.op == "LayerNormalization" else "RMSNorm"
+    bias = node.inputs[2] if len(node.inputs) > 2 and not node.inputs[2].is_empty() else None
+    if bias is not None and _is_zero(bias):
+        bias = None
+    return _Norm(op, node.inputs[0], node.outputs[0], gain, bias, shape[0],
+                 float(node.attrs.get("epsilon", 1e-5)))
+
+
+def _is_zero(tensor: gs.Tensor) -> bool:
+    array = constant(tensor)
+    return array is not None and not array.any()
+
+
+def _decomposed(graph: gs.Graph, node: gs.Node) -> _Norm | NoMatch | None:
+    """Start at a mean: of x (LayerNorm) or of x² (RMSNorm)."""
+    reason: NoMatch | None = None
+    for source, seeds in _sources(node):
+        width = source.shape[-1] if source.shape else None
+        if not isinstance(width, int):
+            return NoMatch("the last dimension of the norm's input is not known", source)
+        best = None
+        for piece in closed_regions(graph, source, seeds, _ALLOWED):
+            if len(piece.nodes) > _MAX_NODES:
+                break
+            best = _prove(piece, source, width) or best
+        if best:
+            return best
+        reason = NoMatch("the nodes around this mean compute neither RMSNorm nor LayerNorm", source)
+    return reason
+
+
+def _sources(mean: gs.Node) -> Iterator[tuple[gs.Tensor, list[gs.Node]]]:
+    """Candidates for x, with the first node below each that belongs to the norm."""
+    inner = mean.inputs[0]
+    square = inner.inputs[0] if inner.inputs else None
+    if square is not None and (square.op == "Pow" and scalar(square.inputs[1]) == 2.0 or
+                               square.op == "Mul" and square.inputs[0] is square.inputs[1]):
+        source = square.inputs[0]
+        cast = source.inputs[0] if source.inputs else None
+        yield source, [square]
+        if cast is not None and cast.op == "Cast":
+            yield cast.inputs[0], [cast]
+        return
+    users = [user for user in inner.outputs if user is mean or user.op == "Sub"]
+    yield inner, users
+
+
+def _prove(piece: Piece, source: gs.Tensor, width: int) -> _Norm | None:
+    """Which norm the piece is, if it is one."""
+    weights = [t for t in piece.inputs if t is not source]
+    weights += [t for node in piece.nodes for t in node.inputs
+                if constant(t) is not None and constant(t).shape == (width,) and width > 1]
+    if any(tuple(w.shape) != (width,) for w in weights) or len(weights) > 2:
+        return None
+    small = {scalar(t) for node in piece.nodes for t in node.inputs if isinstance(t, gs.Constant)
+             and constant(t) is not None}
+    epsilons = [value for value in small if value is not None and 0 < value < 1e-2] or [0.0]
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, width)).astype(np.float32)
+    x[0] *= 1e-2
+    drawn = {w.name: rng.standard_normal(width).astype(np.float32)
+             for w in weights if isinstance(w._values, Weight)}
+    values = {w.name: drawn.get(w.name, constant(w) if w.name not in drawn else None)
+              for w in weights}
+    try:
+        actual = piece.run({source.name: x, **drawn})
+    except RuntimeError:
+        return None
+    for epsilon in epsilons:
+        for gain, bias in _roles(weights):
+            for op in ("RMSNorm", "LayerNorm"):
+                centred = x - x.mean(-1, keepdims=True) if op == "LayerNorm" else x
+                expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
+                expected = expected * (values[gain.name] if gain is not None else 1.0)
+                expected = expected + (values[bias.name] if bias is not None else 0.0)
+                if (op == "LayerNorm" or bias is None) and close(actual, expected, 1e-5):
+                    return _Norm(op, source, piece.output, gain, bias, width, epsilon)
+    return None
+
+
+def _roles(weights: list[gs.Tensor]) -> list[tuple[gs.Tensor | None, gs.Tensor | None]]:
+    if not weights:
+        return [(None, None)]
+    if len(weights) == 1:
+        return [(weights[0], None)]
+    return [(weights[0], weights[1]), (weights[1], weights[0])]
+
+
+def _rewrite(graph: gs.Graph, match: _Norm, settings: Settings) -> None:
+    gain = match.weight
+    if gain is None:
+        gain = gs.Constant(f"ones.{match.width}.{match.output.name}",
+                           Weight.of(np.ones(match.width, np.float32)))
+    inputs = [match.source, gain] + ([match.bias] if match.bias is not None else [])
+    replace(graph, match.op, inputs, [match.output], {"epsilon": match.epsilon})
+
+
+@dataclass(frozen=True)
+class _AddNorm:
+    add: gs.Node
+    norm: gs.Node
+
+
+def add_norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Fuse a residual Add that no GEMM took with the norm that follows it.
+
+    Given:   sum = Add(x, residual); y = RMSNorm(sum, w)
+    Result:  y, sum = AddRMSNorm(x, residual, w)
+    """
+    rule = Rule("add-norm", frozenset({"RMSNorm", "LayerNorm"}),
+                lambda node, settings: _check_add(graph, node), _rewrite_add)
+    apply_rules(graph, [rule], settings, report)
+
+
+def _check_add(graph: gs.Graph, node: gs.Node) -> _AddNorm | None:
+    add = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
+    if add is None or add.op != "Add" or any(isinstance(t, gs.Constant) for t in add.inputs):
+        return None
+    norms = [user for user in consumers(graph, add.outputs[0])
+             if user is not None and user.op == node.op]
+    return _AddNorm(add, node) if norms and norms[0] is node else None
+
+
+def _rewrite_add(graph: gs.Graph, match: _AddNorm, settings: Settings) -> None:
+    left, right = match.add.inputs
+    total, result = match.add.outputs[0], match.norm.outputs[0]
+    extra = list(match.norm.inputs[1:])
+    match.add.outputs.clear()
+    replace(graph, f"Add{match.norm.op}", [left, right, *extra], [result, total],
+            dict(match.norm.attrs))
+
+

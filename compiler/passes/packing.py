@@ -1,0 +1,154 @@
+"""From [batch, seq] to packed tokens, and from logits everywhere to logits where they are wanted.
+
+Given:   [batch, seq, hidden] activations, logits of every token
+Result:  [num_tokens, hidden] activations, the new tokens of all sequences one after the other;
+         logits of the tokens in `logits_indices`; the vocabulary padded
+
+Everything but attention is row-wise, which this pass checks: what is not is an error naming it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.probe import ELEMENTWISE
+from llmc.compiler.rewrite import (
+    Report,
+    Settings,
+    constant,
+    describe,
+    is_llmc,
+    producer,
+    tidy,
+    weight,
+)
+from llmc.errors import LlmcError
+
+_LAST_AXIS = frozenset({"Gather", "Concat", "Slice", "Split", "Softmax"})
+
+
+def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Check that every node is row-wise, then drop the batch axis.
+
+    Raises:
+        LlmcError: a node is not row-wise, or attention was not fused; with the reasons.
+    """
+    for node in graph.nodes:
+        _check_row_wise(node)
+        if node.op in _LAST_AXIS:
+            _from_the_end(node)
+        for tensor in node.outputs:
+            if tensor.shape is not None and len(tensor.shape) == 3:
+                tensor.shape = ("num_tokens", tensor.shape[-1])
+        report.count("packed")
+    used = {id(tensor) for node in graph.nodes for tensor in node.inputs}
+    graph.inputs = [tensor for tensor in graph.inputs if id(tensor) in used]
+    for tensor in graph.inputs:
+        if tensor.name in ("input_ids", "position_ids"):
+            tensor.shape = ("num_tokens",)
+
+
+def _check_row_wise(node: gs.Node) -> None:
+    if is_llmc(node) and node.op != "Sdpa":
+        return
+    if node.op in ELEMENTWISE:
+        for tensor in node.inputs:
+            values = constant(tensor)
+            if values is not None and values.ndim and values.size > values.shape[-1]:
+                raise LlmcError(f"{describe(node)} combines activations with a constant of shape "
+                                f"{list(values.shape)}, so it is not row-wise; llmc cannot pack it")
+        return
+    if node.op in _LAST_AXIS:
+        return
+    raise LlmcError(
+        f"{describe(node)} is not understood: after all passes only llmc ops and row-wise ops may "
+        f"be left; `llmc compile --verbose` prints what each pass refused, and why")
+
+
+def _from_the_end(node: gs.Node) -> None:
+    """Name the last axis as -1, since it moves."""
+    if node.op == "Slice":
+        axes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
+        if axes is None or axes.size != 1 or int(axes.reshape(-1)[0]) not in (2, -1):
+            raise LlmcError(f"{describe(node)} slices along tokens; llmc cannot pack it")
+        node.inputs[3] = gs.Constant(f"{node.outputs[0].name}.axes", np.array([-1], np.int64))
+        return
+    if node.attrs.get("axis", 0) not in (2, -1):
+        raise LlmcError(f"{describe(node)} works along tokens; llmc cannot pack it")
+    node.attrs["axis"] = -1
+
+
+def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Keep only the rows whose logits are wanted, from the last attention on.
+
+    Given:   Attention → row-wise nodes → logits
+    Result:  Attention → Gather(rows of logits_indices) → row-wise nodes → logits
+    """
+    last = [node for node in graph.nodes if is_llmc(node, "Attention")][-1]
+    after: set[int] = {id(last.outputs[0])}
+    nodes = []
+    for node in graph.nodes:
+        if node is not last and any(id(tensor) in after for tensor in node.inputs):
+            nodes.append(node)
+            after.update(id(tensor) for tensor in node.outputs)
+    inside = {id(tensor) for node in nodes for tensor in node.outputs}
+    wanted = gs.Variable("logits_indices", np.int64, ("num_logits",))
+    graph.inputs.append(wanted)
+    selected: dict[int, gs.Variable] = {}
+    for node in nodes:
+        for index, tensor in enumerate(node.inputs):
+            if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside:
+                continue
+            if id(tensor) not in selected:
+                rows = gs.Variable(f"{tensor.name}.selected", tensor.dtype,
+                                   ("num_logits", *(tensor.shape or (0, 0))[1:]))
+                graph.nodes.append(gs.Node(op="Gather", name=rows.name, attrs={"axis": 0},
+                                           inputs=[tensor, wanted], outputs=[rows]))
+                selected[id(tensor)] = rows
+            node.inputs[index] = selected[id(tensor)]
+        for tensor in node.outputs:
+            if tensor.shape is not None:
+                tensor.shape = ("num_logits", *tensor.shape[1:])
+    report.count("select-tokens", len(selected))
+    tidy(graph)
+
+
+def lm_head(graph: gs.Graph) -> gs.Node:
+    """The GEMM that makes the logits: above the output, past row-wise nodes.
+
+    Raises:
+        LlmcError: there is none.
+    """
+    tensor = graph.outputs[0]
+    while True:
+        node = producer(tensor)
+        if is_llmc(node, "GemmBiasAct"):
+            return node
+        computed = [] if node is None else [t for t in node.inputs
+                                            if not isinstance(t, gs.Constant)]
+        if node is None or is_llmc(node) or len(computed) != 1:
+            raise LlmcError(f"the logits do not come from a linear layer but from "
+                            f"{describe(node) if node else describe(tensor)}")
+        tensor = computed[0]
+
+
+def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Pad the rows of the LM head, and of an embedding tied to it, with zeros.
+
+    Given:   logits [num_logits, vocab_size]
+    Result:  logits [num_logits, padded_vocab_size]; the runtime cuts the padding off
+    """
+    head = lm_head(graph)
+    rows = weight(head.inputs[1]).shape[0]
+    padded = -(-rows // settings.vocab_multiple) * settings.vocab_multiple
+    if padded == rows:
+        return
+    for tensor in head.inputs[1:]:  # a tied embedding reads the same constant
+        tensor._values = weight(tensor).pad_rows(padded)
+        report.count("padded")
+    for node in graph.nodes:
+        for tensor in node.outputs:
+            if tensor.shape is not None and tensor.shape[-1] == rows and \
+                    tensor.shape[0] == "num_logits":
+                tensor.shape = (*tensor.shape[:-1], padded)

@@ -1,0 +1,230 @@
+"""Prove what a piece of a graph computes by running it.
+
+Exporters write one function in many ways, so rules do not compare nodes with a drawing: they find
+the borders of a piece, run the piece in ONNX Runtime on chosen inputs, and compare the results with
+the function that would replace it. Equal pieces (as in every layer of a model) are run once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
+from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
+
+from llmc import plugins
+from llmc.compiler.rewrite import NoMatch, is_llmc, producer
+from llmc.compiler.weights import Weight
+
+# Row-wise functions of one element, and of several tensors element by element.
+ELEMENTWISE = frozenset({
+    "Abs", "Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish",
+    "Identity", "LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Pow", "Reciprocal", "Relu",
+    "Selu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where", "Sign", "Greater",
+    "Less", "GreaterOrEqual", "LessOrEqual", "Equal", "Not", "And", "Or", "IsNaN", "QuickGelu",
+})
+# What moves elements about, and what rotary embeddings are written with.
+LAYOUT = frozenset({
+    "Reshape", "Transpose", "Slice", "Split", "Concat", "Unsqueeze", "Squeeze", "Expand", "Gather",
+    "Identity", "Cast", "Flatten",
+})
+ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "ScatterElements"}
+
+
+def data_tensors(graph: gs.Graph) -> set[int]:
+    """The ids of tensors that depend on what the tokens are, not just on how many and where."""
+    data = {id(tensor) for tensor in graph.inputs if tensor.name == "input_ids"}
+    for node in graph.nodes:
+        if node.op in ("Shape", "Size"):
+            continue
+        if any(id(tensor) in data for tensor in node.inputs):
+            data.update(id(tensor) for tensor in node.outputs)
+    return data
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some nodes of a graph, in topological order, that compute `output` from `inputs`.
+
+    `inputs` are the borders: computed tensors, weights and graph inputs. `bypass` holds nodes that
+    are run as the identity on their first input.
+    """
+
+    nodes: tuple[gs.Node, ...]
+    inputs: tuple[gs.Tensor, ...]
+    outputs: tuple[gs.Tensor, ...]
+    bypass: frozenset[int] = frozenset()
+
+    @property
+    def output(self) -> gs.Tensor:
+        """The first, mostly the only, output."""
+        return self.outputs[0]
+
+    def run_all(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """The outputs for these inputs, by tensor name.
+
+        Raises:
+            RuntimeError: ONNX Runtime cannot run the piece, or not on these inputs.
+        """
+        model, names = self._model
+        renamed = {names[name]: value for name, value in feeds.items() if name in names}
+        try:
+            return _session(model).run(None, renamed)
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            raise RuntimeError(str(error)) from error
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The first output for these inputs."""
+        return self.run_all(feeds)[0]
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for pieces that compute the same function, whatever their tensors are called."""
+        return hashlib.sha256(self._model[0]).digest()
+
+    @cached_property
+    def _model(self) -> tuple[bytes, dict[str, str]]:
+        return _as_model(self)
+
+    def without(self, nodes: Sequence[gs.Node]) -> Piece:
+        """The same piece with some nodes run as the identity."""
+        return Piece(self.nodes, self.inputs, self.outputs, frozenset(id(node) for node in nodes))
+
+
+def _as_model(piece: Piece) -> tuple[bytes, dict[str, str]]:
+    """The piece as a serialised model with canonical names, and the canonical name of each input."""
+    names: dict[int, str] = {}
+    inputs, initializers, nodes, functions = [], [], [], {}
+    feeds: dict[str, str] = {}
+    for index, tensor in enumerate(piece.inputs):
+        names[id(tensor)] = feeds[tensor.name] = f"i{index}"
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype or np.float32))
+        inputs.append(onnx.helper.make_tensor_value_info(f"i{index}", dtype, None))
+
+    def name(tensor: gs.Tensor) -> str:
+        if tensor.is_empty():
+            return ""
+        if id(tensor) not in names:
+            names[id(tensor)] = f"t{len(names)}"
+            if isinstance(tensor, gs.Constant):
+                initializers.append(onnx.numpy_helper.from_array(tensor.values, names[id(tensor)]))
+        return names[id(tensor)]
+
+    for node in piece.nodes:
+        if id(node) in piece.bypass:
+            nodes.append(onnx.helper.make_node("Identity", [name(node.inputs[0])],
+                                               [name(node.outputs[0])]))
+            continue
+        proto = OnnxExporter.export_node(node)
+        proto.name = ""
+        proto.input[:] = [name(tensor) for tensor in node.inputs]
+        proto.output[:] = [name(tensor) for tensor in node.outputs]
+        if is_llmc(node):
+            function = plugins.registry()[node.op].function(node.attrs, proto.input)
+            proto.overload = function.overload
+            functions[function.name, function.overload] = function
+        nodes.append(proto)
+    outputs = [onnx.ValueInfoProto(name=name(tensor)) for tensor in piece.outputs]
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "piece", inputs, outputs, initializers),
+        functions=list(functions.values()), ir_version=10,
+        opset_imports=[onnx.helper.make_opsetid("", plugins.OPSET),
+                       onnx.helper.make_opsetid(plugins.DOMAIN, 1),
+                       onnx.helper.make_opsetid("com.microsoft", 1)])
+    return model.SerializeToString(deterministic=True), feeds
+
+
+@lru_cache(maxsize=256)
+def _session(model: bytes) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
+         through: Callable[[gs.Node], bool] = lambda node: False) -> Piece | NoMatch:
+    """The piece above `output`: up to llmc:: nodes' outputs along data, up to the graph's inputs
+    along positions and shapes. `through` names llmc:: nodes that belong inside.
+    """
+    order: list[gs.Node] = []
+    seen: set[int] = set()
+    borders: dict[int, gs.Tensor] = {}
+    stack: list[tuple[gs.Tensor | gs.Node, bool]] = [(output, False)]
+    while stack:
+        item, done = stack.pop()
+        if done:
+            order.append(item)
+            continue
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, gs.Node):
+            stack.append((item, True))
+            stack.extend((tensor, False) for tensor in reversed(item.inputs))
+            continue
+        if item.is_empty():
+            continue
+        if isinstance(item, gs.Constant):
+            if isinstance(item._values, Weight):
+                borders[id(item)] = item
+            continue
+        node = producer(item)
+        if node is None:
+            borders[id(item)] = item
+        elif node.op == "Shape" and id(node.inputs[0]) in data and \
+                producer(node.inputs[0]) is not None:
+            return NoMatch("a shape is read from a computed tensor", node)
+        elif id(item) in data and is_llmc(node) and not through(node):
+            borders[id(item)] = item
+        elif id(item) in data and not is_llmc(node) and node.op not in allowed:
+            return NoMatch("this op is neither layout nor rotary", node)
+        else:
+            stack.append((node, False))
+    return Piece(tuple(order), tuple(borders.values()), (output,))
+
+
+def closed_regions(graph: gs.Graph, source: gs.Tensor, seeds: Sequence[gs.Node],
+                   allowed: frozenset[str]) -> Iterator[Piece]:
+    """Pieces that grow downwards from `seeds` (consumers of `source`), each with one output.
+
+    A node joins when all that it reads is `source`, constants, or computed inside.
+    """
+    inside: dict[int, gs.Node] = {}
+    available = {id(source)}
+    weights: dict[int, gs.Tensor] = {}
+    queue = list(seeds)
+    while queue:
+        node = queue.pop(0)
+        if id(node) in inside or node.op not in allowed or node.domain not in (None, "", "ai.onnx"):
+            continue
+        reads = [tensor for tensor in node.inputs if not tensor.is_empty()]
+        if any(id(tensor) not in available and not isinstance(tensor, gs.Constant)
+               for tensor in reads):
+            continue
+        inside[id(node)] = node
+        available.update(id(tensor) for tensor in node.outputs)
+        weights.update((id(tensor), tensor) for tensor in reads
+                       if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight))
+        leaving = [tensor for member in inside.values() for tensor in member.outputs
+                   if any(id(user) not in inside for user in tensor.outputs)
+                   or any(tensor is output for output in graph.outputs)]
+        if len(leaving) == 1:
+            yield Piece(tuple(inside.values()), (source, *weights.values()), (leaving[0],))
+        for tensor in node.outputs:
+            queue.extend(user for user in tensor.outputs if id(user) not in inside)
+
+
+def close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> bool:
+    """Whether two arrays agree within `tolerance` of the expected range."""
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
+        return False
+    span = float(np.max(np.abs(expected))) or 1.0
+    return float(np.max(np.abs(actual - expected))) <= tolerance * span

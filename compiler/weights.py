@@ -1,0 +1,159 @@
+"""Weights that are named now and read later, a block of rows at a time.
+
+A graph constant holds a `Weight` instead of an array, so a model of any size can be rewritten and
+partitioned without loading it: each rewrite wraps the weight in what is to be done to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+from onnx_graphsurgeon.ir.tensor import LazyValues
+
+_BLOCK_BYTES = 64 << 20
+
+
+class Weight(LazyValues):
+    """A lazy array that onnx-graphsurgeon takes as a constant's values.
+
+    Args:
+        shape: dimensions.
+        dtype: NumPy dtype (ml_dtypes' bfloat16 included).
+        rows: reads rows `start` to `stop` of axis 0 as an array of `dtype`.
+        name: where it comes from, for messages.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: np.dtype | type,
+                 rows: Callable[[int, int], np.ndarray], name: str) -> None:
+        self.shape = tuple(int(dim) for dim in shape)
+        self.dtype = np.dtype(dtype)
+        self.name = name
+        self._rows = rows
+        self._transposed: Weight | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def tensor(self) -> onnx.TensorProto:
+        """The TensorProto that stands for it in an exported graph; the writer adds the offset."""
+        proto = onnx.TensorProto(dims=self.shape,
+                                 data_type=onnx.helper.np_dtype_to_tensor_dtype(self.dtype))
+        proto.data_location = onnx.TensorProto.EXTERNAL
+        proto.external_data.add(key="location", value="weights.safetensors")
+        return proto
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows `start` to `stop` (exclusive) of axis 0."""
+        block = self._rows(start, stop)
+        expected = (stop - start, *self.shape[1:])
+        assert block.shape == expected, f"{self.name}: read {block.shape}, expected {expected}"
+        return np.ascontiguousarray(block, dtype=self.dtype)
+
+    def load(self) -> np.ndarray:
+        """The whole array."""
+        return self.rows(0, self.shape[0])
+
+    def blocks(self, max_bytes: int = _BLOCK_BYTES):
+        """The array as consecutive blocks of rows of at most `max_bytes` (at least one row)."""
+        row_bytes = max(1, self.nbytes // max(1, self.shape[0]))
+        step = max(1, max_bytes // row_bytes)
+        for start in range(0, self.shape[0], step):
+            yield self.rows(start, min(start + step, self.shape[0]))
+
+    @staticmethod
+    def of(array: np.ndarray, name: str = "constant") -> Weight:
+        """A weight that is already in memory."""
+        return Weight(array.shape, array.dtype, lambda start, stop: array[start:stop], name)
+
+    def transpose(self) -> Weight:
+        """The transpose of a matrix; of a transposed one, the original.
+
+        Reads the whole source for each block of its rows.
+        """
+        assert len(self.shape) == 2
+        if self._transposed is None:
+            self._transposed = Weight(self.shape[::-1], self.dtype,
+                                      lambda start, stop: self.load()[:, start:stop].T, self.name)
+            self._transposed._transposed = self
+        return self._transposed
+
+    def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
+        """Rows `index`, in that order; consecutive rows are read as one."""
+        index = np.asarray(index, dtype=np.int64)
+        if np.array_equal(index, np.arange(self.shape[0])):
+            return self
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            wanted = index[start:stop]
+            breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
+            if len(breaks) + 1 > len(wanted) // 4:
+                low = int(wanted.min())
+                return self.rows(low, int(wanted.max()) + 1)[wanted - low]
+            runs = np.split(wanted, breaks)
+            return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
+
+        return Weight((len(index), *self.shape[1:]), self.dtype, rows, self.name)
+
+    def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
+        """Columns `index` of a matrix, in that order."""
+        index = np.asarray(index, dtype=np.int64)
+        if np.array_equal(index, np.arange(self.shape[1])):
+            return self
+        return Weight((self.shape[0], len(index)), self.dtype,
+                      lambda start, stop: self.rows(start, stop)[:, index], self.name)
+
+    def pad_rows(self, count: int) -> Weight:
+        """The weight with zero rows appended up to `count` rows."""
+        have = self.shape[0]
+        if count == have:
+            return self
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = np.zeros((stop - start, *self.shape[1:]), self.dtype)
+            if start < have:
+                filled = self.rows(start, min(stop, have))
+                block[:len(filled)] = filled
+            return block
+
+        return Weight((count, *self.shape[1:]), self.dtype, rows, self.name)
+
+    def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Weight:
+        """An elementwise function of the weight, computed in float32 where it is narrower."""
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = self.rows(start, stop)
+            return function(block.astype(np.float32, copy=False)).astype(self.dtype)
+
+        return Weight(self.shape, self.dtype, rows, self.name)
+
+    def cast(self, dtype: np.dtype | type) -> Weight:
+        """The weight in another dtype."""
+        dtype = np.dtype(dtype)
+        if dtype == self.dtype:
+            return self
+        return Weight(self.shape, dtype,
+                      lambda start, stop: self.rows(start, stop).astype(dtype), self.name)
+
+    @staticmethod
+    def concat(weights: Sequence[Weight]) -> Weight:
+        """The weights one below the other along axis 0."""
+        if len(weights) == 1:
+            return weights[0]
+        first = weights[0]
+        assert all(w.shape[1:] == first.shape[1:] and w.dtype == first.dtype for w in weights)
+        offsets = np.cumsum([0, *[w.shape[0] for w in weights]])
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            parts = []
+            for weight, offset in zip(weights, offsets, strict=False):
+                low, high = max(start, offset), min(stop, offset + weight.shape[0])
+                if low < high:
+                    parts.append(weight.rows(int(low - offset), int(high - offset)))
+            return np.concatenate(parts)
+
+        return Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
+                      "+".join(w.name for w in weights))

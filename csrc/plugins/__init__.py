@@ -1,0 +1,142 @@
+"""The registry of llmc:: ops. Each folder beside this file holds one op; its `op.py` defines `OP`.
+
+An op is declared once, as a value: its inputs, outputs and fields (ONNX attributes), its shape rule,
+the ONNX body that defines what it computes, and what tests need. Registering a name twice raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.parser
+
+DOMAIN = "llmc"
+OPSET = 23
+
+Shape = tuple[int | str, ...]
+Fields = Mapping[str, int | float | str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs to test an op with: arrays by input name (absent optional inputs left out)."""
+
+    fields: Fields
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator of the llmc domain.
+
+    Args:
+        name: the ONNX op type.
+        version: raised whenever the contract changes.
+        inputs: names in order; a trailing `?` marks an optional one.
+        outputs: names in order.
+        fields: every field with its default; the default's type is the field's type.
+        required: fields that a node must set.
+        shapes: (input shapes by name, fields) to output shapes, in order.
+        body: (fields, names of the inputs present) to the reference body: lines in ONNX text
+            syntax that compute the outputs from the inputs, at opset 23, in standard ONNX only.
+            None for a collective, which no single graph can compute.
+        bodies: per target kind, a body equal to the reference and faster there; it returns None
+            where it does not cover the fields. It may use com.microsoft ops.
+        reference: the same function in float64 NumPy, on (fields, inputs): the independent truth.
+        tolerance: largest difference from `reference` relative to its range, in float32.
+        samples: (random generator) to samples that cover every field and optional input.
+    """
+
+    name: str
+    version: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    fields: Fields
+    shapes: Callable[[Mapping[str, Shape], Fields], Sequence[Shape]]
+    body: Callable[[Fields, frozenset[str]], str] | None
+    bodies: Mapping[str, Callable[[Fields, frozenset[str]], str | None]] = field(
+        default_factory=dict)
+    required: tuple[str, ...] = ()
+    reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
+    tolerance: float = 1e-5
+    samples: Callable[[Any], Sequence[Sample]] | None = None
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return tuple(name.removesuffix("?") for name in self.inputs)
+
+    def complete(self, fields: Fields) -> dict[str, int | float | str]:
+        """`fields` with defaults filled in.
+
+        Raises:
+            ValueError: a field is unknown, missing or of the wrong type.
+        """
+        for name, value in fields.items():
+            if name not in self.fields:
+                raise ValueError(f"{self.name} has no field {name!r}; it has {list(self.fields)}")
+            if type(value) is not type(self.fields[name]):
+                raise ValueError(f"{self.name}'s field {name!r} is {value!r}, "
+                                 f"expected a {type(self.fields[name]).__name__}")
+        for name in self.required:
+            if name not in fields:
+                raise ValueError(f"{self.name} needs the field {name!r}")
+        return {**self.fields, **fields}
+
+    def present(self, inputs: Sequence[str]) -> frozenset[str]:
+        """Which inputs a node with these input names ('' for absent) has.
+
+        Raises:
+            ValueError: a required input is absent, or there are too many.
+        """
+        if len(inputs) > len(self.inputs):
+            raise ValueError(f"{self.name} takes {len(self.inputs)} inputs, not {len(inputs)}")
+        given = frozenset(name for name, tensor in zip(self.input_names, inputs, strict=False)
+                          if tensor)
+        for declared in self.inputs:
+            if not declared.endswith("?") and declared not in given:
+                raise ValueError(f"{self.name} needs the input {declared!r}")
+        return given
+
+    def function(self, fields: Fields, inputs: Sequence[str], target: str = "") -> \
+            onnx.FunctionProto | None:
+        """The model-local function for one use of the op: fields baked in, absent inputs gone.
+
+        Its `overload` is a digest of the body, so equal uses share one function. `target` picks
+        the body for that target where there is one. None for a collective.
+        """
+        if self.body is None:
+            return None
+        fields, given = self.complete(fields), self.present(inputs)
+        lines = None
+        if target in self.bodies:
+            lines = self.bodies[target](fields, given)
+        if lines is None:
+            lines = self.body(fields, given)
+        used = self.input_names[:len(inputs)]
+        digest = hashlib.sha256("\n".join([*used, *sorted(given), lines]).encode()).hexdigest()[:12]
+        text = (f'<domain: "{DOMAIN}", overload: "{digest}", '
+                f'opset_import: ["": {OPSET}, "com.microsoft": 1]>\n'
+                f'{self.name} ({", ".join(used)}) => ({", ".join(self.outputs)}) {{\n{lines}\n}}')
+        try:
+            return onnx.parser.parse_function(text)
+        except onnx.parser.ParseError as error:
+            raise ValueError(f"the body of {self.name} does not parse: {error}\n{text}") from error
+
+
+@cache
+def registry() -> Mapping[str, Op]:
+    """Every op by name, found by importing `<folder>/op.py` for each folder beside this file."""
+    ops: dict[str, Op] = {}
+    for path in sorted(Path(__file__).parent.glob("*/op.py")):
+        op = importlib.import_module(f"{__name__}.{path.parent.name}.op").OP
+        if op.name in ops:
+            raise ValueError(f"op {op.name!r} is registered twice, the second time in {path}")
+        ops[op.name] = op
+    return ops

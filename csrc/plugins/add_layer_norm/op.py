@@ -1,0 +1,31 @@
+"""sum = x + residual; y = LayerNorm(sum)."""
+
+from llmc.plugins import Op
+from llmc.plugins.normalization import norm_samples, normalize
+
+
+def _reference(fields, inputs):
+    total = inputs["x"].astype(float) + inputs["residual"]
+    return [normalize(total, fields, inputs, centred=True), total]
+
+
+def _bias(present):
+    return ", bias" if "bias" in present else ""
+
+
+OP = Op(
+    name="AddLayerNorm",
+    version=1,
+    inputs=("x", "residual", "weight", "bias?"),
+    outputs=("y", "sum"),
+    fields={"epsilon": 1e-5},
+    shapes=lambda shapes, fields: [shapes["x"], shapes["x"]],
+    body=lambda fields, present: "sum = Add(x, residual)\n"
+        f"y = LayerNormalization<axis=-1, epsilon={fields['epsilon']!r}>"
+        f"(sum, weight{_bias(present)})",
+    bodies={"cpu": lambda fields, present:
+            "y, mean, scale, sum = com.microsoft.SkipLayerNormalization"
+            f"<epsilon={fields['epsilon']!r}>(x, residual, weight{_bias(present)})"},
+    reference=_reference,
+    samples=norm_samples(residual=True, bias=True),
+)

@@ -1,0 +1,26 @@
+"""sum = x + residual; y = RMSNorm(sum)."""
+
+from llmc.plugins import Op
+from llmc.plugins.normalization import norm_samples, normalize
+
+
+def _reference(fields, inputs):
+    total = inputs["x"].astype(float) + inputs["residual"]
+    return [normalize(total, fields, inputs, centred=False), total]
+
+
+OP = Op(
+    name="AddRMSNorm",
+    version=1,
+    inputs=("x", "residual", "weight"),
+    outputs=("y", "sum"),
+    fields={"epsilon": 1e-6},
+    shapes=lambda shapes, fields: [shapes["x"], shapes["x"]],
+    body=lambda fields, present: "sum = Add(x, residual)\n"
+        f"y = RMSNormalization<axis=-1, epsilon={fields['epsilon']!r}>(sum, weight)",
+    bodies={"cpu": lambda fields, present:
+            "y, mean, scale, sum = com.microsoft.SkipSimplifiedLayerNormalization"
+            f"<epsilon={fields['epsilon']!r}>(x, residual, weight)"},
+    reference=_reference,
+    samples=norm_samples(residual=True, bias=False),
+)

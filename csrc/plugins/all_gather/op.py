@@ -1,0 +1,14 @@
+"""The x of all ranks joined along the last axis, in rank order. The communicator computes it."""
+
+from llmc.plugins import Op
+
+OP = Op(
+    name="AllGather",
+    version=1,
+    inputs=("x",),
+    outputs=("y",),
+    fields={"tp_size": 1},
+    required=("tp_size",),
+    shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["x"][-1] * fields["tp_size"])],
+    body=None,
+)

@@ -1,0 +1,14 @@
+"""The sum of x over all ranks. No single graph computes it: the runtime's communicator does."""
+
+from llmc.plugins import Op
+
+OP = Op(
+    name="AllReduce",
+    version=1,
+    inputs=("x",),
+    outputs=("y",),
+    fields={"tp_size": 1},
+    required=("tp_size",),
+    shapes=lambda shapes, fields: [shapes["x"]],
+    body=None,
+)

@@ -1,0 +1,76 @@
+"""Token embedding, its scale, and learned positions (seed: embedding lookup + position encoding)."""
+
+import numpy as np
+
+from llmc.plugins import Op, Sample
+
+
+def _body(fields, present):
+    lines = []
+    ids = "input_ids"
+    if fields["vocab_sharded"]:
+        lines += [
+            f"start = Constant<value_int={fields['vocab_start']}>()",
+            "zero = Constant<value_int=0>()",
+            "shifted = Sub(input_ids, start)",
+            "rows = Shape<start=0, end=1>(table)",
+            "above = GreaterOrEqual(shifted, zero)",
+            "below = Less(shifted, rows)",
+            "mine = And(above, below)",
+            "safe = Where(mine, shifted, zero)",
+            "last = Constant<value_ints=[-1]>()",
+            "column = Unsqueeze(mine, last)",
+            "nothing = Constant<value_float=0.0>()",
+        ]
+        ids = "safe"
+    lines.append(f"e0 = Gather<axis=0>(table, {ids})")
+    result = "e0"
+    if fields["vocab_sharded"]:
+        lines.append("e1 = Where(column, e0, nothing)")
+        result = "e1"
+    if fields["scale"] != 1.0:
+        lines += [f"scale = Constant<value_float={fields['scale']!r}>()",
+                  f"e2 = Mul({result}, scale)"]
+        result = "e2"
+    if "position_table" in present:
+        lines += ["p = Gather<axis=0>(position_table, position_ids)", f"y = Add({result}, p)"]
+    else:
+        lines.append(f"y = Identity({result})")
+    return "\n".join(lines)
+
+
+def _reference(fields, inputs):
+    ids = inputs["input_ids"] - fields["vocab_start"] * fields["vocab_sharded"]
+    table = inputs["table"].astype(np.float64)
+    mine = (ids >= 0) & (ids < len(table))
+    y = np.where(mine[..., None], table[np.where(mine, ids, 0)], 0) * fields["scale"]
+    if "position_table" in inputs:
+        y = y + inputs["position_table"].astype(np.float64)[inputs["position_ids"]]
+    return [y]
+
+
+def _samples(rng):
+    table = rng.standard_normal((11, 6)).astype(np.float32)
+    ids = rng.integers(0, 11, 7)
+    positions = {"position_ids": rng.integers(0, 5, 7),
+                 "position_table": rng.standard_normal((5, 6)).astype(np.float32)}
+    return [
+        Sample({}, {"input_ids": ids, "table": table}),
+        Sample({"scale": 2.5}, {"input_ids": ids, "table": table, **positions}),
+        Sample({"scale": 0.5, "vocab_start": 4, "vocab_sharded": 1},
+               {"input_ids": ids, "table": table[4:9], **positions}),
+    ]
+
+
+OP = Op(
+    name="Embedding",
+    version=1,
+    inputs=("input_ids", "table", "position_ids?", "position_table?"),
+    outputs=("y",),
+    fields={"scale": 1.0, "vocab_start": 0, "vocab_sharded": 0},
+    shapes=lambda shapes, fields: [(*shapes["input_ids"], shapes["table"][-1])],
+    body=_body,
+    reference=_reference,
+    samples=_samples,
+    tolerance=1e-6,
+)

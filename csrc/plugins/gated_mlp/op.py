@@ -1,0 +1,54 @@
+"""y = activation(x · Wgᵀ + bg) · (x · Wuᵀ + bu), with Wg above Wu in one weight [2 · I, K]."""
+
+import numpy as np
+
+from llmc.plugins import Op, Sample
+from llmc.plugins.activations import REFERENCE, activation_text
+
+
+def _product(fields):
+    return "\n".join(["gate, up = Split<axis=-1, num_outputs=2>(both)",
+                      activation_text(fields["activation"], "gate", "active"),
+                      "y = Mul(active, up)"])
+
+
+def _body(fields, present):
+    lines = ["wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(x, wt)"]
+    lines.append("both = Add(m, bias)" if "bias" in present else "both = Identity(m)")
+    return "\n".join([*lines, _product(fields)])
+
+
+def _cpu(fields, present):
+    gemm = f"both = Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
+    return f"{gemm}\n{_product(fields)}"
+
+
+def _reference(fields, inputs):
+    y = inputs["x"].astype(np.float64) @ inputs["weight"].astype(np.float64).T
+    gate, up = np.split(y + inputs.get("bias", 0.0), 2, axis=-1)
+    return [REFERENCE[fields["activation"]](gate) * up]
+
+
+def _samples(rng):
+    made = []
+    for index, activation in enumerate(("silu", "gelu_tanh", "gelu", "relu")):
+        inputs = {"x": rng.standard_normal((3, 10)).astype(np.float32),
+                  "weight": rng.standard_normal((14, 10)).astype(np.float32)}
+        if index % 2:
+            inputs["bias"] = rng.standard_normal(14).astype(np.float32)
+        made.append(Sample({"activation": activation}, inputs))
+    return made
+
+
+OP = Op(
+    name="GatedMLP",
+    version=1,
+    inputs=("x", "weight", "bias?"),
+    outputs=("y",),
+    fields={"activation": "silu"},
+    shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0] // 2)],
+    body=_body,
+    bodies={"cpu": _cpu},
+    reference=_reference,
+    samples=_samples,
+)

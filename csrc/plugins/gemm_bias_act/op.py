@@ -1,0 +1,49 @@
+"""y = activation(x · weightᵀ + bias), weight as [out, in]."""
+
+import numpy as np
+
+from llmc.plugins import Op, Sample
+from llmc.plugins.activations import REFERENCE, activation_text
+
+
+def _body(fields, present):
+    lines = ["wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(x, wt)"]
+    lines.append("b = Add(m, bias)" if "bias" in present else "b = Identity(m)")
+    return "\n".join([*lines, activation_text(fields["activation"], "b", "y")])
+
+
+def _cpu(fields, present):
+    gemm = f"Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
+    if fields["activation"] == "none":
+        return f"y = {gemm}"
+    return f"b = {gemm}\n{activation_text(fields['activation'], 'b', 'y')}"
+
+
+def _reference(fields, inputs):
+    y = inputs["x"].astype(np.float64) @ inputs["weight"].astype(np.float64).T
+    return [REFERENCE[fields["activation"]](y + inputs.get("bias", 0.0))]
+
+
+def _samples(rng):
+    made = []
+    for index, activation in enumerate(REFERENCE):
+        inputs = {"x": rng.standard_normal((3, 10)).astype(np.float32),
+                  "weight": rng.standard_normal((7, 10)).astype(np.float32)}
+        if index % 2:
+            inputs["bias"] = rng.standard_normal(7).astype(np.float32)
+        made.append(Sample({"activation": activation}, inputs))
+    return made
+
+
+OP = Op(
+    name="GemmBiasAct",
+    version=1,
+    inputs=("x", "weight", "bias?"),
+    outputs=("y",),
+    fields={"activation": "none"},
+    shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
+    body=_body,
+    bodies={"cpu": _cpu},
+    reference=_reference,
+    samples=_samples,
+)

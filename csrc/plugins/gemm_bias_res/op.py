@@ -1,0 +1,51 @@
+"""y = x · weightᵀ + bias + residual, weight as [out, in]."""
+
+import numpy as np
+
+from llmc.plugins import Op, Sample
+
+
+def _body(fields, present):
+    lines, result = ["wt = Transpose<perm=[1, 0]>(weight)", "m0 = MatMul(x, wt)"], "m0"
+    for index, term in enumerate(("bias", "residual"), 1):
+        if term in present:
+            lines.append(f"m{index} = Add({result}, {term})")
+            result = f"m{index}"
+    return "\n".join([*lines, f"y = Identity({result})"])
+
+
+def _cpu(fields, present):
+    """The residual is what the GEMM accumulates into, so adding it is free."""
+    if "residual" not in present:
+        return f"y = Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
+    if "bias" not in present:
+        return "y = Gemm<transB=1>(x, weight, residual)"
+    return "m = Gemm<transB=1>(x, weight, residual)\ny = Add(m, bias)"
+
+
+def _reference(fields, inputs):
+    y = inputs["x"].astype(np.float64) @ inputs["weight"].astype(np.float64).T
+    return [y + inputs.get("bias", 0.0) + inputs.get("residual", 0.0)]
+
+
+def _samples(rng):
+    inputs = {"x": rng.standard_normal((3, 10)).astype(np.float32),
+              "weight": rng.standard_normal((7, 10)).astype(np.float32)}
+    bias = {"bias": rng.standard_normal(7).astype(np.float32)}
+    residual = {"residual": rng.standard_normal((3, 7)).astype(np.float32)}
+    return [Sample({}, {**inputs, **extra})
+            for extra in ({}, bias, residual, {**bias, **residual})]
+
+
+OP = Op(
+    name="GemmBiasRes",
+    version=1,
+    inputs=("x", "weight", "bias?", "residual?"),
+    outputs=("y",),
+    fields={},
+    shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
+    body=_body,
+    bodies={"cpu": _cpu},
+    reference=_reference,
+    samples=_samples,
+)

@@ -1,0 +1,35 @@
+"""What the norm ops share: their NumPy reference and their samples."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmc.plugins import Sample
+
+
+def normalize(x: np.ndarray, fields, inputs, *, centred: bool) -> np.ndarray:
+    """RMSNorm, or LayerNorm if `centred`, over the last axis, in float64."""
+    x = x.astype(np.float64)
+    if centred:
+        x = x - x.mean(-1, keepdims=True)
+    y = x / np.sqrt((x**2).mean(-1, keepdims=True) + fields["epsilon"]) * inputs["weight"]
+    return y + inputs.get("bias", 0.0)
+
+
+def norm_samples(*, residual: bool, bias: bool):
+    """Samples of odd and even widths, with each optional input present and absent."""
+
+    def samples(rng):
+        made = []
+        for tokens, width, epsilon in ((3, 16, 1e-5), (1, 7, 1e-2), (5, 96, 1e-6)):
+            inputs = {"x": rng.standard_normal((tokens, width)).astype(np.float32)}
+            if residual:
+                inputs["residual"] = rng.standard_normal((tokens, width)).astype(np.float32)
+            inputs["weight"] = rng.standard_normal(width).astype(np.float32)
+            made.append(Sample({"epsilon": epsilon}, inputs))
+            if bias:
+                shift = rng.standard_normal(width).astype(np.float32)
+                made.append(Sample({"epsilon": epsilon}, {**inputs, "bias": shift}))
+        return made
+
+    return samples

@@ -1,0 +1,20 @@
+"""y = x · rsqrt(mean(x²) + epsilon) · weight over the last axis."""
+
+from llmc.plugins import Op
+from llmc.plugins.normalization import norm_samples, normalize
+
+OP = Op(
+    name="RMSNorm",
+    version=1,
+    inputs=("x", "weight"),
+    outputs=("y",),
+    fields={"epsilon": 1e-6},
+    shapes=lambda shapes, fields: [shapes["x"]],
+    body=lambda fields, present:
+        f"y = RMSNormalization<axis=-1, epsilon={fields['epsilon']!r}>(x, weight)",
+    bodies={"cpu": lambda fields, present:
+            f"y = SimplifiedLayerNormalization<axis=-1, epsilon={fields['epsilon']!r}, "
+            f"stash_type=1>(x, weight)"},
+    reference=lambda fields, inputs: [normalize(inputs["x"], fields, inputs, centred=False)],
+    samples=norm_samples(residual=False, bias=False),
+)

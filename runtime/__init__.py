@@ -1,0 +1,1 @@
+"""Load and run case directories. Imports neither torch nor transformers nor onnx."""
