@@ -16,7 +16,6 @@ import onnx_graphsurgeon as gs
 
 from llmc import plugins
 from llmc.compiler.weights import Weight
-from llmc.errors import LlmcError
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,10 @@ class Settings:
 
     Args:
         max_seq_len: positions that a sequence may use; rotary tables have that many rows.
-        vocab_size: logits that the model has.
         vocab_multiple: the padded vocabulary is a multiple of this.
     """
 
     max_seq_len: int
-    vocab_size: int
     vocab_multiple: int
 
 
@@ -237,9 +234,3 @@ def merged_name(names: Sequence[str], role: str) -> str:
         common += 1
     prefix = first[:min(common, len(first) - 2)] if len(first) > 1 else []
     return ".".join([*prefix, role, last])
-
-
-def refuse_compile(what: str, report: Report | None, way_out: str) -> LlmcError:
-    """The error for a model that cannot be compiled, with the reasons that passes gave."""
-    reasons = "; ".join(dict.fromkeys(report.refusals[:3])) if report else ""
-    return LlmcError(f"{what}{': ' + reasons if reasons else ''}; {way_out}")

@@ -1,0 +1,43 @@
+"""From a model in whatever form to a raw graph with lazy weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmc.compiler.frontend.raw import RawModel
+from llmc.errors import LlmcError
+
+__all__ = ["RawModel", "load"]
+
+
+def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
+         allow_pickle: bool = False) -> RawModel:
+    """Read a model.
+
+    Args:
+        model: a Hugging Face directory, a hub id, a .gguf file, or an .onnx file.
+        hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: read .bin checkpoints with torch.load.
+
+    Raises:
+        LlmcError: the model is missing, incomplete, or of an unknown architecture.
+    """
+    path = Path(model)
+    if path.suffix == ".gguf":
+        from llmc.compiler.frontend.gguf_file import load_gguf
+        return load_gguf(_existing(path))
+    if path.suffix == ".onnx":
+        from llmc.compiler.frontend.onnx_file import load_onnx
+        if hf_dir is None:
+            raise LlmcError(f"'{path}' needs --hf_dir, the Hugging Face directory with its "
+                            f"config.json and tokenizer")
+        return load_onnx(_existing(path), Path(hf_dir))
+    from llmc.compiler.frontend.huggingface import load_huggingface
+    return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise LlmcError(f"'{path}' does not exist")
+    return path

@@ -333,7 +333,7 @@ def _rewrite(graph: gs.Graph, match: _Attention, max_seq_len: int,
                  softcap=sdpa.attrs["softcap"], window=sdpa.attrs["window"])
     tables: tuple[gs.Constant | None, gs.Constant | None] = (None, None)
     if heads.rotary is not None:
-        attrs["interleaved"] = int(heads.rotary.interleaved)
+        attrs.update(rotary_dim=heads.rotary.dim, interleaved=int(heads.rotary.interleaved))
         key = heads.rotary.cos.tobytes() + heads.rotary.sin.tobytes()
         if key not in shared:
             suffix = f".{len(shared)}" if shared else ""

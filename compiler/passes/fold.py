@@ -38,9 +38,9 @@ _INT_MAX = 2**31 - 1
 
 def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    _constant_nodes(graph)
+    report.count("constant", fold_constants(graph))
     apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
-    report.count("constant", _fold_constants(graph))
+    report.count("constant", fold_constants(graph))
     apply_rules(graph, [DROP, FLATTEN], settings, report)
     _restore_batch_axis(graph)
     apply_rules(graph, [UNFLATTEN], settings, report)
@@ -283,8 +283,9 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
 SHAPE = Rule("shape", frozenset({"Shape"}), _known_shape, _rewrite_shape)
 
 
-def _fold_constants(graph: gs.Graph) -> int:
+def fold_constants(graph: gs.Graph) -> int:
     """Run all nodes that have only small constants as inputs, in one go; return how many."""
+    _constant_nodes(graph)
     foldable: list[gs.Node] = []
     known: set[int] = set()
     for node in graph.nodes:

@@ -141,12 +141,13 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """
     head = lm_head(graph)
     rows = weight(head.inputs[1]).shape[0]
+    report.count("vocab_size", rows)
     padded = -(-rows // settings.vocab_multiple) * settings.vocab_multiple
     if padded == rows:
         return
     for tensor in head.inputs[1:]:  # a tied embedding reads the same constant
         tensor._values = weight(tensor).pad_rows(padded)
-        report.count("padded")
+    report.count("padded", padded - rows)
     for node in graph.nodes:
         for tensor in node.outputs:
             if tensor.shape is not None and tensor.shape[-1] == rows and \

@@ -49,6 +49,8 @@ class Op:
             None for a collective, which no single graph can compute.
         bodies: per target kind, a body equal to the reference and faster there; it returns None
             where it does not cover the fields. It may use com.microsoft ops.
+        serves: per target kind, which inputs its body serves, where that is not all; the target's
+            engine must not give it others.
         reference: the same function in float64 NumPy, on (fields, inputs): the independent truth.
         tolerance: largest difference from `reference` relative to its range, in float32.
         samples: (random generator) to samples that cover every field and optional input.
@@ -63,6 +65,7 @@ class Op:
     body: Callable[[Fields, frozenset[str]], str] | None
     bodies: Mapping[str, Callable[[Fields, frozenset[str]], str | None]] = field(
         default_factory=dict)
+    serves: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5

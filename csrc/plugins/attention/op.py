@@ -7,7 +7,7 @@ anything between are the same op with other lengths.
     qkv                     [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     key_cache, value_cache  [batch, num_kv_heads, max_seq_len, head_dim]; keys normed and rotated
     cu_seqlens, past_lens   int32 [batch + 1], [batch]
-    cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
+    cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding, rotary_dim 0
     q_norm, k_norm          [head_dim], RMSNorm over each head before the rotary embedding
     out                     [num_tokens, num_heads * head_dim]
 
@@ -89,7 +89,7 @@ def _body(fields, present):
     if "cos" in present:
         lines += ["cos_g = Gather(cos, pos)", "cos_t = Unsqueeze(cos_g, c1)",
                   "sin_g = Gather(sin, pos)", "sin_t = Unsqueeze(sin_g, c1)",
-                  "half = Shape<start=1, end=2>(cos)", "rotary_dim = Add(half, half)"]
+                  _ints("rotary_dim", fields["rotary_dim"])]
     lines += [_ints("sizes", heads * dim, kv_heads * dim, kv_heads * dim),
               "q, k, v = Split<axis=-1>(qkv, sizes)",
               *_heads("q", "q_norm", fields, present, heads),
@@ -107,7 +107,7 @@ def _body(fields, present):
               "key_cache_out = ScatterND(key_cache, index, k_r)",
               "value_cache_out = ScatterND(value_cache, index, v_r)",
               "keys = Gather(key_cache_out, seq)", "values = Gather(value_cache_out, seq)",
-              _ints("q_shape", 0, kv_heads, group, dim), "q_g = Reshape(q_r, q_shape)",
+              _ints("group_shape", 0, kv_heads, group, dim), "q_g = Reshape(q_r, group_shape)",
               "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
               "products = MatMul(q_g, keys_t)",
               f"scale = Constant<value_float={float(_scale(fields))!r}>()",
@@ -140,10 +140,11 @@ def _cpu(fields, present):
     """com.microsoft.GroupQueryAttention, which wants [batch, longest] padded on the right.
 
     Every sequence is treated as having as many new tokens as the longest: what the padding leaves
-    in the cache lies behind the sequence's end and is overwritten when tokens get there.
+    in the cache lies behind the sequence's end and is overwritten when tokens get there. That op
+    continues several sequences at once only by one token each; see `_group_query_lengths`.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 8 or ("q_norm" in present) != ("k_norm" in present):
+    if dim % 16 or fields["rotary_dim"] % 16 or ("q_norm" in present) != ("k_norm" in present):
         return None
     lines = [
         _TOKENS,
@@ -188,6 +189,12 @@ def _cpu(fields, present):
         "out = Gather<axis=0>(flat, row)",
     ]
     return "\n".join(lines)
+
+
+def _group_query_lengths(inputs):
+    """All new, or one sequence, or one token each."""
+    return not np.any(inputs["past_lens"]) or len(inputs["past_lens"]) == 1 \
+        or np.diff(inputs["cu_seqlens"]).max() == 1
 
 
 def _reference(fields, inputs):
@@ -235,7 +242,9 @@ def _samples(rng):
         dict(heads=4, kv=2, dim=16, news=(5, 2, 3), past=(0, 0, 0), rotary=16),
         dict(heads=4, kv=2, dim=16, news=(1, 1, 1), past=(5, 2, 9), rotary=16),
         dict(heads=3, kv=1, dim=8, news=(4, 1, 2), past=(0, 6, 3), rotary=8, softcap=3.0),
+        dict(heads=4, kv=4, dim=32, news=(6,), past=(2,), rotary=16, interleaved=1),
         dict(heads=4, kv=4, dim=16, news=(6, 3), past=(2, 0), rotary=8, interleaved=1),
+        dict(heads=2, kv=1, dim=32, news=(3, 1, 4), past=(0, 0, 0), rotary=32, norm=True),
         dict(heads=4, kv=2, dim=24, news=(9, 3), past=(0, 4), rotary=0, window=4, scale=0.3),
         dict(heads=2, kv=1, dim=16, news=(3, 1), past=(3, 0), rotary=16, norm=True),
         dict(heads=2, kv=2, dim=6, news=(3, 2), past=(1, 0), rotary=4),
@@ -254,6 +263,7 @@ def _samples(rng):
             "past_lens": np.array(v["past"], np.int32),
         }
         if v["rotary"]:
+            fields["rotary_dim"] = v["rotary"]
             angle = np.outer(np.arange(16), 0.3 ** np.arange(v["rotary"] // 2))
             inputs |= {"cos": np.cos(angle), "sin": np.sin(angle)}
         if v.get("norm"):
@@ -271,13 +281,14 @@ OP = Op(
             "q_norm?", "k_norm?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
-            "window": 0, "interleaved": 0, "norm_epsilon": 1e-6},
+            "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6},
     required=("num_heads", "num_kv_heads", "head_dim"),
     shapes=lambda shapes, fields: [
         (shapes["qkv"][0], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
     body=_body,
     bodies={"cpu": _cpu},
+    serves={"cpu": _group_query_lengths},
     reference=_reference,
     samples=_samples,
 )

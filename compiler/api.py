@@ -1,0 +1,209 @@
+"""`compile`: from a model to a case directory."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_graphsurgeon as gs
+
+from llmc import __version__, plugins
+from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.passes.packing import lm_head
+from llmc.compiler.passes.tensor_parallel import max_tp_size, partition
+from llmc.compiler.pipeline import run_passes
+from llmc.compiler.rewrite import Report, Settings, is_llmc, verify, weight
+from llmc.compiler.targets import cpu
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import (
+    MANIFEST_NAME,
+    Dims,
+    FileEntry,
+    Manifest,
+    PassReport,
+    Source,
+    Target,
+    TokenizerInfo,
+    hash_file,
+    write_manifest,
+)
+
+TARGETS = {cpu.KIND: cpu}
+_DEFAULT_MAX_SEQ_LEN = 4096
+_DEVICES = 8
+_VOCAB_MULTIPLE = 64
+
+Progress = Callable[[str], None]
+
+
+def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
+            target: str = "cpu", max_seq_len: int | None = None, hf_dir: str | Path | None = None,
+            trust_remote_code: bool = False, allow_pickle: bool = False,
+            progress: Progress = lambda text: None) -> Manifest:
+    """Compile a causal LM into a case directory.
+
+    The directory appears whole or not at all; one that is there already is replaced only then.
+
+    Args:
+        model: a Hugging Face directory, a hub id, a .gguf file, or an .onnx file with `hf_dir`.
+        output: the case directory to make.
+        tp_size: chips that share the model.
+        dtype: of weights and activations; the cpu target has float32.
+        target: engine kind.
+        max_seq_len: positions a sequence may use; at most the model's, at most 4096 by default.
+        progress: called with what is about to happen.
+
+    Raises:
+        LlmcError: the input is bad, the model cannot be compiled, or the disk is full.
+    """
+    if target not in TARGETS:
+        raise LlmcError(f"target '{target}' is not known; there are: {', '.join(TARGETS)}")
+    if dtype not in TARGETS[target].DTYPES:
+        raise LlmcError(f"target '{target}' has no dtype '{dtype}'; it has: "
+                        f"{', '.join(TARGETS[target].DTYPES)}")
+    if tp_size < 1:
+        raise LlmcError(f"tp_size {tp_size} is below 1")
+    output = Path(output)
+    _check_output(output)
+    progress("export")
+    raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    progress("passes")
+    lowered = lower(raw, tp_size, max_seq_len)
+    progress("write")
+    with _new_directory(output) as directory:
+        manifest = _write(raw, lowered, dtype, target, directory)
+    return manifest
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The fused graph of each rank, and what is known of the whole."""
+
+    graphs: list[gs.Graph]
+    reports: list[Report]
+    settings: Settings
+    dims: Dims
+    ops: dict[str, int]
+
+
+def lower(raw: RawModel, tp_size: int, max_seq_len: int | None) -> Lowered:
+    """Run the passes and partition. Consumes `raw.graph`.
+
+    Raises:
+        LlmcError: see `compile`.
+    """
+    length = _max_seq_len(raw, max_seq_len)
+    settings = Settings(length, math.lcm(_VOCAB_MULTIPLE, tp_size))
+    graph = raw.graph
+    reports = run_passes(graph, settings)
+    vocab_size = next((report.matches["vocab_size"] for report in reports
+                       if "vocab_size" in report.matches))
+    attention = [node for node in graph.nodes if is_llmc(node, "Attention")]
+    if tp_size > max_tp_size(graph):
+        raise LlmcError(f"tp_size {tp_size} exceeds num_attention_heads {max_tp_size(graph)} of "
+                        f"'{raw.architecture}'; allowed: 1 to {max_tp_size(graph)}")
+    dims = Dims(
+        num_layers=len(attention),
+        hidden_size=weight(next(n for n in graph.nodes if is_llmc(n, "Embedding")).inputs[1])
+        .shape[1],
+        num_heads=attention[0].attrs["num_heads"], num_kv_heads=attention[0].attrs["num_kv_heads"],
+        head_dim=attention[0].attrs["head_dim"], vocab_size=vocab_size,
+        padded_vocab_size=weight(lm_head(graph).inputs[1]).shape[0], max_seq_len=length)
+    graphs, plan = partition(graph, tp_size, raw.architecture)
+    report = Report("tensor_parallel")
+    for kind in ("AllReduce", "AllGather"):
+        report.count(kind, sum(is_llmc(node, kind) for node in graphs[0].nodes))
+    reports.append(report)
+    for rank in graphs:
+        verify(rank, report.name)
+    used = {node.op for rank in graphs for node in rank.nodes if is_llmc(node)}
+    return Lowered(graphs, reports, settings, dims,
+                   {op: plugins.registry()[op].version for op in sorted(used)})
+
+
+def _max_seq_len(raw: RawModel, wish: int | None) -> int:
+    config = raw.config.get("text_config") or raw.config
+    limit = next((config[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len")
+                  if isinstance(config.get(key), int)), None)
+    if wish is None:
+        return min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
+    if wish < 2 or (limit is not None and wish > limit):
+        raise LlmcError(f"max_seq_len {wish} is not possible: '{raw.architecture}' has "
+                        f"max_position_embeddings {limit}; allowed: 2 to {limit or 'any'}")
+    return wish
+
+
+def _write(raw: RawModel, lowered: Lowered, dtype: str, target: str, directory: Path) -> Manifest:
+    chips, files = [], []
+    for rank, graph in enumerate(lowered.graphs):
+        chip, written = TARGETS[target].emit(graph, rank, directory)
+        chips.append(chip)
+        files.extend(written)
+    tokenizer = _write_tokenizer(raw, directory)
+    files.extend(FileEntry(path=path.relative_to(directory).as_posix(), size=path.stat().st_size,
+                           sha256=hash_file(path))
+                 for path in sorted((directory / "tokenizer").glob("*")))
+    tp_size = len(chips)
+    manifest = Manifest(
+        format_version=1, llmc_version=__version__,
+        source=Source(kind=raw.kind, architecture=raw.architecture,
+                      config_sha256=raw.config_sha256),
+        dims=lowered.dims, dtype=dtype, tp_size=tp_size,
+        device_groups=tuple(tuple(range(start, start + tp_size))
+                            for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
+        target=Target(kind=target), ops=lowered.ops, tokenizer=tokenizer, chips=tuple(chips),
+        passes=tuple(PassReport(name=report.name, matches=report.matches,
+                                refusals=tuple(report.refusals)) for report in lowered.reports),
+        files=tuple(files))
+    write_manifest(manifest, directory)
+    return manifest
+
+
+def _write_tokenizer(raw: RawModel, directory: Path) -> TokenizerInfo:
+    target = directory / "tokenizer"
+    target.mkdir()
+    raw.save_tokenizer(target)
+    present = (target / "tokenizer.json").is_file()
+    if not present:
+        shutil.rmtree(target)
+    template = "tokenizer/chat_template.jinja"
+    bos = raw.token_ids("bos_token_id")
+    return TokenizerInfo(path="tokenizer" if present else None,
+                         bos_token_id=bos[0] if bos else None,
+                         eos_token_ids=raw.token_ids("eos_token_id"),
+                         chat_template=template if (directory / template).is_file() else None)
+
+
+def _check_output(output: Path) -> None:
+    """Refuse to replace what is not a case directory."""
+    if output.exists() and not (output / MANIFEST_NAME).is_file() and (
+            not output.is_dir() or any(output.iterdir())):
+        raise LlmcError(f"'{output}' is there and is not a case directory; choose another output")
+
+
+@contextmanager
+def _new_directory(output: Path) -> Iterator[Path]:
+    """A temporary sibling that takes the place of `output` when the block succeeds."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise LlmcError(f"'{output}' cannot be written ({error})") from error
+    try:
+        os.chmod(work, 0o755)
+        yield work
+        old = Path(f"{work}.old")
+        if output.exists():
+            os.rename(output, old)
+        os.rename(work, output)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise LlmcError(f"'{output}' cannot be written ({error}); nothing was changed") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

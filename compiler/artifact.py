@@ -1,0 +1,143 @@
+"""Write a rank's graph and weights: one ONNX file, and one weight file that is both its external
+data and safetensors. The same graph gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from llmc import __version__, plugins
+from llmc.compiler.rewrite import is_llmc
+from llmc.compiler.weights import Weight
+from llmc.runtime.manifest import FileEntry
+
+WEIGHTS_NAME = "weights.safetensors"
+_ALIGNMENT = 4096
+_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+                       "int32": "I32"}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a weight's bytes lie in the weight file."""
+
+    offset: int
+    length: int
+
+
+def write_weights(graph: gs.Graph, path: Path) -> tuple[dict[str, Placed], FileEntry]:
+    """Stream every weight of the graph into a safetensors file, a block of rows at a time.
+
+    Returns where each lies, and the file's size and hash under the name `path.name`.
+    """
+    weights = {}
+    for node in graph.nodes:
+        for tensor in node.inputs:
+            if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+                present = weights.setdefault(tensor.name, tensor._values)
+                assert present is tensor._values, f"two weights are named '{tensor.name}'"
+    header, end = {}, 0
+    for name, weight in weights.items():
+        header[name] = {"dtype": _SAFETENSORS_DTYPES[weight.dtype.name],
+                        "shape": list(weight.shape), "data_offsets": [end, end + weight.nbytes]}
+        end += weight.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # so that the data begins on a page
+    start = 8 + len(text)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for block in _blocks(len(text).to_bytes(8, "little") + text, weights.values()):
+            file.write(block)
+            digest.update(block)
+    places = {name: Placed(start + entry["data_offsets"][0],
+                           entry["data_offsets"][1] - entry["data_offsets"][0])
+              for name, entry in header.items()}
+    return places, FileEntry(path=path.name, size=start + end, sha256=digest.hexdigest())
+
+
+def _blocks(header: bytes, weights: Iterable[Weight]):
+    yield header
+    for weight in weights:
+        for block in weight.blocks():
+            yield memoryview(np.ascontiguousarray(block)).cast("B") if block.size else b""
+
+
+def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str) -> onnx.ModelProto:
+    """The graph as ONNX: weights by reference into the weight file, and the body of every llmc op
+    as a model-local function, in the form that suits `target`.
+    """
+    proto = gs.export_onnx(graph, do_type_check=False)
+    functions: dict[str, onnx.FunctionProto] = {}
+    for node, exported in zip(graph.nodes, proto.graph.node, strict=True):
+        if is_llmc(node):
+            function = plugins.registry()[node.op].function(node.attrs, exported.input, target)
+            if function is not None:
+                exported.overload = function.overload
+                functions[f"{function.name}.{function.overload}"] = function
+    for tensor in proto.graph.initializer:
+        if tensor.name in places:
+            place = places[tensor.name]
+            del tensor.external_data[:]
+            for key, value in (("location", WEIGHTS_NAME), ("offset", str(place.offset)),
+                               ("length", str(place.length))):
+                tensor.external_data.add(key=key, value=value)
+    del proto.graph.value_info[:]
+    del proto.opset_import[:]
+    proto.opset_import.extend([onnx.helper.make_opsetid("", plugins.OPSET),
+                               onnx.helper.make_opsetid(plugins.DOMAIN, 1),
+                               onnx.helper.make_opsetid("com.microsoft", 1)])
+    proto.functions.extend(functions[name] for name in sorted(functions))
+    proto.ir_version, proto.producer_name, proto.producer_version = 10, "llmc", __version__
+    proto.graph.name = "llmc"
+    return proto
+
+
+def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:
+    """Write the model; return its size and hash under the name `path.name`."""
+    data = proto.SerializeToString(deterministic=True)
+    path.write_bytes(data)
+    return FileEntry(path=path.name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def split_at_collectives(graph: gs.Graph) -> list[gs.Graph | gs.Node]:
+    """The graph as consecutive pieces: graphs to run, and collective nodes between them."""
+    pieces: list[gs.Graph | gs.Node] = []
+    pending: list[gs.Node] = []
+    needed_later: list[set[int]] = []
+    nodes = list(graph.nodes)
+    later = {id(tensor) for tensor in graph.outputs}
+    for node in reversed(nodes):
+        needed_later.append(set(later))
+        later.update(id(tensor) for tensor in node.inputs)
+    needed_later.reverse()
+
+    def flush(index: int) -> None:
+        if pending:
+            pieces.append(_segment(pending, needed_later[index]))
+            pending.clear()
+
+    for index, node in enumerate(nodes):
+        if is_llmc(node, "AllReduce", "AllGather"):
+            flush(index - 1)
+            pieces.append(node)
+        else:
+            pending.append(node)
+    flush(len(nodes) - 1)
+    return pieces
+
+
+def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
+    made = {id(tensor) for node in nodes for tensor in node.outputs}
+    inputs = {id(t): t for node in nodes for t in node.inputs
+              if id(t) not in made and not isinstance(t, gs.Constant) and not t.is_empty()}
+    outputs = [t for node in nodes for t in node.outputs if id(t) in later]
+    return gs.Graph(nodes=list(nodes), inputs=list(inputs.values()), outputs=outputs,
+                    opset=plugins.OPSET)

@@ -1,0 +1,503 @@
+"""Export a transformers causal LM without its weights, a few layers of it, and repeat them.
+
+Attention goes through transformers' own interface: a null mask and a function that becomes one
+`Sdpa` node, so nothing about masks, windows or scale is left to guess. Models that bypass the
+interface are exported with eager attention, for the passes to recognise.
+
+Layers are compared as modules first (classes, shapes, settings) and again as exported graphs; each
+kind is exported once or twice and cloned for the rest. Where anything differs from what that needs,
+all layers are exported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+import onnx_ir as ir
+import torch
+from accelerate import init_empty_weights
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from llmc.compiler.frontend.raw import HIDDEN_STATE
+from llmc.compiler.passes.fold import fold_constants
+from llmc.compiler.rewrite import describe, tidy
+from llmc.compiler.weights import Weight
+from llmc.errors import LlmcError
+
+_OPSET = 23
+_ROOT = "model."  # the wrapper's name for the model, in front of every parameter's own name
+
+GetWeight = Callable[[str, tuple[int, ...], tuple[str, ...]], Weight]
+
+
+class _CannotRepeat(Exception):
+    """Why the layers cannot be cloned."""
+
+
+def _sdpa(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+          sliding_window=None, softcap=None, is_causal=None, **others):
+    """transformers' attention function: one symbolic node, heads as they are."""
+    neutral = {"position_ids", "output_attentions", "use_cache", "cache_position", "head_mask",
+               "output_router_logits", "logits_to_keep", "return_dict", "num_items_in_batch",
+               "position_embeddings"}
+    for name, argument in others.items():
+        if name not in neutral and argument is not None and argument is not False:
+            raise LlmcError(f"{type(module).__name__} passes {name!r} to its attention, which "
+                            f"llmc::Attention does not have")
+    if attention_mask is not None:
+        raise LlmcError(f"{type(module).__name__} passes a mask of its own to its attention")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise LlmcError(f"{type(module).__name__} is not causal")
+    batch, heads, seq, head_dim = query.shape
+    scale = float(head_dim**-0.5 if scaling is None else scaling)
+    out = torch.onnx.ops.symbolic(
+        "llmc::Sdpa", (query, key, value),
+        {"scale": scale, "window": int(sliding_window or 0), "softcap": float(softcap or 0.0),
+         "layer": int(module.layer_idx)},
+        dtype=query.dtype, shape=(batch, heads, seq, value.shape[-1]), version=1)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("llmc", _sdpa)
+AttentionMaskInterface.register("llmc", lambda *args, **kwargs: None)
+
+
+class _Stateless(torch.nn.Module):
+    """input_ids (and position_ids, where the model takes them) to logits."""
+
+    def __init__(self, model: torch.nn.Module, takes_positions: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.takes_positions = takes_positions
+
+    def forward(self, input_ids, position_ids=None):
+        positions = {"position_ids": position_ids} if self.takes_positions else {}
+        return self.model(input_ids=input_ids, use_cache=False, return_dict=False, **positions)[0]
+
+
+@dataclass
+class Exported:
+    """The raw graph and what is known about how it was made."""
+
+    graph: gs.Graph
+    notes: list[str] = field(default_factory=list)
+
+
+def export(config: Any, get_weight: GetWeight, *, trust_remote_code: bool = False) -> Exported:
+    """Export the causal LM that `config` describes.
+
+    Args:
+        config: a transformers config.
+        get_weight: (parameter name, shape, other names of the same parameter) to its `Weight`.
+
+    Raises:
+        LlmcError: the architecture is unknown, or its export fails.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = "llmc"
+    config.dtype = torch.float32
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    notes: list[str] = []
+    with _quiet():
+        try:
+            plan = _plan_layers(config, trust_remote_code)
+        except _CannotRepeat as reason:
+            notes.append(f"all layers were exported: {reason}")
+            plan = None
+        if plan is not None:
+            try:
+                graph, aliases = _export_graph(plan.config, plan.layers_name, trust_remote_code)
+                graph = _repeat(graph, plan)
+                _attach_weights(graph, aliases, get_weight, plan)
+                return Exported(graph, notes)
+            except _CannotRepeat as reason:
+                notes.append(f"all layers were exported: {reason}")
+        graph, aliases = _export_graph(config, None, trust_remote_code)
+        _attach_weights(graph, aliases, get_weight, None)
+        return Exported(graph, notes)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's warnings, logs and prints."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), \
+            contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+
+
+# Which layers to export.
+
+@dataclass
+class _LayerPlan:
+    """Layers to export and what each layer of the model is a copy of.
+
+    Args:
+        config: the truncated config.
+        layers_name: the layers' place in the model, such as `model.layers`.
+        picked: for each exported layer, the layer of the model that it is.
+        group: for each layer of the model, its kind.
+    """
+
+    config: Any
+    layers_name: str
+    picked: list[int]
+    group: list[int]
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _build(config: Any, trust_remote_code: bool) -> torch.nn.Module:
+    try:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+    except (ValueError, KeyError, ImportError, TypeError, AssertionError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as a "
+                        f"causal LM: {first}") from error
+
+
+def _find_layers(model: torch.nn.Module, count: int) -> tuple[str, torch.nn.ModuleList]:
+    found = [(name, module) for name, module in model.named_modules()
+             if isinstance(module, torch.nn.ModuleList) and len(module) == count
+             and all(any(True for _ in layer.parameters()) for layer in module)]
+    if not found:
+        raise _CannotRepeat(f"the model has no list of {count} layers")
+    return found[0]
+
+
+def _signature(module: torch.nn.Module) -> tuple:
+    """All that distinguishes one layer from another, but for its index and its weights' values."""
+    settings = tuple(sorted(
+        (name, repr(value)) for name, value in vars(module).items()
+        if name not in ("layer_idx", "layer_id", "layer_number", "training")
+        and not name.startswith("_")
+        and isinstance(value, int | float | str | bool | tuple | list | type(None))))
+    tensors = tuple((name, tuple(t.shape)) for name, t in
+                    (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
+    children = tuple((name, _signature(child)) for name, child in module.named_children())
+    return type(module).__qualname__, settings, tensors, children
+
+
+def _plan_layers(config: Any, trust_remote_code: bool) -> _LayerPlan:
+    text = _text_config(config)
+    count = getattr(text, "num_hidden_layers", None)
+    if not isinstance(count, int) or count < 1:
+        raise _CannotRepeat("the config has no num_hidden_layers")
+    with torch.device("meta"):
+        full = _build(config, trust_remote_code)
+    name, layers = _find_layers(full, count)
+    signatures = [_signature(layer) for layer in layers]
+    kinds = list(dict.fromkeys(signatures))
+    group = [kinds.index(signature) for signature in signatures]
+    picked = sorted(index for kind in range(len(kinds))
+                    for index in [i for i, g in enumerate(group) if g == kind][:2])
+    if len(picked) < 2 < count or len(picked) == count:
+        raise _CannotRepeat(f"{len(picked)} of {count} layers differ")
+    short = copy.deepcopy(config)
+    short_text = _text_config(short)
+    for key, value in list(vars(short_text).items()):
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(short_text, key, type(value)(value[i] for i in picked))
+    short_text.num_hidden_layers = len(picked)
+    with torch.device("meta"):
+        _, few = _find_layers(_build(short, trust_remote_code), len(picked))
+    if [_signature(layer) for layer in few] != [signatures[i] for i in picked]:
+        raise _CannotRepeat("a layer's settings depend on more than the config's lists")
+    return _LayerPlan(short, name, picked, group)
+
+
+# The export itself.
+
+def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool) -> \
+        tuple[gs.Graph, dict[str, tuple[str, ...]]]:
+    """The graph with constants folded, weights as placeholders, and layers in the nodes' names.
+
+    Returns also the names that each parameter has in the model, tied ones more than one.
+    """
+    reasons = []
+    for implementation in ("llmc", "eager"):
+        config._attn_implementation = implementation
+        try:
+            program, model = _run_exporter(config, trust_remote_code)
+        except LlmcError as error:
+            if "transformers cannot build" in str(error):
+                raise
+            reasons.append(str(error))
+            continue
+        except Exception as error:  # the exporter raises whatever the model's code raises
+            reasons.append(_root_cause(error))
+            continue
+        graph = _to_graph(program, layers_name)
+        count = _text_config(config).num_hidden_layers
+        if implementation == "llmc" and sum(n.op == "Sdpa" for n in graph.nodes) < count:
+            reasons.append("the model bypasses transformers' attention interface")
+            continue
+        by_id: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            by_id.setdefault(id(parameter), []).append(name)
+        aliases = {name: tuple(names) for names in by_id.values() for name in names}
+        return graph, aliases
+    raise LlmcError(f"'{config.model_type}' cannot be exported: {'; '.join(reasons)}")
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _run_exporter(config: Any, trust_remote_code: bool):
+    with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
+        model = _build(config, trust_remote_code)
+    model.tie_weights()  # making parameters empty has untied them
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    replaced: dict[int, torch.nn.Parameter] = {}
+    with fake:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in replaced:
+                        replaced[id(parameter)] = torch.nn.Parameter(
+                            torch.empty(parameter.shape, dtype=torch.float32), requires_grad=False)
+                    module._parameters[name] = replaced[id(parameter)]
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        ids = torch.zeros((2, 5), dtype=torch.int64)
+        positions = torch.arange(5)[None].expand(2, 5).clone()
+        names = ["input_ids", "position_ids"] if takes_positions else ["input_ids"]
+        shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq")}
+        program = torch.onnx.export(
+            _Stateless(model, takes_positions).eval(),
+            (ids, positions) if takes_positions else (ids,), dynamo=True, opset_version=_OPSET,
+            optimize=False, verbose=False, input_names=names, output_names=["logits"],
+            dynamic_shapes=(shape, shape) if takes_positions else (shape, None))
+    return program, model
+
+
+def _to_graph(program: Any, layers_name: str | None) -> gs.Graph:
+    """The exported program as a graph-surgeon graph, parameters empty, constants folded."""
+    ir_model = program.model
+    pattern = re.compile(re.escape(_ROOT + layers_name) + r"\.(\d+)") if layers_name else None
+    if pattern:
+        for index, node in enumerate(ir_model.graph):
+            scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+            match = pattern.search(scopes)
+            node.name = f"{match.group(1) if match else ''}|{index}|{node.op_type}"
+    parameters: dict[str, tuple[int, ...]] = {}
+    for name, value in ir_model.graph.initializers.items():
+        tensor = getattr(value.const_value, "raw", None)
+        if isinstance(tensor, torch.nn.Parameter) or _is_fake(tensor):
+            parameters[name] = tuple(int(dim) for dim in value.shape)
+            value.const_value = ir.ExternalTensor(
+                "weights", 0, 0, ir.DataType.FLOAT, shape=ir.Shape(parameters[name]), name=name)
+    graph = gs.import_onnx(ir.to_proto(ir_model))
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and tensor.name in parameters:
+            tensor._values = Weight(parameters[tensor.name], np.float32, _unread, tensor.name)
+    tidy(graph)
+    fold_constants(graph)
+    return graph
+
+
+def _is_fake(tensor: Any) -> bool:
+    return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
+
+
+def _unread(start: int, stop: int) -> np.ndarray:
+    raise AssertionError("a placeholder weight was read")
+
+
+def _attach_weights(graph: gs.Graph, aliases: dict[str, tuple[str, ...]], get_weight: GetWeight,
+                    plan: _LayerPlan | None) -> None:
+    """Give each parameter its `Weight` and its own name."""
+    made: dict[str, Weight] = {}
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+            name = tensor.name.removeprefix(_ROOT)
+            if name not in made:
+                shape = tensor._values.shape
+                made[name] = get_weight(name, shape, aliases.get(name, (name,)))
+            tensor.name, tensor._values = name, made[name]
+
+
+# Repeating layers.
+
+@dataclass
+class _Layer:
+    """One exported layer: its nodes, what it reads from the layer before, what it hands on."""
+
+    nodes: list[gs.Node]
+    carried_in: gs.Tensor | None
+    carried_out: gs.Tensor
+
+
+def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
+    """The graph of the whole model, from the graph of a few of its layers."""
+    layers = _cut_layers(graph, len(plan.picked))
+    prefix = f"{_ROOT}{plan.layers_name}."
+    forms = [_canonical(layer, prefix, index) for index, layer in enumerate(layers)]
+    template: dict[int, int] = {}
+    for index, layer in enumerate(plan.picked):
+        kind = plan.group[layer]
+        if kind in template:
+            if forms[index] != forms[template[kind]]:
+                raise _CannotRepeat(f"layers {plan.picked[template[kind]]} and {layer} are alike "
+                                    f"in the config but not in the graph")
+        if index > 0 or kind not in template:
+            template[kind] = index  # a later copy shows what it takes from the layer before
+    first = layers[0]
+    first.carried_out.name = HIDDEN_STATE.format(0)
+    last_exported = layers[-1].carried_out
+    readers = [reader for reader in last_exported.outputs
+               if not any(reader is node for node in layers[-1].nodes)]
+    outside = [node for node in graph.nodes
+               if not any(node is inner for layer in layers[1:] for inner in layer.nodes)]
+    hidden = first.carried_out
+    clones: list[gs.Node] = []
+    for layer in range(1, len(plan.group)):
+        source = layers[template[plan.group[layer]]]
+        if source is first:
+            raise _CannotRepeat(f"layer {layer} is like the first, which has no layer before it")
+        nodes, hidden = _clone(source, hidden, prefix, template[plan.group[layer]], layer)
+        clones.extend(nodes)
+    for reader in readers:
+        for position, tensor in enumerate(reader.inputs):
+            if tensor is last_exported:
+                reader.inputs[position] = hidden
+    if any(output is last_exported for output in graph.outputs):
+        raise _CannotRepeat("the last layer's output is the model's")
+    for layer in layers[1:]:
+        for node in layer.nodes:
+            node.inputs.clear()
+            node.outputs.clear()
+    graph.nodes.clear()
+    graph.nodes.extend([*outside, *clones])
+    tidy(graph)
+    for number, node in enumerate(node for node in graph.nodes if node.op == "Sdpa"):
+        if node.attrs["layer"] != number:
+            raise _CannotRepeat("attention layers are not in the order of the layers")
+    return graph
+
+
+def _cut_layers(graph: gs.Graph, count: int) -> list[_Layer]:
+    """The nodes of each layer, by the tags that their names carry."""
+    tag = {id(node): node.name.split("|")[0] for node in graph.nodes}
+    position = {id(node): index for index, node in enumerate(graph.nodes)}
+    groups: list[list[gs.Node]] = [[] for _ in range(count)]
+    for node in graph.nodes:
+        if tag[id(node)]:
+            groups[int(tag[id(node)])].append(node)
+    layers: list[_Layer] = []
+    for index, nodes in enumerate(groups):
+        if not nodes:
+            raise _CannotRepeat(f"no node belongs to layer {index}")
+        inside = {id(node) for node in nodes}
+        made = {id(t) for node in nodes for t in node.outputs}
+        before = {id(t) for node in groups[index - 1] for t in node.outputs} if index else set()
+        taken = {id(t): t for node in nodes for t in node.inputs if id(t) in before}
+        handed = {id(t): t for node in nodes for t in node.outputs
+                  if any(id(reader) not in inside for reader in t.outputs)}
+        if len(handed) != 1 or (index and len(taken) != 1):
+            raise _CannotRepeat(f"layer {index} takes {len(taken)} tensors from the layer before "
+                                f"and hands on {len(handed)}")
+        other = [describe(node) for node in nodes for t in node.inputs if t.inputs
+                 and id(t) not in made and id(t) not in before and tag[id(t.inputs[0])]]
+        if other:
+            raise _CannotRepeat(f"{other[0]} reads from a layer that is not the one before")
+        layers.append(_Layer(sorted(nodes, key=lambda node: position[id(node)]),
+                             next(iter(taken.values()), None), next(iter(handed.values()))))
+    return layers
+
+
+def _canonical(layer: _Layer, prefix: str, index: int) -> list:
+    """A form that equal layers share. The first layer's carried input stands for any tensor that
+    the model computes from the tokens, so that it compares equal to later layers."""
+    number: dict[int, int] = {}
+    form: list = []
+    for node in layer.nodes:
+        reads = []
+        for tensor in node.inputs:
+            if tensor.is_empty():
+                reads.append("")
+            elif id(tensor) in number:
+                reads.append(number[id(tensor)])
+            elif isinstance(tensor, gs.Constant):
+                if isinstance(tensor._values, Weight):
+                    reads.append(tensor.name.replace(f"{prefix}{index}.", f"{prefix}*."))
+                else:
+                    reads.append((tensor.values.tobytes(), tensor.values.shape))
+            elif tensor is layer.carried_in or (layer.carried_in is None and tensor.inputs
+                                                and tensor.shape is not None
+                                                and _looks_carried(tensor, layer)):
+                reads.append("carried")
+            else:
+                reads.append(f"shared {tensor.name}")
+        for tensor in node.outputs:
+            number[id(tensor)] = len(number)
+        attrs = {key: repr(value) for key, value in node.attrs.items() if key != "layer"}
+        form.append((node.op, node.domain, tuple(reads), tuple(sorted(attrs.items()))))
+    return form
+
+
+def _looks_carried(tensor: gs.Tensor, layer: _Layer) -> bool:
+    return list(tensor.shape) == list(layer.carried_out.shape or ())
+
+
+def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int) -> \
+        tuple[list[gs.Node], gs.Tensor]:
+    """The layer's nodes for another index, reading `hidden`; and what they hand on."""
+    made: dict[int, gs.Tensor] = {}
+
+    def tensor(original: gs.Tensor) -> gs.Tensor:
+        if original is layer.carried_in:
+            return hidden
+        if isinstance(original, gs.Constant) and original.name.startswith(f"{prefix}{old}."):
+            name = original.name.replace(f"{prefix}{old}.", f"{prefix}{new}.", 1)
+            if id(original) not in made:
+                values = original._values
+                made[id(original)] = gs.Constant(
+                    name, Weight(values.shape, values.dtype, _unread, name)
+                    if isinstance(values, Weight) else values)
+        return made.get(id(original), original)
+
+    nodes = []
+    for node in layer.nodes:
+        inputs = [tensor(t) for t in node.inputs]
+        outputs = []
+        for result in node.outputs:
+            if result.is_empty():
+                outputs.append(gs.Variable.empty())
+                continue
+            name = HIDDEN_STATE.format(new) if result is layer.carried_out \
+                else f"layers.{new}.{result.name}"
+            made[id(result)] = gs.Variable(name, result.dtype, result.shape)
+            outputs.append(made[id(result)])
+        attrs = dict(node.attrs)
+        if node.op == "Sdpa":
+            attrs["layer"] = new
+        nodes.append(gs.Node(op=node.op, name=f"layers.{new}.{node.name}", domain=node.domain,
+                             attrs=attrs, inputs=inputs, outputs=outputs))
+    return nodes, made[id(layer.carried_out)]
+
+

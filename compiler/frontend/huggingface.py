@@ -1,0 +1,195 @@
+"""A Hugging Face directory, or a hub id, with safetensors weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.weights import Weight
+from llmc.errors import LlmcError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+                    "tokenizer.model", "vocab.txt")
+
+
+def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
+                     allow_pickle: bool = False) -> RawModel:
+    """Export the model in a directory, or fetch it by hub id first.
+
+    Raises:
+        LlmcError: the directory, its config or its weights are missing, broken or do not match.
+    """
+    directory = find_directory(model)
+    config = read_config(directory, trust_remote_code)
+    tensors = open_checkpoint(directory, allow_pickle)
+    from llmc.compiler.frontend.export import export
+
+    exported = export(config, _weight_getter(tensors, directory), trust_remote_code=trust_remote_code)
+    return RawModel(exported.graph, _plain_config(directory), "huggingface",
+                    lambda target: copy_tokenizer(directory, target), _generation(directory),
+                    tuple(exported.notes))
+
+
+def find_directory(model: str | Path) -> Path:
+    """The local directory of a model.
+
+    Raises:
+        LlmcError: there is none.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise LlmcError(f"'{directory}' has no config.json, so it is not a Hugging Face model "
+                            f"directory")
+        return directory
+    name = str(model)
+    if name.count("/") != 1 or name.startswith((".", "/")) or directory.exists():
+        raise LlmcError(f"'{model}' is neither a directory, nor a .gguf or .onnx file, nor a hub "
+                        f"id like 'org/name'")
+    try:
+        from huggingface_hub import snapshot_download
+        return Path(snapshot_download(name, allow_patterns=[
+            "*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except Exception as error:  # whatever the network or the hub says
+        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
+        raise LlmcError(f"'{name}' is no directory here and could not be fetched from the hub "
+                        f"({first}); download it and give its directory") from error
+
+
+def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a directory.
+
+    Raises:
+        LlmcError: it is not JSON, or its model_type is unknown.
+    """
+    plain = _plain_config(directory)
+    if "model_type" not in plain:
+        raise LlmcError(f"'{directory / 'config.json'}' names no model_type")
+    if plain.get("auto_map") and not trust_remote_code:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        if plain["model_type"] not in CONFIG_MAPPING:
+            raise LlmcError(f"'{directory}' brings its own code for '{plain['model_type']}'; "
+                            f"read it, and compile with --trust_remote_code to run it")
+    from transformers import AutoConfig
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds for a bad config
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
+        raise LlmcError(f"'{directory / 'config.json'}': transformers does not know architecture "
+                        f"'{plain['model_type']}' or refuses its config ({first})") from error
+
+
+def _plain_config(directory: Path) -> dict[str, Any]:
+    return _json(directory / "config.json")
+
+
+def _generation(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return _json(path) if path.is_file() else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise LlmcError(f"'{path}' is not a JSON object")
+    return data
+
+
+def open_checkpoint(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
+    """Every tensor of a checkpoint by name, unread.
+
+    Raises:
+        LlmcError: there are no weights, a shard is missing or broken, or they are pickled.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise LlmcError(f"'{index}' lists '{missing[0]}', which is missing")
+        files = [directory / name for name in names]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    tensors: dict[str, Weight] = {}
+    for path in files:
+        tensors.update(_open_safetensors(path))
+    if tensors:
+        return tensors
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if not pickled:
+        raise LlmcError(f"'{directory}' has a config but no *.safetensors weights")
+    if not allow_pickle:
+        raise LlmcError(f"'{directory}' has only pickled weights ('{pickled[0].name}'), which can "
+                        f"run code when read; convert them to safetensors, or trust them with "
+                        f"--allow_pickle")
+    import torch
+    for path in pickled:
+        for name, tensor in torch.load(path, mmap=True, weights_only=True).items():
+            tensors[name] = Weight(tensor.shape, np.float32,
+                                   lambda a, b, t=tensor: t[a:b].float().numpy(), name)
+    return tensors
+
+
+def _open_safetensors(path: Path) -> dict[str, Weight]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise LlmcError(f"'{path}' is not a readable safetensors file ({error})") from error
+
+    def reader(name: str):
+        def rows(start: int, stop: int) -> np.ndarray:
+            return file.get_slice(name)[start:stop].float().numpy()
+        return rows
+
+    return {name: Weight(shape, np.float32, reader(name), name) for name, shape in shapes.items()}
+
+
+def _weight_getter(tensors: Mapping[str, Weight], directory: Path):
+    """Find a parameter in a checkpoint, whose names may have a prefix more or less."""
+
+    @cache
+    def by_suffix() -> dict[str, str]:
+        return {name.split(".", 1)[1]: name for name in tensors if "." in name}
+
+    def get(name: str, shape: tuple[int, ...], aliases: tuple[str, ...]) -> Weight:
+        for wanted in dict.fromkeys((name, *aliases)):
+            bare = wanted.split(".", 1)[1] if "." in wanted else wanted
+            for candidate in (wanted, bare, by_suffix().get(wanted, "")):
+                if candidate in tensors:
+                    found = tensors[candidate]
+                    if found.shape != shape:
+                        raise LlmcError(f"tensor '{candidate}' in '{directory}' has shape "
+                                        f"{list(found.shape)}, config.json asks for {list(shape)}")
+                    return found
+        raise LlmcError(f"'{directory}' has no tensor '{name}' {list(shape)}, which config.json "
+                        f"asks for; its weights and its config do not belong together")
+
+    return get
+
+
+def copy_tokenizer(directory: Path, target: Path) -> None:
+    """Copy tokenizer files; make tokenizer.json where the directory has only a slow tokenizer."""
+    for name in _TOKENIZER_FILES:
+        if (directory / name).is_file():
+            shutil.copyfile(directory / name, target / name)
+    if not (target / "tokenizer.json").is_file() and any(target.iterdir()):
+        from transformers import AutoTokenizer
+        try:
+            AutoTokenizer.from_pretrained(directory).save_pretrained(target)
+        except Exception as error:  # transformers raises many kinds for a bad tokenizer
+            raise LlmcError(f"the tokenizer of '{directory}' cannot be converted to "
+                            f"tokenizer.json ({error})") from error

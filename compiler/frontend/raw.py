@@ -1,0 +1,58 @@
+"""What every frontend returns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+HIDDEN_STATE = "hidden_states.{}"
+
+
+@dataclass(frozen=True)
+class RawModel:
+    """A stateless model as an ONNX graph, before any pass.
+
+    Args:
+        graph: inputs `input_ids` and perhaps `position_ids`, int64 [batch, seq]; output `logits`
+            float32 [batch, seq, vocab_size]; parameters are constants that hold a `Weight`.
+            Attention is a node `Sdpa` (domain llmc; q, k, v as [batch, heads, seq, head_dim];
+            scale, window, softcap, layer) where the model let the exporter say so. The hidden
+            state after layer i is named `hidden_states.i` where the frontend knows it.
+        config: the Hugging Face config as plain data.
+        kind: huggingface, gguf or onnx.
+        save_tokenizer: writes tokenizer files into a directory.
+        notes: what the user may want to know, such as why all layers were exported.
+    """
+
+    graph: gs.Graph
+    config: dict[str, Any]
+    kind: str
+    save_tokenizer: Callable[[Path], None]
+    generation: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        return (self.config.get("architectures") or [self.config.get("model_type", "unknown")])[0]
+
+    @property
+    def config_sha256(self) -> str:
+        """Digest of the config, keys sorted, without where it was loaded from."""
+        kept = {key: value for key, value in self.config.items()
+                if key not in ("_name_or_path", "transformers_version", "param_dir",
+                               "tensor_parallel")}
+        text = json.dumps(kept, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """`eos_token_id` or `bos_token_id`, from the generation config or else the config."""
+        value = self.generation.get(key, self.config.get(key))
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else (value,)
