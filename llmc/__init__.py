@@ -1,3 +1,25 @@
 """llmc: compile a Hugging Face causal language model ahead of time, and run what came out."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llmc.errors import CheckFailed, LlmcError
+
+if TYPE_CHECKING:
+    from llmc.compiler.api import compile
+    from llmc.runtime.llm import LLM
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "CheckFailed", "LlmcError", "compile"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the compiler and the runtime only when they are asked for."""
+    if name == "LLM":
+        from llmc.runtime.llm import LLM
+        return LLM
+    if name == "compile":
+        from llmc.compiler.api import compile
+        return compile
+    raise AttributeError(f"module 'llmc' has no attribute '{name}'")

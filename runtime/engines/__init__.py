@@ -1,0 +1,21 @@
+"""Engines: what executes one rank of a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from llmc.runtime.attention.metadata import PackedBatch
+
+
+class Engine(Protocol):
+    """One rank. All ranks of a replica are given the same steps in the same order."""
+
+    def run(self, batch: PackedBatch) -> np.ndarray:
+        """Execute a step, extend the KV cache, return logits float32 [num_logits, padded_vocab]."""
+        ...
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one cache row to another."""
+        ...

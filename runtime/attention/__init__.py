@@ -1,0 +1,1 @@
+"""What attention needs to know of a batch."""

@@ -1,0 +1,50 @@
+"""A step's packed batch: which tokens are new, whose they are, and what is cached before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The engine inputs of one step.
+
+    Args:
+        input_ids: int64 [num_tokens], the new tokens of all sequences one after the other.
+        position_ids: int64 [num_tokens].
+        cu_seqlens: int32 [batch + 1], where each sequence's tokens begin and end.
+        past_lens: int32 [batch], positions already in the cache.
+        logits_indices: int64 [num_logits], tokens whose logits are wanted.
+        first_row: the cache row of the first sequence; the others follow.
+    """
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    past_lens: np.ndarray
+    logits_indices: np.ndarray
+    first_row: int
+
+    @staticmethod
+    def prepare(new_tokens: Sequence[Sequence[int]], past_lens: Sequence[int], first_row: int = 0,
+                all_logits: bool = False) -> PackedBatch:
+        """Pack the new tokens of each sequence; logits of the last of each, or of all."""
+        lengths = [len(tokens) for tokens in new_tokens]
+        ends = np.cumsum([0, *lengths])
+        past = np.asarray(past_lens, dtype=np.int32)
+        positions = [np.arange(start, start + length) for start, length
+                     in zip(past_lens, lengths, strict=True)]
+        return PackedBatch(
+            input_ids=np.concatenate([np.asarray(t, dtype=np.int64) for t in new_tokens]),
+            position_ids=np.concatenate(positions).astype(np.int64),
+            cu_seqlens=ends.astype(np.int32),
+            past_lens=past,
+            logits_indices=np.arange(ends[-1]) if all_logits else ends[1:] - 1,
+            first_row=first_row)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.past_lens)

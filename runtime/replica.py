@@ -1,0 +1,74 @@
+"""One running copy of a model: its ranks, each with an engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.collectives import Aborted, Communicator
+from llmc.runtime.devices import Placement, pin
+from llmc.runtime.engines import Engine
+from llmc.runtime.engines.cpu import CpuEngine
+from llmc.runtime.manifest import Manifest
+
+
+class Replica:
+    """The ranks of one model as threads of this process; a single unpinned rank is the caller's."""
+
+    def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
+                 max_batch_size: int) -> None:
+        self._vocab = manifest.dims.vocab_size
+        self._communicator = Communicator(manifest.tp_size)
+        self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
+                         for rank, placement in enumerate(placements)
+                         if manifest.tp_size > 1 or placement.pinned]
+
+        def load(rank: int) -> Engine:
+            return CpuEngine(manifest, manifest.chips[rank], case_dir, placements[rank],
+                             self._communicator, max_batch_size)
+
+        self._engines: list[Engine] = []
+        try:
+            self._engines = self._on_all_ranks(load)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, batch: PackedBatch) -> np.ndarray:
+        """Execute a step on all ranks: logits float32 [num_logits, vocab_size]."""
+        if not self._threads:
+            return self._engines[0].run(batch)[:, :self._vocab]
+        logits = self._on_all_ranks(lambda rank: self._run_rank(rank, batch))
+        return logits[0][:, :self._vocab]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy a sequence's cache to another row on all ranks."""
+        for engine in self._engines:
+            engine.copy_row(source, target, length)
+
+    def close(self) -> None:
+        """End the rank threads."""
+        for thread in self._threads:
+            thread.shutdown()
+
+    def _run_rank(self, rank: int, batch: PackedBatch) -> np.ndarray:
+        try:
+            return self._engines[rank].run(batch)
+        except BaseException:
+            self._communicator.abort()
+            raise
+
+    def _on_all_ranks(self, work) -> list:
+        """Run `work(rank)` for every rank in its thread; raise the first real error."""
+        if not self._threads:
+            return [work(0)]
+        futures: list[Future] = [thread.submit(work, rank)
+                                 for rank, thread in enumerate(self._threads)]
+        errors = [error for error in (future.exception() for future in futures) if error]
+        if errors:
+            self._communicator.reset()
+            raise next((e for e in errors if not isinstance(e, Aborted)), errors[0])
+        return [future.result() for future in futures]
