@@ -77,7 +77,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     lowered = lower(raw, tp_size, max_seq_len)
     progress("write")
     with _new_directory(output) as directory:
-        manifest = _write(raw, lowered, dtype, target, directory)
+        manifest = write(raw, lowered, dtype, target, directory)
     return manifest
 
 
@@ -92,18 +92,21 @@ class Lowered:
     ops: dict[str, int]
 
 
-def lower(raw: RawModel, tp_size: int, max_seq_len: int | None) -> Lowered:
+def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
+          vocab_multiple: int | None = None) -> Lowered:
     """Run the passes and partition. Consumes `raw.graph`.
+
+    `vocab_multiple` is 64, or what tp_size needs, where it is not given.
 
     Raises:
         LlmcError: see `compile`.
     """
     length = _max_seq_len(raw, max_seq_len)
-    settings = Settings(length, math.lcm(_VOCAB_MULTIPLE, tp_size))
+    settings = Settings(length, vocab_multiple or math.lcm(_VOCAB_MULTIPLE, tp_size))
     graph = raw.graph
     reports = run_passes(graph, settings)
-    vocab_size = next((report.matches["vocab_size"] for report in reports
-                       if "vocab_size" in report.matches))
+    vocab_size = next(report.matches["vocab_size"] for report in reports
+                       if "vocab_size" in report.matches)
     attention = [node for node in graph.nodes if is_llmc(node, "Attention")]
     if tp_size > max_tp_size(graph):
         raise LlmcError(f"tp_size {tp_size} exceeds num_attention_heads {max_tp_size(graph)} of "
@@ -139,7 +142,8 @@ def _max_seq_len(raw: RawModel, wish: int | None) -> int:
     return wish
 
 
-def _write(raw: RawModel, lowered: Lowered, dtype: str, target: str, directory: Path) -> Manifest:
+def write(raw: RawModel, lowered: Lowered, dtype: str, target: str, directory: Path) -> Manifest:
+    """Write a case directory into an empty directory."""
     chips, files = [], []
     for rank, graph in enumerate(lowered.graphs):
         chip, written = TARGETS[target].emit(graph, rank, directory)

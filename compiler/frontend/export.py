@@ -18,7 +18,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ import torch
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.masking_utils import AttentionMaskInterface
 
 from llmc.compiler.frontend.raw import HIDDEN_STATE
@@ -39,8 +41,6 @@ from llmc.errors import LlmcError
 
 _OPSET = 23
 _ROOT = "model."  # the wrapper's name for the model, in front of every parameter's own name
-
-GetWeight = Callable[[str, tuple[int, ...], tuple[str, ...]], Weight]
 
 
 class _CannotRepeat(Exception):
@@ -96,15 +96,18 @@ class Exported:
     notes: list[str] = field(default_factory=list)
 
 
-def export(config: Any, get_weight: GetWeight, *, trust_remote_code: bool = False) -> Exported:
+def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
+           trust_remote_code: bool = False) -> Exported:
     """Export the causal LM that `config` describes.
 
     Args:
         config: a transformers config.
-        get_weight: (parameter name, shape, other names of the same parameter) to its `Weight`.
+        tensors: the checkpoint's tensors by name.
+        origin: where they come from, for messages.
 
     Raises:
-        LlmcError: the architecture is unknown, or its export fails.
+        LlmcError: the architecture is unknown, its export fails, or a tensor is missing or has
+            another shape than the config asks for.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "llmc"
@@ -120,14 +123,14 @@ def export(config: Any, get_weight: GetWeight, *, trust_remote_code: bool = Fals
             plan = None
         if plan is not None:
             try:
-                graph, aliases = _export_graph(plan.config, plan.layers_name, trust_remote_code)
+                graph, model = _export_graph(plan.config, plan.layers_name, trust_remote_code)
                 graph = _repeat(graph, plan)
-                _attach_weights(graph, aliases, get_weight, plan)
+                _attach_weights(graph, model, tensors, origin)
                 return Exported(graph, notes)
             except _CannotRepeat as reason:
                 notes.append(f"all layers were exported: {reason}")
-        graph, aliases = _export_graph(config, None, trust_remote_code)
-        _attach_weights(graph, aliases, get_weight, None)
+        graph, model = _export_graph(config, None, trust_remote_code)
+        _attach_weights(graph, model, tensors, origin)
         return Exported(graph, notes)
 
 
@@ -230,10 +233,9 @@ def _plan_layers(config: Any, trust_remote_code: bool) -> _LayerPlan:
 # The export itself.
 
 def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool) -> \
-        tuple[gs.Graph, dict[str, tuple[str, ...]]]:
-    """The graph with constants folded, weights as placeholders, and layers in the nodes' names.
-
-    Returns also the names that each parameter has in the model, tied ones more than one.
+        tuple[gs.Graph, torch.nn.Module]:
+    """The graph with constants folded, weights as placeholders, and layers in the nodes' names;
+    and the model that was exported, whose parameters are fake.
     """
     reasons = []
     for implementation in ("llmc", "eager"):
@@ -253,11 +255,7 @@ def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool)
         if implementation == "llmc" and sum(n.op == "Sdpa" for n in graph.nodes) < count:
             reasons.append("the model bypasses transformers' attention interface")
             continue
-        by_id: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            by_id.setdefault(id(parameter), []).append(name)
-        aliases = {name: tuple(names) for names in by_id.values() for name in names}
-        return graph, aliases
+        return graph, model
     raise LlmcError(f"'{config.model_type}' cannot be exported: {'; '.join(reasons)}")
 
 
@@ -328,17 +326,44 @@ def _unread(start: int, stop: int) -> np.ndarray:
     raise AssertionError("a placeholder weight was read")
 
 
-def _attach_weights(graph: gs.Graph, aliases: dict[str, tuple[str, ...]], get_weight: GetWeight,
-                    plan: _LayerPlan | None) -> None:
+def _attach_weights(graph: gs.Graph, model: torch.nn.Module, tensors: Mapping[str, Weight],
+                    origin: str) -> None:
     """Give each parameter its `Weight` and its own name."""
+    renamed = _renamed(model, tensors)
+    aliases = _aliases(model)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     made: dict[str, Weight] = {}
     for tensor in graph.tensors().values():
-        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
-            name = tensor.name.removeprefix(_ROOT)
-            if name not in made:
-                shape = tensor._values.shape
-                made[name] = get_weight(name, shape, aliases.get(name, (name,)))
-            tensor.name, tensor._values = name, made[name]
+        if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):
+            continue
+        name, shape = tensor.name.removeprefix(_ROOT), tensor._values.shape
+        if name not in made:
+            wanted = [alias for own in aliases.get(name, (name,))
+                      for alias in (own, own.removeprefix(prefix), prefix + own)]
+            found = next((renamed[alias] for alias in (name, *wanted) if alias in renamed), None)
+            if found is None:
+                raise LlmcError(f"'{origin}' has no tensor '{name}' {list(shape)}, which its "
+                                f"config asks for; weights and config do not belong together")
+            if found.shape != shape:
+                raise LlmcError(f"tensor '{name}' in '{origin}' has shape {list(found.shape)}, "
+                                f"its config asks for {list(shape)}")
+            made[name] = found
+        tensor.name, tensor._values = name, made[name]
+
+
+def _renamed(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
+    """The checkpoint's tensors under the names that transformers gives them today."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    return {rename_source_key(name, renamings, [])[0]: weight for name, weight in tensors.items()}
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names that each parameter has in the model: tied ones have several."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return {name: tuple(names) for names in by_id.values() for name in names}
 
 
 # Repeating layers.

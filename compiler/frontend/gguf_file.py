@@ -29,19 +29,7 @@ def load_gguf(path: Path) -> RawModel:
     except Exception as error:  # gguf and transformers raise many kinds for a bad file
         first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
         raise LlmcError(f"'{path}' cannot be read as GGUF ({first})") from error
-    tensors = _tensors(reader, config)
-
-    def get(name: str, shape: tuple[int, ...], aliases: tuple[str, ...]) -> Weight:
-        for wanted in (name, *aliases):
-            if wanted in tensors:
-                found = tensors[wanted]
-                if found.shape != shape:
-                    raise LlmcError(f"tensor '{wanted}' in '{path}' has shape {list(found.shape)}, "
-                                    f"its config asks for {list(shape)}")
-                return found
-        raise LlmcError(f"'{path}' has no tensor for '{name}' {list(shape)}")
-
-    exported = export(config, get)
+    exported = export(config, _tensors(reader, config), str(path))
     plain = config.to_dict()
     if not plain.get("architectures"):
         plain["architectures"] = [type(config).__name__.replace("Config", "ForCausalLM")]

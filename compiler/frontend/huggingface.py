@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     tensors = open_checkpoint(directory, allow_pickle)
     from llmc.compiler.frontend.export import export
 
-    exported = export(config, _weight_getter(tensors, directory), trust_remote_code=trust_remote_code)
+    exported = export(config, tensors, str(directory), trust_remote_code=trust_remote_code)
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
                     lambda target: copy_tokenizer(directory, target), _generation(directory),
                     tuple(exported.notes))
@@ -156,29 +154,6 @@ def _open_safetensors(path: Path) -> dict[str, Weight]:
         return rows
 
     return {name: Weight(shape, np.float32, reader(name), name) for name, shape in shapes.items()}
-
-
-def _weight_getter(tensors: Mapping[str, Weight], directory: Path):
-    """Find a parameter in a checkpoint, whose names may have a prefix more or less."""
-
-    @cache
-    def by_suffix() -> dict[str, str]:
-        return {name.split(".", 1)[1]: name for name in tensors if "." in name}
-
-    def get(name: str, shape: tuple[int, ...], aliases: tuple[str, ...]) -> Weight:
-        for wanted in dict.fromkeys((name, *aliases)):
-            bare = wanted.split(".", 1)[1] if "." in wanted else wanted
-            for candidate in (wanted, bare, by_suffix().get(wanted, "")):
-                if candidate in tensors:
-                    found = tensors[candidate]
-                    if found.shape != shape:
-                        raise LlmcError(f"tensor '{candidate}' in '{directory}' has shape "
-                                        f"{list(found.shape)}, config.json asks for {list(shape)}")
-                    return found
-        raise LlmcError(f"'{directory}' has no tensor '{name}' {list(shape)}, which config.json "
-                        f"asks for; its weights and its config do not belong together")
-
-    return get
 
 
 def copy_tokenizer(directory: Path, target: Path) -> None:

@@ -223,7 +223,7 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
     basis = np.zeros((head_dim, len(sample), linear.width), np.float32)
     basis[np.arange(head_dim), :, columns[0]] = 1.0
     rotation = linear(basis, sample)[:, 0].transpose(1, 2, 0) / gain  # [position, out, in]
-    rotary: Rotary | None | NoMatch = None
+    rotary: Rotary | NoMatch | None = None
     if not close(rotation, np.broadcast_to(np.eye(head_dim), rotation.shape), 1e-6):
         layout = _layout(rotation)
         if layout is None:

@@ -95,8 +95,8 @@ def _sources(mean: gs.Node) -> Iterator[tuple[gs.Tensor, list[gs.Node]]]:
     """Candidates for x, with the first node below each that belongs to the norm."""
     inner = mean.inputs[0]
     square = inner.inputs[0] if inner.inputs else None
-    if square is not None and (square.op == "Pow" and scalar(square.inputs[1]) == 2.0 or
-                               square.op == "Mul" and square.inputs[0] is square.inputs[1]):
+    if square is not None and ((square.op == "Pow" and scalar(square.inputs[1]) == 2.0) or
+                               (square.op == "Mul" and square.inputs[0] is square.inputs[1])):
         source = square.inputs[0]
         cast = source.inputs[0] if source.inputs else None
         yield source, [square]

@@ -1,0 +1,333 @@
+"""The command line: each verb is a thin command over one public function."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmc import __version__
+from llmc.errors import CheckFailed, LlmcError
+
+if TYPE_CHECKING:
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.manifest import Manifest
+
+
+class _Group(click.Group):
+    """Turns a user's error into one line and an exit code: 2, or 1 for a failed check."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CheckFailed as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+        except LlmcError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(2)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(141)
+
+
+_SETTINGS = {"token_normalize_func": lambda token: token.replace("-", "_"),
+             "help_option_names": ["-h", "--help"], "show_default": True}
+
+case_dir_option = click.option("--case_dir", required=True, type=click.Path(path_type=Path),
+                               help="Case directory that `llmc compile` made.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+
+
+def _devices(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+    if value is None:
+        return None
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        raise LlmcError(f"--device '{value}' is not a list of numbers such as 0,1,2,3") from None
+
+
+device_option = click.option("--device", callback=_devices, metavar="0,1,…",
+                             help="Devices; tp_size of them are a replica.  "
+                                  "[default: one replica on all cores]")
+
+
+@click.group(cls=_Group, context_settings=_SETTINGS)
+@click.version_option(__version__, prog_name="llmc")
+def main() -> None:
+    """Compile a causal language model ahead of time, and run what came out."""
+
+
+@main.command("compile")
+@click.argument("model")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
+              help="Case directory to make.")
+@click.option("--tp_size", default=1, help="Chips that share the model.")
+@click.option("--dtype", default="float32", help="Of weights and activations.")
+@click.option("--target", default="cpu", help="Engine kind.")
+@click.option("--max_seq_len", type=int, default=None,
+              help="Positions a sequence may use.  [default: the model's, at most 4096]")
+@click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
+              help="For an .onnx MODEL: directory with its config.json and tokenizer.")
+@click.option("--trust_remote_code", is_flag=True, help="Run code that comes with the model.")
+@click.option("--allow_pickle", is_flag=True, help="Read .bin weights with torch.load.")
+@click.option("--verbose", is_flag=True, help="Print what each pass matched and refused.")
+@json_option
+def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **options: Any) -> None:
+    """Compile MODEL, a Hugging Face directory, hub id, .gguf or .onnx file, into a case directory."""
+    started = time.perf_counter()
+    api = _import_compiler()
+
+    def progress(text: str) -> None:
+        click.echo(f"[{time.perf_counter() - started:6.2f} s] {text}", err=True)
+
+    manifest = api.compile(model, output, progress=progress, **options)
+    seconds = time.perf_counter() - started
+    if verbose:
+        _print_passes(manifest)
+    if as_json:
+        click.echo(json.dumps({"case_dir": str(output), "seconds": seconds,
+                               "tp_size": manifest.tp_size}))
+    else:
+        size = sum(entry.size for entry in manifest.files)
+        click.echo(f"{manifest.source.architecture} → {output}: {manifest.tp_size} chip(s), "
+                   f"{size / 1e6:.0f} MB in {seconds:.1f} s")
+
+
+def _import_compiler():
+    try:
+        from llmc.compiler import api
+    except ModuleNotFoundError as error:
+        raise LlmcError(f"the compiler needs {error.name}; install it with: "
+                        f"pip install 'llmc[export]'") from error
+    return api
+
+
+@main.command("run")
+@click.option("--case_dir", type=click.Path(path_type=Path), default=None,
+              help="Case directory that `llmc compile` made.")
+@click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
+              help="Hugging Face directory whose config.json names the case directory: param_dir.")
+@click.option("--prompt", "prompts", multiple=True, required=True, help="May be repeated.")
+@click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
+@click.option("--max_tokens", default=64, help="New tokens per prompt.")
+@click.option("--temperature", default=0.0, help="0 is greedy.")
+@click.option("--top_k", default=0, help="Sample among this many tokens; 0 for all.")
+@click.option("--top_p", default=1.0, help="Sample among tokens of this total probability.")
+@click.option("--seed", default=0, help="Of the random numbers.")
+@click.option("--stop", multiple=True, help="Text that ends a completion; may be repeated.")
+@click.option("--tp_size", type=int, default=None, help="Checked against the case directory.")
+@device_option
+@click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
+@json_option
+def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, ...], chat: bool,
+                max_tokens: int, tp_size: int | None, device: list[int] | None, log_file: str,
+                as_json: bool, stop: tuple[str, ...], **sampling: Any) -> None:
+    """Complete prompts, streaming the text."""
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.manifest import read_manifest
+
+    case_dir, tp_size = _resolve_case(case_dir, hf_dir, tp_size)
+    manifest = read_manifest(case_dir)
+    if tp_size is not None and tp_size != manifest.tp_size:
+        raise LlmcError(f"--tp_size is {tp_size}, '{case_dir}' was compiled with "
+                        f"{manifest.tp_size}; compile it again or leave --tp_size out")
+    info = _inference_info(hf_dir, case_dir, max_tokens, manifest.tp_size, device, log_file)
+    click.echo(info, err=as_json)
+    with LLM(case_dir, device=device) as llm:
+        texts = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
+        started = time.perf_counter()
+        if as_json:
+            completions = llm.generate(texts, max_tokens, stop=stop, **sampling)
+            count = sum(len(c.token_ids) for c in completions)
+            click.echo(json.dumps({"completions": [
+                {"prompt": prompt, **dataclasses.asdict(completion)}
+                for prompt, completion in zip(prompts, completions, strict=True)]}))
+        else:
+            count = _stream_texts(llm, prompts, texts, max_tokens, stop, sampling)
+        seconds = time.perf_counter() - started
+    rate = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
+    click.echo(rate, err=True)
+    if log_file:
+        try:
+            with open(log_file, "a", encoding="utf-8") as log:
+                log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n{rate}\n")
+        except OSError as error:
+            raise LlmcError(f"--log_file '{log_file}' cannot be written ({error})") from error
+
+
+def _resolve_case(case_dir: Path | None, hf_dir: Path | None, tp_size: int | None) -> \
+        tuple[Path, int | None]:
+    """The case directory, named itself or by the config of a Hugging Face directory."""
+    if (case_dir is None) == (hf_dir is None):
+        raise LlmcError("give either --case_dir or --hf_dir")
+    if case_dir is not None:
+        return case_dir, tp_size
+    assert hf_dir is not None
+    path = hf_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error
+    named = config.get("param_dir") if isinstance(config, dict) else None
+    if not isinstance(named, str):
+        raise LlmcError(f"'{path}' names no param_dir, the case directory; add it, or give "
+                        f"--case_dir")
+    parallel = config.get("tensor_parallel") or {}
+    size = parallel.get("parallel_size", 1) if parallel.get("use_tp") else 1
+    if tp_size is not None and parallel and tp_size != size:
+        raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in '{path}' says {size}")
+    return hf_dir / named, size if parallel else tp_size
+
+
+def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_size: int,
+                    device: list[int] | None, log_file: str) -> str:
+    visible = os.environ.get("LLMC_VISIBLE_DEVICES", "Not specified")
+    return "\n".join([
+        "Inference info:", f"| - hf_dir: {hf_dir or 'Not specified'}", f"| - case_dir: {case_dir}",
+        f"| - max_tokens: {max_tokens}", f"| - tp_size: {tp_size}",
+        f"| - ENV:LLMC_VISIBLE_DEVICES: {visible}",
+        f"| - device: {device if device is not None else 'all cores'}",
+        f"| - log_file: {log_file}"])
+
+
+def _stream_texts(llm: LLM, prompts: tuple[str, ...], texts: list[str], max_tokens: int,
+                  stop: tuple[str, ...], sampling: dict[str, Any]) -> int:
+    """One prompt as it comes; several as blocks, each when it is complete. Returns the tokens."""
+    count = 0
+    parts: list[list[str]] = [[] for _ in texts]
+    for piece in llm.stream(texts, max_tokens, stop=stop, **sampling):
+        count += 1
+        if len(texts) == 1:
+            click.echo(piece.text, nl=False)
+        else:
+            parts[piece.index].append(piece.text)
+            if piece.finish_reason:
+                click.echo(f"[{piece.index}] {prompts[piece.index]}\n"
+                           f"{''.join(parts[piece.index])}\n")
+    if len(texts) == 1:
+        click.echo()
+    return count
+
+
+@main.command("bench")
+@case_dir_option
+@click.option("--batch_size", default="1;4", help="Batch sizes, separated by semicolons.")
+@click.option("--input_output_len", default="64,64;128,20", help="Pairs of lengths.")
+@click.option("--runs", default=3, help="Runs per cell; medians are printed.")
+@device_option
+@json_option
+def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: int,
+                  device: list[int] | None, as_json: bool) -> None:
+    """Measure throughput and latency over a grid of batch sizes and lengths."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.runtime.benchmark import check_grid, measure, parse_grid
+    from llmc.runtime.llm import LLM
+
+    grid = parse_grid(batch_size, input_output_len)
+    if runs < 1:
+        raise LlmcError(f"--runs {runs} is below 1")
+    with LLM(case_dir, device=device, max_batch_size=max(cell[0] for cell in grid)) as llm:
+        check_grid(llm, grid)
+        rows = [measure(llm, *cell, runs=runs) for cell in grid]
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return
+    table = Table("batch", "input_length", "output_length", "tokens_per_sec", "latency(ms)",
+                  "Tctx(ms)", "Tgen(ms)")
+    for row in rows:
+        table.add_row(str(row.batch), str(row.input_length), str(row.output_length),
+                      *(f"{value:.2f}" for value in (row.tokens_per_sec, row.latency_ms,
+                                                     row.tctx_ms, row.tgen_ms)))
+    Console().print(table)
+
+
+@main.command("inspect")
+@click.argument("case_dir", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Check every file's SHA-256 too.")
+@json_option
+def inspect_command(case_dir: Path, verify: bool, as_json: bool) -> None:
+    """Show what is in a case directory: per chip, memory, and what each pass matched."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.runtime.inspection import summarize
+    from llmc.runtime.manifest import read_manifest, verify_files
+
+    manifest = read_manifest(case_dir)
+    verify_files(manifest, case_dir, hashes=verify)
+    summary = summarize(manifest)
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    dims = manifest.dims
+    console = Console()
+    console.print(f"[bold]{manifest.source.architecture}[/bold] from {manifest.source.kind}, "
+                  f"{manifest.dtype}, target {manifest.target.kind}, tp_size {manifest.tp_size}, "
+                  f"llmc {manifest.llmc_version}")
+    console.print(f"{dims.num_layers} layers, hidden {dims.hidden_size}, heads {dims.num_heads} / "
+                  f"{dims.num_kv_heads} × {dims.head_dim}, vocabulary {dims.vocab_size} (padded "
+                  f"{dims.padded_vocab_size}), {dims.max_seq_len} positions")
+    table = Table("chip", "weights (MB)", "KV cache per sequence (MB)", "heads", "KV heads",
+                  "steps")
+    for chip in summary["chips"]:
+        table.add_row(str(chip["rank"]), f"{chip['weight_bytes'] / 1e6:.1f}",
+                      f"{chip['kv_cache_bytes'] / 1e6:.1f}", str(chip["num_heads"]),
+                      str(chip["num_kv_heads"]), str(chip["steps"]))
+    console.print(table)
+    _print_passes(manifest)
+
+
+def _print_passes(manifest: Manifest) -> None:
+    """What each pass matched, and what it refused with which reason."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("pass", "matches", "refused")
+    for report in manifest.passes:
+        matches = ", ".join(f"{name} {count}" for name, count in report.matches.items() if count)
+        table.add_row(report.name, matches or "none", "\n".join(report.refusals))
+    Console().print(table)
+
+
+@main.command("diff")
+@case_dir_option
+@click.option("--reference", required=True, help="What it was compiled from.")
+@click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
+              help="For an .onnx reference.")
+@click.option("--prompt", default=None, help="Text to compare on.  [default: random tokens]")
+@click.option("--tolerance", default=1e-3, help="Largest difference, relative to the range.")
+@click.option("--tokens", default=16, help="Greedy tokens to compare.")
+@click.option("--bisect", is_flag=True, help="Find the first op over tolerance.")
+@click.option("--html", type=click.Path(path_type=Path), default=None, help="Report to write.")
+@json_option
+def diff_command(case_dir: Path, as_json: bool, html: Path | None, **options: Any) -> None:
+    """Show where, and by how much, a compiled model differs from the original."""
+    _import_compiler()
+    from llmc.compiler.diff import diff, print_report, write_html
+
+    report = diff(case_dir, **options)
+    if html is not None:
+        write_html(report, html)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report)))
+    else:
+        print_report(report)
+    if report.verdict is not None:
+        raise CheckFailed(report.verdict)
+
+
+if __name__ == "__main__":
+    main()

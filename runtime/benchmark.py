@@ -1,0 +1,85 @@
+"""Throughput and latency over a grid of batch sizes and lengths."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.errors import LlmcError
+from llmc.runtime.llm import LLM
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over runs of one cell of the grid.
+
+    `latency_ms` is the whole generation, `tctx_ms` the step that makes the first token, `tgen_ms`
+    one later step; `tokens_per_sec` counts generated tokens of all sequences.
+    """
+
+    batch: int
+    input_length: int
+    output_length: int
+    tokens_per_sec: float
+    latency_ms: float
+    tctx_ms: float
+    tgen_ms: float
+
+
+def parse_grid(batch_size: str, input_output_len: str) -> list[tuple[int, int, int]]:
+    """`"1;4"`, `"64,64;128,20"` → (batch, input, output) in the table's order.
+
+    Raises:
+        LlmcError: a part is not a number above 0.
+    """
+    try:
+        batches = [int(part) for part in batch_size.split(";")]
+        lengths = [tuple(int(n) for n in part.split(",")) for part in input_output_len.split(";")]
+    except ValueError:
+        batches, lengths = [], []
+    if not batches or not lengths or any(len(pair) != 2 for pair in lengths) \
+            or min(batches) < 1 or min(min(pair) for pair in lengths) < 1:
+        raise LlmcError(f'the grid "{batch_size}" and "{input_output_len}" is not understood; '
+                        f'write it like "1;4" and "64,64;128,20"')
+    return [(batch, pair[0], pair[1]) for pair in lengths for batch in batches]
+
+
+def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs: int = 3,
+            warmup: int = 1) -> Row:
+    """Generate `output_length` tokens for `batch` random prompts, `runs` times after `warmup`."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, llm.manifest.dims.vocab_size, (batch, input_length)).tolist()
+    totals, firsts, laters = [], [], []
+    for run in range(warmup + runs):
+        start = time.perf_counter()
+        first = 0.0
+        count = 0
+        for _ in llm.stream(prompts, output_length, ignore_eos=True):
+            count += 1
+            if count == batch:
+                first = time.perf_counter() - start
+        total = time.perf_counter() - start
+        if run >= warmup:
+            totals.append(total)
+            firsts.append(first)
+            laters.append((total - first) / max(1, output_length - 1))
+    latency = statistics.median(totals)
+    return Row(batch, input_length, output_length, batch * output_length / latency, latency * 1e3,
+               statistics.median(firsts) * 1e3, statistics.median(laters) * 1e3)
+
+
+def check_grid(llm: LLM, grid: Sequence[tuple[int, int, int]]) -> None:
+    """Refuse a grid that the KV cache has no room for.
+
+    Raises:
+        LlmcError: naming the cell.
+    """
+    room = llm.manifest.dims.max_seq_len
+    for _, inputs, outputs in grid:
+        if inputs + outputs > room:
+            raise LlmcError(f"{inputs} + {outputs} tokens exceed the KV cache of {room}; compile "
+                            f"with a larger --max_seq_len")

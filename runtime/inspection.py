@@ -1,0 +1,28 @@
+"""What is in a case directory, in numbers. Needs only the manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmc.runtime.manifest import Manifest
+
+
+def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
+    """Per chip: weights, KV cache of `batch_size` full sequences, heads and files, in bytes."""
+    length = manifest.dims.max_seq_len
+    chips = []
+    for chip in manifest.chips:
+        cache = sum(2 * 4 * layer.num_kv_heads * layer.head_dim * length for layer in chip.cache)
+        chips.append({
+            "rank": chip.rank, "weight_bytes": chip.weight_bytes,
+            "kv_cache_bytes": cache * batch_size,
+            "num_heads": chip.num_heads[0], "num_kv_heads": chip.cache[0].num_kv_heads,
+            "steps": len(chip.steps),
+            "file_bytes": sum(f.size for f in manifest.files if f.path.startswith(f"{chip.path}/")),
+        })
+    return {
+        "source": manifest.source.model_dump(), "dims": manifest.dims.model_dump(),
+        "dtype": manifest.dtype, "tp_size": manifest.tp_size, "target": manifest.target.kind,
+        "llmc_version": manifest.llmc_version, "ops": manifest.ops, "chips": chips,
+        "passes": [report.model_dump() for report in manifest.passes],
+    }

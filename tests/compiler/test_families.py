@@ -1,0 +1,52 @@
+"""Every family against transformers: prefill and 16 cached decode steps, at each tp size."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import families
+
+import llmc
+
+PREFILL, STEPS = 12, 16
+
+
+def limits(family):
+    """tp sizes that make sense: up to 4 heads."""
+    config = {**families.FAMILIES, **families.UNPLANNED}[family]
+    return [size for size in (1, 2, 3, 4)
+            if size <= config.get("num_attention_heads", config.get("n_head", 4))]
+
+
+def check_family(family, sizes, tmp_path):
+    model = families.tiny_model(family)
+    cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, sizes)
+    rng = np.random.default_rng(3)
+    rows = [rng.integers(3, families.VOCAB, PREFILL + STEPS).tolist() for _ in range(2)]
+    cuts = [PREFILL, PREFILL - 5]  # a batch of unequal prompts
+    expected = [families.reference_logits(model, row) for row in rows]
+    for tp_size, case in cases.items():
+        with llmc.LLM(case) as llm:
+            assert len(llm.manifest.chips) == tp_size
+            families.assert_close(llm.logits(rows[0][:PREFILL]), expected[0][:PREFILL])
+            session = llm.session(2)
+            got = session.extend([row[:cut] for row, cut in zip(rows, cuts, strict=True)])
+            for step in range(STEPS + 1):
+                wanted = [truth[cut + step - 1] for truth, cut in zip(expected, cuts, strict=True)]
+                families.assert_close(got, np.stack(wanted))
+                if step < STEPS:
+                    got = session.extend([[row[cut + step]]
+                                          for row, cut in zip(rows, cuts, strict=True)])
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_family_equals_transformers_at_every_tp_size(family, tmp_path):
+    check_family(family, limits(family), tmp_path)
+
+
+@pytest.mark.parametrize("family", families.UNPLANNED)
+def test_a_family_nobody_planned_for_just_works(family, tmp_path):
+    check_family(family, [1, 2], tmp_path)
