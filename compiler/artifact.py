@@ -78,7 +78,8 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str) -> onnx.Mod
     functions: dict[str, onnx.FunctionProto] = {}
     for node, exported in zip(graph.nodes, proto.graph.node, strict=True):
         if is_llmc(node):
-            function = plugins.registry()[node.op].function(node.attrs, exported.input, target)
+            op = plugins.registry().get(node.op)  # Sdpa lives between two passes only
+            function = op.function(node.attrs, exported.input, target) if op else None
             if function is not None:
                 exported.overload = function.overload
                 functions[f"{function.name}.{function.overload}"] = function

@@ -215,8 +215,6 @@ def _plan_layers(config: Any, trust_remote_code: bool) -> _LayerPlan:
     group = [kinds.index(signature) for signature in signatures]
     picked = sorted(index for kind in range(len(kinds))
                     for index in [i for i, g in enumerate(group) if g == kind][:2])
-    if len(picked) < 2 < count or len(picked) == count:
-        raise _CannotRepeat(f"{len(picked)} of {count} layers differ")
     short = copy.deepcopy(config)
     short_text = _text_config(short)
     for key, value in list(vars(short_text).items()):

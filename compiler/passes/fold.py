@@ -264,6 +264,10 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
     dims = list(node.inputs[0].shape)[node.attrs.get("start", 0):node.attrs.get("end", None)]
     ids = next(tensor for tensor in graph.inputs if tensor.name == "input_ids")
     name = node.outputs[0].name
+    if all(isinstance(dim, int) for dim in dims):
+        node.inputs.clear()
+        node.outputs[0].to_constant(np.array(dims, dtype=np.int64))
+        return
     parts: list[gs.Tensor] = []
     for index, dim in enumerate(dims):
         if isinstance(dim, int):
