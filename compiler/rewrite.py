@@ -224,13 +224,18 @@ def replace(graph: gs.Graph, op: str, inputs: Iterable[gs.Tensor | None],
     return node
 
 
-def merged_name(names: Sequence[str], role: str) -> str:
-    """`a.q.weight`, `a.k.weight` → `a.<role>.weight`: the name of weights merged into one."""
-    first, last = names[0].split("."), names[0].rsplit(".", 1)[-1]
-    common = 0
-    for parts in zip(*(name.split(".") for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common += 1
-    prefix = first[:min(common, len(first) - 2)] if len(first) > 1 else []
-    return ".".join([*prefix, role, last])
+def merge_constants(gemms: Sequence[gs.Node], position: int, values: Weight, role: str,
+                    output: gs.Tensor) -> gs.Constant:
+    """A constant for what GEMMs have at an input, merged: `a.q.weight`, `a.k.weight` →
+    `a.<role>.weight`. Where others read the parts too, the name gets a suffix to stay unique.
+    """
+    parts = list({gemm.inputs[position].name: gemm.inputs[position] for gemm in gemms}.values())
+    inside = {id(gemm) for gemm in gemms}
+    shared = any(id(user) not in inside for part in parts for user in part.outputs)
+    names = [part.name.split(".") for part in parts]
+    name = parts[0].name
+    if len(parts) > 1:
+        common = next((i for i, words in enumerate(zip(*names, strict=False))
+                       if len(set(words)) > 1), len(names[0]) - 1)
+        name = ".".join([*names[0][:min(common, len(names[0]) - 2)], role, names[0][-1]])
+    return gs.Constant(f"{name}.{output.name}" if shared else name, values)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from llmc.errors import LlmcError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "model_info.json"
+ENGINE_INPUTS = ("input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices")
 
 DTypeName = Literal["float32", "float16", "bfloat16", "int64", "int32"]
 
@@ -69,8 +71,8 @@ class CollectiveStep(_Frozen):
 
 
 class LayerCache(_Frozen):
-    """The KV cache of one attention layer on one chip: two tensors
-    `[batch, num_kv_heads, max_seq_len, head_dim]`, named `key_cache_<layer>`, `value_cache_<layer>`.
+    """The KV cache of one attention layer on one chip: `key_cache_<layer>`, `value_cache_<layer>`,
+    each `[batch, num_kv_heads, max_seq_len, head_dim]`.
     """
 
     num_kv_heads: Count
@@ -81,7 +83,8 @@ class Chip(_Frozen):
     """What one rank loads and runs.
 
     `steps` are run in order; a graph step reads and writes named tensors. Engine inputs are
-    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, and the caches.
+    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, and the
+    caches; an updated cache is named `<cache>_out`, and the last step makes `logits`.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -92,6 +95,26 @@ class Chip(_Frozen):
     cache: tuple[LayerCache, ...]
     num_heads: tuple[int, ...]
     weight_bytes: Annotated[int, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _steps_follow(self) -> Chip:
+        caches = {f"{kind}_cache_{layer}" for layer in range(len(self.cache))
+                  for kind in ("key", "value")}
+        updated = {f"{name}_out" for name in caches}
+        known = {*caches, *ENGINE_INPUTS}
+        for step in self.steps:
+            graph = isinstance(step, GraphStep)
+            missing = set(step.inputs if graph else (step.input,)) - known
+            if missing:
+                raise ValueError(f"chip {self.rank} needs {min(missing)!r} before it is made")
+            made = step.outputs if graph else (step.output,)
+            if len(set(made)) != len(made) or known & set(made):
+                raise ValueError(f"chip {self.rank} makes a tensor of {list(made)} twice")
+            known.update(made)
+        absent = (updated | {"logits"}) - known
+        if absent:
+            raise ValueError(f"chip {self.rank} does not make {min(absent)!r}")
+        return self
 
 
 class Source(_Frozen):
@@ -177,6 +200,8 @@ class Manifest(_Frozen):
             for step in chip.steps:
                 if isinstance(step, GraphStep) and step.path not in listed:
                     raise ValueError(f"chip {chip.rank} runs {step.path!r}, which is not listed")
+            if _collectives(chip) != _collectives(self.chips[0]):
+                raise ValueError(f"chips 0 and {chip.rank} do not have the same collectives")
             if len(chip.cache) != self.dims.num_layers:
                 raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers, "
                                  f"the model has {self.dims.num_layers}")
@@ -184,6 +209,10 @@ class Manifest(_Frozen):
             if len(group) != self.tp_size or len(set(group)) != len(group) or min(group) < 0:
                 raise ValueError(f"device group {list(group)} is not {self.tp_size} devices")
         return self
+
+
+def _collectives(chip: Chip) -> list[str]:
+    return [step.kind for step in chip.steps if isinstance(step, CollectiveStep)]
 
 
 def read_manifest(case_dir: str | Path) -> Manifest:
@@ -195,10 +224,10 @@ def read_manifest(case_dir: str | Path) -> Manifest:
     """
     directory = Path(case_dir)
     path = directory / MANIFEST_NAME
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise LlmcError(f"case directory '{directory}' does not exist; make it with: "
                         f"llmc compile MODEL -o {directory}")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise LlmcError(f"'{directory}' has no {MANIFEST_NAME}, so it is not a case directory; "
                         f"make one with: llmc compile MODEL -o DIR")
     try:
@@ -220,6 +249,11 @@ def read_manifest(case_dir: str | Path) -> Manifest:
         where = ".".join(str(part) for part in first["loc"]) or "top level"
         raise LlmcError(f"'{path}' is not a valid manifest: {where}: {first['msg']}; "
                         f"compile the model again") from error
+
+
+def json_schema() -> dict:
+    """The JSON schema of `model_info.json`; `artifacts/model_info.schema.json` is this."""
+    return Manifest.model_json_schema()
 
 
 def write_manifest(manifest: Manifest, case_dir: str | Path) -> None:
@@ -244,11 +278,15 @@ def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = Tru
     for entry in manifest.files:
         path = root / entry.path
         again = "; compile the model again, or copy the case directory again"
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise LlmcError(f"'{path}' is missing{again}")
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+            changed = hashes and size == entry.size and hash_file(path) != entry.sha256
+        except OSError as error:
+            raise LlmcError(f"'{path}' cannot be read ({error}){again}") from error
         if size != entry.size:
             raise LlmcError(f"'{path}' has {size} bytes, {MANIFEST_NAME} says {entry.size}{again}")
-        if hashes and hash_file(path) != entry.sha256:
+        if changed:
             raise LlmcError(f"'{path}' has changed since it was compiled: its SHA-256 is not the "
                             f"one in {MANIFEST_NAME}{again}")

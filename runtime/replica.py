@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,14 +63,19 @@ class Replica:
             self._communicator.abort()
             raise
 
-    def _on_all_ranks(self, work) -> list:
+    def _on_all_ranks(self, work: Callable[[int], Any]) -> list[Any]:
         """Run `work(rank)` for every rank in its thread; raise the first real error."""
         if not self._threads:
             return [work(0)]
-        futures: list[Future] = [thread.submit(work, rank)
-                                 for rank, thread in enumerate(self._threads)]
-        errors = [error for error in (future.exception() for future in futures) if error]
-        if errors:
+        futures: list[Future] = []
+        try:
+            futures += (thread.submit(work, rank) for rank, thread in enumerate(self._threads))
+            errors = [error for error in (future.exception() for future in futures) if error]
+            if errors:
+                raise next((e for e in errors if not isinstance(e, Aborted)), errors[0])
+        except BaseException:  # an interrupt too: ranks must not wait for one another for ever
+            self._communicator.abort()
+            wait(futures)
             self._communicator.reset()
-            raise next((e for e in errors if not isinstance(e, Aborted)), errors[0])
+            raise
         return [future.result() for future in futures]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_graphsurgeon as gs
 from onnx.external_data_helper import ExternalDataInfo
 

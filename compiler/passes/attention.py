@@ -29,9 +29,10 @@ from llmc.compiler.rewrite import (
     Rule,
     Settings,
     apply_rules,
+    constant,
     consumers,
     is_llmc,
-    merged_name,
+    merge_constants,
     producer,
     replace,
     weight,
@@ -166,9 +167,28 @@ def _trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> _Branch | N
         dim = heads.columns.shape[1]
         if weight(norm.inputs[1]).shape != (dim,) or norm.inputs[0].shape[-1] != dim:
             return NoMatch("the norm is not over one head", norm)
-        if heads.gain != 1.0:
-            return NoMatch("scaling beside a per-head norm", norm)
+        if not _norm_is_inside(piece, sources[0], width, norm, heads):
+            return NoMatch("it is not a per-head norm followed by a rotary embedding", norm)
     return _Branch(sources[0], heads, norm)
+
+
+def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: gs.Node, heads: Heads) -> \
+        bool:
+    """Whether the piece, norm and all, is: choose columns, norm each head, rotate and scale."""
+    rng = np.random.default_rng(1)
+    seq, dim = 4, heads.columns.shape[1]
+    x = rng.standard_normal((1, seq, width)).astype(np.float32)
+    known = constant(norm.inputs[1])
+    gain = rng.standard_normal(dim).astype(np.float32) if known is None else known
+    actual = piece.run({source.name: x, norm.inputs[1].name: gain,
+                        "input_ids": np.zeros((1, seq), np.int64),
+                        "position_ids": np.arange(seq)[None]})
+    chosen = x[..., heads.columns].astype(np.float64)  # [batch, seq, heads, head_dim]
+    scale = np.sqrt((chosen**2).mean(-1, keepdims=True) + norm.attrs["epsilon"])
+    plain = Heads(np.arange(heads.columns.size).reshape(heads.columns.shape), heads.gain,
+                  heads.rotary)
+    return close(actual, _apply(plain, (chosen / scale * gain).reshape(1, seq, -1),
+                                np.arange(seq)), 1e-4)
 
 
 @dataclass(frozen=True)
@@ -395,11 +415,9 @@ def _merged_projection(graph: gs.Graph, match: _Attention) -> gs.Tensor:
         return qkv
 
     def stack(position: int) -> gs.Constant:
-        names = list(dict.fromkeys(gemm.inputs[position].name for gemm in gemms))
-        merged = names[0] if len(names) == 1 else merged_name(names, "qkv_proj")
-        return gs.Constant(merged, Weight.concat([
-            weight(gemm.inputs[position]).take_rows(index)
-            for gemm, index in zip(gemms, rows, strict=True)]))
+        values = Weight.concat([weight(gemm.inputs[position]).take_rows(index)
+                                for gemm, index in zip(gemms, rows, strict=True)])
+        return merge_constants(gemms, position, values, "qkv_proj", match.output)
 
     inputs = [first.inputs[0], *(stack(position) for position in range(1, len(first.inputs)))]
     replace(graph, "GemmBiasAct", inputs, [qkv])

@@ -126,12 +126,23 @@ CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}),
 
 
 def _flattens(node: gs.Node, settings: Settings) -> gs.Node | None:
-    """[batch, seq, n] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
+    """[batch, seq, …] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
     before, after = node.inputs[0].shape, node.outputs[0].shape
     if not node.inputs[0].inputs or before is None or after is None:
         return None
-    return node if (len(before), len(after)) == (3, 2) and before[-1] == after[-1] \
-        and isinstance(after[-1], int) else None
+    inner = before[2:]
+    return node if len(before) > 2 and len(after) == 2 and list(before[:2]) == ["batch", "seq"] \
+        and all(isinstance(dim, int) for dim in inner) and np.prod(inner) == after[-1] else None
+
+
+def _keep_batch_axis(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
+    width = node.outputs[0].shape[-1]
+    if len(node.inputs[0].shape) == 3:
+        _forward(node, graph)
+        return
+    node.inputs[1] = gs.Constant(f"{node.outputs[0].name}.shape", np.array([0, 0, width]))
+    node.attrs = {"allowzero": 0}
+    node.outputs[0].shape = ["batch", "seq", width]
 
 
 def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
@@ -139,7 +150,7 @@ def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
     if not node.inputs[0].inputs or before is None or after is None:
         return None
     return node if len(before) == len(after) == 3 and before[-1] == after[-1] \
-        and before[:2] == ["batch", "seq"] else None
+        and list(before[:2]) == ["batch", "seq"] else None
 
 
 def _restore_batch_axis(graph: gs.Graph) -> None:
@@ -152,8 +163,7 @@ def _restore_batch_axis(graph: gs.Graph) -> None:
             result.shape = ["batch", "seq", result.shape[-1]]
 
 
-FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens,
-               lambda graph, node, settings: _forward(node, graph))
+FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens, _keep_batch_axis)
 UNFLATTEN = Rule("unflatten", frozenset({"Reshape"}), _unflattens,
                  lambda graph, node, settings: _forward(node, graph))
 

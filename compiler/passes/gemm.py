@@ -41,7 +41,7 @@ from llmc.compiler.rewrite import (
     apply_rules,
     consumers,
     is_llmc,
-    merged_name,
+    merge_constants,
     producer,
     replace,
     weight,
@@ -67,7 +67,7 @@ def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
     bias = Rule("bias", frozenset({"Add"}), lambda node, settings: _check_bias(graph, node),
                 _rewrite_bias)
     present = {id(tensor._values): tensor for node in graph.nodes for tensor in node.inputs
-               if isinstance(tensor, gs.Constant)}
+               if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     linear = Rule("linear", frozenset({"MatMul", "Gemm"}),
                   lambda node, settings: _check_linear(node, present), _rewrite_linear)
     apply_rules(graph, [linear, bias], settings, report)
@@ -271,10 +271,8 @@ def _check_gated(node: gs.Node, data: set[int]) -> _Gated | None:
 
 def _merge(output: gs.Tensor, gemms: list[gs.Node], order: np.ndarray, activation: str) -> _Gated:
     def stack(index: int) -> gs.Constant:
-        parts = [gemm.inputs[index] for gemm in gemms]
-        name = parts[0].name if len(parts) == 1 else \
-            merged_name([part.name for part in parts], "gate_up_proj")
-        return gs.Constant(name, Weight.concat([weight(part) for part in parts]).take_rows(order))
+        values = Weight.concat([weight(gemm.inputs[index]) for gemm in gemms]).take_rows(order)
+        return merge_constants(gemms, index, values, "gate_up_proj", output)
 
     bias = stack(2) if len(gemms[0].inputs) > 2 else None
     return _Gated(output, gemms[0].inputs[0], stack(1), bias, activation)

@@ -119,7 +119,7 @@ def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
                 plan.shares[id(node)] = share
                 plan.columns[id(node.outputs[0])] = [
                     np.arange(s.start * dim, s.stop * dim) for s in share]
-        elif node.op in ELEMENTWISE:
+        elif node.op in ELEMENTWISE or _selects_rows(node):
             cut = next((plan.columns[id(t)] for t in node.inputs if id(t) in plan.columns), None)
             if cut is not None:
                 plan.sharded_nodes.add(id(node))
@@ -186,11 +186,21 @@ def _ends_in_gemms(graph: gs.Graph, tensor: gs.Tensor) -> bool:
         elif is_llmc(user, "Attention"):
             if not _ends_in_gemms(graph, user.outputs[0]):
                 return False
-        elif user is None or is_llmc(user) or user.op not in ELEMENTWISE or any(
-                t is not tensor and not (isinstance(t, gs.Constant) and t.values.size == 1)
-                for t in user.inputs) or not _ends_in_gemms(graph, user.outputs[0]):
+        elif user is None or is_llmc(user) or not (_selects_rows(user) or _one_input(user, tensor)) \
+                or not _ends_in_gemms(graph, user.outputs[0]):
             return False
     return True
+
+
+def _selects_rows(node: gs.Node) -> bool:
+    """The Gather of the tokens whose logits are wanted."""
+    return node.op == "Gather" and node.attrs.get("axis", 0) == 0 \
+        and not isinstance(node.inputs[0], gs.Constant)
+
+
+def _one_input(node: gs.Node, tensor: gs.Tensor) -> bool:
+    return node.op in ELEMENTWISE and all(
+        t is tensor or (isinstance(t, gs.Constant) and t.values.size == 1) for t in node.inputs)
 
 
 class _Shards:

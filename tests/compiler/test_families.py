@@ -1,12 +1,8 @@
 """Every family against transformers: prefill and 16 cached decode steps, at each tp size."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import families
 
 import llmc

@@ -1,0 +1,152 @@
+"""A user's own ONNX, in every form that torch's exporter gives it, fuses to the same llmc graph."""
+
+import contextlib
+import io
+from collections import Counter
+
+import families
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import llmc
+from llmc.compiler import api
+from llmc.compiler.frontend import load
+
+
+def export(model, path, attention, opset, optimize=True, mask=False):
+    """What a user would run."""
+    model.set_attn_implementation(attention)
+
+    class Stateless(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, position_ids):
+            return self.model(input_ids=input_ids, position_ids=position_ids,
+                              use_cache=False).logits
+
+    ids = torch.zeros((2, 5), dtype=torch.int64)
+    positions = torch.arange(5)[None].expand(2, 5).clone()
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq")}
+    with contextlib.redirect_stdout(io.StringIO()):
+        torch.onnx.export(Stateless().eval(), (ids, positions), path, dynamo=True,
+                          opset_version=opset, optimize=optimize, verbose=False,
+                          input_names=["input_ids", "position_ids"], output_names=["logits"],
+                          dynamic_shapes=(shape, shape), external_data=not optimize)
+
+
+FORMS = [("eager", 18, True), ("sdpa", 18, True), ("eager", 23, True), ("sdpa", 23, True),
+         ("sdpa", 23, False)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(("attention", "opset", "optimize"), FORMS)
+def test_every_form_fuses_to_the_graph_of_the_hugging_face_route(family, attention, opset, optimize,
+                                                                 tmp_path):
+    changes = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
+    if family == "gemma3_text":
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    model = families.tiny_model(family, **changes)
+    directory = families.save(model, tmp_path / "hf")
+    export(model, tmp_path / "model.onnx", attention, opset, optimize)
+    own = api.lower(load(tmp_path / "model.onnx", hf_dir=directory), 1, None).graphs[0]
+    route = api.lower(load(directory), 1, None).graphs[0]
+    assert form(own) == form(route)
+    llmc.compile(tmp_path / "model.onnx", tmp_path / "case", hf_dir=directory, tp_size=2)
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
+    model.set_attn_implementation("eager")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(tokens), families.reference_logits(model, tokens))
+
+
+def form(graph):
+    """Ops in order with their fields, numbers rounded."""
+    return Counter((node.op, tuple(sorted(
+        (key, round(value, 5) if isinstance(value, float) else str(value))
+        for key, value in node.attrs.items()))) for node in graph.nodes)
+
+
+def one_layer(mask, path):
+    """Attention written by hand, with the given mask computed from the number of tokens."""
+    text = f"""<ir_version: 10, opset_import: ["": 18]>
+    tiny (int64[batch, seq] input_ids) => (float[batch, seq, 8] logits) {{
+      x = Gather(table, input_ids)
+      q = MatMul(x, wq)
+      k = MatMul(x, wk)
+      v = MatMul(x, wv)
+      shape = Constant<value_ints=[0, 0, 2, 4]>()
+      q4 = Reshape(q, shape)
+      k4 = Reshape(k, shape)
+      v4 = Reshape(v, shape)
+      qh = Transpose<perm=[0, 2, 1, 3]>(q4)
+      kh = Transpose<perm=[0, 2, 3, 1]>(k4)
+      vh = Transpose<perm=[0, 2, 1, 3]>(v4)
+      raw = MatMul(qh, kh)
+      half = Constant<value_float=0.5>()
+      scaled = Mul(raw, half)
+      n1 = Shape<start=1, end=2>(input_ids)
+      n = Squeeze(n1)
+      zero = Constant<value_int=0>()
+      one = Constant<value_int=1>()
+      j = Range(zero, n, one)
+      axis = Constant<value_ints=[1]>()
+      i = Unsqueeze(j, axis)
+      {mask}
+      low = Constant<value_float=-1e9>()
+      nothing = Constant<value_float=0.0>()
+      bias = Where(visible, nothing, low)
+      masked = Add(scaled, bias)
+      p = Softmax<axis=-1>(masked)
+      o = MatMul(p, vh)
+      ot = Transpose<perm=[0, 2, 1, 3]>(o)
+      flat = Constant<value_ints=[0, 0, 8]>()
+      o3 = Reshape(ot, flat)
+      logits = MatMul(o3, wo)
+    }}"""
+    model = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    for name in ("table", "wq", "wk", "wv", "wo"):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(
+            rng.standard_normal((8, 8)).astype(np.float32), name))
+    onnx.save(onnx.shape_inference.infer_shapes(model), path)
+
+
+def compile_mask(mask, tmp_path):
+    one_layer(mask, tmp_path / "m.onnx")
+    (tmp_path / "config.json").write_text('{"model_type": "tiny", "max_position_embeddings": 32}')
+    return llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)
+
+
+def test_a_causal_mask_is_proved_and_a_window_is_read_off(tmp_path):
+    compile_mask("visible = LessOrEqual(j, i)", tmp_path)
+    window = "w = Constant<value_int=6>()\nd = Sub(i, j)\na = Less(d, w)\n" \
+             "b = LessOrEqual(j, i)\nvisible = And(a, b)"
+    compile_mask(window, tmp_path)
+    model = onnx.load(tmp_path / "case" / "chip0" / "graph.onnx", load_external_data=False)
+    node, = [n for n in model.graph.node if n.op_type == "Attention"]
+    fields = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert (fields["window"], fields["scale"]) == (6, 0.5)
+
+
+@pytest.mark.parametrize(("mask", "reason"), [
+    ("visible = GreaterOrEqual(j, i)", "not causal"),
+    ("f = Constant<value_int=3>()\nvisible = Less(j, f)", "not causal"),
+    ("v0 = Less(j, i)\nvisible = Identity(v0)", "not causal"),
+])
+def test_a_mask_that_is_not_causal_is_refused_with_the_node(mask, reason, tmp_path):
+    with pytest.raises(llmc.LlmcError, match=f"attention was not recognised.*{reason}"):
+        compile_mask(mask, tmp_path)
+    assert not (tmp_path / "case").exists()
+
+
+def test_a_graph_with_a_kv_cache_is_refused(tmp_path):
+    one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx")
+    model = onnx.load(tmp_path / "m.onnx")
+    model.graph.input.append(onnx.helper.make_tensor_value_info("past_key_0", 1, [1]))
+    onnx.save(model, tmp_path / "m.onnx")
+    (tmp_path / "config.json").write_text('{"model_type": "tiny"}')
+    with pytest.raises(llmc.LlmcError, match="takes a KV cache"):
+        llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)

@@ -1,0 +1,70 @@
+"""How heads, GEMMs and the vocabulary are divided, and where collectives go."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llmc
+from llmc.compiler import api
+from llmc.compiler.frontend import load
+from llmc.compiler.passes.tensor_parallel import partition, share_heads
+from llmc.runtime.manifest import read_manifest
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.data())
+def test_every_query_head_is_on_one_rank_beside_its_kv_head(num_kv_heads, group, data):
+    num_heads = num_kv_heads * group
+    tp_size = data.draw(st.integers(1, num_heads))
+    shares = share_heads(num_heads, num_kv_heads, tp_size)
+    assert len(shares) == tp_size
+    assert [h for s in shares for h in range(s.start, s.stop)] == list(range(num_heads))
+    for share in shares:
+        heads = share.stop - share.start
+        assert heads % len(share.kv_heads) == 0
+        per_kv = heads // len(share.kv_heads)
+        assert [h // group for h in range(share.start, share.stop)] == \
+            list(np.repeat(share.kv_heads, per_kv))
+
+
+def test_nine_heads_of_three_groups_on_two_ranks_are_two_groups_and_one():
+    shares = share_heads(9, 3, 2)
+    assert [(s.start, s.stop, s.kv_heads) for s in shares] == [(0, 6, (0, 1)), (6, 9, (2,))]
+
+
+def test_kv_heads_are_replicated_where_ranks_exceed_them():
+    shares = share_heads(9, 3, 4)
+    assert [s.stop - s.start for s in shares] == [2, 1, 3, 3]
+    assert [s.kv_heads for s in shares] == [(0,), (0,), (1,), (2,)]
+
+
+def test_collectives_are_where_they_are_needed_and_nowhere_else(tiny_hf):
+    raw = load(tiny_hf)
+    whole = api.lower(raw, 1, None, vocab_multiple=192).graphs[0]
+    assert not any(node.op.startswith("All") for node in whole.nodes)
+    for tp_size in (2, 3, 4):
+        for graph in partition(whole, tp_size, "tiny")[0]:
+            counts = Counter(node.op for node in graph.nodes)
+            assert counts["AllReduce"] == 1 + 2 * 4  # the embedding; attention and MLP of 4 layers
+            assert counts["AllGather"] == 1  # the logits
+
+
+def test_uneven_tp_sizes_give_the_same_tokens(tiny_hf, case_tp1, tmp_path):
+    prompts = [[5, 6, 7, 8], [11, 12]]
+    with llmc.LLM(case_tp1) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts, 20, ignore_eos=True)]
+    for tp_size in (3, 4):
+        llmc.compile(tiny_hf, tmp_path / str(tp_size), tp_size=tp_size)
+        manifest = read_manifest(tmp_path / str(tp_size))
+        assert sum(chip.num_heads[0] for chip in manifest.chips) == 4
+        with llmc.LLM(tmp_path / str(tp_size)) as llm:
+            assert [c.token_ids for c in llm.generate(prompts, 20, ignore_eos=True)] == expected
+
+
+@pytest.mark.parametrize("tp_size", [0, -1, 5])
+def test_an_impossible_tp_size_is_an_error_that_says_what_is_possible(tiny_hf, tmp_path, tp_size):
+    with pytest.raises(llmc.LlmcError, match="tp_size"):
+        llmc.compile(tiny_hf, tmp_path / "x", tp_size=tp_size)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,63 @@
+"""A tiny model with a tokenizer, and its case directories."""
+
+import shutil
+
+import families
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import llmc
+
+VOCAB = 300
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def write_tokenizer(directory):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog " * 3],
+        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<pad>", "<s>", "</s>"],
+                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def tiny_hf(tmp_path_factory):
+    """A tiny Llama as a Hugging Face directory, with a tokenizer. 4 heads, 2 KV heads, 4 layers."""
+    directory = tmp_path_factory.mktemp("tiny") / "hf"
+    model = families.tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=4)
+    families.save(model, directory)
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_hf):
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(tiny_hf, dtype=torch.float32,
+                                                attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def case_tp1(tiny_hf, tmp_path_factory):
+    path = tmp_path_factory.mktemp("cases") / "tp1"
+    llmc.compile(tiny_hf, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def case_tp2(tiny_hf, tmp_path_factory):
+    path = tmp_path_factory.mktemp("cases") / "tp2"
+    llmc.compile(tiny_hf, path, tp_size=2)
+    return path
+
+
+@pytest.fixture
+def broken_case(case_tp2, tmp_path):
+    """A copy of a case directory to damage."""
+    return shutil.copytree(case_tp2, tmp_path / "case")
