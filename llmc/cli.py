@@ -124,7 +124,8 @@ def _import_compiler():
 @click.option("--temperature", default=0.0, help="0 is greedy.")
 @click.option("--top_k", default=0, help="Sample among this many tokens; 0 for all.")
 @click.option("--top_p", default=1.0, help="Sample among tokens of this total probability.")
-@click.option("--seed", default=0, help="Of the random numbers.")
+@click.option("--seed", type=int, default=None,
+              help="Of the random numbers; without it they differ each time.")
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be repeated.")
 @click.option("--tp_size", type=int, default=None, help="Checked against the case directory.")
 @device_option
@@ -137,7 +138,7 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
 
-    case_dir, tp_size = _resolve_case(case_dir, hf_dir, tp_size)
+    case_dir = _resolve_case(case_dir, hf_dir, tp_size)
     manifest = read_manifest(case_dir)
     if tp_size is not None and tp_size != manifest.tp_size:
         raise LlmcError(f"--tp_size is {tp_size}, '{case_dir}' was compiled with "

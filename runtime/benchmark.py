@@ -17,8 +17,8 @@ from llmc.runtime.llm import LLM
 class Row:
     """Medians over runs of one cell of the grid.
 
-    `latency_ms` is the whole generation, `tctx_ms` the step that makes the first token, `tgen_ms`
-    one later step; `tokens_per_sec` counts generated tokens of all sequences.
+    `latency_ms` is the whole generation, `tctx_ms` the time to the first token of every sequence,
+    `tgen_ms` one later step; `tokens_per_sec` counts generated tokens of all sequences.
     """
 
     batch: int
@@ -57,10 +57,10 @@ def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs
     for run in range(warmup + runs):
         start = time.perf_counter()
         first = 0.0
-        count = 0
-        for _ in llm.stream(prompts, output_length, ignore_eos=True):
-            count += 1
-            if count == batch:
+        waiting = set(range(batch))
+        for piece in llm.stream(prompts, output_length, ignore_eos=True):
+            if piece.index in waiting:
+                waiting.remove(piece.index)
                 first = time.perf_counter() - start
         total = time.perf_counter() - start
         if run >= warmup:

@@ -6,8 +6,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -90,8 +92,15 @@ class LLM:
         self.tokenizer = load_tokenizer(self.manifest, self.case_dir)
         self._max_batch_size = max_batch_size
         self._replicas: list[Replica] = []
-        for placements in place(self.manifest, device):
-            self._replicas.append(Replica(self.manifest, self.case_dir, placements, max_batch_size))
+        self._user = threading.Lock()  # held by whoever runs steps
+        self._session: Session | None = None  # whose tokens the first replica's caches hold
+        try:
+            for placements in place(self.manifest, device):
+                self._replicas.append(Replica(self.manifest, self.case_dir, placements,
+                                              max_batch_size))
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> LLM:
         return self
@@ -100,12 +109,13 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the rank threads."""
+        """End the rank threads and free the KV caches."""
         for replica in self._replicas:
             replica.close()
+        self._replicas.clear()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], max_tokens: int = 64, *,
-                 temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+                 temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
                  stop: Sequence[str] = (), ignore_eos: bool = False) -> list[Completion]:
         """Complete each prompt (text, or token ids); see `stream` for the arguments."""
         listed = _as_list(prompts)
@@ -122,7 +132,7 @@ class LLM:
                 for i in range(len(listed))]
 
     def stream(self, prompts: Prompt | Sequence[Prompt], max_tokens: int = 64, *,
-               temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+               temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
                stop: Sequence[str] = (), ignore_eos: bool = False) -> Iterator[Piece]:
         """Yield each token as it is made. Closing the iterator stops the work.
 
@@ -134,23 +144,26 @@ class LLM:
             ignore_eos: go on after the end token.
 
         Raises:
-            LlmcError: a prompt is empty or longer than the KV cache, or an argument is out of range.
+            LlmcError: a prompt is empty or longer than the KV cache, an argument is out of range,
+                or another stream is still open: the KV caches serve one at a time.
         """
         params = SamplingParams(temperature, top_k, top_p, seed)
         if max_tokens < 1:
             raise LlmcError(f"max_tokens {max_tokens} is below 1")
-        if any(not text for text in stop):
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(stop):
             raise LlmcError("a stop string is empty")
+        if stop and self.tokenizer is None:
+            raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
+                            "which to find a stop string")
         ends = frozenset(() if ignore_eos else self.manifest.tokenizer.eos_token_ids)
         sequences = []
         for index, prompt in enumerate(_as_list(prompts)):
             ids = self._encode(prompt)
             self._check_prompt(ids)
-            sequences.append(_Sequence(index, ids, Sampler(params, index),
+            sequences.append(_Sequence(index, ids, Sampler(params),
                                        TextStream(self.tokenizer, ids, stop), max_tokens, ends))
-        if len(self._replicas) == 1:
-            return self._decode(self._replicas[0], sequences)
-        return self._decode_on_all(sequences)
+        return self._stream(sequences)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [num_tokens, vocab_size] for one sequence from its start."""
@@ -158,18 +171,27 @@ class LLM:
 
     def session(self, batch_size: int) -> Session:
         """Step by step access to the first replica, for checks and experiments."""
-        return Session(self, self._replicas[0], batch_size)
+        if not 1 <= batch_size <= self._max_batch_size:
+            raise LlmcError(f"batch_size {batch_size} is not from 1 to max_batch_size "
+                            f"{self._max_batch_size}")
+        return Session(self, batch_size)
 
-    def chat_prompt(self, message: str) -> str:
-        """A user's message in the model's chat template."""
-        return render_chat(self.manifest, self.case_dir, [{"role": "user", "content": message}])
+    def chat_prompt(self, message: str) -> list[int]:
+        """A user's message in the model's chat template, as a prompt of token ids.
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+        Raises:
+            LlmcError: the model has no chat template, or it refuses the message.
+        """
+        messages = [{"role": "user", "content": message}]
+        text = render_chat(self.manifest, self.case_dir, messages)
+        return self._encode(text, add_special_tokens=False)  # the template has them
+
+    def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
         if self.tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer; give token ids")
-        return self.tokenizer.encode(prompt).ids
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         dims = self.manifest.dims
@@ -183,11 +205,33 @@ class LLM:
         if bad is not None:
             raise LlmcError(f"token id {bad} is not in the vocabulary of {dims.vocab_size}")
 
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Guard the KV caches: steps of two callers must not mix."""
+        if not self._replicas:
+            raise LlmcError("this LLM is closed")
+        if not self._user.acquire(blocking=False):
+            raise LlmcError("another stream of this LLM is still open; finish or close it first, "
+                            "or load the model twice")
+        try:
+            yield
+        finally:
+            self._user.release()
+
+    def _stream(self, sequences: list[_Sequence]) -> Iterator[Piece]:
+        with self._exclusive():
+            self._session = None
+            if len(self._replicas) == 1:
+                yield from self._decode(self._replicas[0], sequences)
+            else:
+                yield from self._decode_on_all(sequences)
+
     # The loop: schedule, run, postprocess.
 
     def _decode(self, replica: Replica, sequences: list[_Sequence]) -> Iterator[Piece]:
         """Decode on one replica. Cache row i belongs to active[i]."""
-        waiting, active = deque(sequences), []
+        waiting = deque(sequences)
+        active: list[_Sequence] = []
         while waiting or active:
             first, batch = self._schedule(waiting, active)
             logits = replica.run(batch)
@@ -270,11 +314,10 @@ class LLM:
 
 
 class Session:
-    """A batch of sequences that the caller extends. Uses cache rows 0 to `batch_size` - 1."""
+    """A batch of sequences that the caller extends; any other use of the LLM ends it."""
 
-    def __init__(self, llm: LLM, replica: Replica, batch_size: int) -> None:
+    def __init__(self, llm: LLM, batch_size: int) -> None:
         self._llm = llm
-        self._replica = replica
         self._past = [0] * batch_size
 
     def extend(self, tokens: Sequence[Sequence[int]], all_logits: bool = False) -> np.ndarray:
@@ -284,8 +327,8 @@ class Session:
         `all_logits` of every new token [num_tokens, vocab_size].
 
         Raises:
-            LlmcError: a sequence would outgrow the KV cache. The cpu target continues several
-                sequences at once by one token each only.
+            LlmcError: a sequence would outgrow the KV cache, or the LLM was used otherwise since.
+                The cpu target continues several sequences at once by one token each only.
         """
         longest = max(len(new) for new in tokens)
         for new, past in zip(tokens, self._past, strict=True):
@@ -295,7 +338,13 @@ class Session:
                                 f"{self._llm.manifest.dims.max_seq_len}")
         if any(self._past) and len(self._past) > 1 and longest > 1:
             raise LlmcError("several sequences can be continued by one token each only")
-        logits = self._replica.run(PackedBatch.prepare(tokens, self._past, 0, all_logits))
+        with self._llm._exclusive():
+            if any(self._past) and self._llm._session is not self:
+                raise LlmcError("the KV cache of this session is gone, as the LLM was used "
+                                "otherwise since; begin another session")
+            self._llm._session = self
+            logits = self._llm._replicas[0].run(
+                PackedBatch.prepare(tokens, self._past, 0, all_logits))
         self._past = [past + len(new) for past, new in zip(self._past, tokens, strict=True)]
         return logits
 
@@ -304,5 +353,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    listed = list(prompts)
+    listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int | np.integer) else listed

@@ -28,9 +28,12 @@ class Replica:
                          for rank, placement in enumerate(placements)
                          if manifest.tp_size > 1 or placement.pinned]
 
+        # Each rank's own thread works too.
+        threads = sum(len(placement.cores) for placement in placements) - manifest.tp_size + 1
+
         def load(rank: int) -> Engine:
             return CpuEngine(manifest, manifest.chips[rank], case_dir, placements[rank],
-                             self._communicator, max_batch_size)
+                             self._communicator, threads, max_batch_size)
 
         self._engines: list[Engine] = []
         try:

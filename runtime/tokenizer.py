@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
@@ -26,7 +31,8 @@ def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
-        raise LlmcError(f"'{path}' is not a tokenizer ({error}); compile the model again") from error
+        raise LlmcError(f"'{path}' is not a tokenizer ({error}); compile the model again") \
+            from error
 
 
 def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[str, str]]) -> str:
@@ -38,27 +44,44 @@ def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[s
     if manifest.tokenizer.chat_template is None:
         raise LlmcError(f"'{manifest.source.architecture}' has no chat template; give the prompt "
                         f"as the model expects it, without --chat")
-    template = (case_dir / manifest.tokenizer.chat_template).read_text(encoding="utf-8")
-
-    def refuse(message: str) -> None:
-        raise LlmcError(f"the chat template refuses the messages: {message}")
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
-    tokens = _special_tokens(case_dir / manifest.tokenizer.chat_template)
+    path = case_dir / manifest.tokenizer.chat_template
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
     try:
-        return environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=True, **tokens)
+        return environment.from_string(path.read_text(encoding="utf-8")).render(
+            messages=list(messages), tools=None, documents=None, add_generation_prompt=True,
+            **_special_tokens(path))
     except jinja2.TemplateError as error:
-        raise LlmcError(f"the chat template cannot be rendered ({error})") from error
+        raise LlmcError(f"the chat template '{path}' cannot be used ({error}); give the prompt as "
+                        f"the model expects it, without --chat") from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body stands as it is."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Unlike Jinja's own filter, without escapes for HTML."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _special_tokens(template: Path) -> dict[str, str]:
-    """bos_token and eos_token as texts, from tokenizer_config.json beside the template."""
+    """`bos_token`, `eos_token` and so on as texts, from tokenizer_config.json beside it."""
     path = template.with_name("tokenizer_config.json")
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    tokens = {}
-    for name in ("bos_token", "eos_token"):
-        value = config.get(name, "")
-        tokens[name] = value.get("content", "") if isinstance(value, dict) else value or ""
-    return tokens
+    texts = {name: value["content"] if isinstance(value, dict) else value
+             for name, value in config.items() if name.endswith("_token") and value}
+    return {"bos_token": "", "eos_token": "",
+            **{name: text for name, text in texts.items() if isinstance(text, str)}}

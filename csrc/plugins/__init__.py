@@ -1,7 +1,8 @@
 """The registry of llmc:: ops. Each folder beside this file holds one op; its `op.py` defines `OP`.
 
-An op is declared once, as a value: its inputs, outputs and fields (ONNX attributes), its shape rule,
-the ONNX body that defines what it computes, and what tests need. Registering a name twice raises.
+An op is declared once, as a value: its inputs, outputs and fields (ONNX attributes), its shape
+rule, the ONNX body that defines what it computes, and what tests need. Registering a name twice
+raises.
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@ import numpy as np
 
 _erf = np.vectorize(erf, otypes=[np.float64])
 
-# Lines that compute `y` from `x`.
 _TEXT = {
-    "none": "y = Identity(x)",
-    "relu": "y = Relu(x)",
-    "relu2": "r = Relu(x)\ny = Mul(r, r)",
-    "gelu": 'y = Gelu<approximate="none">(x)',
-    "gelu_tanh": 'y = Gelu<approximate="tanh">(x)',
-    "silu": "s = Sigmoid(x)\ny = Mul(x, s)",
-    "quick_gelu": "k = Constant<value_float=1.702>()\nz = Mul(x, k)\ns = Sigmoid(z)\ny = Mul(x, s)",
-    "tanh": "y = Tanh(x)",
+    "none": "{y} = Identity({x})",
+    "relu": "{y} = Relu({x})",
+    "relu2": "{y}_root = Relu({x})\n{y} = Mul({y}_root, {y}_root)",
+    "gelu": '{y} = Gelu<approximate="none">({x})',
+    "gelu_tanh": '{y} = Gelu<approximate="tanh">({x})',
+    "silu": "{y}_gate = Sigmoid({x})\n{y} = Mul({x}, {y}_gate)",
+    "quick_gelu": "{y}_slope = Constant<value_float=1.702>()\n{y}_steep = Mul({x}, {y}_slope)\n"
+                  "{y}_gate = Sigmoid({y}_steep)\n{y} = Mul({x}, {y}_gate)",
+    "tanh": "{y} = Tanh({x})",
 }
 
 REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -41,11 +41,4 @@ def activation_text(name: str, x: str, y: str) -> str:
     """
     if name not in _TEXT:
         raise ValueError(f"no activation {name!r}; there are {sorted(_TEXT)}")
-    renames = {"x": x, "y": y, "r": f"{y}_r", "s": f"{y}_s", "k": f"{y}_k", "z": f"{y}_z"}
-    lines = []
-    for line in _TEXT[name].splitlines():
-        result, call = line.split(" = ")
-        op, arguments = call.rsplit("(", 1)
-        given = ", ".join(renames[a] for a in arguments.rstrip(")").split(", ") if a)
-        lines.append(f"{renames[result]} = {op}({given})")
-    return "\n".join(lines)
+    return _TEXT[name].format(x=x, y=y)

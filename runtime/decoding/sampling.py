@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,30 +18,33 @@ class SamplingParams:
         temperature: 0 takes the most likely token.
         top_k: sample among this many tokens; 0 for all.
         top_p: sample among the likeliest tokens that together have this probability.
-        seed: of the random numbers; sequence i of a call uses its own stream, so that a result
-            does not depend on what else is in the batch.
+        seed: of the random numbers of each sequence, so that a result does not depend on what
+            else is in the batch; None for other numbers each time.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise LlmcError(f"temperature {self.temperature} is negative; 0 is greedy")
+        if not 0 <= self.temperature < math.inf:
+            raise LlmcError(f"temperature {self.temperature} is not a number from 0, which is "
+                            f"greedy, upwards")
         if self.top_k < 0:
             raise LlmcError(f"top_k {self.top_k} is negative; 0 keeps all tokens")
         if not 0 < self.top_p <= 1:
             raise LlmcError(f"top_p {self.top_p} is not above 0 and at most 1")
+        if self.seed is not None and self.seed < 0:
+            raise LlmcError(f"seed {self.seed} is negative")
 
 
 class Sampler:
     """Chooses the tokens of one sequence."""
 
-    def __init__(self, params: SamplingParams, sequence: int) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self._params = params
-        self._random = np.random.default_rng([params.seed, sequence])
+        self._random = np.random.default_rng(params.seed)
 
     def __call__(self, logits: np.ndarray) -> int:
         """The next token from logits `[vocab_size]`."""
@@ -57,7 +61,8 @@ def probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     chances = np.exp(scores - scores.max())
     chances /= chances.sum()
     if params.top_p < 1:
-        order = np.argsort(-chances, kind="stable")
+        kept = np.flatnonzero(chances)
+        order = kept[np.argsort(-chances[kept])]
         before = np.cumsum(chances[order]) - chances[order]
         chances[order[before >= params.top_p]] = 0
         chances /= chances.sum()

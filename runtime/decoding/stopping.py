@@ -27,7 +27,7 @@ class TextStream:
         """Add a token; the text that can be shown now. Sets `stopped` at a stop string."""
         if self._tokenizer is None or self.stopped:
             return ""
-        self._held += self._stream.step(self._tokenizer, token) or ""
+        self._held += self._decode(self._tokenizer, token)
         ends = [index for index in (self._held.find(text) for text in self._stop) if index >= 0]
         if ends:
             self.stopped = True
@@ -37,6 +37,13 @@ class TextStream:
                     if self._held.endswith(stop[:size])), default=0)
         text, self._held = (self._held[:len(self._held) - keep], self._held[len(self._held) - keep:])
         return text
+
+    def _decode(self, tokenizer: Tokenizer, token: int) -> str:
+        try:
+            return self._stream.step(tokenizer, token) or ""
+        except Exception:  # bytes that are no text, as a plain Exception; what follows may be
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(tokenizer, token) or ""
 
     def finish(self) -> str:
         """What was held back and turned out to be no stop string."""

@@ -16,49 +16,49 @@ from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement
-from llmc.runtime.manifest import Chip, GraphStep, Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, Chip, GraphStep, Manifest
+
+_NAMED_SIZES = ("num_tokens", "num_logits")
 
 
 class CpuEngine:
-    """One rank on ONNX Runtime. See `Engine`."""
+    """One rank on ONNX Runtime. See `Engine`.
+
+    Args:
+        threads: for a pool that the ranks of the replica share.
+        max_batch_size: rows of the KV cache.
+
+    Raises:
+        LlmcError: a graph cannot be loaded or is not what the manifest says, or there is no memory
+            for the KV cache.
+    """
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, placement: Placement,
-                 communicator: Communicator, max_batch_size: int) -> None:
+                 communicator: Communicator, threads: int, max_batch_size: int) -> None:
         self._chip = chip
         self._communicator = communicator
-        self._vocab = manifest.dims.padded_vocab_size
-        self._takes_positions = any(tensor.name == "position_ids" for tensor in chip.inputs)
-        self._max_seq_len = manifest.dims.max_seq_len
-        self._caches: dict[str, np.ndarray] = {}
-        for layer, cache in enumerate(chip.cache):
-            shape = (max_batch_size, cache.num_kv_heads, self._max_seq_len, cache.head_dim)
-            for kind in ("key", "value"):
-                self._caches[f"{kind}_cache_{layer}"] = np.zeros(shape, np.float32)
         segments = [step for step in chip.steps if isinstance(step, GraphStep)]
-        options = _session_options(placement, alone=len(segments) == 1)
-        self._sessions = {}
-        for step in segments:
-            try:
-                self._sessions[step.path] = ort.InferenceSession(
-                    str(case_dir / step.path), options, providers=["CPUExecutionProvider"])
-            except Exception as error:  # onnxruntime's exceptions share no base class
-                raise LlmcError(f"ONNX Runtime cannot load '{case_dir / step.path}': "
-                                f"{str(error).splitlines()[0]}") from error
+        options = _session_options(placement, len(segments), threads)
+        self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
+        self._caches = _allocate(manifest, chip, max_batch_size)
+        self._outputs = {step.path: self._made(step) for step in segments}
+        self._last_uses = self._find_last_uses()
         self._bindings: dict[tuple[str, int, int], ort.IOBinding] = {}
 
     def run(self, batch: PackedBatch) -> np.ndarray:
-        values = {"input_ids": batch.input_ids, "cu_seqlens": batch.cu_seqlens,
-                  "past_lens": batch.past_lens, "logits_indices": batch.logits_indices}
-        if self._takes_positions:
-            values["position_ids"] = batch.position_ids
+        values = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
+                  "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
+                  "logits_indices": batch.logits_indices}
         rank = self._chip.rank
-        for step in self._chip.steps:
+        for step, finished in zip(self._chip.steps, self._last_uses, strict=True):
             if isinstance(step, GraphStep):
                 self._run_graph(step, batch, values)
             elif step.kind == "all_reduce":
-                values[step.output] = self._communicator.all_reduce(rank, values.pop(step.input))
+                values[step.output] = self._communicator.all_reduce(rank, values[step.input])
             else:
-                values[step.output] = self._communicator.all_gather(rank, values.pop(step.input))
+                values[step.output] = self._communicator.all_gather(rank, values[step.input])
+            for name in finished:
+                del values[name]
         return values["logits"]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -66,25 +66,23 @@ class CpuEngine:
             cache[target, :, :length] = cache[source, :, :length]
 
     def _run_graph(self, step: GraphStep, batch: PackedBatch, values: dict[str, np.ndarray]) -> None:
-        """Run one ONNX file; its outputs are added to `values`."""
+        """Run one ONNX file; its outputs, but for the caches, are added to `values`."""
         binding = self._binding(step, batch.first_row, batch.batch_size)
+        sizes = dict(zip(_NAMED_SIZES, (len(batch.input_ids), len(batch.logits_indices)),
+                         strict=True))
         for name in step.inputs:
             if name not in self._caches:
                 array = values[name]
                 binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        made = [name for name in step.outputs if name.removesuffix("_out") not in self._caches]
-        if made == ["logits"]:
-            logits = np.empty((len(batch.logits_indices), self._vocab), np.float32)
-            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        for name, shape in self._outputs[step.path]:
+            made = np.empty([sizes.get(size, size) for size in shape], np.float32)
+            binding.bind_output(name, "cpu", 0, made.dtype, made.shape, made.ctypes.data)
+            values[name] = made
+        try:
             self._sessions[step.path].run_with_iobinding(binding)
-            values["logits"] = logits
-            return
-        for name in made:
-            binding.bind_output(name, "cpu")
-        self._sessions[step.path].run_with_iobinding(binding)
-        caches = len(step.outputs) - len(made)  # bound first, once for all
-        for name, value in zip(made, binding.get_outputs()[caches:], strict=True):
-            values[name] = value.numpy()
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            raise LlmcError(f"ONNX Runtime failed in '{step.path}': {_first_line(error)}") \
+                from error
 
     def _binding(self, step: GraphStep, first_row: int, batch_size: int) -> ort.IOBinding:
         """The step's binding for these cache rows, with the caches bound in place."""
@@ -100,17 +98,97 @@ class CpuEngine:
             self._bindings[key] = binding
         return self._bindings[key]
 
+    def _made(self, step: GraphStep) -> list[tuple[str, list[int | str]]]:
+        """Name and shape of what a graph makes besides caches; refuses one that is not what the
+        manifest says.
+        """
+        session = self._sessions[step.path]
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        fits = {tensor.name for tensor in inputs} == set(step.inputs) \
+            and {tensor.name for tensor in outputs} == set(step.outputs)
+        made = []
+        for tensor in (*inputs, *outputs):
+            cache = self._cache(tensor.name)
+            fits = fits and (cache is None or tuple(tensor.shape[1:]) == cache.shape[1:])
+        for tensor in outputs:
+            if self._cache(tensor.name) is None:
+                made.append((tensor.name, tensor.shape))
+                fits = fits and tensor.type == "tensor(float)" and all(
+                    isinstance(size, int) or size in _NAMED_SIZES for size in tensor.shape)
+        if not fits:
+            raise LlmcError(f"'{step.path}' has other inputs or outputs than {MANIFEST_NAME} says; "
+                            f"compile the model again")
+        return made
 
-def _session_options(placement: Placement, *, alone: bool) -> ort.SessionOptions:
-    """Threads for one rank. Many sessions of one rank must not all spin while they wait."""
+    def _find_last_uses(self) -> list[list[str]]:
+        """For each step, the tensors that nothing needs after it."""
+        seen = {"logits"}
+        uses = []
+        for step in reversed(self._chip.steps):
+            graph = isinstance(step, GraphStep)
+            names = {*step.inputs, *step.outputs} if graph else {step.input, step.output}
+            uses.append([name for name in names - seen if self._cache(name) is None])
+            seen |= names
+        return uses[::-1]
+
+    def _cache(self, name: str) -> np.ndarray | None:
+        """The cache that a tensor is, before or after its update."""
+        return self._caches.get(name.removesuffix("_out"))
+
+
+def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:
+    path = case_dir / step.path
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise LlmcError(f"ONNX Runtime cannot load '{path}': {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _allocate(manifest: Manifest, chip: Chip, max_batch_size: int) -> dict[str, np.ndarray]:
+    """The KV caches by name, float32 [max_batch_size, num_kv_heads, max_seq_len, head_dim]."""
+    caches = {}
+    try:
+        for layer, cache in enumerate(chip.cache):
+            for kind in ("key", "value"):
+                caches[f"{kind}_cache_{layer}"] = np.zeros(
+                    (max_batch_size, cache.num_kv_heads, manifest.dims.max_seq_len,
+                     cache.head_dim), np.float32)
+    except (MemoryError, ValueError) as error:
+        raise LlmcError(f"there is no memory for the KV cache of {max_batch_size} sequences of "
+                        f"{manifest.dims.max_seq_len} positions; lower max_batch_size, or compile "
+                        f"with a smaller --max_seq_len") from error
+    return caches
+
+
+def _session_options(placement: Placement, segments: int, threads: int) -> ort.SessionOptions:
+    """Threads for one rank: a pool of its own, or where many graphs would each have one, the pool
+    of the process.
+    """
     options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = len(placement.cores)
+    options.log_severity_level = 4  # what goes wrong is raised
+    if segments > 1 and len(placement.cores) > 1 and not placement.pinned:
+        _make_shared_pool(threads)
+        options.use_per_session_threads = False
+        return options
     options.inter_op_num_threads = 1
-    if placement.pinned and len(placement.cores) > 1:
+    options.intra_op_num_threads = len(placement.cores)
+    if placement.pinned and len(placement.cores) > 1:  # the first core is the calling thread's
         options.add_session_config_entry(
             "session.intra_op_thread_affinities",
             ";".join(str(core + 1) for core in placement.cores[1:]))
-    if not alone:
+    if segments > 1:  # those that wait must not keep cores busy
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
+
+
+def _make_shared_pool(threads: int) -> None:
+    """Make the process's pool; the first model's size stays, as ONNX Runtime cannot change it."""
+    try:
+        ort.set_global_thread_pool_sizes(threads, 1)
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        if "already been created" not in str(error):
+            raise

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from llmc import plugins
 
@@ -31,20 +32,29 @@ def one_node_model(op, sample, target):
                                       onnx.helper.make_opsetid("com.microsoft", 1)])
 
 
+def load(op, sample, target):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(one_node_model(op, sample, target).SerializeToString(), options,
+                                providers=["CPUExecutionProvider"])
+
+
 def run(op, sample, target):
-    model = one_node_model(op, sample, target)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, dict(sample.inputs))
+    return load(op, sample, target).run(None, dict(sample.inputs))
 
 
-def assert_close(op, sample, results):
+def served(op, target, inputs):
+    return op.serves.get(target, lambda _: True)(inputs)
+
+
+def assert_close(op, sample, results, whole_caches=False):
+    """Equal within the op's tolerance. Behind a sequence's end, a cache may hold garbage unless
+    `whole_caches`."""
     expected = op.reference(op.complete(sample.fields), sample.inputs)
     for name, actual, truth in zip(op.outputs, results, expected, strict=True):
-        if name.endswith("_cache_out"):  # behind a sequence's end the CPU body may leave garbage
-            valid = np.zeros(truth.shape, bool)
-            news = np.diff(sample.inputs["cu_seqlens"])
-            for row, (past, new) in enumerate(zip(sample.inputs["past_lens"], news, strict=True)):
-                valid[row, :, :past + new] = True
+        if name.endswith("_cache_out") and not whole_caches:
+            lengths = sample.inputs["past_lens"] + np.diff(sample.inputs["cu_seqlens"])
+            valid = np.arange(truth.shape[2])[:, None] < lengths[:, None, None, None]
             actual, truth = np.where(valid, actual, 0), np.where(valid, truth, 0)
         assert actual.shape == truth.shape
         assert np.abs(actual - truth).max() <= op.tolerance * max(1.0, np.abs(truth).max()), name
@@ -52,17 +62,32 @@ def assert_close(op, sample, results):
 
 @pytest.mark.parametrize(("op", "sample", "name"), CASES, ids=IDS)
 def test_reference_body_equals_numpy(op, sample, name):
-    assert_close(op, sample, run(op, sample, ""))
+    assert_close(op, sample, run(op, sample, ""), whole_caches=True)
 
 
-TARGET_CASES = [(op, sample, target, f"{name}-{target}") for op, sample, name in CASES
-                for target in op.bodies if op.serves.get(target, lambda _: True)(sample.inputs)]
+TARGET_CASES = [pytest.param(op, sample, target, id=f"{name}-{target}")
+                for op, sample, name in CASES for target in op.bodies]
 
 
-@pytest.mark.parametrize(("op", "sample", "target"), [case[:3] for case in TARGET_CASES],
-                         ids=[case[3] for case in TARGET_CASES])
-def test_target_body_equals_numpy(op, sample, target):
-    assert_close(op, sample, run(op, sample, target))
+@pytest.mark.parametrize(("op", "sample", "target"), TARGET_CASES)
+def test_target_body_equals_numpy_or_refuses_what_it_does_not_serve(op, sample, target):
+    fields, present = op.complete(sample.fields), frozenset(sample.inputs)
+    if served(op, target, sample.inputs) or op.bodies[target](fields, present) is None:
+        assert_close(op, sample, run(op, sample, target))
+    else:
+        with pytest.raises(InvalidArgument):
+            run(op, sample, target)
+
+
+@pytest.mark.parametrize("op", [op for op in plugins.registry().values() if op.samples],
+                         ids=lambda op: op.name)
+def test_samples_cover_every_field_and_optional_input(op):
+    samples = [sample for case, sample, _ in CASES if case is op]
+    for name, default in op.fields.items():
+        assert any(sample.fields.get(name, default) != default for sample in samples), name
+    for declared in op.inputs:
+        given = {declared.removesuffix("?") in sample.inputs for sample in samples}
+        assert given == ({True, False} if declared.endswith("?") else {True}), declared
 
 
 @pytest.mark.parametrize(("op", "sample", "name"), CASES, ids=IDS)
@@ -103,16 +128,107 @@ def test_registering_a_name_twice_is_an_error(monkeypatch):
         plugins.registry.__wrapped__()
 
 
+ROW_WISE = [case for case in CASES if "x" in case[0].input_names]
+
+
 @pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "GemmBiasAct", "GatedMLP"])
-def test_reference_bodies_of_row_wise_ops_take_any_leading_dimensions(name, rank):
-    op = plugins.registry()[name]
-    sample = op.samples(np.random.default_rng(0))[0]
-    x = sample.inputs["x"][0] if rank == 1 else np.stack([sample.inputs["x"]] * 2)
-    moved = plugins.Sample(sample.fields, {**sample.inputs, "x": x})
+@pytest.mark.parametrize(("op", "sample", "name"), ROW_WISE, ids=[name for _, _, name in ROW_WISE])
+def test_reference_bodies_of_row_wise_ops_take_any_leading_dimensions(op, sample, name, rank):
+    rows = {key: array[0] if rank == 1 else np.stack([array, array + 1])
+            for key, array in sample.inputs.items() if key in ("x", "residual")}
+    moved = plugins.Sample(sample.fields, {**sample.inputs, **rows})
     assert_close(op, moved, run(op, moved, ""))
 
 
 def test_an_activation_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="no activation 'gelu_new'"):
         plugins.registry()["GemmBiasAct"].function({"activation": "gelu_new"}, ["x", "w"])
+
+
+ATTENTION = plugins.registry()["Attention"]
+
+
+@pytest.mark.parametrize("target", ["", "cpu"])
+@pytest.mark.parametrize("fields", [
+    {"head_dim": 16, "rotary_dim": 16},
+    {"head_dim": 24, "rotary_dim": 12, "window": 4, "softcap": 2.0},
+    {"head_dim": 6, "rotary_dim": 4, "interleaved": 1},
+], ids=["kernel rotates", "body rotates", "no kernel"])
+def test_attention_appends_to_the_cache_it_is_given(fields, target):
+    """A generation with the caches bound as input and output: unequal prompts, then decoding,
+    unequal chunks, a mixture with one idle sequence, decoding. The fourth row belongs to nobody."""
+    fields = {"num_heads": 4, "num_kv_heads": 2, **fields}
+    rng = np.random.default_rng(5)
+    width, dim, batch, length = 8 * fields["head_dim"], fields["head_dim"], 3, 24
+    angle = np.outer(np.arange(length), 0.3 ** np.arange(fields["rotary_dim"] // 2))
+    table = {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
+    caches = {name: np.full((batch + 1, 2, length, dim), 9, np.float32)
+              for name in ("key_cache", "value_cache")}
+    truth = {name: cache[:batch].astype(np.float64) for name, cache in caches.items()}
+    past = np.zeros(batch, np.int32)
+    session = None
+    for new in ([5, 2, 3], [1, 1, 1], [2, 4, 3], [1, 6, 0], [1, 1, 1]):
+        cu_seqlens = np.cumsum([0, *new]).astype(np.int32)
+        qkv = rng.standard_normal((sum(new), width)).astype(np.float32)
+        inputs = {"qkv": qkv, "cu_seqlens": cu_seqlens, "past_lens": past, **table}
+        session = session or load(ATTENTION, plugins.Sample(fields, {**inputs, **caches}), target)
+        expected, truth["key_cache"], truth["value_cache"] = ATTENTION.reference(
+            ATTENTION.complete(fields), {**inputs, **truth})
+        together = served(ATTENTION, target, inputs)
+        for rows in [slice(0, batch)] if together else [slice(b, b + 1) for b in range(batch)]:
+            tokens = slice(cu_seqlens[rows.start], cu_seqlens[rows.stop])
+            if tokens.start == tokens.stop:
+                continue
+            own = {**inputs, "qkv": qkv[tokens], "past_lens": past[rows],
+                   "cu_seqlens": cu_seqlens[rows.start:rows.stop + 1] - tokens.start}
+            out = run_in_place(session, own, {key: c[rows] for key, c in caches.items()})
+            assert np.abs(out - expected[tokens]).max() < 1e-5
+        past = past + np.array(new, np.int32)
+        for name, cache in caches.items():
+            for b in range(batch):
+                assert np.abs(cache[b, :, :past[b]] - truth[name][b, :, :past[b]]).max() < 1e-5
+            assert (cache[batch] == 9).all()
+
+
+def run_in_place(session, inputs, caches):
+    """`out`, with each cache bound as an input and as the output that continues it."""
+    binding = session.io_binding()
+    for name, array in inputs.items():
+        binding.bind_cpu_input(name, array)
+    binding.bind_output("out", "cpu")
+    for name, cache in caches.items():
+        for bind, bound in ((binding.bind_input, name), (binding.bind_output, f"{name}_out")):
+            bind(bound, "cpu", 0, np.float32, cache.shape, cache.ctypes.data)
+    session.run_with_iobinding(binding)
+    return binding.copy_outputs_to_cpu()[0]
+
+
+@pytest.mark.parametrize("target", ["", "cpu"])
+def test_layers_share_where_their_tokens_belong(target, tmp_path):
+    """What attention derives from the lengths is computed once, however many layers there are."""
+    sample = next(s for op, s, _ in CASES if op is ATTENTION and "cos" in s.inputs)
+    counts = [nodes_after_optimisation(sample, target, layers, tmp_path) for layers in (1, 2, 3)]
+    shared = counts[0] - (counts[1] - counts[0])
+    assert counts[2] - counts[1] == counts[1] - counts[0]
+    assert shared > counts[1] - counts[0]
+
+
+def nodes_after_optimisation(sample, target, layers, tmp_path):
+    model = one_node_model(ATTENTION, sample, target)
+    graph, node, (qkv, *rest) = model.graph, model.graph.node[0], model.graph.input
+    per_layer = [value for value in rest if value.name.endswith("_cache")]
+    for layer in range(1, layers):
+        copy = graph.node.add()
+        copy.CopyFrom(node)
+        for value in (qkv, *per_layer):
+            graph.input.add().CopyFrom(value)
+            graph.input[-1].name += str(layer)
+            copy.input[list(node.input).index(value.name)] += str(layer)
+        for index, name in enumerate(node.output):
+            copy.output[index] = f"{name}{layer}"
+            graph.output.add(name=f"{name}{layer}")
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(tmp_path / f"{layers}.onnx")
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return len(onnx.load(options.optimized_model_filepath).graph.node)

@@ -7,12 +7,15 @@ anything between are the same op with other lengths.
     qkv                     [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     key_cache, value_cache  [batch, num_kv_heads, max_seq_len, head_dim]; keys normed and rotated
     cu_seqlens, past_lens   int32 [batch + 1], [batch]
-    cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding, rotary_dim 0
+    cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
     q_norm, k_norm          [head_dim], RMSNorm over each head before the rotary embedding
     out                     [num_tokens, num_heads * head_dim]
 
-`scale` 0 means head_dim ** -0.5. With a `window`, key j is visible to query i iff
-i - window < j <= i. The CPU body may leave garbage behind a sequence's last new position.
+`rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
+means head_dim ** -0.5. With a `window`, key j is visible to query i iff i - window < j <= i.
+
+In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, L positions
+filled afterwards in the fullest cache row, D head_dim.
 """
 
 import numpy as np
@@ -28,171 +31,186 @@ def _ints(name, *values):
     return f"{name} = Constant<value_ints=[{', '.join(map(str, values))}]>()"
 
 
-_TOKENS = "\n".join([  # where each token belongs; nothing here depends on the layer
-    _ints("c0", 0), _ints("c1", 1), _ints("cm1", -1), _ints("cmax", 2**31 - 1),
+# Which sequence a token belongs to, where it stands in it, and the way between packed and padded.
+# Nothing here depends on the layer: ONNX Runtime computes it once for all layers of a graph.
+_TOKENS = "\n".join([
+    _ints("c0", 0), _ints("c1", 1), _ints("last", -1), _ints("int_max", 2**31 - 1),
+    "zero = Constant<value_int=0>()",
+    "one = Constant<value_int=1>()",
+    "minus_one = Constant<value_int=-1>()",
     "cu = Cast<to=7>(cu_seqlens)",
     "past = Cast<to=7>(past_lens)",
-    "starts = Slice(cu, c0, cm1)",
-    "ends = Slice(cu, c1, cmax)",
-    "num_tokens = Shape<start=0, end=1>(qkv)",
-    "s0 = Constant<value_int=0>()",
-    "s1 = Constant<value_int=1>()",
-    "count = Squeeze(num_tokens)",
-    "token = Range(s0, count, s1)",
+    "starts = Slice(cu, c0, last)",
+    "ends = Slice(cu, c1, int_max)",
+    "starts_column = Unsqueeze(starts, c1)",
+    "num_tokens = Gather(cu, minus_one)",
+    "token = Range(zero, num_tokens, one)",
     "token_column = Unsqueeze(token, c1)",
-    "passed = GreaterOrEqual(token_column, ends)",
-    "passed_int = Cast<to=7>(passed)",
-    "seq = ReduceSum<keepdims=0>(passed_int, c1)",
-    "start_of = Gather(starts, seq)",
-    "offset = Sub(token, start_of)",
+    "ended = GreaterOrEqual(token_column, ends)",
+    "ended_int = Cast<to=7>(ended)",
+    "sequence = ReduceSum<keepdims=0>(ended_int, c1)",  # [T]
+    "start = Gather(starts, sequence)",
+    "offset = Sub(token, start)",  # [T]
+    "lengths = Sub(ends, starts)",
+    "longest = ReduceMax<keepdims=0>(lengths)",
+    "step = Range(zero, longest, one)",
+    "beyond = Add(starts_column, step)",
+    "final = Sub(num_tokens, one)",
+    "pad = Min(beyond, final)",  # [B, S]: the token at each padded place, any where there is none
+    "first_place = Mul(sequence, longest)",
+    "place = Add(first_place, offset)",  # [T]: each token's place in the padded [B * S]
+])
+
+_POSITIONS = "\n".join([
+    "past_of_token = Gather(past, sequence)",
+    "position = Add(past_of_token, offset)",  # [T], in the cache
+    "position_column = Unsqueeze(position, c1)",
 ])
 
 
-def _heads(name, norm, fields, present, count):
-    """Lines that shape, norm and rotate `name` into `<name>_r` [tokens, count, head_dim]."""
-    dim = fields["head_dim"]
-    lines = [_ints(f"{name}_shape", 0, count, dim), f"{name}_h = Reshape({name}, {name}_shape)"]
-    result = f"{name}_h"
-    if norm in present:
-        lines.append(f"{name}_n = RMSNormalization<axis=-1, epsilon={fields['norm_epsilon']!r}>"
-                     f"({result}, {norm})")
-        result = f"{name}_n"
-    if "cos" in present:
-        lines.append(f"{name}_rot = Slice({result}, c0, rotary_dim, cm1)")
-        lines.append(f"{name}_rest = Slice({result}, rotary_dim, cmax, cm1)")
-        if fields["interleaved"]:
-            lines += [
-                _ints(f"{name}_two", 2),
-                f"{name}_a = Slice({name}_rot, c0, cmax, cm1, {name}_two)",
-                f"{name}_b = Slice({name}_rot, c1, cmax, cm1, {name}_two)"]
-        else:
-            lines.append(f"{name}_a, {name}_b = Split<axis=-1, num_outputs=2>({name}_rot)")
-        lines += [f"{name}_ac = Mul({name}_a, cos_t)", f"{name}_bs = Mul({name}_b, sin_t)",
-                  f"{name}_bc = Mul({name}_b, cos_t)", f"{name}_as = Mul({name}_a, sin_t)",
-                  f"{name}_x = Sub({name}_ac, {name}_bs)", f"{name}_y = Add({name}_bc, {name}_as)"]
-        if fields["interleaved"]:
-            lines += [f"{name}_xu = Unsqueeze({name}_x, cm1)", f"{name}_yu = Unsqueeze({name}_y, cm1)",
-                      f"{name}_pair = Concat<axis=-1>({name}_xu, {name}_yu)",
-                      f"{name}_flat = Shape({name}_rot)",
-                      f"{name}_turned = Reshape({name}_pair, {name}_flat)"]
-        else:
-            lines.append(f"{name}_turned = Concat<axis=-1>({name}_x, {name}_y)")
-        lines.append(f"{name}_r = Concat<axis=-1>({name}_turned, {name}_rest)")
-        return lines
-    return [*lines, f"{name}_r = Identity({result})"]
+def _heads(fields, present, rotate):
+    """Lines that split qkv into heads [T, heads, 1, D], normed and rotated; the names of q and k.
+
+    v is `v`. The axis of size 1 is the sequence axis that RotaryEmbedding wants.
+    """
+    heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
+    lines = [_ints("heads_shape", 0, heads + 2 * kv_heads, 1, fields["head_dim"]),
+             "heads = Reshape(qkv, heads_shape)",
+             _ints("kinds", heads, kv_heads, kv_heads),
+             "q, k, v = Split<axis=1>(heads, kinds)"]
+    results = []
+    for name in ("q", "k"):
+        if f"{name}_norm" in present:
+            lines.append(f"{name}_normed = RMSNormalization<axis=-1, "
+                         f"epsilon={fields['norm_epsilon']!r}>({name}, {name}_norm)")
+            name = f"{name}_normed"
+        if rotate:
+            lines.append(f"{name}_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
+                         f"rotary_embedding_dim={fields['rotary_dim']}>"
+                         f"({name}, cos, sin, position_column)")
+            name = f"{name}_rotated"
+        results.append(name)
+    return lines, *results
 
 
 def _body(fields, present):
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    group = heads // kv_heads
-    lines = [_TOKENS, "past_of = Gather(past, seq)", "pos = Add(past_of, offset)"]
-    if "cos" in present:
-        lines += ["cos_g = Gather(cos, pos)", "cos_t = Unsqueeze(cos_g, c1)",
-                  "sin_g = Gather(sin, pos)", "sin_t = Unsqueeze(sin_g, c1)",
-                  _ints("rotary_dim", fields["rotary_dim"])]
-    lines += [_ints("sizes", heads * dim, kv_heads * dim, kv_heads * dim),
-              "q, k, v = Split<axis=-1>(qkv, sizes)",
-              *_heads("q", "q_norm", fields, present, heads),
-              *_heads("k", "k_norm", fields, present, kv_heads),
-              _ints("v_shape", 0, kv_heads, dim), "v_r = Reshape(v, v_shape)",
-              # ScatterND indices [tokens, kv_heads, (sequence, head, position)]
-              _ints("c12", 1, 2), _ints("c2", 2),
-              _ints("head_range", *range(kv_heads)),
-              _ints("kv", kv_heads), _ints("one", 1),
-              "grid = Concat<axis=0>(num_tokens, kv, one)",
-              "seq3 = Unsqueeze(seq, c12)", "seq_i = Expand(seq3, grid)",
-              "pos3 = Unsqueeze(pos, c12)", "pos_i = Expand(pos3, grid)",
-              "head3 = Unsqueeze(head_range, c1)", "head_i = Expand(head3, grid)",
-              "index = Concat<axis=-1>(seq_i, head_i, pos_i)",
-              "key_cache_out = ScatterND(key_cache, index, k_r)",
-              "value_cache_out = ScatterND(value_cache, index, v_r)",
-              "keys = Gather(key_cache_out, seq)", "values = Gather(value_cache_out, seq)",
-              _ints("group_shape", 0, kv_heads, group, dim), "q_g = Reshape(q_r, group_shape)",
-              "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
-              "products = MatMul(q_g, keys_t)",
-              f"scale = Constant<value_float={float(_scale(fields))!r}>()",
-              "scores0 = Mul(products, scale)"]
-    scores = "scores0"
+    split, q, k = _heads(fields, present, rotate="cos" in present)
+    lines = [
+        _TOKENS, _POSITIONS, *split,
+        # Append to the caches. Indices [T, kv_heads, 1, (sequence, head, position)].
+        _ints("c12", 1, 2), _ints("c123", 1, 2, 3),
+        "token_shape = Shape(token)",
+        _ints("head_shape", kv_heads, 1, 1),
+        "grid = Concat<axis=0>(token_shape, head_shape)",
+        "sequence_corner = Unsqueeze(sequence, c123)",
+        "sequence_index = Expand(sequence_corner, grid)",
+        _ints("head", *range(kv_heads)),
+        "head_corner = Unsqueeze(head, c12)",
+        "head_index = Expand(head_corner, grid)",
+        "position_corner = Unsqueeze(position, c123)",
+        "position_index = Expand(position_corner, grid)",
+        "index = Concat<axis=-1>(sequence_index, head_index, position_index)",
+        f"key_cache_out = ScatterND(key_cache, index, {k})",
+        "value_cache_out = ScatterND(value_cache, index, v)",
+        # Keys and values as far as any row is filled: [B, kv_heads, 1, D, L], [.., 1, L, D].
+        _ints("c2", 2),
+        "filled = Add(past, lengths)",
+        "fullest = ReduceMax<keepdims=1>(filled)",
+        "keys = Slice(key_cache_out, c0, fullest, c2)",
+        "values = Slice(value_cache_out, c0, fullest, c2)",
+        "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
+        "keys_grouped = Unsqueeze(keys_t, c2)",
+        "values_grouped = Unsqueeze(values, c2)",
+        # Scores [B, kv_heads, heads / kv_heads, S, L].
+        f"padded = Gather<axis=0>({q}, pad)",
+        _ints("group_shape", 0, 0, kv_heads, heads // kv_heads, dim),
+        "grouped = Reshape(padded, group_shape)",
+        "queries = Transpose<perm=[0, 2, 3, 1, 4]>(grouped)",
+        "products = MatMul(queries, keys_grouped)",
+        f"scale = Constant<value_float={float(_scale(fields))!r}>()",
+        "scaled = Mul(products, scale)",
+    ]
+    scores = "scaled"
     if fields["softcap"]:
         lines += [f"cap = Constant<value_float={fields['softcap']!r}>()",
-                  "scores1 = Div(scores0, cap)", "scores2 = Tanh(scores1)",
-                  "scores3 = Mul(scores2, cap)"]
-        scores = "scores3"
-    lines += ["length1 = Shape<start=2, end=3>(key_cache)", "length = Squeeze(length1)",
-              "j = Range(s0, length, s1)", "pos_column = Unsqueeze(pos, c1)",
-              "visible0 = LessOrEqual(j, pos_column)"]
-    visible = "visible0"
+                  "shrunk = Div(scaled, cap)", "bounded = Tanh(shrunk)",
+                  "capped = Mul(bounded, cap)"]
+        scores = "capped"
+    lines += [
+        # Which of the L positions a query at [B, S] sees.
+        "fullest_scalar = Squeeze(fullest)",
+        "j = Range(zero, fullest_scalar, one)",
+        "past_column = Unsqueeze(past, c1)",
+        "padded_position = Add(past_column, step)",
+        "i = Unsqueeze(padded_position, c2)",
+        "causal = LessOrEqual(j, i)",
+    ]
+    visible = "causal"
     if fields["window"]:
         lines += [f"window = Constant<value_int={fields['window']}>()",
-                  "edge = Sub(pos_column, window)", "recent = Greater(j, edge)",
-                  "visible1 = And(visible0, recent)"]
-        visible = "visible1"
-    lines += [f"visible = Unsqueeze({visible}, c12)",
-              "hidden = Constant<value_float=-1e30>()",
-              f"masked = Where(visible, {scores}, hidden)",
-              "weights = Softmax<axis=-1>(masked)",
-              "out4 = MatMul(weights, values)",
-              _ints("out_shape", 0, heads * dim), "out = Reshape(out4, out_shape)"]
-    return "\n".join(lines)
+                  "edge = Sub(i, window)", "recent = Greater(j, edge)",
+                  "causal_recent = And(causal, recent)"]
+        visible = "causal_recent"
+    return "\n".join([
+        *lines,
+        f"visible = Unsqueeze({visible}, c12)",
+        "never = Constant<value_float=-1e30>()",
+        f"masked = Where(visible, {scores}, never)",
+        "weights = Softmax<axis=-1>(masked)",
+        "attended = MatMul(weights, values_grouped)",
+        "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
+        _ints("rows_shape", -1, heads * dim),
+        "rows = Reshape(by_token, rows_shape)",
+        "out = Gather<axis=0>(rows, place)",
+    ])
 
 
 def _cpu(fields, present):
-    """com.microsoft.GroupQueryAttention, which wants [batch, longest] padded on the right.
+    """com.microsoft.GroupQueryAttention, which wants [B, S, ...] padded on the right.
 
-    Every sequence is treated as having as many new tokens as the longest: what the padding leaves
-    in the cache lies behind the sequence's end and is overwritten when tokens get there. That op
-    continues several sequences at once only by one token each; see `_group_query_lengths`.
+    Every sequence is treated as having S new tokens: what the padding leaves in the cache lies
+    behind the sequence's end and is overwritten when tokens get there. The kernel wants heads of a
+    multiple of 8, rotates only multiples of 16, and knows no per-head norms; what it does not do is
+    done before it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 16 or fields["rotary_dim"] % 16 or ("q_norm" in present) != ("k_norm" in present):
+    if dim % 8:
         return None
-    lines = [
-        _TOKENS,
-        "news = Sub(ends, starts)",
-        "longest = ReduceMax<keepdims=0>(news)",
-        "step = Range(s0, longest, s1)",
-        "starts_column = Unsqueeze(starts, c1)",
-        "pad0 = Add(starts_column, step)",
-        "final = Sub(count, s1)",
-        "pad = Min(pad0, final)",
-        "row0 = Mul(seq, longest)",
-        "row = Add(row0, offset)",
-        "last_step = Sub(longest, s1)",
-        "lens0 = Add(past, last_step)",
-        "lens = Cast<to=6>(lens0)",
+    kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0
+    rotate = "cos" in present and not kernel_rotates
+    lines, qkv = [_TOKENS], "qkv"
+    if rotate or present & {"q_norm", "k_norm"}:
+        split, q, k = _heads(fields, present, rotate)
+        lines += [*([_POSITIONS] if rotate else []), *split,
+                  f"joined = Concat<axis=1>({q}, {k}, v)",
+                  _ints("packed_shape", 0, (heads + 2 * kv_heads) * dim),
+                  "prepared = Reshape(joined, packed_shape)"]
+        qkv = "prepared"
+    return "\n".join([
+        *lines,
+        f"padded = Gather<axis=0>({qkv}, pad)",
+        "extra = Sub(longest, one)",
+        "final_position = Add(past, extra)",
+        "seqlens_k = Cast<to=6>(final_position)",
         "oldest = ReduceMax<keepdims=0>(past)",
-        "total0 = Add(oldest, longest)",
-        "total = Cast<to=6>(total0)",
-        "padded = Gather<axis=0>(qkv, pad)",
-    ]
-    query = "padded, , "
-    if "q_norm" in present:
-        lines += [_ints("sizes", heads * dim, kv_heads * dim, kv_heads * dim),
-                  "q0, k0, v0 = Split<axis=-1>(padded, sizes)"]
-        for name, count in (("q", heads), ("k", kv_heads)):
-            lines += [_ints(f"{name}_shape", 0, 0, count, dim), _ints(f"{name}_back", 0, 0, count * dim),
-                      f"{name}1 = Reshape({name}0, {name}_shape)",
-                      f"{name}2 = SimplifiedLayerNormalization<axis=-1, stash_type=1, "
-                      f"epsilon={fields['norm_epsilon']!r}>({name}1, {name}_norm)",
-                      f"{name}3 = Reshape({name}2, {name}_back)"]
-        query = "q3, k3, v0"
-    rotary = "cos, sin" if "cos" in present else ""
-    lines += [
+        "total_length = Add(oldest, longest)",
+        "total = Cast<to=6>(total_length)",
         "attended, key_cache_out, value_cache_out = com.microsoft.GroupQueryAttention"
         f"<num_heads={heads}, kv_num_heads={kv_heads}, scale={float(_scale(fields))!r}, "
-        f"softcap={fields['softcap']!r}, do_rotary={int(bool(rotary))}, "
+        f"softcap={fields['softcap']!r}, do_rotary={int(kernel_rotates)}, "
         f"rotary_interleaved={fields['interleaved']}, "
         f"local_window_size={fields['window'] or -1}>"
-        f"({query}, key_cache, value_cache, lens, total{', ' + rotary if rotary else ''})",
-        _ints("rows", -1, heads * dim),
-        "flat = Reshape(attended, rows)",
-        "out = Gather<axis=0>(flat, row)",
-    ]
-    return "\n".join(lines)
+        "(padded, , , key_cache, value_cache, seqlens_k, total"
+        f"{', cos, sin' if kernel_rotates else ''})",
+        _ints("rows_shape", -1, heads * dim),
+        "rows = Reshape(attended, rows_shape)",
+        "out = Gather<axis=0>(rows, place)",
+    ])
 
 
 def _group_query_lengths(inputs):
-    """All new, or one sequence, or one token each."""
+    """All new, or one sequence, or one token each: the kernel refuses anything else."""
     return not np.any(inputs["past_lens"]) or len(inputs["past_lens"]) == 1 \
         or np.diff(inputs["cu_seqlens"]).max() == 1
 
@@ -237,41 +255,44 @@ def _reference(fields, inputs):
 
 
 def _samples(rng):
-    made = []
-    variants = [
-        dict(heads=4, kv=2, dim=16, news=(5, 2, 3), past=(0, 0, 0), rotary=16),
-        dict(heads=4, kv=2, dim=16, news=(1, 1, 1), past=(5, 2, 9), rotary=16),
-        dict(heads=3, kv=1, dim=8, news=(4, 1, 2), past=(0, 6, 3), rotary=8, softcap=3.0),
-        dict(heads=4, kv=4, dim=32, news=(6,), past=(2,), rotary=16, interleaved=1),
-        dict(heads=4, kv=4, dim=16, news=(6, 3), past=(2, 0), rotary=8, interleaved=1),
-        dict(heads=2, kv=1, dim=32, news=(3, 1, 4), past=(0, 0, 0), rotary=32, norm=True),
-        dict(heads=4, kv=2, dim=24, news=(9, 3), past=(0, 4), rotary=0, window=4, scale=0.3),
-        dict(heads=2, kv=1, dim=16, news=(3, 1), past=(3, 0), rotary=16, norm=True),
-        dict(heads=2, kv=2, dim=6, news=(3, 2), past=(1, 0), rotary=4),
-        dict(heads=2, kv=1, dim=16, news=(12,), past=(0,), rotary=16, window=5, interleaved=1),
-        dict(heads=2, kv=1, dim=16, news=(1, 1), past=(11, 3), rotary=16, window=5),
-    ]
-    for v in variants:
-        fields = {"num_heads": v["heads"], "num_kv_heads": v["kv"], "head_dim": v["dim"]}
-        fields |= {key: v[key] for key in ("softcap", "interleaved", "window", "scale") if key in v}
-        batch, tokens = len(v["news"]), sum(v["news"])
-        shape = (batch, v["kv"], 16, v["dim"])
-        inputs = {
-            "qkv": rng.standard_normal((tokens, (v["heads"] + 2 * v["kv"]) * v["dim"])),
-            "key_cache": rng.standard_normal(shape), "value_cache": rng.standard_normal(shape),
-            "cu_seqlens": np.cumsum([0, *v["news"]]).astype(np.int32),
-            "past_lens": np.array(v["past"], np.int32),
-        }
-        if v["rotary"]:
-            fields["rotary_dim"] = v["rotary"]
-            angle = np.outer(np.arange(16), 0.3 ** np.arange(v["rotary"] // 2))
-            inputs |= {"cos": np.cos(angle), "sin": np.sin(angle)}
-        if v.get("norm"):
-            inputs |= {"q_norm": rng.standard_normal(v["dim"]),
-                       "k_norm": rng.standard_normal(v["dim"])}
-        made.append(Sample(fields, {name: x.astype(np.float32) if x.dtype == np.float64 else x
-                                    for name, x in inputs.items()}))
-    return made
+    """Prompts, continued prompts, decoding and mixtures, of unequal and of no new tokens."""
+    prompts = {"new": (5, 2, 3), "past": (0, 0, 0)}
+    decode = {"new": (1, 1, 1), "past": (11, 3, 0)}
+    chunk = {"new": (6,), "past": (4,)}
+    mixed = {"new": (4, 1, 0, 2), "past": (0, 9, 5, 3)}
+    return [_sample(rng, **variant) for variant in (
+        prompts | {"dim": 16, "rotary_dim": 16},
+        decode | {"dim": 16, "rotary_dim": 16},
+        chunk | {"dim": 16, "rotary_dim": 16},
+        mixed | {"dim": 16, "rotary_dim": 16},
+        prompts | {"dim": 32, "rotary_dim": 16, "interleaved": 1, "softcap": 3.0},
+        decode | {"dim": 32, "rotary_dim": 16, "interleaved": 1, "window": 4},
+        chunk | {"dim": 24, "rotary_dim": 24, "heads": 3, "kv_heads": 1, "scale": 0.3},
+        mixed | {"dim": 24, "rotary_dim": 8, "heads": 4, "kv_heads": 4, "interleaved": 1},
+        prompts | {"dim": 16, "rotary_dim": 16, "norms": "qk", "norm_epsilon": 0.5},
+        decode | {"dim": 32, "rotary_dim": 20, "norms": "qk", "heads": 8},
+        chunk | {"dim": 8, "norms": "q", "window": 5, "softcap": 2.0},
+        mixed | {"dim": 16, "norms": "k", "window": 3, "softcap": 2.0},
+        prompts | {"dim": 6, "rotary_dim": 4, "window": 2},
+        decode | {"dim": 6, "rotary_dim": 6, "interleaved": 1, "norms": "qk"},
+        mixed | {"dim": 6, "scale": 0.3},
+    )]
+
+
+def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, **fields):
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    inputs = {"qkv": normal(sum(new), (heads + 2 * kv_heads) * dim),
+              "key_cache": normal(len(new), kv_heads, max_seq_len, dim),
+              "value_cache": normal(len(new), kv_heads, max_seq_len, dim),
+              "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
+              "past_lens": np.array(past, np.int32)}
+    if "rotary_dim" in fields:
+        angle = np.outer(np.arange(max_seq_len), 0.3 ** np.arange(fields["rotary_dim"] // 2))
+        inputs |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
+    inputs |= {f"{name}_norm": normal(dim) for name in norms}
+    return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
 OP = Op(

@@ -1,4 +1,7 @@
-"""Token embedding, its scale, and learned positions (seed: embedding lookup + position encoding)."""
+"""y = table[input_ids] · scale + position_table[position_ids].
+
+`vocab_sharded`: the table holds rows `vocab_start` on of the vocabulary; other ids give zeros.
+"""
 
 import numpy as np
 

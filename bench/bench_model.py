@@ -1,0 +1,65 @@
+"""Write a Hugging Face directory of a Llama of any shape with random bfloat16 weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
+          heads: int, kv_heads: int, layers_per_shard: int = 1000) -> None:
+    """Write config.json and safetensors shards of `layers_per_shard` layers each."""
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": intermediate,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 500000.0,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "eos_token_id": 2, "bos_token_id": 1}))
+    torch.manual_seed(0)
+    noise = torch.randn(1 << 20) * 0.02
+    dim = hidden // heads
+
+    def random(*shape: int) -> torch.Tensor:
+        count = shape[0] * shape[1] if len(shape) == 2 else shape[0]
+        start = int(torch.randint(0, 1 << 19, ()))
+        return noise[start:].repeat(-(-count // (len(noise) - start)))[:count] \
+            .reshape(shape).to(torch.bfloat16)
+
+    shards = [range(start, min(start + layers_per_shard, layers))
+              for start in range(0, layers, layers_per_shard)]
+    index = {}
+    for number, shard in enumerate(shards, 1):
+        tensors = {}
+        for layer in shard:
+            prefix = f"model.layers.{layer}."
+            for name, shape in (
+                    ("self_attn.q_proj", (hidden, hidden)),
+                    ("self_attn.k_proj", (kv_heads * dim, hidden)),
+                    ("self_attn.v_proj", (kv_heads * dim, hidden)),
+                    ("self_attn.o_proj", (hidden, hidden)),
+                    ("mlp.gate_proj", (intermediate, hidden)),
+                    ("mlp.up_proj", (intermediate, hidden)),
+                    ("mlp.down_proj", (hidden, intermediate))):
+                tensors[f"{prefix}{name}.weight"] = random(*shape)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"{prefix}{name}.weight"] = random(hidden) + 1
+        if number == 1:
+            tensors["model.embed_tokens.weight"] = random(vocab, hidden)
+        if number == len(shards):
+            tensors["model.norm.weight"] = random(hidden) + 1
+            tensors["lm_head.weight"] = random(vocab, hidden)
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(tensors, root / file)
+        index.update(dict.fromkeys(tensors, file))
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], hidden=4096, layers=32, vocab=128256, intermediate=14336, heads=32,
+          kv_heads=8, layers_per_shard=4)

@@ -1,0 +1,124 @@
+"""Bad models: one clear sentence, a way out, and nothing left behind."""
+
+import json
+import shutil
+
+import families
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import llmc
+
+
+@pytest.fixture
+def hf(tiny_hf, tmp_path):
+    return shutil.copytree(tiny_hf, tmp_path / "hf")
+
+
+def refused(model, tmp_path, match, **options):
+    with pytest.raises(llmc.LlmcError, match=match) as caught:
+        llmc.compile(model, tmp_path / "out" / "case", **options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_a_missing_directory(tmp_path):
+    refused(tmp_path / "nowhere", tmp_path, "neither a directory")
+
+
+def test_an_empty_directory(tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", tmp_path, "has no config.json")
+
+
+def test_a_config_without_weights(hf, tmp_path):
+    (hf / "model.safetensors").unlink()
+    refused(hf, tmp_path, "no \\*.safetensors weights")
+
+
+def test_a_config_that_is_not_json(hf, tmp_path):
+    (hf / "config.json").write_text("{")
+    refused(hf, tmp_path, "cannot be read as JSON")
+
+
+def test_an_unknown_architecture(hf, tmp_path):
+    (hf / "config.json").write_text('{"model_type": "quantum_llm"}')
+    refused(hf, tmp_path, "does not know architecture 'quantum_llm'")
+
+
+def test_a_missing_tensor(hf, tmp_path):
+    tensors = load_file(hf / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, hf / "model.safetensors")
+    refused(hf, tmp_path, "no tensor 'model.layers.2.mlp.up_proj.weight'")
+
+
+def test_a_tensor_of_the_wrong_shape(hf, tmp_path):
+    tensors = load_file(hf / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((3, 5), np.float32)
+    save_file(tensors, hf / "model.safetensors")
+    refused(hf, tmp_path, r"has shape \[3, 5\], its config asks for \[100, 64\]")
+
+
+def test_truncated_safetensors(hf, tmp_path):
+    data = (hf / "model.safetensors").read_bytes()
+    (hf / "model.safetensors").write_bytes(data[:len(data) // 2])
+    refused(hf, tmp_path, "not a readable safetensors file")
+
+
+def test_a_listed_shard_is_missing(hf, tmp_path):
+    (hf / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    refused(hf, tmp_path, "lists 'model-00001-of-00002.safetensors', which is missing")
+
+
+def test_pickled_weights_need_a_flag(hf, tmp_path):
+    tensors = {name: torch.from_numpy(array)
+               for name, array in load_file(hf / "model.safetensors").items()}
+    (hf / "model.safetensors").unlink()
+    torch.save(tensors, hf / "pytorch_model.bin")
+    refused(hf, tmp_path, "--allow_pickle")
+    llmc.compile(hf, tmp_path / "case", allow_pickle=True)
+    assert (tmp_path / "case" / "model_info.json").is_file()
+
+
+def test_remote_code_needs_a_flag(hf, tmp_path):
+    config = json.loads((hf / "config.json").read_text())
+    config.update(model_type="homemade", auto_map={"AutoConfig": "configuration.Config"})
+    (hf / "config.json").write_text(json.dumps(config))
+    refused(hf, tmp_path, "--trust_remote_code")
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"tp_size": 0}, "tp_size 0"),
+    ({"tp_size": 5}, "tp_size 5 exceeds num_attention_heads 4 of 'LlamaForCausalLM'; allowed: 1 "),
+    ({"dtype": "float8"}, "has no dtype 'float8'; it has: float32"),
+    ({"target": "abacus"}, "target 'abacus' is not known; there are: cpu"),
+    ({"max_seq_len": 100000}, "max_position_embeddings 64; allowed: 2 to 64"),
+])
+def test_impossible_options(hf, tmp_path, options, match):
+    refused(hf, tmp_path, match, **options)
+
+
+def test_alibi_is_refused_with_what_did_not_match(tmp_path):
+    families.UNPLANNED["bloom"] = dict(vocab_size=101, hidden_size=64, n_layer=2, n_head=4)
+    directory = families.save(families.tiny_model("bloom"), tmp_path / "bloom")
+    refused(directory, tmp_path, "attention was not recognised: Softmax")
+
+
+def test_a_hub_id_that_cannot_be_fetched(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused("nobody/no-such-model", tmp_path, "could not be fetched from the hub")
+
+
+def test_a_gguf_file_that_is_none(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + b"\0" * 100)
+    refused(tmp_path / "x.gguf", tmp_path, "cannot be read as GGUF")
+
+
+def test_an_onnx_file_needs_hf_dir_and_must_be_onnx(hf, tmp_path):
+    (tmp_path / "x.onnx").write_bytes(b"not onnx")
+    refused(tmp_path / "x.onnx", tmp_path, "--hf_dir")
+    refused(tmp_path / "x.onnx", tmp_path, "is not an ONNX file", hf_dir=hf)

