@@ -77,8 +77,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     lowered = lower(raw, tp_size, max_seq_len)
     progress("write")
     with _new_directory(output) as directory:
-        manifest = write(raw, lowered, dtype, target, directory)
-    return manifest
+        return write(raw, lowered, dtype, target, directory)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
         num_heads=attention[0].attrs["num_heads"], num_kv_heads=attention[0].attrs["num_kv_heads"],
         head_dim=attention[0].attrs["head_dim"], vocab_size=vocab_size,
         padded_vocab_size=weight(lm_head(graph).inputs[1]).shape[0], max_seq_len=length)
-    graphs, plan = partition(graph, tp_size, raw.architecture)
+    graphs = partition(graph, tp_size, raw.architecture)
     report = Report("tensor_parallel")
     for kind in ("AllReduce", "AllGather"):
         report.count(kind, sum(is_llmc(node, kind) for node in graphs[0].nodes))

@@ -38,7 +38,7 @@ def write_weights(graph: gs.Graph, path: Path) -> tuple[dict[str, Placed], FileE
 
     Returns where each lies, and the file's size and hash under the name `path.name`.
     """
-    weights = {}
+    weights: dict[str, Weight] = {}
     for node in graph.nodes:
         for tensor in node.inputs:
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
@@ -67,7 +67,7 @@ def _blocks(header: bytes, weights: Iterable[Weight]):
     yield header
     for weight in weights:
         for block in weight.blocks():
-            yield memoryview(np.ascontiguousarray(block)).cast("B") if block.size else b""
+            yield block.tobytes() if block.nbytes < _ALIGNMENT else block.reshape(-1).view(np.uint8)
 
 
 def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str) -> onnx.ModelProto:

@@ -1,10 +1,11 @@
 """Where, and by how much, a compiled model differs from the original.
 
-Three things are run on the same tokens: transformers, the raw export, and the compiled graphs of all
-chips, in lockstep. They are compared, on Polygraphy's comparator, layer by layer, then at the logits
-and in greedy tokens. A compiled graph keeps the names of the tensors it still computes, so every one
-of them can be held against the raw export: that is how `bisect` finds the first op over tolerance.
-Weights are compared too, with what the reference gives for each chip, which names a damaged one.
+Three things are run on the same tokens: transformers, the raw export, and the compiled graphs of
+all chips, in lockstep. They are compared, on Polygraphy's comparator, layer by layer, then at the
+logits and in greedy tokens. A compiled graph keeps the names of the tensors it still computes, so
+every one of them can be held against the raw export: that is how `bisect` finds the first op over
+tolerance. Weights are compared too, with what the reference gives for each chip, which names a
+damaged one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -139,9 +141,10 @@ def _verdict(report: DiffReport) -> str | None:
     parts = []
     if report.first_layer:
         parts.append(f"first over tolerance {report.tolerance:g}: {report.first_layer}")
-    parts += [f"chip {bad.chip}'s weight '{bad.name}'"
-              f"{f' of layer {bad.layer}' if bad.layer is not None else ''} differs in "
-              f"{bad.elements} element(s), by up to {bad.max_abs:.3g}" for bad in report.weights[:3]]
+    for bad in report.weights[:3]:
+        layer = f" of layer {bad.layer}" if bad.layer is not None else ""
+        parts.append(f"chip {bad.chip}'s weight '{bad.name}'{layer} differs in {bad.elements} "
+                     f"element(s), by up to {bad.max_abs:.3g}")
     other = next((d for d in report.layers if not d.passed), None)
     if not parts and other is not None:
         parts.append(f"{other.pair} differ at {other.name}")
@@ -248,8 +251,9 @@ def _run_transformers(reference: str | Path, raw: RawModel, ids: np.ndarray, cou
         if raw.kind == "gguf" else {"pretrained_model_name_or_path": str(reference)}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32,
                                                  attn_implementation="eager").eval()
-    layers = next((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)
-                   and len(module) == model.config.get_text_config().num_hidden_layers), [])
+    depth = model.config.get_text_config().num_hidden_layers
+    layers: Any = next((module for module in model.modules()
+                        if isinstance(module, torch.nn.ModuleList) and len(module) == depth), [])
     seen: dict[str, np.ndarray] = {}
 
     def keep(name: str):

@@ -26,7 +26,7 @@ def run_graph(graph: gs.Graph, feeds: Mapping[str, np.ndarray], outputs: Sequenc
                                        for a in node.attribute}, f"sdpa{index}")
             node.overload = function.overload
             model.functions.append(function)
-    taken = {name for name in outputs}
+    taken = set(outputs)
     del model.graph.output[:]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(taken))
     options = ort.SessionOptions()

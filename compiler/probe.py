@@ -98,7 +98,7 @@ class Piece:
 
 
 def _as_model(piece: Piece) -> tuple[bytes, dict[str, str]]:
-    """The piece as a serialised model with canonical names, and the canonical name of each input."""
+    """The piece as a serialised model with canonical names, and what each input is called there."""
     names: dict[int, str] = {}
     inputs, initializers, nodes, functions = [], [], [], {}
     feeds: dict[str, str] = {}

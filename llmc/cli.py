@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
-    from llmc.runtime.llm import LLM
+    from llmc.runtime.llm import Piece
     from llmc.runtime.manifest import Manifest
 
 
@@ -84,7 +85,7 @@ def main() -> None:
 @click.option("--verbose", is_flag=True, help="Print what each pass matched and refused.")
 @json_option
 def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **options: Any) -> None:
-    """Compile MODEL, a Hugging Face directory, hub id, .gguf or .onnx file, into a case directory."""
+    """Compile MODEL: a Hugging Face directory, hub id, .gguf or .onnx file."""
     started = time.perf_counter()
     api = _import_compiler()
 
@@ -127,7 +128,7 @@ def _import_compiler():
 @click.option("--seed", type=int, default=None,
               help="Of the random numbers; without it they differ each time.")
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be repeated.")
-@click.option("--tp_size", type=int, default=None, help="Checked against the case directory.")
+@click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
 @device_option
 @click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
 @json_option
@@ -138,42 +139,44 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
 
-    case_dir = _resolve_case(case_dir, hf_dir, tp_size)
+    case_dir, configured = _resolve_case(case_dir, hf_dir)
+    if tp_size is not None and configured not in (None, tp_size):
+        raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in the config of '{hf_dir}' "
+                        f"says {configured}; change one of them")
     manifest = read_manifest(case_dir)
-    if tp_size is not None and tp_size != manifest.tp_size:
-        raise LlmcError(f"--tp_size is {tp_size}, '{case_dir}' was compiled with "
-                        f"{manifest.tp_size}; compile it again or leave --tp_size out")
+    wanted = tp_size if tp_size is not None else configured
+    if wanted not in (None, manifest.tp_size):
+        raise LlmcError(f"tp_size {wanted} is asked for, but '{case_dir}' was compiled with "
+                        f"tp_size {manifest.tp_size}; change the one or compile again")
     info = _inference_info(hf_dir, case_dir, max_tokens, manifest.tp_size, device, log_file)
     click.echo(info, err=as_json)
+    _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
     with LLM(case_dir, device=device) as llm:
-        texts = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
+        inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
         started = time.perf_counter()
         if as_json:
-            completions = llm.generate(texts, max_tokens, stop=stop, **sampling)
+            completions = llm.generate(inputs, max_tokens, stop=stop, **sampling)
             count = sum(len(c.token_ids) for c in completions)
-            click.echo(json.dumps({"completions": [
-                {"prompt": prompt, **dataclasses.asdict(completion)}
-                for prompt, completion in zip(prompts, completions, strict=True)]}))
         else:
-            count = _stream_texts(llm, prompts, texts, max_tokens, stop, sampling)
+            count = _print_texts(llm.stream(inputs, max_tokens, stop=stop, **sampling), prompts)
         seconds = time.perf_counter() - started
+    if as_json:
+        click.echo(json.dumps({"completions": [
+            {"prompt": prompt, **dataclasses.asdict(completion)}
+            for prompt, completion in zip(prompts, completions, strict=True)]}))
     rate = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
     click.echo(rate, err=True)
-    if log_file:
-        try:
-            with open(log_file, "a", encoding="utf-8") as log:
-                log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n{rate}\n")
-        except OSError as error:
-            raise LlmcError(f"--log_file '{log_file}' cannot be written ({error})") from error
+    _log(log_file, f"{rate}\n")
 
 
-def _resolve_case(case_dir: Path | None, hf_dir: Path | None, tp_size: int | None) -> \
-        tuple[Path, int | None]:
-    """The case directory, named itself or by the config of a Hugging Face directory."""
+def _resolve_case(case_dir: Path | None, hf_dir: Path | None) -> tuple[Path, int | None]:
+    """The case directory, named itself or by a Hugging Face directory's config, and the tensor
+    parallel size that the config asks for.
+    """
     if (case_dir is None) == (hf_dir is None):
         raise LlmcError("give either --case_dir or --hf_dir")
     if case_dir is not None:
-        return case_dir, tp_size
+        return case_dir, None
     assert hf_dir is not None
     path = hf_dir / "config.json"
     try:
@@ -184,11 +187,23 @@ def _resolve_case(case_dir: Path | None, hf_dir: Path | None, tp_size: int | Non
     if not isinstance(named, str):
         raise LlmcError(f"'{path}' names no param_dir, the case directory; add it, or give "
                         f"--case_dir")
-    parallel = config.get("tensor_parallel") or {}
-    size = parallel.get("parallel_size", 1) if parallel.get("use_tp") else 1
-    if tp_size is not None and parallel and tp_size != size:
-        raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in '{path}' says {size}")
-    return hf_dir / named, size if parallel else tp_size
+    parallel = config.get("tensor_parallel")
+    if parallel is None:
+        return hf_dir / named, None
+    if not isinstance(parallel, dict) or not isinstance(parallel.get("parallel_size", 1), int):
+        raise LlmcError(f"tensor_parallel in '{path}' is not understood; write it like "
+                        f'{{"use_tp": true, "parallel_size": 2}}')
+    return hf_dir / named, parallel.get("parallel_size", 1) if parallel.get("use_tp") else 1
+
+
+def _log(path: str, text: str) -> None:
+    """Append to the log file, if there is to be one."""
+    if path:
+        try:
+            with open(path, "a", encoding="utf-8") as log:
+                log.write(text)
+        except OSError as error:
+            raise LlmcError(f"--log_file '{path}' cannot be written ({error})") from error
 
 
 def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_size: int,
@@ -202,21 +217,21 @@ def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_siz
         f"| - log_file: {log_file}"])
 
 
-def _stream_texts(llm: LLM, prompts: tuple[str, ...], texts: list[str], max_tokens: int,
-                  stop: tuple[str, ...], sampling: dict[str, Any]) -> int:
-    """One prompt as it comes; several as blocks, each when it is complete. Returns the tokens."""
+def _print_texts(pieces: Iterator[Piece], prompts: Sequence[str]) -> int:
+    """One prompt's text as it comes; several as blocks, each when it is complete. Returns the
+    number of tokens.
+    """
     count = 0
-    parts: list[list[str]] = [[] for _ in texts]
-    for piece in llm.stream(texts, max_tokens, stop=stop, **sampling):
+    texts = [""] * len(prompts)
+    for piece in pieces:
         count += 1
-        if len(texts) == 1:
+        if len(prompts) == 1:
             click.echo(piece.text, nl=False)
-        else:
-            parts[piece.index].append(piece.text)
-            if piece.finish_reason:
-                click.echo(f"[{piece.index}] {prompts[piece.index]}\n"
-                           f"{''.join(parts[piece.index])}\n")
-    if len(texts) == 1:
+            continue
+        texts[piece.index] += piece.text
+        if piece.finish_reason:
+            click.echo(f"[{piece.index}] {prompts[piece.index]}\n{texts[piece.index]}\n")
+    if len(prompts) == 1:
         click.echo()
     return count
 

@@ -22,6 +22,7 @@ _DEFAULT_DEVICES = 8
 class Placement:
     """One rank's cores; `pinned` if the rank's threads must stay on them."""
 
+    device: int
     cores: tuple[int, ...]
     pinned: bool
 
@@ -40,16 +41,16 @@ def place(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement
     count = _device_count(manifest.tp_size)
     visible = _visible_devices(count)
     allowed = sorted(os.sched_getaffinity(0))
-    owned = [_share(allowed, device, count) for device in visible]
+    owned = {device: _share(allowed, device, count) for device in visible}
     if wish is not None:
-        return [[Placement(owned[device], True) for device in group]
+        return [[Placement(visible[number], owned[visible[number]], True) for number in group]
                 for group in _groups(manifest, list(wish), len(visible))]
     if len(visible) < manifest.tp_size:
         raise LlmcError(f"{len(visible)} devices are visible, the model has {manifest.tp_size} "
                         f"chips; widen LLMC_VISIBLE_DEVICES")
     restricted = len(visible) < count
-    cores = sorted({core for share in owned for core in share}) if restricted else allowed
-    return [[Placement(_share(cores, rank, manifest.tp_size), restricted)
+    cores = sorted({core for share in owned.values() for core in share}) if restricted else allowed
+    return [[Placement(visible[rank], _share(cores, rank, manifest.tp_size), restricted)
              for rank in range(manifest.tp_size)]]
 
 
@@ -96,7 +97,7 @@ def _groups(manifest: Manifest, wish: list[int], devices: int) -> list[list[int]
         raise LlmcError(f"device {twice} is listed twice in {wish}; {hint}")
     unknown = next((device for device in wish if not 0 <= device < devices), None)
     if unknown is not None:
-        raise LlmcError(f"device {unknown} does not exist; there are {devices}, numbered from 0")
+        raise LlmcError(f"device {unknown} does not exist; there are 0 to {devices - 1}")
     if not wish or len(wish) % tp_size:
         raise LlmcError(f"{len(wish)} devices cannot run a model of {tp_size} chips; list a "
                         f"multiple of {tp_size}; {hint}")

@@ -115,8 +115,9 @@ class LLM:
         self._replicas.clear()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], max_tokens: int = 64, *,
-                 temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
-                 stop: Sequence[str] = (), ignore_eos: bool = False) -> list[Completion]:
+                 temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+                 seed: int | None = None, stop: Sequence[str] = (),
+                 ignore_eos: bool = False) -> list[Completion]:
         """Complete each prompt (text, or token ids); see `stream` for the arguments."""
         listed = _as_list(prompts)
         tokens: list[list[int]] = [[] for _ in listed]
@@ -132,8 +133,9 @@ class LLM:
                 for i in range(len(listed))]
 
     def stream(self, prompts: Prompt | Sequence[Prompt], max_tokens: int = 64, *,
-               temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
-               stop: Sequence[str] = (), ignore_eos: bool = False) -> Iterator[Piece]:
+               temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+               seed: int | None = None, stop: Sequence[str] = (),
+               ignore_eos: bool = False) -> Iterator[Piece]:
         """Yield each token as it is made. Closing the iterator stops the work.
 
         Args:
@@ -191,6 +193,8 @@ class LLM:
             return [int(token) for token in prompt]
         if self.tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer; give token ids")
+        if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise LlmcError("a prompt is not valid Unicode; write it as UTF-8")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
 
     def _check_prompt(self, ids: Sequence[int]) -> None:

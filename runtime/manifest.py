@@ -1,4 +1,4 @@
-"""`model_info.json` as typed, validated, frozen data: all that a loader must know of a case directory.
+"""`model_info.json` as typed, validated, frozen data: all that a loader must know.
 
 The JSON schema published in `artifacts/model_info.schema.json` is generated from these classes.
 """
@@ -69,6 +69,14 @@ class CollectiveStep(_Frozen):
     input: str
     output: str
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.input,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.output,)
+
 
 class LayerCache(_Frozen):
     """The KV cache of one attention layer on one chip: `key_cache_<layer>`, `value_cache_<layer>`,
@@ -103,14 +111,13 @@ class Chip(_Frozen):
         updated = {f"{name}_out" for name in caches}
         known = {*caches, *ENGINE_INPUTS}
         for step in self.steps:
-            graph = isinstance(step, GraphStep)
-            missing = set(step.inputs if graph else (step.input,)) - known
+            missing = set(step.inputs) - known
             if missing:
                 raise ValueError(f"chip {self.rank} needs {min(missing)!r} before it is made")
-            made = step.outputs if graph else (step.output,)
-            if len(set(made)) != len(made) or known & set(made):
-                raise ValueError(f"chip {self.rank} makes a tensor of {list(made)} twice")
-            known.update(made)
+            for name in step.outputs:
+                if name in known:
+                    raise ValueError(f"chip {self.rank} makes {name!r} twice")
+                known.add(name)
         absent = (updated | {"logits"}) - known
         if absent:
             raise ValueError(f"chip {self.rank} does not make {min(absent)!r}")

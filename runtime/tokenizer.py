@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -61,7 +61,7 @@ def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[s
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's part for training; here its body stands as it is."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  Jinja declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

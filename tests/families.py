@@ -80,7 +80,7 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]
     whole = lowered.graphs[0]
     made = {}
     for tp_size in sizes:
-        graphs = [whole] if tp_size == 1 else partition(whole, tp_size, raw.architecture)[0]
+        graphs = [whole] if tp_size == 1 else partition(whole, tp_size, raw.architecture)
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
         api.write(raw, replace(lowered, graphs=graphs), "float32", "cpu", made[tp_size])

@@ -20,7 +20,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -28,7 +28,7 @@ import onnx_ir as ir
 import torch
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.masking_utils import AttentionMaskInterface
@@ -264,9 +264,9 @@ def _root_cause(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _run_exporter(config: Any, trust_remote_code: bool):
+def _run_exporter(config: Any, trust_remote_code: bool) -> tuple[Any, Any]:
     with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
-        model = _build(config, trust_remote_code)
+        model: Any = _build(config, trust_remote_code)
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
@@ -287,7 +287,7 @@ def _run_exporter(config: Any, trust_remote_code: bool):
             _Stateless(model, takes_positions).eval(),
             (ids, positions) if takes_positions else (ids,), dynamo=True, opset_version=_OPSET,
             optimize=False, verbose=False, input_names=names, output_names=["logits"],
-            dynamic_shapes=(shape, shape) if takes_positions else (shape, None))
+            dynamic_shapes=(shape, shape) if takes_positions else (shape,))
     return program, model
 
 
@@ -351,7 +351,7 @@ def _attach_weights(graph: gs.Graph, model: torch.nn.Module, tensors: Mapping[st
 
 def _renamed(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
     """The checkpoint's tensors under the names that transformers gives them today."""
-    transforms = get_model_conversion_mapping(model)
+    transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     return {rename_source_key(name, renamings, [])[0]: weight for name, weight in tensors.items()}
 
@@ -383,10 +383,9 @@ def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
     template: dict[int, int] = {}
     for index, layer in enumerate(plan.picked):
         kind = plan.group[layer]
-        if kind in template:
-            if forms[index] != forms[template[kind]]:
-                raise _CannotRepeat(f"layers {plan.picked[template[kind]]} and {layer} are alike "
-                                    f"in the config but not in the graph")
+        if kind in template and forms[index] != forms[template[kind]]:
+            raise _CannotRepeat(f"layers {plan.picked[template[kind]]} and {layer} are alike in "
+                                f"the config but not in the graph")
         if index > 0 or kind not in template:
             template[kind] = index  # a later copy shows what it takes from the layer before
     first = layers[0]
@@ -398,11 +397,11 @@ def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
                if not any(node is inner for layer in layers[1:] for inner in layer.nodes)]
     hidden = first.carried_out
     clones: list[gs.Node] = []
-    for layer in range(1, len(plan.group)):
-        source = layers[template[plan.group[layer]]]
+    for number in range(1, len(plan.group)):
+        source = layers[template[plan.group[number]]]
         if source is first:
-            raise _CannotRepeat(f"layer {layer} is like the first, which has no layer before it")
-        nodes, hidden = _clone(source, hidden, prefix, template[plan.group[layer]], layer)
+            raise _CannotRepeat(f"layer {number} is like the first, which has no layer before it")
+        nodes, hidden = _clone(source, hidden, prefix, template[plan.group[number]], number)
         clones.extend(nodes)
     for reader in readers:
         for position, tensor in enumerate(reader.inputs):
@@ -410,16 +409,16 @@ def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
                 reader.inputs[position] = hidden
     if any(output is last_exported for output in graph.outputs):
         raise _CannotRepeat("the last layer's output is the model's")
-    for layer in layers[1:]:
-        for node in layer.nodes:
+    for exported in layers[1:]:
+        for node in exported.nodes:
             node.inputs.clear()
             node.outputs.clear()
     graph.nodes.clear()
     graph.nodes.extend([*outside, *clones])
     tidy(graph)
-    for number, node in enumerate(node for node in graph.nodes if node.op == "Sdpa"):
-        if node.attrs["layer"] != number:
-            raise _CannotRepeat("attention layers are not in the order of the layers")
+    order = [node.attrs["layer"] for node in graph.nodes if node.op == "Sdpa"]
+    if order != list(range(len(order))):
+        raise _CannotRepeat("attention layers are not in the order of the layers")
     return graph
 
 
@@ -459,7 +458,7 @@ def _canonical(layer: _Layer, prefix: str, index: int) -> list:
     number: dict[int, int] = {}
     form: list = []
     for node in layer.nodes:
-        reads = []
+        reads: list[Any] = []
         for tensor in node.inputs:
             if tensor.is_empty():
                 reads.append("")

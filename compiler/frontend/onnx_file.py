@@ -89,7 +89,8 @@ def _make_lazy(tensor: gs.Constant, directory: Path) -> None:
     shape = tuple(values.shape)
     if proto.data_location == onnx.TensorProto.EXTERNAL:
         info = ExternalDataInfo(proto)
-        array = np.memmap(directory / info.location, np.float32, "r", info.offset or 0, shape)
+        array: np.ndarray = np.memmap(directory / info.location, np.float32, "r",
+                                      info.offset or 0, shape)
     elif int(np.prod(shape)) <= 256 and len(shape) == 1:
         return  # small tables such as inv_freq stay plain constants
     else:

@@ -1,17 +1,18 @@
 """Give attention its projections' merged output, its rotary embedding and its per-head norms.
 
-Given:   q = GemmBiasAct(x, Wq) → Reshape → (RMSNorm) → Transpose → rotary ┐
-         k = GemmBiasAct(x, Wk) → …                                       ├ Sdpa → Transpose → Reshape
-         v = GemmBiasAct(x, Wv) → …                                       ┘
+Given:   q = GemmBiasAct(x, Wq) → Reshape → (RMSNorm) → Transpose → rotary
+         k = GemmBiasAct(x, Wk) → Reshape → (RMSNorm) → Transpose → rotary
+         v = GemmBiasAct(x, Wv) → Reshape → Transpose
+         Sdpa(q, k, v) → Transpose → Reshape
 Result:  Attention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, cu_seqlens, past_lens, cos,
          sin, q_norm, k_norm), and the graph takes and returns the KV cache
 
 What lies between a projection and Sdpa is run, not compared with a drawing. Running it on ones and
 on column numbers tells which column of the projection each element of each head comes from, so
-fused, interleaved and repeated layouts all become a choice of rows of the weight. Running it on unit
-vectors gives the rotation at a position; its pattern of zeros tells the rotary layout, and cos and
-sin are read from it for every position, whatever scaling the model's rope uses. Random inputs then
-prove the whole.
+fused, interleaved and repeated layouts all become a choice of rows of the weight. Running it on
+unit vectors gives the rotation at a position; its pattern of zeros tells the rotary layout, and cos
+and sin are read from it for every position, whatever scaling the model's rope uses. Random inputs
+then prove the whole.
 """
 
 from __future__ import annotations
@@ -110,8 +111,9 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings) -
     query, key, value = branches
     if value.heads.rotary or value.norm or value.heads.gain != 1.0:
         return NoMatch("the values are rotated, scaled or normalised", node)
-    if (query.heads.rotary is None) != (key.heads.rotary is None) or (
-            query.heads.rotary and not query.heads.rotary.equals(key.heads.rotary)):
+    rotaries = query.heads.rotary, key.heads.rotary
+    if (rotaries[0] is None) != (rotaries[1] is None) or (
+            rotaries[0] and rotaries[1] and not rotaries[0].equals(rotaries[1])):
         return NoMatch("queries and keys are rotated differently", node)
     if query.norm is not None and key.norm is not None and \
             query.norm.attrs["epsilon"] != key.norm.attrs["epsilon"]:
@@ -178,8 +180,9 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: gs.Node, 
     rng = np.random.default_rng(1)
     seq, dim = 4, heads.columns.shape[1]
     x = rng.standard_normal((1, seq, width)).astype(np.float32)
-    known = constant(norm.inputs[1])
-    gain = rng.standard_normal(dim).astype(np.float32) if known is None else known
+    gain = constant(norm.inputs[1])
+    if gain is None:
+        gain = rng.standard_normal((dim,)).astype(np.float32)
     actual = piece.run({source.name: x, norm.inputs[1].name: gain,
                         "input_ids": np.zeros((1, seq), np.int64),
                         "position_ids": np.arange(seq)[None]})
@@ -330,8 +333,8 @@ def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data:
     if isinstance(piece, NoMatch):
         return piece
     seq = 3
-    x = np.arange(num_heads * seq * head_dim, dtype=np.float32)
-    x = x.reshape(1, num_heads, seq, head_dim)
+    numbers = np.arange(num_heads * seq * head_dim, dtype=np.float32)
+    x = numbers.reshape(1, num_heads, seq, head_dim)
     feeds = {node.outputs[0].name: x, "input_ids": np.zeros((1, seq), np.int64),
              "position_ids": np.arange(seq)[None]}
     try:
@@ -403,7 +406,7 @@ def _merged_projection(graph: gs.Graph, match: _Attention) -> gs.Tensor:
                     and gemm.attrs.get("activation", "none") == "none"
                     and len(gemm.inputs) == len(first.inputs) for gemm in gemms)
     if not mergeable:
-        parts = []
+        parts: list[gs.Variable] = []
         for branch, index in zip(branches, rows, strict=True):
             part = gs.Variable(f"{branch.projected.name}.{len(parts)}.{name}", dtype=np.float32)
             graph.nodes.append(gs.Node(

@@ -1,9 +1,7 @@
 """Evaluate what is constant, keep weights lazy, and drop what does nothing.
 
-Given:   Transpose(W), Add(w, 1), Cast(x) to its own dtype, Slice(x) of everything, Shape(hidden),
-         Reshape(x, [batch · seq, n]) around a GEMM
-Result:  the weight with the work noted on it; nothing; nothing; Concat(Shape(input_ids)[0:1], …);
-         nothing
+Given:   Transpose(W), Add(w, 1), Cast(x) to its own dtype, Slice(x) of everything, Shape(hidden)
+Result:  the weight with the work noted on it; nothing; nothing; Concat(Shape(input_ids)[0:1], …)
 
 What a causal mask was computed with loses its last reader in the attention pass and is dropped
 there as dead code.
@@ -17,7 +15,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import ELEMENTWISE, Piece
+from llmc.compiler.probe import Piece
 from llmc.compiler.rewrite import (
     NoMatch,
     Report,
@@ -41,9 +39,7 @@ def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     report.count("constant", fold_constants(graph))
     apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
     report.count("constant", fold_constants(graph))
-    apply_rules(graph, [DROP, FLATTEN], settings, report)
-    _restore_batch_axis(graph)
-    apply_rules(graph, [UNFLATTEN], settings, report)
+    apply_rules(graph, [DROP], settings, report)
 
 
 def _constant_nodes(graph: gs.Graph) -> None:
@@ -66,7 +62,7 @@ def _constant_nodes(graph: gs.Graph) -> None:
     tidy(graph)
 
 
-def _forward(node: gs.Node, graph: gs.Graph) -> None:
+def forward(node: gs.Node, graph: gs.Graph) -> None:
     """Let the readers of a node's output read its first input."""
     source, result = node.inputs[0], node.outputs[0]
     for index, output in enumerate(graph.outputs):
@@ -111,7 +107,7 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
 
 
 DROP = Rule("no-op", frozenset({"Identity", "Dropout", "Cast", "Slice"}), _does_nothing,
-            lambda graph, node, settings: _forward(node, graph))
+            lambda graph, node, settings: forward(node, graph))
 
 
 def _as_cast(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
@@ -123,49 +119,6 @@ def _as_cast(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
 CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}),
                  lambda node, settings: node if node.inputs[1].dtype is not None else None,
                  _as_cast)
-
-
-def _flattens(node: gs.Node, settings: Settings) -> gs.Node | None:
-    """[batch, seq, …] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
-    before, after = node.inputs[0].shape, node.outputs[0].shape
-    if not node.inputs[0].inputs or before is None or after is None:
-        return None
-    inner = before[2:]
-    return node if len(before) > 2 and len(after) == 2 and list(before[:2]) == ["batch", "seq"] \
-        and all(isinstance(dim, int) for dim in inner) and np.prod(inner) == after[-1] else None
-
-
-def _keep_batch_axis(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
-    width = node.outputs[0].shape[-1]
-    if len(node.inputs[0].shape) == 3:
-        _forward(node, graph)
-        return
-    node.inputs[1] = gs.Constant(f"{node.outputs[0].name}.shape", np.array([0, 0, width]))
-    node.attrs = {"allowzero": 0}
-    node.outputs[0].shape = ["batch", "seq", width]
-
-
-def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
-    before, after = node.inputs[0].shape, node.outputs[0].shape
-    if not node.inputs[0].inputs or before is None or after is None:
-        return None
-    return node if len(before) == len(after) == 3 and before[-1] == after[-1] \
-        and list(before[:2]) == ["batch", "seq"] else None
-
-
-def _restore_batch_axis(graph: gs.Graph) -> None:
-    """Give what follows a dropped flattening its three dimensions."""
-    for node in graph.nodes:
-        result = node.outputs[0]
-        if node.op in (*ELEMENTWISE, "MatMul", "Gemm", "LayerNormalization", "RMSNormalization") \
-                and result.shape is not None and len(result.shape) == 2 and any(
-                    t.inputs and t.shape is not None and len(t.shape) == 3 for t in node.inputs):
-            result.shape = ["batch", "seq", result.shape[-1]]
-
-
-FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens, _keep_batch_axis)
-UNFLATTEN = Rule("unflatten", frozenset({"Reshape"}), _unflattens,
-                 lambda graph, node, settings: _forward(node, graph))
 
 
 def _split_sequence(node: gs.Node, settings: Settings) -> gs.Node | NoMatch:
@@ -183,7 +136,7 @@ def _as_split(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
     if sizes is None or (sizes.ndim == 0 and not isinstance(whole, int)):
         return
     if sizes.ndim == 0:
-        full, rest = divmod(whole, int(sizes))
+        full, rest = divmod(int(whole or 0), int(sizes))
         sizes = np.array([int(sizes)] * full + ([rest] if rest else []))
     name = node.outputs[0].name
     parts = [gs.Variable(f"{name}.{index}", source.dtype,
@@ -297,6 +250,10 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
 SHAPE = Rule("shape", frozenset({"Shape"}), _known_shape, _rewrite_shape)
 
 
+def _is_small(values: np.ndarray | None) -> bool:
+    return values is not None and values.size <= _MAX_ELEMENTS
+
+
 def fold_constants(graph: gs.Graph) -> int:
     """Run all nodes that have only small constants as inputs, in one go; return how many."""
     _constant_nodes(graph)
@@ -304,9 +261,8 @@ def fold_constants(graph: gs.Graph) -> int:
     known: set[int] = set()
     for node in graph.nodes:
         reads = [tensor for tensor in node.inputs if not tensor.is_empty()]
-        if node.domain in (None, "", "ai.onnx") and not any(True for _ in node.subgraphs()) and reads and all(
-                id(t) in known or (constant(t) is not None and constant(t).size <= _MAX_ELEMENTS)
-                for t in reads):
+        plain = node.domain in (None, "", "ai.onnx") and not any(True for _ in node.subgraphs())
+        if plain and reads and all(id(t) in known or _is_small(constant(t)) for t in reads):
             foldable.append(node)
             known.update(id(tensor) for tensor in node.outputs)
     inside = {id(node) for node in foldable}

@@ -17,13 +17,12 @@ Activations are recognised by running them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import erf
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.passes.flatten import flatten
 from llmc.compiler.probe import (
     ELEMENTWISE,
     LAYOUT,
@@ -47,23 +46,14 @@ from llmc.compiler.rewrite import (
     weight,
 )
 from llmc.compiler.weights import Weight
+from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 
-_erf = np.vectorize(erf, otypes=[np.float64])
-
-ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "none": lambda x: x,
-    "relu": lambda x: np.maximum(x, 0),
-    "relu2": lambda x: np.maximum(x, 0) ** 2,
-    "gelu": lambda x: 0.5 * x * (1 + _erf(x / np.sqrt(2))),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
-    "tanh": np.tanh,
-}
+_MAX_NODES = 16
 
 
 def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Make linear layers GemmBiasAct nodes without activation."""
+    flatten(graph, settings, report)
     bias = Rule("bias", frozenset({"Add"}), lambda node, settings: _check_bias(graph, node),
                 _rewrite_bias)
     present = {id(tensor._values): tensor for node in graph.nodes for tensor in node.inputs
@@ -155,15 +145,16 @@ def _check_activation(graph: gs.Graph, node: gs.Node) -> _Activated | None:
     users = consumers(graph, result)
     if not users or any(user is None or is_llmc(user) for user in users):
         return None
+    found = None
     for piece in closed_regions(graph, result, users, ELEMENTWISE):
+        if len(piece.nodes) > _MAX_NODES:
+            break
         inside = {id(member) for member in piece.nodes}
         if all(id(user) in inside for user in users) and len(piece.inputs) == 1:
             name = recognise_activation(piece, result)
-            if name is not None:
-                return _Activated(node, piece.output, name)
-        if len(piece.nodes) > 16:
-            break
-    return None
+            if name is not None:  # the largest wins: relu may be the beginning of relu²
+                found = _Activated(node, piece.output, name)
+    return found
 
 
 def recognise_activation(piece: Piece, source: gs.Tensor) -> str | None:

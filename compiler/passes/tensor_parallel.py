@@ -55,8 +55,6 @@ def _balanced(total: int, parts: int) -> list[int]:
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
-
-
 @dataclass
 class Plan:
     """How every node is divided.
@@ -83,7 +81,7 @@ def max_tp_size(graph: gs.Graph) -> int:
     return min(int(node.attrs["num_heads"]) for node in graph.nodes if is_llmc(node, "Attention"))
 
 
-def partition(graph: gs.Graph, tp_size: int, model: str) -> tuple[list[gs.Graph], Plan]:
+def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
     """One graph per rank; for tp_size 1 the graph itself.
 
     Raises:
@@ -93,17 +91,15 @@ def partition(graph: gs.Graph, tp_size: int, model: str) -> tuple[list[gs.Graph]
     if not 1 <= tp_size <= limit:
         raise LlmcError(f"tp_size {tp_size} is not possible: {model!r} has {limit} attention "
                         f"heads; allowed: 1 to {limit}")
-    plan = make_plan(graph, tp_size)
     if tp_size == 1:
-        return [graph], plan
-    return [_rank_graph(graph, plan, rank) for rank in range(tp_size)], plan
+        return [graph]
+    plan = make_plan(graph, tp_size)
+    return [_rank_graph(graph, plan, rank) for rank in range(tp_size)]
 
 
 def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
     """Decide how each node is divided. See the module's docstring for the rules."""
     plan = Plan(tp_size)
-    if tp_size == 1:
-        return plan
     head = lm_head(graph)
     for node in graph.nodes:
         if is_llmc(node, "Embedding"):
@@ -120,7 +116,8 @@ def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
                 plan.columns[id(node.outputs[0])] = [
                     np.arange(s.start * dim, s.stop * dim) for s in share]
         elif node.op in ELEMENTWISE or _selects_rows(node):
-            cut = next((plan.columns[id(t)] for t in node.inputs if id(t) in plan.columns), None)
+            cut = next((plan.columns[id(t)] for t in node.inputs
+                        if id(t) in plan.columns and id(t) not in plan.gather), None)
             if cut is not None:
                 plan.sharded_nodes.add(id(node))
                 plan.columns[id(node.outputs[0])] = cut
@@ -177,7 +174,7 @@ def _heads(heads: range | tuple[int, ...], dim: int, offset: int = 0) -> np.ndar
 
 
 def _ends_in_gemms(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    """Whether a cut tensor only reaches GEMM inputs, through attention or one-input row-wise ops."""
+    """Whether a cut tensor only reaches GEMMs, through attention or one-input row-wise ops."""
     for user in consumers(graph, tensor):
         if is_llmc(user, "GemmBiasAct", "GemmBiasRes"):
             if user.inputs[0] is not tensor or user.attrs.get("activation", "none") != "none" \
@@ -186,7 +183,8 @@ def _ends_in_gemms(graph: gs.Graph, tensor: gs.Tensor) -> bool:
         elif is_llmc(user, "Attention"):
             if not _ends_in_gemms(graph, user.outputs[0]):
                 return False
-        elif user is None or is_llmc(user) or not (_selects_rows(user) or _one_input(user, tensor)) \
+        elif user is None or is_llmc(user) or not (
+                _selects_rows(user) or _one_input(user, tensor)) \
                 or not _ends_in_gemms(graph, user.outputs[0]):
             return False
     return True

@@ -29,8 +29,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise LlmcError(f"temperature {self.temperature} is not a number from 0, which is "
-                            f"greedy, upwards")
+            problem = "negative" if self.temperature < 0 else "no finite number"
+            raise LlmcError(f"temperature {self.temperature} is {problem}; 0 is greedy")
         if self.top_k < 0:
             raise LlmcError(f"top_k {self.top_k} is negative; 0 keeps all tokens")
         if not 0 < self.top_p <= 1:

@@ -35,7 +35,8 @@ class TextStream:
             return text
         keep = max((size for stop in self._stop for size in range(1, len(stop))
                     if self._held.endswith(stop[:size])), default=0)
-        text, self._held = (self._held[:len(self._held) - keep], self._held[len(self._held) - keep:])
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
         return text
 
     def _decode(self, tokenizer: Tokenizer, token: int) -> str:

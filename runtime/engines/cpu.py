@@ -18,7 +18,7 @@ from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement
 from llmc.runtime.manifest import MANIFEST_NAME, Chip, GraphStep, Manifest
 
-_NAMED_SIZES = ("num_tokens", "num_logits")
+_SIZES = {"num_tokens", "num_logits"}
 
 
 class CpuEngine:
@@ -65,17 +65,18 @@ class CpuEngine:
         for cache in self._caches.values():
             cache[target, :, :length] = cache[source, :, :length]
 
-    def _run_graph(self, step: GraphStep, batch: PackedBatch, values: dict[str, np.ndarray]) -> None:
+    def _run_graph(self, step: GraphStep, batch: PackedBatch,
+                   values: dict[str, np.ndarray]) -> None:
         """Run one ONNX file; its outputs, but for the caches, are added to `values`."""
         binding = self._binding(step, batch.first_row, batch.batch_size)
-        sizes = dict(zip(_NAMED_SIZES, (len(batch.input_ids), len(batch.logits_indices)),
-                         strict=True))
+        sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
         for name in step.inputs:
             if name not in self._caches:
                 array = values[name]
                 binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, shape in self._outputs[step.path]:
-            made = np.empty([sizes.get(size, size) for size in shape], np.float32)
+            made = np.empty([size if isinstance(size, int) else sizes[size] for size in shape],
+                            np.float32)
             binding.bind_output(name, "cpu", 0, made.dtype, made.shape, made.ctypes.data)
             values[name] = made
         try:
@@ -114,7 +115,7 @@ class CpuEngine:
             if self._cache(tensor.name) is None:
                 made.append((tensor.name, tensor.shape))
                 fits = fits and tensor.type == "tensor(float)" and all(
-                    isinstance(size, int) or size in _NAMED_SIZES for size in tensor.shape)
+                    isinstance(size, int) or size in _SIZES for size in tensor.shape)
         if not fits:
             raise LlmcError(f"'{step.path}' has other inputs or outputs than {MANIFEST_NAME} says; "
                             f"compile the model again")
@@ -125,8 +126,7 @@ class CpuEngine:
         seen = {"logits"}
         uses = []
         for step in reversed(self._chip.steps):
-            graph = isinstance(step, GraphStep)
-            names = {*step.inputs, *step.outputs} if graph else {step.input, step.output}
+            names = {*step.inputs, *step.outputs}
             uses.append([name for name in names - seen if self._cache(name) is None])
             seen |= names
         return uses[::-1]

@@ -1,9 +1,8 @@
 """Every family against transformers: prefill and 16 cached decode steps, at each tp size."""
 
+import families
 import numpy as np
 import pytest
-
-import families
 
 import llmc
 

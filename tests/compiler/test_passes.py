@@ -62,7 +62,7 @@ def packed_feeds(graph):
 
 
 def test_every_pass_keeps_what_the_graph_computes(family):
-    name, directory, expected = family
+    _, directory, expected = family
     graph = load(directory).graph
     for _, function in ROW_WISE:
         run(graph, function)
@@ -190,8 +190,8 @@ ACTIVATIONS = {
     "relu": "z = Relu(y)",
     "relu2": "r = Relu(y) z = Mul(r, r)",
     "gelu": "k = Constant<value_float=1.4142135>() d = Div(y, k) e = Erf(d) "
-            "one = Constant<value_float=1.0>() f = Add(e, one) m = Mul(y, f) "
-            "h = Constant<value_float=0.5>() z = Mul(m, h)",
+            "one = Constant<value_float=1.0>() f = Add(e, one) t = Mul(y, f) "
+            "h = Constant<value_float=0.5>() z = Mul(t, h)",
     "gelu_tanh": 'z = Gelu<approximate="tanh">(y)',
     "quick_gelu": "k = Constant<value_float=1.702>() d = Mul(y, k) s = Sigmoid(d) z = Mul(y, s)",
 }

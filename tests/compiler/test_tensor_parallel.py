@@ -45,7 +45,7 @@ def test_collectives_are_where_they_are_needed_and_nowhere_else(tiny_hf):
     whole = api.lower(raw, 1, None, vocab_multiple=192).graphs[0]
     assert not any(node.op.startswith("All") for node in whole.nodes)
     for tp_size in (2, 3, 4):
-        for graph in partition(whole, tp_size, "tiny")[0]:
+        for graph in partition(whole, tp_size, "tiny"):
             counts = Counter(node.op for node in graph.nodes)
             assert counts["AllReduce"] == 1 + 2 * 4  # the embedding; attention and MLP of 4 layers
             assert counts["AllGather"] == 1  # the logits

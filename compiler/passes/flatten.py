@@ -1,0 +1,67 @@
+"""Keep the batch axis where an exporter flattens it for a GEMM.
+
+Given:   Reshape(x, [batch · seq, n]) → row-wise nodes → Reshape(y, [batch, seq, m])
+Result:  the row-wise nodes on [batch, seq, n]
+
+A Gemm then has three dimensions, which ONNX does not allow: the GEMM pass, which calls this,
+replaces it at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.passes.fold import forward
+from llmc.compiler.probe import ELEMENTWISE
+from llmc.compiler.rewrite import Report, Rule, Settings, apply_rules
+
+
+def flatten(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Drop flattening reshapes and their counterparts."""
+    apply_rules(graph, [FLATTEN], settings, report)
+    _restore_batch_axis(graph)
+    apply_rules(graph, [UNFLATTEN], settings, report)
+
+
+def _flattens(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """[batch, seq, …] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if not node.inputs[0].inputs or before is None or after is None:
+        return None
+    inner = before[2:]
+    return node if len(before) > 2 and len(after) == 2 and list(before[:2]) == ["batch", "seq"] \
+        and all(isinstance(dim, int) for dim in inner) and np.prod(inner) == after[-1] else None
+
+
+def _keep_batch_axis(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
+    width = node.outputs[0].shape[-1]
+    if len(node.inputs[0].shape) == 3:
+        forward(node, graph)
+        return
+    node.inputs[1] = gs.Constant(f"{node.outputs[0].name}.shape", np.array([0, 0, width]))
+    node.attrs = {"allowzero": 0}
+    node.outputs[0].shape = ["batch", "seq", width]
+
+
+def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if not node.inputs[0].inputs or before is None or after is None:
+        return None
+    return node if len(before) == len(after) == 3 and before[-1] == after[-1] \
+        and list(before[:2]) == ["batch", "seq"] else None
+
+
+def _restore_batch_axis(graph: gs.Graph) -> None:
+    """Give what follows a dropped flattening its three dimensions."""
+    for node in graph.nodes:
+        result = node.outputs[0]
+        if node.op in (*ELEMENTWISE, "MatMul", "Gemm", "LayerNorm", "RMSNorm") \
+                and result.shape is not None and len(result.shape) == 2 and any(
+                    t.inputs and t.shape is not None and len(t.shape) == 3 for t in node.inputs):
+            result.shape = ["batch", "seq", result.shape[-1]]
+
+
+FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens, _keep_batch_axis)
+UNFLATTEN = Rule("unflatten", frozenset({"Reshape"}), _unflattens,
+                 lambda graph, node, settings: forward(node, graph))
