@@ -257,8 +257,9 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int) -> gs.Graph:
             copy.outputs[0] = part
             whole = gs.Variable(result.name, result.dtype, result.shape)
             made[id(result)] = whole
-            nodes.append(gs.Node(op=collective, name=result.name, domain="llmc", inputs=[part],
-                                 attrs={"tp_size": plan.tp_size}, outputs=[whole]))
+            nodes.append(gs.Node(op=collective, name=f"{node.name}.{collective}", domain="llmc",
+                                 attrs={"tp_size": plan.tp_size}, inputs=[part],
+                                 outputs=[whole]))
     ranked = gs.Graph(nodes=nodes, inputs=[tensor(t) for t in graph.inputs],
                       outputs=[tensor(t) for t in graph.outputs], opset=graph.opset)
     _resize_caches(ranked)
