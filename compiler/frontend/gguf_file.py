@@ -29,7 +29,7 @@ def load_gguf(path: Path) -> RawModel:
     except Exception as error:  # gguf and transformers raise many kinds for a bad file
         first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
         raise LlmcError(f"'{path}' cannot be read as GGUF ({first})") from error
-    exported = export(config, _tensors(reader, config), str(path))
+    exported = export(config, _tensors(path, reader, config), str(path))
     plain = config.to_dict()
     if not plain.get("architectures"):
         plain["architectures"] = [type(config).__name__.replace("Config", "ForCausalLM")]
@@ -41,7 +41,7 @@ def load_gguf(path: Path) -> RawModel:
     return RawModel(exported.graph, plain, "gguf", save_tokenizer, {}, tuple(exported.notes))
 
 
-def _tensors(reader, config) -> dict[str, Weight]:
+def _tensors(path: Path, reader, config) -> dict[str, Weight]:
     """Every tensor by its Hugging Face name, unread."""
     import torch
     from gguf import dequantize
@@ -57,10 +57,12 @@ def _tensors(reader, config) -> dict[str, Weight]:
     with torch.device("meta"):
         names = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), processor)
 
-    @lru_cache(maxsize=4)
+    @lru_cache(maxsize=2)
     def whole(index: int) -> np.ndarray:
         tensor = reader.tensors[index]
-        values = dequantize(tensor.data, tensor.tensor_type)
+        # Mapped for each read: what has been read of a mapped file counts as memory in use.
+        data = np.memmap(path, tensor.data.dtype, "r", int(tensor.data_offset), tensor.data.shape)
+        values = dequantize(data, tensor.tensor_type)
         result = processor.process(weights=values, name=tensor.name, tensor_key_mapping=names,
                                    parsed_parameters={"tensors": {}})
         return np.asarray(result.weights, dtype=np.float32)

@@ -143,14 +143,17 @@ def _open_safetensors(path: Path) -> dict[str, Weight]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        file = safe_open(path, framework="pt")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape())
+                      for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise LlmcError(f"'{path}' is not a readable safetensors file ({error})") from error
 
     def reader(name: str):
         def rows(start: int, stop: int) -> np.ndarray:
-            return file.get_slice(name)[start:stop].float().numpy()
+            # Opened for each read: what has been read of a mapped file counts as memory in use.
+            with safe_open(path, framework="pt") as file:
+                return file.get_slice(name)[start:stop].float().numpy()
         return rows
 
     return {name: Weight(shape, np.float32, reader(name), name) for name, shape in shapes.items()}
