@@ -119,7 +119,8 @@ def _import_compiler():
               help="Case directory that `llmc compile` made.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="Hugging Face directory whose config.json names the case directory: param_dir.")
-@click.option("--prompt", "prompts", multiple=True, required=True, help="May be repeated.")
+@click.option("--prompt", "prompts", multiple=True,
+              help="May be repeated.  [default: each line of standard input]")
 @click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
 @click.option("--max_tokens", default=64, help="New tokens per prompt.")
 @click.option("--temperature", default=0.0, help="0 is greedy.")
@@ -151,6 +152,7 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     info = _inference_info(hf_dir, case_dir, max_tokens, manifest.tp_size, device, log_file)
     click.echo(info, err=as_json)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
+    prompts = prompts or _read_prompts()
     with LLM(case_dir, device=device) as llm:
         inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
         started = time.perf_counter()
@@ -167,6 +169,16 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     rate = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
     click.echo(rate, err=True)
     _log(log_file, f"{rate}\n")
+
+
+def _read_prompts() -> tuple[str, ...]:
+    if sys.stdin.isatty():
+        click.echo("Prompts, one per line; end them with Ctrl-D:", err=True)
+    lines = sys.stdin.read().splitlines()
+    prompts = tuple(line for line in lines if line.strip())
+    if not prompts:
+        raise LlmcError("there is no prompt; give --prompt, or a prompt per line on standard input")
+    return prompts
 
 
 def _resolve_case(case_dir: Path | None, hf_dir: Path | None) -> tuple[Path, int | None]:

@@ -117,3 +117,20 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e
     span = float(expected.max() - expected.min())
     worst = float(np.abs(actual - expected).max())
     assert worst <= tolerance * span, f"{worst} > {tolerance} · {span}"
+
+
+def rope(kind: str, **parameters) -> dict:
+    """The config entry of a rope scaling."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+ROPES = {
+    "linear": ("llama", rope("linear", factor=2.0)),
+    "dynamic": ("internlm3", rope("dynamic", factor=6.0)),
+    "llama3": ("llama", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                             original_max_position_embeddings=16)),
+    "yarn": ("qwen3", rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "longrope": ("phi3", {**rope("longrope", short_factor=[1.1] * 8, long_factor=[3.0] * 8,
+                                 original_max_position_embeddings=64),
+                          "original_max_position_embeddings": 64}),
+}

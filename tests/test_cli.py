@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from llmc.cli import main
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, [str(a) for a in arguments])
+def run(*arguments, stdin=""):
+    return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
 
 
 def test_run_prints_the_inference_info_and_then_the_text(case_tp2):
@@ -37,6 +37,16 @@ def test_json_is_all_that_is_on_stdout(case_tp2):
     completions = json.loads(result.stdout)["completions"]
     assert [len(c["token_ids"]) <= 4 for c in completions] == [True, True]
     assert "Inference info" in result.stderr
+
+
+def test_prompts_come_from_standard_input_where_none_is_given(case_tp2):
+    one = run("run", "--case_dir", case_tp2, "--max_tokens", 4, "--json",
+              stdin="the\n\nquick fox\n")
+    two = run("run", "--case_dir", case_tp2, "--prompt", "the", "--prompt", "quick fox",
+              "--max_tokens", 4, "--json")
+    assert json.loads(one.stdout) == json.loads(two.stdout)
+    nothing = run("run", "--case_dir", case_tp2)
+    assert nothing.exit_code == 2 and "there is no prompt" in nothing.stderr
 
 
 def test_chat_uses_the_template(case_tp2):

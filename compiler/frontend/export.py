@@ -18,7 +18,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,7 +28,12 @@ import onnx_ir as ir
 import torch
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.masking_utils import AttentionMaskInterface
@@ -72,8 +77,17 @@ def _sdpa(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
     return out.transpose(1, 2).contiguous(), None
 
 
+def _check_mask(rule: Callable[..., torch.Tensor]) -> None:
+    """Evaluate which keys a model lets a query see; refuse what the attention node does not do."""
+    queries = torch.tensor([0, 1, 6, 100, 1000, 5000, 9001])[:, None]
+    keys = torch.arange(9002)[None]
+    visible = rule(torch.tensor(0), torch.tensor(0), queries, keys)
+    window = visible.sum(1).max()
+    if not torch.equal(visible, (keys <= queries) & (keys > queries - window)):
+        raise LlmcError("the model asks for a mask that is neither causal nor a window")
+
+
 AttentionInterface.register(_ATTENTION, _sdpa)
-AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
 
 
 class _Stateless(torch.nn.Module):
@@ -282,10 +296,14 @@ def _root_cause(error: BaseException) -> str:
 def _run_exporter(config: Any, trust_remote_code: bool) -> tuple[Any, Any]:
     with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
         model: Any = _build(config, trust_remote_code)
+    rules: list[Callable[..., torch.Tensor]] = []  # no mask is built: the node knows which
+    AttentionMaskInterface.register(
+        _ATTENTION, lambda *args, mask_function, **others: rules.append(mask_function))
+    _freeze_rotary(model)
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
-    with fake:
+    with fake, _one_sequence_per_row():
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -303,7 +321,36 @@ def _run_exporter(config: Any, trust_remote_code: bool) -> tuple[Any, Any]:
             (ids, positions) if takes_positions else (ids,), dynamo=True, opset_version=_OPSET,
             optimize=False, verbose=False, input_names=names, output_names=["logits"],
             dynamic_shapes=(shape, shape) if takes_positions else (shape,))
+    for rule in rules:
+        _check_mask(rule)
     return program, model
+
+
+def _freeze_rotary(model: torch.nn.Module) -> None:
+    """Keep dynamic rotary embeddings at their first frequencies, which they leave only beyond
+    max_position_embeddings. No sequence gets there: max_seq_len is at most that.
+    """
+    module: Any
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "dynamic":
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = {layers: "default" if each == "dynamic" else each
+                                for layers, each in kind.items()}
+
+
+@contextlib.contextmanager
+def _one_sequence_per_row() -> Iterator[None]:
+    """Without transformers' search for several sequences in a row of position_ids, which would make
+    every mask depend on them. llmc packs behind the mask, in the attention node.
+    """
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 def _to_graph(program: Any, layers_name: str | None) -> gs.Graph:

@@ -17,6 +17,7 @@ then prove the whole.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -294,13 +295,16 @@ def _table(linear: _Linear, columns: np.ndarray, gain: float, dim: int, interlea
     chunks = [evaluate(np.arange(start, min(start + size, max_seq_len)))
               for start in range(0, max_seq_len, size)]
     table = np.concatenate(chunks)
-    if linear.takes_positions:
-        near = np.arange(min(4, max_seq_len))
-        beside_far = evaluate(np.append(near, max_seq_len - 1))[:len(near)]
-        if not close(beside_far, table[:len(near)], 1e-6):
-            return NoMatch("the rotary table depends on the sequence's length (dynamic or longrope "
-                           "scaling); compile with --max_seq_len at or below the length where it "
-                           "changes")
+    if linear.takes_positions and max_seq_len > 2:
+        alone = evaluate(np.arange(2))
+
+        def changes(length: int) -> bool:
+            return not close(evaluate(np.array([0, 1, length - 1]))[:2], alone, 1e-6)
+
+        if changes(max_seq_len):
+            limit = bisect_left(range(max_seq_len), True, lo=3, key=changes) - 1
+            return NoMatch(f"the rotary embedding is another one in sequences of more than {limit} "
+                           f"tokens; compile with --max_seq_len of at most {limit}")
     return Rotary(dim, interleaved, np.ascontiguousarray(table[:, first]),
                   np.ascontiguousarray(table[:, second]))
 

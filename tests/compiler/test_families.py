@@ -16,8 +16,8 @@ def limits(family):
             if size <= config.get("num_attention_heads", config.get("n_head", 4))]
 
 
-def check_family(family, sizes, tmp_path):
-    model = families.tiny_model(family)
+def check_family(family, sizes, tmp_path, **changes):
+    model = families.tiny_model(family, **changes)
     cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, sizes)
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, families.VOCAB, PREFILL + STEPS).tolist() for _ in range(2)]
@@ -45,3 +45,18 @@ def test_family_equals_transformers_at_every_tp_size(family, tmp_path):
 @pytest.mark.parametrize("family", families.UNPLANNED)
 def test_a_family_nobody_planned_for_just_works(family, tmp_path):
     check_family(family, [1, 2], tmp_path)
+
+
+@pytest.mark.parametrize("kind", families.ROPES)
+def test_rope_scalings_are_read_from_the_graph(kind, tmp_path):
+    family, changes = families.ROPES[kind]
+    check_family(family, [1], tmp_path, **changes)
+
+
+def test_a_rope_that_changes_with_the_length_is_refused_with_the_length(tmp_path):
+    family, changes = families.ROPES["longrope"]
+    changes = {**changes, "max_position_embeddings": 256}
+    hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="compile with --max_seq_len of at most 64"):
+        llmc.compile(hf_dir, tmp_path / "case")
+    llmc.compile(hf_dir, tmp_path / "case", max_seq_len=64)

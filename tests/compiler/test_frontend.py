@@ -6,7 +6,9 @@ import sys
 import families
 import numpy as np
 import pytest
+import torch
 
+import llmc
 from llmc.compiler.execute import run_graph
 from llmc.compiler.frontend import export, load
 
@@ -77,7 +79,6 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
     path = next(families.Path(spec.origin).parent.rglob("*.gguf"))
     raw = load(path)
     assert raw.architecture == "LlamaForCausalLM"
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     with torch.device("meta"):
@@ -90,3 +91,17 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
             np.testing.assert_array_equal(tensor._values.load(), truth[tensor.name].numpy())
             seen += 1
     assert seen == 40
+
+
+def test_only_causal_and_sliding_window_rules_are_taken():
+    from transformers import masking_utils
+
+    from llmc.compiler.frontend.export import _check_mask
+    for rule in (masking_utils.causal_mask_function,
+                 masking_utils.sliding_window_causal_mask_function(8)):
+        _check_mask(rule)
+    no_padding = torch.zeros(1, dtype=torch.int64)
+    for rule in (masking_utils.chunked_causal_mask_function(128, no_padding),
+                 masking_utils.bidirectional_mask_function):
+        with pytest.raises(llmc.LlmcError, match="neither causal nor a window"):
+            _check_mask(rule)
