@@ -19,7 +19,7 @@ from llmc.compiler.passes.packing import lm_head
 from llmc.compiler.passes.tensor_parallel import max_tp_size, partition
 from llmc.compiler.pipeline import run_passes
 from llmc.compiler.rewrite import Report, Settings, is_llmc, verify, weight
-from llmc.compiler.targets import cpu
+from llmc.compiler.targets import cpu, cuda
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import (
     MANIFEST_NAME,
@@ -34,7 +34,7 @@ from llmc.runtime.manifest import (
     write_manifest,
 )
 
-TARGETS = {cpu.KIND: cpu}
+TARGETS = {cpu.KIND: cpu, cuda.KIND: cuda}
 _DEFAULT_MAX_SEQ_LEN = 4096
 _DEVICES = 8
 _VOCAB_MULTIPLE = 64
@@ -145,7 +145,7 @@ def write(raw: RawModel, lowered: Lowered, dtype: str, target: str, directory: P
     """Write a case directory into an empty directory."""
     chips, files = [], []
     for rank, graph in enumerate(lowered.graphs):
-        chip, written = TARGETS[target].emit(graph, rank, directory)
+        chip, written = TARGETS[target].emit(graph, rank, directory, dtype)
         chips.append(chip)
         files.extend(written)
     tokenizer = _write_tokenizer(raw, directory)

@@ -27,28 +27,32 @@ class Placement:
     pinned: bool
 
 
-def place(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:
+def place(manifest: Manifest, wish: Sequence[int] | None, gpus: int | None = None) -> \
+        list[list[Placement]]:
     """For each replica, where each rank runs.
 
     Args:
         wish: devices as the user lists them, a multiple of tp_size. None for one replica on all
             cores, or on those of the visible devices.
+        gpus: how many there are, where devices are GPUs; their ranks may use all cores.
 
     Raises:
         LlmcError: a device is listed twice or does not exist, the list does not make whole allowed
             groups, or an environment variable is not what it should be.
     """
-    count = _device_count(manifest.tp_size)
+    count = _device_count(manifest.tp_size) if gpus is None else gpus
     visible = _visible_devices(count)
     allowed = sorted(os.sched_getaffinity(0))
-    owned = {device: _share(allowed, device, count) for device in visible}
+    owned = {device: _share(allowed, device, count) if gpus is None else tuple(allowed)
+             for device in visible}
     if wish is not None:
-        return [[Placement(visible[number], owned[visible[number]], True) for number in group]
+        return [[Placement(visible[number], owned[visible[number]], gpus is None)
+                 for number in group]
                 for group in _groups(manifest, list(wish), len(visible))]
     if len(visible) < manifest.tp_size:
         raise LlmcError(f"{len(visible)} devices are visible, the model has {manifest.tp_size} "
                         f"chips; widen LLMC_VISIBLE_DEVICES")
-    restricted = len(visible) < count
+    restricted = len(visible) < count and gpus is None
     cores = sorted({core for share in owned.values() for core in share}) if restricted else allowed
     return [[Placement(visible[rank], _share(cores, rank, manifest.tp_size), restricted)
              for rank in range(manifest.tp_size)]]

@@ -18,6 +18,7 @@ from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.sampling import Sampler, SamplingParams
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
+from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.replica import Replica
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
@@ -61,6 +62,7 @@ class _Sequence:
     max_tokens: int
     end_tokens: frozenset[int]
     tokens: list[int] = field(default_factory=list)
+    finished: bool = False
 
     @property
     def length(self) -> int:
@@ -77,13 +79,16 @@ class LLM:
             all cores.
         max_batch_size: sequences that a replica decodes at once; more wait.
         verify: check every file's SHA-256 first.
+        check_step: greedy steps that a GPU makes before the host looks at their tokens.
 
     Raises:
         LlmcError: the case directory is missing, broken or newer; the devices do not fit.
     """
 
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
-                 max_batch_size: int = 16, verify: bool = True) -> None:
+                 max_batch_size: int = 16, verify: bool = True, check_step: int = 8) -> None:
+        if check_step < 1:
+            raise LlmcError(f"check_step {check_step} is below 1")
         if max_batch_size < 1:
             raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
         self.case_dir = Path(case_dir)
@@ -91,13 +96,16 @@ class LLM:
         verify_files(self.manifest, case_dir, hashes=verify)
         self.tokenizer = load_tokenizer(self.manifest, self.case_dir)
         self._max_batch_size = max_batch_size
+        self._check_step = check_step
+        self._max_tokens = max(_PREFILL_TOKENS, self.manifest.dims.max_seq_len)
         self._replicas: list[Replica] = []
         self._user = threading.Lock()  # held by whoever runs steps
         self._session: Session | None = None  # whose tokens the first replica's caches hold
         try:
-            for placements in place(self.manifest, device):
+            gpus = device_count() if self.manifest.target.kind == "cuda" else None
+            for placements in place(self.manifest, device, gpus):
                 self._replicas.append(Replica(self.manifest, self.case_dir, placements,
-                                              max_batch_size))
+                                              max_batch_size, self._max_tokens))
         except BaseException:
             self.close()
             raise
@@ -238,8 +246,24 @@ class LLM:
         active: list[_Sequence] = []
         while waiting or active:
             first, batch = self._schedule(waiting, active)
-            logits = replica.run(batch)
-            yield from self._postprocess(replica, active, first, logits)
+            for tokens in self._run(replica, batch, active[first:]):
+                yield from self._postprocess(active[first:], tokens)
+            self._retire(replica, active)
+
+    def _run(self, replica: Replica, batch: PackedBatch, sequences: list[_Sequence]) -> \
+            Iterator[Sequence[int]]:
+        """Each sequence's next token; those of many steps where the device decodes by itself."""
+        if sequences[0].tokens and all(sequence.sampler.greedy for sequence in sequences):
+            longest = max(sequence.length for sequence in sequences)
+            wanted = max(sequence.max_tokens - len(sequence.tokens) for sequence in sequences)
+            steps = min(self._check_step, wanted, self.manifest.dims.max_seq_len - longest)
+            block = replica.decode([sequence.tokens[-1] for sequence in sequences],
+                                   [sequence.length for sequence in sequences], steps)
+            if block is not None:
+                yield from block.tolist()
+                return
+        logits = replica.run(batch)
+        yield [sequence.sampler(row) for sequence, row in zip(sequences, logits, strict=True)]
 
     def _schedule(self, waiting: deque[_Sequence], active: list[_Sequence]) -> \
             tuple[int, PackedBatch]:
@@ -256,12 +280,11 @@ class LLM:
         return 0, PackedBatch.prepare([sequence.tokens[-1:] for sequence in active],
                                       [sequence.length for sequence in active])
 
-    def _postprocess(self, replica: Replica, active: list[_Sequence], first: int,
-                     logits: np.ndarray) -> Iterator[Piece]:
-        """Choose tokens, hand them out, and free the cache rows of what is finished."""
-        pieces, finished = [], []
-        for row, sequence in enumerate(active[first:], first):
-            token = sequence.sampler(logits[row - first])
+    def _postprocess(self, sequences: list[_Sequence], tokens: Sequence[int]) -> Iterator[Piece]:
+        """Hand out a step's tokens, but for sequences that an earlier step of its block ended."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if sequence.finished:
+                continue
             sequence.tokens.append(token)
             text = "" if token in sequence.end_tokens else sequence.text.push(token)
             reason = None
@@ -272,14 +295,17 @@ class LLM:
                 reason = "length"
             if reason:
                 text += sequence.text.finish()
-                finished.append(row)
-            pieces.append(Piece(sequence.index, token, text, reason))
-        for row in reversed(finished):
-            last = active.pop()
-            if row < len(active):
-                replica.copy_row(len(active), row, last.length)
-                active[row] = last
-        yield from pieces
+                sequence.finished = True
+            yield Piece(sequence.index, token, text, reason)
+
+    def _retire(self, replica: Replica, active: list[_Sequence]) -> None:
+        """Free the cache rows of what is finished; the last sequences move into the gaps."""
+        for row in reversed(range(len(active))):
+            if active[row].finished:
+                last = active.pop()
+                if row < len(active):
+                    replica.copy_row(len(active), row, last.length)
+                    active[row] = last
 
     def _decode_on_all(self, sequences: list[_Sequence]) -> Iterator[Piece]:
         """Deal the sequences to the replicas, each in its own thread."""

@@ -154,7 +154,7 @@ class Dims(_Frozen):
 class Target(_Frozen):
     """What the engines were made for; `versions` names the libraries whose version matters."""
 
-    kind: Literal["cpu"]
+    kind: Literal["cpu", "cuda"]
     versions: dict[str, str] = {}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from llmc.runtime.collectives import Aborted, Communicator
 from llmc.runtime.devices import Placement, pin
 from llmc.runtime.engines import Engine
 from llmc.runtime.engines.cpu import CpuEngine
+from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.manifest import Manifest
 
 
@@ -21,7 +22,7 @@ class Replica:
     """The ranks of one model as threads of this process; a single unpinned rank is the caller's."""
 
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
-                 max_batch_size: int) -> None:
+                 max_batch_size: int, max_tokens: int) -> None:
         self._vocab = manifest.dims.vocab_size
         self._communicator = Communicator(manifest.tp_size)
         self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
@@ -32,6 +33,9 @@ class Replica:
         threads = sum(len(placement.cores) for placement in placements) - manifest.tp_size + 1
 
         def load(rank: int) -> Engine:
+            if manifest.target.kind == "cuda":
+                return CudaEngine(manifest, manifest.chips[rank], case_dir, placements[rank].device,
+                                  max_batch_size, max_tokens)
             return CpuEngine(manifest, manifest.chips[rank], case_dir, placements[rank],
                              self._communicator, threads, max_batch_size)
 
@@ -48,6 +52,14 @@ class Replica:
             return self._engines[0].run(batch)[:, :self._vocab]
         logits = self._on_all_ranks(lambda rank: self._run_rank(rank, batch))
         return logits[0][:, :self._vocab]
+
+    def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> \
+            np.ndarray | None:
+        """Several greedy steps at once: int64 [steps, batch], or None where the engine cannot."""
+        engine = self._engines[0]
+        if not isinstance(engine, CudaEngine):
+            return None
+        return engine.decode(tokens, past_lens, steps)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy a sequence's cache to another row on all ranks."""

@@ -27,7 +27,7 @@ DTYPES = ("float32",)
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path) -> tuple[Chip, list[FileEntry]]:
+def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it."""
     name = f"chip{rank}"
     directory = case_dir / name
@@ -46,16 +46,23 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path) -> tuple[Chip, list[FileEnt
             files.append(write_onnx(to_onnx(piece, places, KIND), directory / file))
         steps.append(GraphStep(path=f"{name}/{file}", inputs=_names(piece.inputs),
                                outputs=_names(piece.outputs)))
+    chip = describe_chip(graph, rank, tuple(steps),
+                         sum(place.length for place in places.values()))
+    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
+                  for file in files]
+
+
+def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
+                  weight_bytes: int) -> Chip:
+    """What the manifest says of a rank, whatever the target."""
     attention = [node for node in graph.nodes if is_llmc(node, "Attention")]
-    chip = Chip(
-        rank=rank, path=name, steps=tuple(steps),
+    return Chip(
+        rank=rank, path=f"chip{rank}", steps=steps,
         inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
         cache=tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
                                head_dim=node.attrs["head_dim"]) for node in attention),
         num_heads=tuple(node.attrs["num_heads"] for node in attention),
-        weight_bytes=sum(place.length for place in places.values()))
-    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
-                  for file in files]
+        weight_bytes=weight_bytes)
 
 
 def _names(tensors: Sequence[gs.Tensor]) -> tuple[str, ...]:

@@ -46,9 +46,14 @@ class Sampler:
         self._params = params
         self._random = np.random.default_rng(params.seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the likeliest token."""
+        return self._params.temperature == 0
+
     def __call__(self, logits: np.ndarray) -> int:
         """The next token from logits `[vocab_size]`."""
-        if self._params.temperature == 0:
+        if self.greedy:
             return int(logits.argmax())
         return int(self._random.choice(len(logits), p=probabilities(logits, self._params)))
 

@@ -1,0 +1,183 @@
+"""The CUDA target: a schedule for llmc's own engine.
+
+`schedule.json` lists a rank's tensors, each with its place, and its ops in order. Activations lie
+in one arena, where values whose lifetimes do not meet share memory; offsets are in bytes per token
+(for logits, per wanted logit), so that one plan serves every limit of the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc import plugins
+from llmc.compiler.artifact import WEIGHTS_NAME, write_weights
+from llmc.compiler.rewrite import is_llmc, weight
+from llmc.compiler.targets.cpu import describe_chip
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import Chip, FileEntry, GraphStep
+from llmc.runtime.schedule import SCHEDULE_NAME, Schedule, ScheduledNode, ScheduledTensor
+
+KIND = "cuda"
+DTYPES = ("float32", "float16", "bfloat16")
+_WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+_ALIGNMENT = 16
+# Inputs that stay in float32 whatever the model's dtype: they are small, and rounding them shows.
+_FLOAT32_INPUTS = {"weight", "bias", "cos", "sin", "q_norm", "k_norm"}
+_FLOAT32_OPS = {"RMSNorm", "LayerNorm", "AddRMSNorm", "AddLayerNorm", "Attention"}
+
+
+def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
+    """Write `chip<rank>/` and describe it.
+
+    Raises:
+        LlmcError: the graph has an op that the engine has not.
+    """
+    name = f"chip{rank}"
+    directory = case_dir / name
+    directory.mkdir()
+    _cast(graph, dtype)
+    places, weights = write_weights(graph, directory / WEIGHTS_NAME)
+    text = schedule(graph, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
+    (directory / SCHEDULE_NAME).write_text(text, encoding="utf-8")
+    files = [weights, FileEntry(path=SCHEDULE_NAME, size=len(text.encode()),
+                                sha256=hashlib.sha256(text.encode()).hexdigest())]
+    step = GraphStep(path=f"{name}/{SCHEDULE_NAME}", inputs=tuple(t.name for t in graph.inputs),
+                     outputs=tuple(t.name for t in graph.outputs))
+    chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
+    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
+                  for file in files]
+
+
+def _cast(graph: gs.Graph, dtype: str) -> None:
+    """Give weights, activations and caches the model's dtype."""
+    made: dict[tuple[int, str], gs.Constant] = {}
+    numpy_dtype = _numpy(dtype)
+    for node in graph.nodes:
+        op = plugins.registry().get(node.op) if is_llmc(node) else None
+        for index, tensor in enumerate(node.inputs):
+            if not isinstance(tensor, gs.Constant):
+                continue
+            exact = op is None or (op.name in _FLOAT32_OPS
+                                   and op.input_names[index] in _FLOAT32_INPUTS)
+            wanted = np.dtype(np.float32) if exact else numpy_dtype
+            key = (id(tensor), wanted.name)
+            if key not in made:
+                values = weight(tensor)
+                suffix = "" if not any(k[0] == id(tensor) for k in made) else f".{wanted.name}"
+                made[key] = gs.Constant(tensor.name + suffix, values.cast(wanted))
+            node.inputs[index] = made[key]
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Variable) and tensor.dtype is not None \
+                and np.dtype(tensor.dtype) == np.float32:
+            tensor.dtype = numpy_dtype
+
+
+def _numpy(dtype: str) -> np.dtype:
+    import ml_dtypes
+    return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def schedule(graph: gs.Graph, dtype: str) -> Schedule:
+    """The graph as tensors with places and ops in order.
+
+    Raises:
+        LlmcError: see `emit`.
+    """
+    caches = {id(tensor) for node in graph.nodes if is_llmc(node, "Attention")
+              for tensor in (*node.inputs[1:3], *node.outputs[1:3])}
+    numbers: dict[int, int] = {}
+    tensors: list[ScheduledTensor] = []
+    offsets, sizes = _plan(graph, caches, dtype)
+
+    def number(tensor: gs.Tensor) -> int:
+        if tensor.is_empty() or (id(tensor) in caches and tensor.inputs):
+            return -1
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(tensors)
+            tensors.append(_describe(tensor, id(tensor) in caches, offsets, dtype,
+                                     any(tensor is t for t in graph.inputs)))
+        return numbers[id(tensor)]
+
+    nodes = []
+    for node in graph.nodes:
+        nodes.append(ScheduledNode(op=node.op, fields=_fields(node),
+                                   inputs=tuple(number(t) for t in node.inputs),
+                                   outputs=tuple(number(t) for t in node.outputs)))
+    return Schedule(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
+                    logit_bytes=sizes[True], logits=number(_logits(graph)))
+
+
+def _logits(graph: gs.Graph) -> gs.Tensor:
+    return next(tensor for tensor in graph.outputs if tensor.name == "logits")
+
+
+def _fields(node: gs.Node) -> dict[str, int | float | str]:
+    if is_llmc(node, "AllReduce", "AllGather"):
+        raise LlmcError("the cuda target runs models of one chip; compile with --tp_size 1")
+    if is_llmc(node):
+        return plugins.registry()[node.op].complete(node.attrs)
+    if node.op == "Gather" and node.attrs.get("axis", 0) == 0:
+        return {}
+    raise LlmcError(f"{node.op} '{node.name}': the cuda target has no kernel for it; compile for "
+                    f"--target cpu")
+
+
+def _describe(tensor: gs.Tensor, is_cache: bool, offsets: dict[int, int], dtype: str,
+              is_input: bool) -> ScheduledTensor:
+    if isinstance(tensor, gs.Constant):
+        values = weight(tensor)
+        return ScheduledTensor(name=tensor.name, kind="weight", dtype=_name(values.dtype),
+                               shape=values.shape)
+    shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
+    if is_cache:
+        return ScheduledTensor(name=tensor.name, kind="cache", dtype=dtype, shape=shape)
+    if is_input:
+        return ScheduledTensor(name=tensor.name, kind="input", dtype=_name(tensor.dtype),
+                               shape=shape)
+    return ScheduledTensor(name=tensor.name, kind="value", dtype=dtype, shape=shape,
+                           offset=offsets[id(tensor)], per_logit=shape[0] == "num_logits")
+
+
+def _name(dtype) -> str:
+    return np.dtype(dtype).name
+
+
+def _plan(graph: gs.Graph, caches: set[int], dtype: str) -> tuple[dict[int, int], dict[bool, int]]:
+    """Place each value where no value that lives at the same time is, the largest first.
+
+    Returns offsets by tensor, and the arena's size for tokens' values (False) and logits' (True).
+    """
+    last_use: dict[int, int] = {}
+    for step, node in enumerate(graph.nodes):
+        for tensor in (*node.inputs, *node.outputs):
+            last_use[id(tensor)] = step
+    for tensor in graph.outputs:
+        last_use[id(tensor)] = len(graph.nodes)
+    values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs
+              if id(tensor) not in caches and not tensor.is_empty()]
+
+    def size(tensor: gs.Tensor) -> int:
+        width = int(tensor.shape[-1]) * _WIDTH[dtype]
+        return -(-width // _ALIGNMENT) * _ALIGNMENT
+
+    offsets: dict[int, int] = {}
+    totals = {False: 0, True: 0}
+    placed: list[tuple[bool, int, int, int, int]] = []  # logits?, first step, last step, start, end
+    for step, tensor in sorted(values, key=lambda value: -size(value[1])):
+        is_logit = tensor.shape[0] == "num_logits"
+        end_step = last_use[id(tensor)]
+        busy = sorted((start, end) for kind, first, last, start, end in placed
+                      if kind == is_logit and first <= end_step and last >= step)
+        at = 0
+        for start, end in busy:
+            if at + size(tensor) <= start:
+                break
+            at = max(at, end)
+        offsets[id(tensor)] = at
+        placed.append((is_logit, step, end_step, at, at + size(tensor)))
+        totals[is_logit] = max(totals[is_logit], at + size(tensor))
+    return offsets, totals

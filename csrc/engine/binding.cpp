@@ -1,0 +1,161 @@
+// Python's view: llmc._cuda.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace llmc;
+
+namespace {
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+
+DType dtype_of(const std::string& name) {
+  static const std::map<std::string, DType> names = {{"float32", DType::kFloat32},
+                                                     {"float16", DType::kFloat16},
+                                                     {"bfloat16", DType::kBFloat16},
+                                                     {"int32", DType::kInt32},
+                                                     {"int64", DType::kInt64}};
+  const auto found = names.find(name);
+  if (found == names.end()) throw Error("there is no dtype '" + name + "'");
+  return found->second;
+}
+
+// A device tensor that somebody else owns: address, dtype, shape. Address 0 is an absent input.
+using Foreign = std::tuple<uintptr_t, std::string, Shape>;
+
+std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign) {
+  std::vector<Tensor> tensors;
+  for (const auto& [address, dtype, shape] : foreign)
+    tensors.push_back({reinterpret_cast<void*>(address), dtype_of(dtype), shape});
+  return tensors;
+}
+
+// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first.
+float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
+             const std::vector<Foreign>& outputs, bool decode, int repeats) {
+  static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
+  const auto plugin = make_plugin(name, fields);
+  const std::vector<Tensor> in = tensors_of(inputs), out = tensors_of(outputs);
+  const int64_t bytes = plugin->workspace(in);
+  DeviceBuffer workspace(bytes, "scratch");
+  check(cudaMemset(workspace.data, 0, bytes), "scratch");
+  Context context;
+  context.gemm = gemm;
+  context.decode = decode;
+  cudaEvent_t start, end;
+  check(cudaDeviceSynchronize(), "waiting");
+  check(cudaStreamCreate(&context.stream), "a stream");
+  check(cudaEventCreate(&start), "an event");
+  check(cudaEventCreate(&end), "an event");
+  plugin->enqueue(in, out, workspace.data, context);
+  check(cudaEventRecord(start, context.stream), "an event");
+  for (int i = 1; i < repeats; ++i) plugin->enqueue(in, out, workspace.data, context);
+  check(cudaEventRecord(end, context.stream), "an event");
+  check(cudaStreamSynchronize(context.stream), name.c_str());
+  float milliseconds = 0;
+  cudaEventElapsedTime(&milliseconds, start, end);
+  cudaEventDestroy(start);
+  cudaEventDestroy(end);
+  cudaStreamDestroy(context.stream);
+  return milliseconds / std::max(1, repeats - 1);
+}
+
+}  // namespace
+
+NB_MODULE(_cuda, m) {
+  nb::exception<Error>(m, "CudaError");
+
+  nb::class_<PluginType>(m, "PluginType")
+      .def_ro("name", &PluginType::name)
+      .def_ro("version", &PluginType::version)
+      .def_ro("inputs", &PluginType::inputs)
+      .def_ro("outputs", &PluginType::outputs)
+      .def_ro("fields", &PluginType::fields)
+      .def_ro("required", &PluginType::required);
+  m.def("plugin_types", [] {
+    std::vector<const PluginType*> types;
+    for (const auto& [name, type] : plugin_types()) types.push_back(&type);
+    return types;
+  }, nb::rv_policy::reference);
+  m.def("make_plugin", [](const std::string& name, const Fields& fields) { make_plugin(name, fields); });
+  m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
+        nb::arg("decode") = false, nb::arg("repeats") = 1);
+  // How many devices there are; where there is no driver, zero and why.
+  m.def("devices", [] {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    return std::make_pair(status == cudaSuccess ? count : 0,
+                          std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
+  });
+  m.def("compute_capability", [](int device) {
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking a device");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
+    return std::make_pair(major, minor);
+  });
+
+  nb::class_<Engine>(m, "Engine")
+      .def("__init__",
+           [](Engine* self, int device, const std::string& dtype, int max_batch, int max_tokens,
+              int max_logits, int max_seq_len, int64_t token_bytes, int64_t logit_bytes) {
+             new (self) Engine(device, dtype_of(dtype), {max_batch, max_tokens, max_logits, max_seq_len},
+                               token_bytes, logit_bytes);
+           },
+           nb::kw_only(), nb::arg("device"), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"),
+           nb::arg("max_logits"), nb::arg("max_seq_len"), nb::arg("token_bytes"), nb::arg("logit_bytes"))
+      .def("add_input", [](Engine& self, const std::string& name, const std::string& dtype) {
+        return self.add_input(name, dtype_of(dtype));
+      })
+      .def("add_weight", [](Engine& self, const std::string& dtype, const Shape& shape) {
+        return self.add_weight(dtype_of(dtype), shape);
+      })
+      .def("add_cache", &Engine::add_cache)
+      .def("add_value", [](Engine& self, const std::string& dtype, const Shape& shape, int64_t offset,
+                           bool per_logit) {
+        return self.add_value(dtype_of(dtype), shape, offset, per_logit);
+      })
+      .def("add_node", &Engine::add_node)
+      .def("set_logits", &Engine::set_logits)
+      .def("load_weight",
+           [](Engine& self, int tensor, Array<uint8_t> data, int64_t offset) {
+             nb::gil_scoped_release release;
+             self.load_weight(tensor, data.data(), static_cast<int64_t>(data.nbytes()), offset);
+           })
+      .def("finish", &Engine::finish)
+      .def("run",
+           [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids,
+              Array<int32_t> cu_seqlens, Array<int32_t> past_lens, Array<int64_t> logits_indices,
+              int first_row, bool decode) {
+             const Step step{static_cast<int>(input_ids.size()), static_cast<int>(logits_indices.size()),
+                             static_cast<int>(past_lens.size()), first_row, decode};
+             nb::gil_scoped_release release;
+             self.run(input_ids.data(), position_ids.data(), cu_seqlens.data(), past_lens.data(),
+                      logits_indices.data(), step);
+           })
+      .def("read_logits",
+           [](Engine& self, nb::ndarray<float, nb::c_contig, nb::device::cpu> out) {
+             nb::gil_scoped_release release;
+             self.read_logits(out.data());
+           })
+      .def("begin_decode",
+           [](Engine& self, Array<int64_t> tokens, Array<int32_t> past_lens,
+              const std::vector<int64_t>& end_ids) {
+             nb::gil_scoped_release release;
+             self.begin_decode(tokens.data(), past_lens.data(), static_cast<int>(past_lens.size()),
+                               end_ids);
+           })
+      .def("decode", &Engine::decode, nb::call_guard<nb::gil_scoped_release>())
+      .def("history", &Engine::history)
+      .def("copy_row", &Engine::copy_row)
+      .def("synchronize", &Engine::synchronize, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("bytes_allocated", &Engine::bytes_allocated);
+}

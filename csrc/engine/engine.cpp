@@ -1,0 +1,373 @@
+#include "engine.h"
+
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace llmc {
+namespace {
+
+constexpr int64_t kPinned = 64 << 20;
+constexpr int64_t kMaxEndIds = 64;
+
+int64_t width(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+    case DType::kBFloat16: return 2;
+    case DType::kInt64: return 8;
+    default: return 4;
+  }
+}
+
+int64_t count_of(const Shape& shape) { return Tensor{nullptr, DType::kFloat32, shape}.size(); }
+
+// The rows of a tensor whose logits a step wants.
+class Gather : public Plugin {
+ public:
+  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+    return {{in[1][0], in[0][1]}};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    check(kernels::gather_rows(in[0].dtype, out[0].data, in[0].data,
+                               static_cast<const int64_t*>(in[1].data),
+                               static_cast<int>(in[1].shape[0]), static_cast<int>(in[0].shape[1]),
+                               context.stream), "Gather");
+  }
+};
+
+}  // namespace
+
+struct Engine::Graph {
+  cudaGraphExec_t executable = nullptr;
+  ~Graph() {
+    if (executable != nullptr) cudaGraphExecDestroy(executable);
+  }
+};
+
+DeviceBuffer::DeviceBuffer(int64_t bytes, const char* what) {
+  const cudaError_t status = cudaMalloc(&data, std::max<int64_t>(bytes, 1));
+  if (status == cudaErrorMemoryAllocation) {
+    size_t free = 0, total = 0;
+    cudaGetLastError();
+    cudaMemGetInfo(&free, &total);
+    throw Error(std::string("there is no device memory for ") + what + ": " +
+                std::to_string(bytes >> 20) + " MiB are needed, " + std::to_string(free >> 20) + " of " +
+                std::to_string(total >> 20) + " MiB are free");
+  }
+  check(status, what);
+}
+
+DeviceBuffer::~DeviceBuffer() {
+  if (data != nullptr) cudaFree(data);
+}
+
+Engine::Engine(int device, DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
+    : device_(device), dtype_(dtype), limits_(limits) {
+  check(cudaSetDevice(device), "choosing a device");
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+  check(cudaMallocHost(&pinned_, kPinned), "allocating pinned memory");
+  gemm_ = std::make_unique<Gemm>();
+  token_arena_ = allocate<char>(token_bytes * limits.max_tokens, "activations");
+  logit_arena_ = allocate<char>(logit_bytes * limits.max_logits, "logits");
+  chosen_ = allocate<int64_t>(limits.max_batch, "tokens");
+  history_ = allocate<int64_t>(static_cast<int64_t>(limits.max_batch) * (limits.max_seq_len + 1), "tokens");
+  end_ids_ = allocate<int64_t>(kMaxEndIds, "tokens");
+  step_ = allocate<int32_t>(1, "counters");
+  running_ = allocate<int32_t>(1, "counters");
+  finished_ = allocate<uint8_t>(limits.max_batch, "counters");
+}
+
+Engine::~Engine() {
+  cudaSetDevice(device_);
+  cudaStreamSynchronize(stream_);
+  graphs_.clear();
+  gemm_.reset();
+  cudaFreeHost(pinned_);
+  cudaStreamDestroy(stream_);
+}
+
+template <typename T>
+T* Engine::allocate(int64_t count, const char* what) {
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  owned_.emplace_back(bytes, what);
+  allocated_ += bytes;
+  check(cudaMemsetAsync(owned_.back().data, 0, bytes, stream_), what);
+  return static_cast<T*>(owned_.back().data);
+}
+
+int Engine::place(bool is_cache, DType dtype, Shape shape, void* data) {
+  places_.push_back({is_cache, dtype, std::move(shape), static_cast<char*>(data)});
+  return static_cast<int>(places_.size()) - 1;
+}
+
+int Engine::add_input(const std::string& name, DType dtype) {
+  static const std::map<std::string, Size> sizes = {{"input_ids", kNumTokens},
+                                                    {"position_ids", kNumTokens},
+                                                    {"cu_seqlens", kBatchPlus1},
+                                                    {"past_lens", kBatch},
+                                                    {"logits_indices", kNumLogits}};
+  const auto found = sizes.find(name);
+  if (found == sizes.end()) throw Error("there is no engine input '" + name + "'");
+  const int most = found->second == kNumTokens ? limits_.max_tokens
+      : found->second == kNumLogits ? limits_.max_logits : limits_.max_batch + 1;
+  return inputs_[name] =
+             place(false, dtype, {found->second}, allocate<char>(most * width(dtype), "inputs"));
+}
+
+int Engine::add_weight(DType dtype, const Shape& shape) {
+  return place(false, dtype, shape, allocate<char>(count_of(shape) * width(dtype), "weights"));
+}
+
+int Engine::add_cache(const Shape& row_shape) {
+  Shape shape{kBatch};
+  shape.insert(shape.end(), row_shape.begin(), row_shape.end());
+  const int64_t bytes = limits_.max_batch * count_of(row_shape) * width(dtype_);
+  caches_.push_back(place(true, dtype_, shape, allocate<char>(bytes, "the KV cache")));
+  return caches_.back();
+}
+
+int Engine::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
+  return place(false, dtype, shape, per_logit ? logit_arena_ + offset * limits_.max_logits
+                                              : token_arena_ + offset * limits_.max_tokens);
+}
+
+void Engine::add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
+                      const std::vector<int>& outputs) {
+  std::unique_ptr<Plugin> plugin;
+  if (op == "Gather") plugin = std::make_unique<Gather>(); else plugin = make_plugin(op, fields);
+  nodes_.push_back({op, std::move(plugin), inputs, outputs});
+}
+
+void Engine::set_logits(int tensor, int vocab_size) {
+  logits_ = tensor;
+  vocab_size_ = vocab_size;
+}
+
+void Engine::load_weight(int tensor, const void* data, int64_t bytes, int64_t offset) {
+  for (int64_t done = 0; done < bytes; done += kPinned) {
+    const int64_t part = std::min(kPinned, bytes - done);
+    synchronize();  // the pinned memory is free again
+    std::memcpy(pinned_, static_cast<const char*>(data) + done, part);
+    upload(places_[tensor].data + offset + done, pinned_, part);
+  }
+}
+
+void Engine::finish() {
+  for (const char* name : {"input_ids", "position_ids", "logits_indices"})
+    if (!inputs_.count(name)) add_input(name, DType::kInt64);
+  for (const char* name : {"cu_seqlens", "past_lens"})
+    if (!inputs_.count(name)) add_input(name, DType::kInt32);
+  int64_t most = 0;
+  for (int tokens : {1, kernels::kGemvRows, limits_.max_tokens}) {
+    const Step step{std::min(tokens, limits_.max_tokens), std::min(tokens, limits_.max_logits),
+                    std::min(tokens, limits_.max_batch), 0, false};
+    for (const Node& node : nodes_) {
+      std::vector<Tensor> inputs;
+      for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
+      most = std::max(most, node.plugin->workspace(inputs));
+    }
+  }
+  scratch_ = allocate<char>(most, "scratch");
+  synchronize();
+}
+
+Tensor Engine::resolve(int tensor, const Step& step) const {
+  if (tensor < 0) return {};
+  const Place& place = places_[tensor];
+  Tensor made{place.data, place.dtype, place.shape};
+  for (int64_t& dim : made.shape) {
+    if (dim == kNumTokens) dim = step.num_tokens;
+    if (dim == kNumLogits) dim = step.num_logits;
+    if (dim == kBatch) dim = step.batch;
+    if (dim == kBatchPlus1) dim = step.batch + 1;
+  }
+  if (place.is_cache)
+    made.data = place.data + made.size() / step.batch * width(place.dtype) * step.first_row;
+  return made;
+}
+
+void Engine::enqueue(const Step& step) {
+  Context context;
+  context.stream = stream_;
+  context.gemm = gemm_.get();
+  context.decode = step.decode;
+  std::map<int, void*> moved;  // what lies in another tensor's memory in this step
+  for (const Node& node : nodes_) {
+    std::vector<Tensor> inputs, outputs;
+    for (int tensor : node.inputs) {
+      inputs.push_back(resolve(tensor, step));
+      const auto found = moved.find(tensor);
+      if (found != moved.end()) inputs.back().data = found->second;
+    }
+    if (node.op == "Gather" && step.decode) {  // all rows, in order
+      moved[node.outputs[0]] = inputs[0].data;
+      continue;
+    }
+    for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
+    node.plugin->enqueue(inputs, outputs, scratch_, context);
+  }
+  last_ = step;
+}
+
+void Engine::upload(void* target, const void* source, int64_t bytes) {
+  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream_), "copying to the device");
+}
+
+void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
+                 const int32_t* past_lens, const int64_t* logits_indices, const Step& step) {
+  if (step.num_tokens > limits_.max_tokens || step.num_logits > limits_.max_logits ||
+      step.first_row + step.batch > limits_.max_batch)
+    throw Error("a step of " + std::to_string(step.num_tokens) + " tokens, " +
+                std::to_string(step.num_logits) + " logits and cache rows up to " +
+                std::to_string(step.first_row + step.batch) + " exceeds the engine's limits of " +
+                std::to_string(limits_.max_tokens) + ", " + std::to_string(limits_.max_logits) + " and " +
+                std::to_string(limits_.max_batch));
+  check(cudaSetDevice(device_), "choosing a device");
+  upload(input("input_ids"), input_ids, 8ll * step.num_tokens);
+  upload(input("position_ids"), position_ids, 8ll * step.num_tokens);
+  upload(input("cu_seqlens"), cu_seqlens, 4ll * (step.batch + 1));
+  upload(input("past_lens"), past_lens, 4ll * step.batch);
+  upload(input("logits_indices"), logits_indices, 8ll * step.num_logits);
+  enqueue(step);
+}
+
+void Engine::read_logits(float* logits) {
+  const Tensor tensor = resolve(logits_, last_);
+  const int64_t stride = tensor.shape[1], bytes = tensor.size() * width(tensor.dtype);
+  std::vector<char> host(bytes);
+  check(cudaMemcpyAsync(host.data(), tensor.data, bytes, cudaMemcpyDeviceToHost, stream_), "reading logits");
+  synchronize();
+  for (int64_t row = 0; row < tensor.shape[0]; ++row) {
+    float* target = logits + row * vocab_size_;
+    const char* source = host.data() + row * stride * width(tensor.dtype);
+    if (tensor.dtype == DType::kFloat32) {
+      std::memcpy(target, source, 4ll * vocab_size_);
+      continue;
+    }
+    for (int i = 0; i < vocab_size_; ++i) {
+      uint16_t bits;
+      std::memcpy(&bits, source + 2ll * i, 2);
+      if (tensor.dtype == DType::kBFloat16) {
+        const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+        std::memcpy(target + i, &wide, 4);
+      } else {
+        __half_raw half;
+        half.x = bits;
+        target[i] = __half2float(__half(half));
+      }
+    }
+  }
+}
+
+void Engine::choose(int rows) {
+  const Tensor logits = resolve(logits_, last_);
+  check(kernels::argmax(logits.dtype, chosen_, logits.data, rows, vocab_size_,
+                        static_cast<int>(logits.shape[1]), stream_), "choosing tokens");
+}
+
+void Engine::advance(int batch) {
+  kernels::AdvanceParams p{};
+  p.input_ids = static_cast<int64_t*>(input("input_ids"));
+  p.position_ids = static_cast<int64_t*>(input("position_ids"));
+  p.past_lens = static_cast<int32_t*>(input("past_lens"));
+  p.chosen = chosen_;
+  p.history = history_;
+  p.step = step_;
+  p.running = running_;
+  p.finished = finished_;
+  p.end_ids = end_ids_;
+  p.batch = batch;
+  p.max_batch = limits_.max_batch;
+  p.num_end_ids = num_end_ids_;
+  p.max_seq_len = limits_.max_seq_len;
+  check(kernels::advance(p, stream_), "counting a step");
+}
+
+void Engine::begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch,
+                          const std::vector<int64_t>& end_ids) {
+  if (batch > limits_.max_batch)
+    throw Error("a batch of " + std::to_string(batch) + " exceeds max_batch_size " +
+                std::to_string(limits_.max_batch));
+  if (end_ids.size() > kMaxEndIds) throw Error("there are more than 64 end tokens");
+  check(cudaSetDevice(device_), "choosing a device");
+  num_end_ids_ = static_cast<int>(end_ids.size());
+  decode_batch_ = batch;
+  decode_steps_ = 0;
+  const int32_t zero = 0, running = batch;
+  std::vector<int32_t> starts(batch + 1);
+  for (int i = 0; i <= batch; ++i) starts[i] = i;
+  const std::vector<int64_t> positions(past_lens, past_lens + batch);
+  upload(input("input_ids"), tokens, 8ll * batch);
+  upload(input("position_ids"), positions.data(), 8ll * batch);
+  upload(input("cu_seqlens"), starts.data(), 4ll * (batch + 1));
+  upload(input("past_lens"), past_lens, 4ll * batch);
+  upload(step_, &zero, 4);
+  upload(running_, &running, 4);
+  upload(end_ids_, end_ids.data(), 8 * static_cast<int64_t>(end_ids.size()));
+  check(cudaMemsetAsync(finished_, 0, limits_.max_batch, stream_), "starting to decode");
+  synchronize();  // the host's arrays end here
+}
+
+void Engine::decode(int steps) {
+  if (steps < 1) return;
+  if (decode_steps_ + steps > limits_.max_seq_len + 1) throw Error("there is no room for that many steps");
+  check(cudaSetDevice(device_), "choosing a device");
+  const Step step{decode_batch_, decode_batch_, decode_batch_, 0, true};
+  auto work = [&] {
+    enqueue(step);
+    choose(decode_batch_);
+    advance(decode_batch_);
+  };
+  const std::pair<int, int> key{decode_batch_, num_end_ids_};
+  decode_steps_ += steps;
+  if (!graphs_.count(key)) {
+    work();  // chooses GEMMs and loads kernels, which must not be while capturing
+    --steps;
+    cudaGraph_t captured = nullptr;
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing");
+    try {
+      work();
+    } catch (...) {
+      cudaStreamEndCapture(stream_, &captured);
+      if (captured != nullptr) cudaGraphDestroy(captured);
+      throw;
+    }
+    check(cudaStreamEndCapture(stream_, &captured), "capturing");
+    auto made = std::make_unique<Graph>();
+    const cudaError_t status = cudaGraphInstantiate(&made->executable, captured, 0);
+    cudaGraphDestroy(captured);
+    check(status, "making a CUDA graph");
+    graphs_[key] = std::move(made);
+  }
+  for (int i = 0; i < steps; ++i)
+    check(cudaGraphLaunch(graphs_[key]->executable, stream_), "a decode step");
+  last_ = step;
+}
+
+std::pair<std::vector<int64_t>, int> Engine::history() {
+  std::vector<int64_t> tokens(static_cast<int64_t>(decode_steps_) * decode_batch_);
+  int32_t running = 0;
+  check(cudaMemcpy2DAsync(tokens.data(), 8ll * decode_batch_, history_, 8ll * limits_.max_batch,
+                          8ll * decode_batch_, decode_steps_, cudaMemcpyDeviceToHost, stream_),
+        "reading tokens");
+  check(cudaMemcpyAsync(&running, running_, 4, cudaMemcpyDeviceToHost, stream_), "reading tokens");
+  synchronize();
+  return {std::move(tokens), running};
+}
+
+void Engine::copy_row(int source, int target, int length) {
+  check(cudaSetDevice(device_), "choosing a device");
+  for (int tensor : caches_) {
+    const Place& place = places_[tensor];  // [batch, num_kv_heads, max_seq_len, head_dim]
+    const int64_t position = place.shape[3] * width(place.dtype), head = position * place.shape[2];
+    check(cudaMemcpy2DAsync(place.data + target * place.shape[1] * head, head,
+                            place.data + source * place.shape[1] * head, head, length * position,
+                            place.shape[1], cudaMemcpyDeviceToDevice, stream_), "copying a cache row");
+  }
+}
+
+void Engine::synchronize() { check(cudaStreamSynchronize(stream_), "the engine"); }
+
+}  // namespace llmc

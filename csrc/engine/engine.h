@@ -1,0 +1,123 @@
+// Runs one rank's schedule: tensors with places in memory, and ops in order.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../plugins/common/plugin.h"
+
+namespace llmc {
+
+// A dimension below zero is one of these sizes of a step.
+enum Size : int64_t { kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4 };
+
+struct Limits {
+  int max_batch, max_tokens, max_logits, max_seq_len;
+};
+
+struct Step {
+  int num_tokens, num_logits, batch, first_row;
+  bool decode;  // every sequence has exactly one new token, and all of their logits are wanted
+};
+
+struct DeviceBuffer {
+  DeviceBuffer(int64_t bytes, const char* what);
+  ~DeviceBuffer();
+  DeviceBuffer(DeviceBuffer&& other) noexcept : data(std::exchange(other.data, nullptr)) {}
+  DeviceBuffer& operator=(DeviceBuffer&&) = delete;
+  void* data = nullptr;
+};
+
+class Engine {
+ public:
+  Engine(int device, DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes);
+  ~Engine();
+
+  // Each declares a tensor and returns the number that nodes know it by.
+  int add_input(const std::string& name, DType dtype);
+  int add_weight(DType dtype, const Shape& shape);
+  int add_cache(const Shape& row_shape);  // [max_batch, *row_shape]
+  // A value in the arena: at `offset` bytes per token, or for a value of the wanted logits' rows at `offset`
+  // bytes per logit in the part behind the tokens'. The shape may have Size dimensions.
+  int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit);
+
+  void add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
+                const std::vector<int>& outputs);
+  void set_logits(int tensor, int vocab_size);
+
+  // Copy `bytes` from host memory to `offset` of a weight, through pinned memory.
+  void load_weight(int tensor, const void* data, int64_t bytes, int64_t offset);
+  // After the last add_node: allocates scratch.
+  void finish();
+
+  // One step, asynchronous; its logits stay on the device. The arrays are on the host.
+  void run(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
+           const int32_t* past_lens, const int64_t* logits_indices, const Step& step);
+  // The last step's logits as float32 [num_logits, vocab_size] on the host.
+  void read_logits(float* logits);
+
+  // Greedy decoding without the host. begin_decode: each sequence's newest token, and the positions in its
+  // cache row before that token. decode: that many steps, asynchronous.
+  void begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch,
+                    const std::vector<int64_t>& end_ids);
+  void decode(int steps);
+  // The tokens chosen since begin_decode, [steps, batch], and how many sequences have not ended. Waits.
+  std::pair<std::vector<int64_t>, int> history();
+
+  void copy_row(int source, int target, int length);
+  void synchronize();
+  int64_t bytes_allocated() const { return allocated_; }
+
+ private:
+  struct Place {
+    bool is_cache;
+    DType dtype;
+    Shape shape;
+    char* data;
+  };
+  struct Node {
+    std::string op;
+    std::unique_ptr<Plugin> plugin;
+    std::vector<int> inputs, outputs;
+  };
+  struct Graph;
+
+  template <typename T>
+  T* allocate(int64_t count, const char* what);
+  int place(bool is_cache, DType dtype, Shape shape, void* data);
+  void* input(const char* name) const { return places_[inputs_.at(name)].data; }
+  Tensor resolve(int tensor, const Step& step) const;
+  void enqueue(const Step& step);
+  void choose(int rows);
+  void advance(int batch);
+  void upload(void* target, const void* source, int64_t bytes);
+
+  int device_;
+  DType dtype_;
+  Limits limits_;
+  cudaStream_t stream_ = nullptr;
+  std::unique_ptr<Gemm> gemm_;
+  std::vector<DeviceBuffer> owned_;
+  int64_t allocated_ = 0;
+  std::vector<Place> places_;
+  std::vector<Node> nodes_;
+  std::map<std::string, int> inputs_;
+  std::vector<int> caches_;
+  char* token_arena_ = nullptr;
+  char* logit_arena_ = nullptr;
+  void* scratch_ = nullptr;
+  void* pinned_ = nullptr;
+  int logits_ = -1, vocab_size_ = 0;
+  Step last_{};
+  // The state of decoding, on the device.
+  int64_t *chosen_ = nullptr, *history_ = nullptr, *end_ids_ = nullptr;
+  int32_t *step_ = nullptr, *running_ = nullptr;
+  uint8_t* finished_ = nullptr;
+  int num_end_ids_ = 0, decode_batch_ = 0, decode_steps_ = 0;
+  std::map<std::pair<int, int>, std::unique_ptr<Graph>> graphs_;  // by batch and number of end tokens
+};
+
+}  // namespace llmc

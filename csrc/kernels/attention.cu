@@ -1,0 +1,267 @@
+// Attention one query token at a time: decoding, and prompts where no tensor-core kernel serves.
+//
+// A block takes one token, one KV head and up to kHeads of its query heads, over one part of the cached
+// positions (flash-decoding). A key is read by kLanes threads, 8 elements each; every group of kLanes
+// threads keeps its own running softmax, and they are merged at the end: within the warp, over the block's
+// warps, and over the parts by whichever block ends last. Reads the visible keys and values once per kHeads
+// query heads.
+#include "attention.cuh"
+#include "prefill.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kWarps = 4;
+constexpr int kMaxParts = 32;
+constexpr int kMinKeys = 64;      // per part
+constexpr int kTargetBlocks = 264;
+
+// One warp per head of the token: turned queries into p.queries, keys and values into the caches.
+template <typename T>
+__global__ void append_kernel(AttentionParams p) {
+  __shared__ float heads[kWarps][kMaxHeadDim];
+  let_next_start();
+  wait_for_inputs();
+  const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
+  const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
+  const int all = p.num_heads + 2 * p.num_kv_heads;
+  for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
+    const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
+    const T* source = static_cast<const T*>(p.qkv) + (static_cast<int64_t>(token) * all + h) * p.head_dim;
+    prepare_head(heads[warp], source, p, is_query ? p.q_norm : is_value ? nullptr : p.k_norm, position,
+                 !is_value);
+    T* target;
+    if (is_query) {
+      target = static_cast<T*>(p.queries) +
+               (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim;
+    } else {
+      const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
+      target = static_cast<T*>(is_value ? p.value_cache : p.key_cache) +
+               cache_row<T>(p, sequence, kv_head, position);
+    }
+    for (int i = lane; i < p.head_dim; i += 32) target[i] = from_float<T>(heads[warp][i]);
+    __syncwarp();
+  }
+}
+
+// kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
+template <typename T, int kLanes, int kHeads, bool kFused>
+__global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, int parts) {
+  constexpr int kGroups = 32 / kLanes, kTurns = 4;
+  extern __shared__ float shared[];
+  float* queries = shared;                            // [kHeads][head_dim]
+  float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim], then 2 more per head
+  __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
+  __shared__ bool last;
+  let_next_start();
+  wait_for_inputs();
+  const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
+  const int chunks = (group + kHeads - 1) / kHeads;
+  const int kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * kHeads;
+  const int heads = min(kHeads, (kv_head + 1) * group - first_head);
+  const int token = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int sequence = kFused ? token : sequence_of(p.cu_seqlens, p.batch, token);
+  const int position = p.past_lens[sequence] + (kFused ? 0 : token - p.cu_seqlens[sequence]);
+  const int begin = p.window > 0 ? max(0, position + 1 - p.window) : 0, count = position + 1 - begin;
+  const int used = min(parts, (count + kMinKeys - 1) / kMinKeys), part = blockIdx.x;
+  if (part >= used) return;
+  const int per_part = (count + used - 1) / used;
+  const int from = begin + part * per_part, to = min(position + 1, from + per_part);
+
+  const int64_t cache = cache_row<T>(p, sequence, kv_head, 0);
+  T* keys = static_cast<T*>(p.key_cache) + cache;
+  T* values = static_cast<T*>(p.value_cache) + cache;
+  if constexpr (kFused) {
+    const T* qkv = static_cast<const T*>(p.qkv) +
+                   static_cast<int64_t>(token) * (p.num_heads + 2 * p.num_kv_heads) * dim;
+    for (int h = warp; h < heads; h += kWarps)
+      prepare_head(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
+    if (to == position + 1 && warp == kWarps - 1) {
+      // The block that reads the new position writes it too; chunks of one KV head write the same.
+      float* scratch = sums;
+      const T* key = qkv + (p.num_heads + kv_head) * dim;
+      prepare_head(scratch, key, p, p.k_norm, position, true);
+      const T* value = key + p.num_kv_heads * dim;
+      for (int i = lane; i < dim; i += 32) {
+        keys[static_cast<int64_t>(position) * dim + i] = from_float<T>(scratch[i]);
+        values[static_cast<int64_t>(position) * dim + i] = value[i];
+      }
+    }
+  } else {
+    const T* source = static_cast<const T*>(p.queries) +
+                      (static_cast<int64_t>(token) * p.num_heads + first_head) * dim;
+    for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) queries[i] = to_float(source[i]);
+  }
+  __syncthreads();
+
+  const int in_key = lane % kLanes * 8;
+  const bool inside = in_key < dim;
+  float q[kHeads][8], sum[kHeads][8] = {}, peak[kHeads], total[kHeads] = {};
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    peak[h] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) q[h][i] = inside && h < heads ? queries[h * dim + in_key + i] * p.scale : 0;
+  }
+  constexpr int kStride = kWarps * kGroups;
+  for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to;
+       start += kStride * kTurns) {
+    Vec<T, 8> key[kTurns], value[kTurns];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int j = start + turn * kStride;
+      const bool there = j < to && inside;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) key[turn].data[i] = value[turn].data[i] = from_float<T>(0.f);
+      if (there) {
+        key[turn] = load<T, 8>(keys + static_cast<int64_t>(j) * dim + in_key);
+        value[turn] = load<T, 8>(values + static_cast<int64_t>(j) * dim + in_key);
+      }
+    }
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const bool there = start + turn * kStride < to;
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        float score = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) score += q[h][i] * to_float(key[turn].data[i]);
+#pragma unroll
+        for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
+        if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap);
+        if (!there) score = -INFINITY;
+        const float higher = fmaxf(peak[h], score);
+        if (higher == -INFINITY) continue;  // the same for the lanes of a group
+        const float old = __expf(peak[h] - higher), fresh = __expf(score - higher);
+        peak[h] = higher;
+        total[h] = total[h] * old + fresh;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[h][i] = sum[h][i] * old + fresh * to_float(value[turn].data[i]);
+      }
+    }
+  }
+  // Merge the groups of the warp, then the warps.
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+#pragma unroll
+    for (int mask = kLanes; mask < 32; mask <<= 1) {
+      const float other = __shfl_xor_sync(~0u, peak[h], mask);
+      const float higher = fmaxf(peak[h], other);
+      const float mine = higher == -INFINITY ? 0 : __expf(peak[h] - higher);
+      const float theirs = higher == -INFINITY ? 0 : __expf(other - higher);
+      peak[h] = higher;
+      total[h] = total[h] * mine + __shfl_xor_sync(~0u, total[h], mask) * theirs;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        sum[h][i] = sum[h][i] * mine + __shfl_xor_sync(~0u, sum[h][i], mask) * theirs;
+    }
+    if (lane < kLanes && inside)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[(warp * kHeads + h) * dim + in_key + i] = sum[h][i];
+    if (lane == 0) peak_of[warp][h] = peak[h], total_of[warp][h] = total[h];
+  }
+  __syncthreads();
+  T* out = static_cast<T*>(p.out) + (static_cast<int64_t>(token) * p.num_heads + first_head) * dim;
+  // Partial results lie behind the counters: per (token, head, part) a peak, a total and head_dim sums.
+  int* counter = static_cast<int*>(p.scratch) + blockIdx.z * gridDim.y + blockIdx.y;
+  float* parts_of_head = static_cast<float*>(p.scratch) + kTargetBlocks +
+                         (static_cast<int64_t>(token) * p.num_heads + first_head) * parts * (dim + 2);
+  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
+    const int h = i / dim;
+    float higher = -INFINITY, all = 0, value = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) higher = fmaxf(higher, peak_of[w][h]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float factor = __expf(peak_of[w][h] - higher);
+      all += total_of[w][h] * factor;
+      value += sums[(w * kHeads + h) * dim + i % dim] * factor;
+    }
+    if (used == 1) {
+      out[i] = from_float<T>(value / all);
+    } else {
+      float* mine = parts_of_head + (static_cast<int64_t>(h) * parts + part) * (dim + 2);
+      mine[2 + i % dim] = value;
+      if (i % dim == 0) mine[0] = higher, mine[1] = all;
+    }
+  }
+  if (used == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counter, 1) == used - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
+    const float* mine = parts_of_head + static_cast<int64_t>(i / dim) * parts * (dim + 2);
+    float higher = -INFINITY, all = 0, value = 0;
+    for (int k = 0; k < used; ++k) higher = fmaxf(higher, __ldcg(mine + k * (dim + 2)));
+    for (int k = 0; k < used; ++k) {
+      const float factor = __expf(__ldcg(mine + k * (dim + 2)) - higher);
+      all += __ldcg(mine + k * (dim + 2) + 1) * factor;
+      value += __ldcg(mine + k * (dim + 2) + 2 + i % dim) * factor;
+    }
+    out[i] = from_float<T>(value / all);
+  }
+}
+
+template <typename T, int kLanes, int kHeads, bool kFused>
+cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
+  const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
+  const int blocks = columns * p.num_tokens;
+  int parts = blocks >= kTargetBlocks ? 1 : (kTargetBlocks + blocks - 1) / blocks;
+  parts = min(min(parts, kMaxParts), (p.max_seq_len + kMinKeys - 1) / kMinKeys);
+  const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
+  auto kernel = token_kernel<T, kLanes, kHeads, kFused>;
+  if (shared > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error != cudaSuccess) return error;
+  }
+  return launch(kernel, dim3(parts, columns, p.num_tokens), kWarps * 32, shared, stream, p, parts);
+}
+
+template <typename T, int kLanes, bool kFused>
+cudaError_t tokens_of_lanes(const AttentionParams& p, cudaStream_t stream) {
+  const int group = p.num_heads / p.num_kv_heads;
+  if (group == 1) return run_tokens<T, kLanes, 1, kFused>(p, stream);
+  if (group == 2) return run_tokens<T, kLanes, 2, kFused>(p, stream);
+  return run_tokens<T, kLanes, 4, kFused>(p, stream);
+}
+
+template <typename T, bool kFused>
+cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
+  if (p.head_dim <= 64) return tokens_of_lanes<T, 8, kFused>(p, stream);
+  if (p.head_dim <= 128) return tokens_of_lanes<T, 16, kFused>(p, stream);
+  return tokens_of_lanes<T, 32, kFused>(p, stream);
+}
+
+}  // namespace
+
+// Positions are divided only where there are fewer than kTargetBlocks blocks without, so there are never
+// twice as many.
+int64_t attention_scratch(int num_heads, int head_dim) {
+  return 4 * (kTargetBlocks + static_cast<int64_t>(2 * kTargetBlocks) * num_heads * (head_dim + 2));
+}
+
+cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
+    return cudaErrorInvalidValue;
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    if (p.decode) return tokens<T, true>(p, stream);
+    const int all = p.num_heads + 2 * p.num_kv_heads;
+    const cudaError_t error = launch(append_kernel<T>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps),
+                                     kWarps * 32, 0, stream, p);
+    if (error != cudaSuccess) return error;
+    return can_prefill(dtype, p.head_dim) ? prefill(dtype, p, stream) : tokens<T, false>(p, stream);
+  });
+}
+
+}  // namespace llmc::kernels

@@ -1,0 +1,138 @@
+// What kernels share on the device: 16-byte vectors, conversions, reductions, launches that overlap.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "launch.h"
+
+namespace llmc::device {
+
+template <typename T>
+__device__ __forceinline__ float to_float(T x) {
+  return static_cast<float>(x);
+}
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x) {
+  return static_cast<T>(x);
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// N elements that are loaded and stored at once.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T data[N];
+};
+
+template <typename T>
+constexpr int kVec = 16 / sizeof(T);
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load(const T* p) {
+  return *reinterpret_cast<const Vec<T, N>*>(p);
+}
+template <typename T, int N>
+__device__ __forceinline__ void store(T* p, const Vec<T, N>& v) {
+  *reinterpret_cast<Vec<T, N>*>(p) = v;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
+  return x;
+}
+
+// The sum over a block of kThreads threads, in every thread. `partial` is shared, one float per warp.
+template <int kThreads>
+__device__ __forceinline__ float block_sum(float x, float* partial) {
+  static_assert(kThreads % 32 == 0);
+  x = warp_sum(x);
+  if constexpr (kThreads == 32) return x;
+  __syncthreads();  // partial may still be read from the call before
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) total += partial[w];
+  return total;
+}
+
+__device__ __forceinline__ float activate(float x, Activation kind) {
+  switch (kind) {
+    case Activation::kNone: return x;
+    case Activation::kRelu: return fmaxf(x, 0.f);
+    case Activation::kRelu2: return fmaxf(x, 0.f) * fmaxf(x, 0.f);
+    case Activation::kGelu: return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+    case Activation::kGeluTanh:
+      return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+    case Activation::kSilu: return x / (1.f + __expf(-x));
+    case Activation::kQuickGelu: return x / (1.f + __expf(-1.702f * x));
+    case Activation::kTanh: return tanhf(x);
+  }
+  return x;
+}
+
+// Programmatic dependent launch: a kernel may begin while the one before it ends. What it reads of other
+// kernels' results it must read after wait_for_inputs(); every kernel calls both.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+inline bool can_overlap() {
+  static const bool yes = [] {
+    int device = 0, major = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+           major >= 9;
+  }();
+  return yes;
+}
+
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                   Args&&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = can_overlap() ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+// Calls f with a null pointer of the C++ type that a floating DType names.
+template <typename F>
+cudaError_t with_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat32: return f(static_cast<float*>(nullptr));
+    case DType::kFloat16: return f(static_cast<__half*>(nullptr));
+    case DType::kBFloat16: return f(static_cast<__nv_bfloat16*>(nullptr));
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+inline unsigned blocks_for(int64_t count, int per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
+
+}  // namespace llmc::device

@@ -1,0 +1,118 @@
+// The kernels' launchers: raw pointers, sizes and a stream, returning the launch's error. No allocation,
+// no synchronisation. Sizes are in elements. "T" in the comments is the DType argument.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace llmc {
+
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4 };
+
+enum class Activation : int32_t {
+  kNone, kRelu, kRelu2, kGelu, kGeluTanh, kSilu, kQuickGelu, kTanh
+};
+
+namespace kernels {
+
+// y[t] = table[ids[t] - vocab_start] * scale + positions[position_ids[t]]; rows outside the table are zero
+// before the position is added. table T [rows, hidden]; positions T [max_positions, hidden] or null.
+struct EmbeddingParams {
+  void* y;
+  const int64_t* ids;
+  const void* table;
+  const int64_t* position_ids;
+  const void* positions;
+  int64_t rows, vocab_start;
+  int num_tokens, hidden;
+  float scale;
+};
+cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
+
+// sum = x + residual (if there is one); y = norm(sum) * weight + bias. x, residual, y, sum are
+// T [rows, hidden]; weight and bias float32 [hidden], bias or null; LayerNorm if centred, else RMSNorm.
+struct NormParams {
+  void* y;
+  void* sum;
+  const void* x;
+  const void* residual;
+  const float* weight;
+  const float* bias;
+  int rows, hidden;
+  float epsilon;
+  bool centred;
+};
+cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
+
+// y = act(x · weightᵀ + bias) + residual; x T [rows, in], weight T [out, in]; bias [out] and residual
+// [rows, out] T or null. Gated: weight [2 · out, in], y = act(gate) * up. At most kGemvRows rows, in a
+// multiple of 8, 16-bit types.
+constexpr int kGemvRows = 16;
+struct GemvParams {
+  void* y;
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* residual;
+  int rows, in, out;
+  Activation activation;
+  bool gated;
+};
+cudaError_t gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+
+// y[r, i] = act(both[r, i]) * both[r, width + i]; both T [rows, 2 · width].
+cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Activation activation,
+                 cudaStream_t stream);
+
+// x[r, i] = act(x[r, i]) in place, T [count].
+cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation, cudaStream_t stream);
+
+// Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract. Scratch is for
+// partial results: attention_scratch() bytes, zeroed once before its first use.
+struct AttentionParams {
+  void* out;             // T [num_tokens, num_heads * head_dim]
+  const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+  void* key_cache;       // T [batch, num_kv_heads, max_seq_len, head_dim]
+  void* value_cache;
+  const int32_t* cu_seqlens;  // [batch + 1]
+  const int32_t* past_lens;   // [batch]
+  const float* cos;      // float32 [max_positions, rotary_dim / 2] or null
+  const float* sin;
+  const float* q_norm;   // float32 [head_dim] or null
+  const float* k_norm;
+  void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding
+  void* scratch;
+  int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
+  bool interleaved;
+  bool decode;           // every sequence has exactly one new token
+  float scale, softcap, norm_epsilon;
+};
+cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
+int64_t attention_scratch(int num_heads, int head_dim);
+
+// y[i] = x[rows[i]], T [count, width].
+cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
+                        cudaStream_t stream);
+
+// tokens[r] = argmax over logits[r, :vocab]; logits T [rows, stride].
+cudaError_t argmax(DType dtype, int64_t* tokens, const void* logits, int rows, int vocab, int stride,
+                   cudaStream_t stream);
+
+// After a decode step: keep the chosen token as the next input, count a position, and stop what ended.
+struct AdvanceParams {
+  int64_t* input_ids;       // [batch]
+  int64_t* position_ids;    // [batch]
+  int32_t* past_lens;       // [batch]
+  const int64_t* chosen;    // [batch]
+  int64_t* history;         // [max_steps, max_batch]
+  int32_t* step;            // [1]: the row of history to write
+  int32_t* running;         // [1]: sequences that have not ended
+  uint8_t* finished;        // [batch]
+  const int64_t* end_ids;   // [num_end_ids]
+  int batch, max_batch, num_end_ids, max_seq_len;
+};
+cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);
+
+}  // namespace kernels
+}  // namespace llmc

@@ -1,0 +1,231 @@
+// Causal attention of many new tokens on tensor cores, after append_kernel has written the caches and turned
+// the queries. A block takes kRows consecutive queries of one sequence and head, four warps with 16 rows
+// each; it walks over the visible keys kKeys at a time, in two shared-memory stages filled by asynchronous
+// copies, with the running softmax of FlashAttention. Reads the visible keys and values once per kRows
+// queries and head.
+#include "attention.cuh"
+#include "prefill.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kRows = 64, kKeys = 64, kThreads = 128;
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <bool kTranspose>
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  if constexpr (kTranspose)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+
+__device__ __forceinline__ void copy_async(void* target, const void* source, bool there) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(target));
+  const int bytes = there ? 16 : 0;  // the rest of the 16 is filled with zeros
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(source), "r"(bytes));
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float x, float y) {
+  Vec<T, 2> v{{from_float<T>(x), from_float<T>(y)}};
+  return *reinterpret_cast<uint32_t*>(&v);
+}
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
+  static_assert(kDim % 16 == 0);
+  constexpr int kPitch = kDim + 8;  // shifts rows by 16 bytes over the banks
+  constexpr int kStageSize = kKeys * kPitch;
+  extern __shared__ uint4 raw[];
+  T* queries = reinterpret_cast<T*>(raw);              // [kRows][kPitch]
+  T* keys = queries + kRows * kPitch;                  // [2][kKeys][kPitch]
+  T* values = keys + 2 * kStageSize;
+  let_next_start();
+  wait_for_inputs();
+
+  int sequence = 0, tile = blockIdx.x;
+  for (; sequence < p.batch; ++sequence) {
+    const int length = p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
+    const int tiles = (length + kRows - 1) / kRows;
+    if (tile < tiles) break;
+    tile -= tiles;
+  }
+  if (sequence == p.batch) return;
+  const int first_token = p.cu_seqlens[sequence] + tile * kRows;
+  const int rows = min(kRows, p.cu_seqlens[sequence + 1] - first_token);
+  const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
+  const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
+  const int end = past + rows;                            // keys that any query sees
+  const int begin = p.window > 0 ? max(0, past + 1 - p.window) / kKeys * kKeys : 0;
+  const T* key_rows = static_cast<const T*>(p.key_cache) + cache_row<T>(p, sequence, kv_head, 0);
+  const T* value_rows = static_cast<const T*>(p.value_cache) + cache_row<T>(p, sequence, kv_head, 0);
+
+  constexpr int kVectors = kDim / 8;
+  for (int i = threadIdx.x; i < kRows * kVectors; i += kThreads) {
+    const int row = i / kVectors, column = i % kVectors * 8;
+    const T* source = static_cast<const T*>(p.queries) +
+        (static_cast<int64_t>(first_token + min(row, rows - 1)) * p.num_heads + head) * kDim + column;
+    copy_async(queries + row * kPitch + column, source, row < rows);
+  }
+  auto fetch = [&](int start, int stage) {
+    for (int i = threadIdx.x; i < kKeys * kVectors; i += kThreads) {
+      const int row = i / kVectors, column = i % kVectors * 8, at = start + row;
+      const int64_t offset = static_cast<int64_t>(min(at, end - 1)) * kDim + column;
+      copy_async(keys + stage * kStageSize + row * kPitch + column, key_rows + offset, at < end);
+      copy_async(values + stage * kStageSize + row * kPitch + column, value_rows + offset, at < end);
+    }
+    asm volatile("cp.async.commit_group;");
+  };
+  fetch(begin, 0);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float out[kDim / 8][4] = {};
+  float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  const float scale = p.scale * (p.softcap > 0 ? 1.f : 1.44269504f);
+  int stage = 0;
+  for (int start = begin; start < end; start += kKeys, stage ^= 1) {
+    if (start + kKeys < end) {
+      fetch(start + kKeys, stage ^ 1);
+      asm volatile("cp.async.wait_group 1;");
+    } else {
+      asm volatile("cp.async.wait_group 0;");
+    }
+    __syncthreads();
+    float score[kKeys / 8][4] = {};
+    const T* stage_keys = keys + stage * kStageSize;
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[4];
+      load_matrices<false>(a, queries + (warp * 16 + lane % 16) * kPitch + k * 16 + lane / 16 * 8);
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t b[4];  // keys n·16 to +7 and +8 to +15, each columns k·16 to +7 and +8 to +15
+        load_matrices<false>(b, stage_keys + (n * 16 + lane / 16 * 8 + lane % 8) * kPitch + k * 16 +
+                                    lane % 16 / 8 * 8);
+        multiply<T>(score[2 * n], a, b[0], b[1]);
+        multiply<T>(score[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+    // Row r of this thread is query position past + warp·16 + g + 8·r.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int position = past + warp * 16 + g + 8 * r;
+      const int first_seen = p.window > 0 ? position + 1 - p.window : 0;
+      const bool all_seen = start + kKeys <= position + 1 && start >= first_seen;
+      float higher = peak[r];
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float s = score[n][2 * r + c] * scale;
+          if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * 1.44269504f;
+          if (!all_seen) {
+            const int key = start + n * 8 + 2 * t + c;
+            if (key > position || key < first_seen) s = -INFINITY;
+          }
+          score[n][2 * r + c] = s;
+          higher = fmaxf(higher, s);
+        }
+      higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
+      higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
+      const float shift = higher == -INFINITY ? 0 : higher;
+      const float old = exp2f(peak[r] - shift);
+      peak[r] = higher;
+      total[r] *= old;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) out[n][2 * r] *= old, out[n][2 * r + 1] *= old;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float weight = exp2f(score[n][2 * r + c] - shift);
+          score[n][2 * r + c] = weight;
+          total[r] += weight;
+        }
+    }
+    const T* stage_values = values + stage * kStageSize;
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      const uint32_t a[4] = {pack<T>(score[2 * k][0], score[2 * k][1]),
+                             pack<T>(score[2 * k][2], score[2 * k][3]),
+                             pack<T>(score[2 * k + 1][0], score[2 * k + 1][1]),
+                             pack<T>(score[2 * k + 1][2], score[2 * k + 1][3])};
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n) {
+        uint32_t b[4];
+        load_matrices<true>(b, stage_values + (k * 16 + lane % 16) * kPitch + n * 16 + lane / 16 * 8);
+        multiply<T>(out[2 * n], a, b[0], b[1]);
+        multiply<T>(out[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    total[r] += __shfl_xor_sync(~0u, total[r], 1);
+    total[r] += __shfl_xor_sync(~0u, total[r], 2);
+    const int row = warp * 16 + g + 8 * r;
+    if (row >= rows) continue;
+    T* target = static_cast<T*>(p.out) +
+                (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + 2 * t;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n)
+      store(target + n * 8, Vec<T, 2>{{from_float<T>(out[n][2 * r] / total[r]),
+                                       from_float<T>(out[n][2 * r + 1] / total[r])}});
+  }
+}
+
+template <typename T, int kDim>
+cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
+  constexpr int kShared = sizeof(T) * (kRows + 4 * kKeys) * (kDim + 8);
+  const cudaError_t error = cudaFuncSetAttribute(
+      prefill_kernel<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (error != cudaSuccess) return error;
+  // At most this many tiles of queries, as every sequence may end in a broken one.
+  const unsigned tiles = p.num_tokens / kRows + p.batch;
+  return launch(prefill_kernel<T, kDim>, dim3(tiles, p.num_heads), kThreads, kShared, stream, p);
+}
+
+template <typename T>
+cudaError_t of_type(const AttentionParams& p, cudaStream_t stream) {
+  switch (p.head_dim) {
+    case 64: return run<T, 64>(p, stream);
+    case 80: return run<T, 80>(p, stream);
+    case 96: return run<T, 96>(p, stream);
+    case 128: return run<T, 128>(p, stream);
+    case 256: return run<T, 256>(p, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+
+bool can_prefill(DType dtype, int head_dim) {
+  return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) &&
+         (head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256);
+}
+
+cudaError_t prefill(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  return dtype == DType::kFloat16 ? of_type<__half>(p, stream) : of_type<__nv_bfloat16>(p, stream);
+}
+
+}  // namespace llmc::kernels

@@ -1,0 +1,267 @@
+// Kernels that work on rows or elements alone. All are bound by memory: each reads its inputs once.
+#include "device.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+// A block per token, kWidth elements per thread and turn. Reads a table row and perhaps a position row.
+template <typename T, int kWidth>
+__global__ void embedding_kernel(EmbeddingParams p) {
+  let_next_start();
+  wait_for_inputs();
+  const int64_t row = p.ids[blockIdx.x] - p.vocab_start;
+  const bool mine = row >= 0 && row < p.rows;
+  const T* table = static_cast<const T*>(p.table) + (mine ? row : 0) * p.hidden;
+  const T* position = p.positions == nullptr
+      ? nullptr : static_cast<const T*>(p.positions) + p.position_ids[blockIdx.x] * p.hidden;
+  T* y = static_cast<T*>(p.y) + static_cast<int64_t>(blockIdx.x) * p.hidden;
+  for (int i = threadIdx.x * kWidth; i < p.hidden; i += blockDim.x * kWidth) {
+    const auto word = load<T, kWidth>(table + i);
+    Vec<T, kWidth> place, out;
+    if (position != nullptr) place = load<T, kWidth>(position + i);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      float value = mine ? to_float(word.data[k]) * p.scale : 0.f;
+      if (position != nullptr) value += to_float(place.data[k]);
+      out.data[k] = from_float<T>(value);
+    }
+    store(y + i, out);
+  }
+}
+
+// One row per group of kThreads threads, kept in registers between the passes: kTurns vectors of kWidth
+// elements per thread. kThreads 32 puts one row on each warp of the block.
+template <typename T, int kThreads, int kWidth, int kTurns>
+__global__ void norm_kernel(NormParams p) {
+  __shared__ float partial[kThreads / 32];
+  let_next_start();
+  const int rows_per_block = blockDim.x / kThreads;
+  const int row = blockIdx.x * rows_per_block + threadIdx.x / kThreads;
+  const int thread = threadIdx.x % kThreads;
+  if (row >= p.rows) return;  // whole warps only, and never with a barrier ahead
+  const int64_t start = static_cast<int64_t>(row) * p.hidden;
+  const T* x = static_cast<const T*>(p.x) + start;
+  float value[kTurns][kWidth];
+  wait_for_inputs();
+  float total = 0;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = (turn * kThreads + thread) * kWidth;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) value[turn][k] = 0;
+    if (i >= p.hidden) continue;
+    const auto in = load<T, kWidth>(x + i);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) value[turn][k] = to_float(in.data[k]);
+    if (p.residual != nullptr) {
+      const auto more = load<T, kWidth>(static_cast<const T*>(p.residual) + start + i);
+      Vec<T, kWidth> sum;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        value[turn][k] += to_float(more.data[k]);
+        sum.data[k] = from_float<T>(value[turn][k]);
+      }
+      store(static_cast<T*>(p.sum) + start + i, sum);
+    }
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) total += value[turn][k];
+  }
+  float mean = 0;
+  if (p.centred) mean = block_sum<kThreads>(total, partial) / p.hidden;
+  float squares = 0;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    if ((turn * kThreads + thread) * kWidth >= p.hidden) continue;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      value[turn][k] -= mean;
+      squares += value[turn][k] * value[turn][k];
+    }
+  }
+  const float scale = rsqrtf(block_sum<kThreads>(squares, partial) / p.hidden + p.epsilon);
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = (turn * kThreads + thread) * kWidth;
+    if (i >= p.hidden) continue;
+    Vec<T, kWidth> out;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      float y = value[turn][k] * scale * p.weight[i + k];
+      if (p.bias != nullptr) y += p.bias[i + k];
+      out.data[k] = from_float<T>(y);
+    }
+    store(static_cast<T*>(p.y) + start + i, out);
+  }
+}
+
+template <typename T, int kWidth>
+cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
+  constexpr int kWarps = 4;
+  if (p.hidden <= 32 * kWidth * 4)
+    return launch(norm_kernel<T, 32, kWidth, 4>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
+  if (p.hidden <= 256 * kWidth * 2)
+    return launch(norm_kernel<T, 256, kWidth, 2>, p.rows, 256, 0, stream, p);
+  if (p.hidden <= 1024 * kWidth * 8)
+    return launch(norm_kernel<T, 1024, kWidth, 8>, p.rows, 1024, 0, stream, p);
+  return cudaErrorInvalidValue;
+}
+
+// A row of `both` is 2 · width long: first the gates, then what they let through.
+template <typename T>
+__global__ void gate_kernel(T* y, const T* both, int width, Activation activation) {
+  let_next_start();
+  wait_for_inputs();
+  const int64_t row = blockIdx.y;
+  const T* gates = both + row * 2 * width;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x) {
+    // The gate is rounded before the product, as the framework that trained it does.
+    const float open = to_float(from_float<T>(device::activate(to_float(gates[i]), activation)));
+    y[row * width + i] = from_float<T>(open * to_float(gates[width + i]));
+  }
+}
+
+template <typename T>
+__global__ void activate_kernel(T* x, int64_t count, Activation activation) {
+  let_next_start();
+  wait_for_inputs();
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x)
+    x[i] = from_float<T>(device::activate(to_float(x[i]), activation));
+}
+
+template <typename T>
+__global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int width) {
+  let_next_start();
+  wait_for_inputs();
+  const T* source = x + rows[blockIdx.x] * width;
+  T* target = y + static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
+}
+
+// A block per row: every thread its best, then the best of the block. Of equal logits the first wins.
+template <typename T>
+__global__ void argmax_kernel(int64_t* tokens, const T* logits, int vocab, int stride) {
+  __shared__ float best_of[32];
+  __shared__ int index_of[32];
+  let_next_start();
+  wait_for_inputs();
+  const T* row = logits + static_cast<int64_t>(blockIdx.x) * stride;
+  float best = -INFINITY;
+  int index = 0x7fffffff;
+  constexpr int kWidth = kVec<T>;
+  const int whole = stride % kWidth == 0 ? vocab / kWidth * kWidth : 0;
+  for (int i = threadIdx.x * kWidth; i < whole; i += blockDim.x * kWidth) {
+    const auto v = load<T, kWidth>(row + i);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const float x = to_float(v.data[k]);
+      if (x > best) best = x, index = i + k;
+    }
+  }
+  for (int i = whole + threadIdx.x; i < vocab; i += blockDim.x) {
+    const float x = to_float(row[i]);
+    if (x > best) best = x, index = i;
+  }
+  auto keep = [&](float other, int at) {
+    if (other > best || (other == best && at < index)) best = other, index = at;
+  };
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1)
+    keep(__shfl_xor_sync(~0u, best, mask), __shfl_xor_sync(~0u, index, mask));
+  if (threadIdx.x % 32 == 0) best_of[threadIdx.x / 32] = best, index_of[threadIdx.x / 32] = index;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const bool there = threadIdx.x < blockDim.x / 32;
+    best = there ? best_of[threadIdx.x] : -INFINITY;
+    index = there ? index_of[threadIdx.x] : 0x7fffffff;
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1)
+      keep(__shfl_xor_sync(~0u, best, mask), __shfl_xor_sync(~0u, index, mask));
+    if (threadIdx.x == 0) tokens[blockIdx.x] = index == 0x7fffffff ? 0 : index;
+  }
+}
+
+__global__ void advance_kernel(AdvanceParams p) {
+  let_next_start();
+  wait_for_inputs();
+  const int step = *p.step;
+  for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
+    const int64_t token = p.chosen[b];
+    p.history[static_cast<int64_t>(step) * p.max_batch + b] = token;
+    p.input_ids[b] = token;
+    const int past = min(p.past_lens[b] + 1, p.max_seq_len - 1);
+    p.past_lens[b] = past;
+    p.position_ids[b] = past;
+    bool ends = false;
+    for (int i = 0; i < p.num_end_ids; ++i) ends |= token == p.end_ids[i];
+    if (ends && !p.finished[b]) {
+      p.finished[b] = 1;
+      atomicSub(p.running, 1);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *p.step = step + 1;
+}
+
+}  // namespace
+
+cudaError_t embedding(DType dtype, const EmbeddingParams& p, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    constexpr int kWidth = kVec<T>;
+    if (p.hidden % kWidth == 0)
+      return launch(embedding_kernel<T, kWidth>, p.num_tokens, 128, 0, stream, p);
+    return launch(embedding_kernel<T, 1>, p.num_tokens, 128, 0, stream, p);
+  });
+}
+
+cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return p.hidden % kVec<T> == 0 ? norm_of_width<T, kVec<T>>(p, stream)
+                                   : norm_of_width<T, 1>(p, stream);
+  });
+}
+
+cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Activation activation,
+                 cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(gate_kernel<T>, dim3(blocks_for(width, 256), rows), 256, 0, stream,
+                  static_cast<T*>(y), static_cast<const T*>(both), width, activation);
+  });
+}
+
+cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(activate_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream,
+                  static_cast<T*>(x), count, activation);
+  });
+}
+
+cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
+                        cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(gather_rows_kernel<T>, count, 128, 0, stream, static_cast<T*>(y),
+                  static_cast<const T*>(x), rows, width);
+  });
+}
+
+cudaError_t argmax(DType dtype, int64_t* tokens, const void* logits, int rows, int vocab, int stride,
+                   cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(argmax_kernel<T>, rows, 1024, 0, stream, tokens, static_cast<const T*>(logits), vocab,
+                  stride);
+  });
+}
+
+cudaError_t advance(const AdvanceParams& p, cudaStream_t stream) {
+  return launch(advance_kernel, 1, 128, 0, stream, p);
+}
+
+}  // namespace llmc::kernels

@@ -1,0 +1,10 @@
+#include "../common/norm.h"
+
+namespace llmc {
+
+void register_add_rms_norm() {
+  register_plugin({"AddRMSNorm", 1, {"x", "residual", "weight"}, {"y", "sum"}, {{"epsilon", 1e-6}}, {},
+                   Norm<false, true>::make});
+}
+
+}  // namespace llmc

@@ -1,0 +1,84 @@
+#include <cmath>
+
+#include "../common/linear.h"
+
+namespace llmc {
+namespace {
+
+class Attention : public Plugin {
+ public:
+  explicit Attention(const Fields& fields) {
+    p_.num_heads = integer(fields, "num_heads");
+    p_.num_kv_heads = integer(fields, "num_kv_heads");
+    p_.head_dim = integer(fields, "head_dim");
+    p_.rotary_dim = integer(fields, "rotary_dim");
+    p_.window = integer(fields, "window");
+    p_.interleaved = integer(fields, "interleaved") != 0;
+    p_.scale = real(fields, "scale");
+    p_.softcap = real(fields, "softcap");
+    p_.norm_epsilon = real(fields, "norm_epsilon");
+    if (p_.num_kv_heads < 1 || p_.num_heads % p_.num_kv_heads != 0)
+      throw Error("Attention's num_heads " + std::to_string(p_.num_heads) +
+                  " is not a multiple of num_kv_heads " + std::to_string(p_.num_kv_heads));
+    if (p_.head_dim % 8 != 0 || p_.head_dim < 8 || p_.head_dim > 256)
+      throw Error("Attention's head_dim " + std::to_string(p_.head_dim) +
+                  " is not a multiple of 8 from 8 to 256");
+    if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.head_dim));
+  }
+
+  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+    return {{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, in[1], in[2]};
+  }
+
+  // The split kernel's partial results, then the turned queries.
+  int64_t workspace(const std::vector<Tensor>& in) const override {
+    return scratch() + in[0].shape[0] * p_.num_heads * p_.head_dim * 4;
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
+               const Context& context) const override {
+    kernels::AttentionParams p = p_;
+    p.out = out[0].data;
+    p.qkv = in[0].data;
+    p.key_cache = in[1].data;
+    p.value_cache = in[2].data;
+    p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
+    p.past_lens = static_cast<const int32_t*>(in[4].data);
+    const float** tables[] = {&p.cos, &p.sin, &p.q_norm, &p.k_norm};
+    for (size_t i = 0; i < 4; ++i)
+      if (const Tensor* table = optional(in, 5 + i)) *tables[i] = static_cast<const float*>(table->data);
+    p.num_tokens = static_cast<int>(in[0].shape[0]);
+    p.batch = static_cast<int>(in[4].shape[0]);
+    p.max_seq_len = static_cast<int>(in[1].shape[2]);
+    p.decode = context.decode;
+    p.scratch = workspace;
+    p.queries = static_cast<char*>(workspace) + scratch();
+    check(kernels::attention(in[0].dtype, p, context.stream), "Attention");
+  }
+
+ private:
+  int64_t scratch() const {
+    return (kernels::attention_scratch(p_.num_heads, p_.head_dim) + 255) / 256 * 256;
+  }
+
+  kernels::AttentionParams p_{};
+};
+
+}  // namespace
+
+void register_attention() {
+  register_plugin(
+      {"Attention", 1,
+       {"qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?", "q_norm?",
+        "k_norm?"},
+       {"out", "key_cache_out", "value_cache_out"},
+       {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
+        {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},
+        {"interleaved", int64_t{0}}, {"norm_epsilon", 1e-6}},
+       {"num_heads", "num_kv_heads", "head_dim"},
+       [](const Fields& fields) -> std::unique_ptr<Plugin> {
+         return std::make_unique<Attention>(fields);
+       }});
+}
+
+}  // namespace llmc

@@ -1,0 +1,111 @@
+// The core of a plugin: an op's fields, shapes and kernels, without any host (our engine, TensorRT) in it.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "../../kernels/launch.h"
+
+namespace llmc {
+
+// What a user or an artifact got wrong. The message names the thing, the value and what is allowed.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+void check(cudaError_t status, const char* what);
+void check(cublasStatus_t status, const char* what);
+
+using Value = std::variant<int64_t, double, std::string>;
+using Fields = std::map<std::string, Value>;
+using Shape = std::vector<int64_t>;
+
+// A device tensor; data is null for an absent optional input.
+struct Tensor {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  Shape shape;
+
+  int64_t size() const {
+    int64_t total = 1;
+    for (int64_t dim : shape) total *= dim;
+    return total;
+  }
+};
+
+// Matrix products on one device: y = x · weightᵀ with cuBLASLt, algorithms chosen once per shape.
+class Gemm {
+ public:
+  Gemm();
+  ~Gemm();
+  Gemm(const Gemm&) = delete;
+  Gemm& operator=(const Gemm&) = delete;
+
+  // y [rows, out] = act(x [rows, in] · weight [out, in]ᵀ + bias) + residual. Returns whether the activation
+  // was applied: cuBLASLt has ReLU and tanh GELU, others are the caller's.
+  bool run(DType dtype, void* y, const void* x, const void* weight, const void* bias,
+           const void* residual, int rows, int in, int out, Activation activation, cudaStream_t stream);
+
+ private:
+  struct Plan;
+  cublasLtHandle_t handle_ = nullptr;
+  void* workspace_ = nullptr;
+  std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
+};
+
+// What a host provides to every enqueue.
+struct Context {
+  cudaStream_t stream = nullptr;
+  Gemm* gemm = nullptr;
+  void* communicator = nullptr;  // ncclComm_t
+  bool decode = false;           // every sequence has exactly one new token
+};
+
+class Plugin {
+ public:
+  virtual ~Plugin() = default;
+
+  // Output shapes from input shapes (empty for an absent one).
+  virtual std::vector<Shape> shapes(const std::vector<Shape>& inputs) const = 0;
+  // Bytes of scratch for these inputs. It is zeroed once, then kept between calls.
+  virtual int64_t workspace(const std::vector<Tensor>&) const { return 0; }
+  virtual void enqueue(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
+                       void* workspace, const Context& context) const = 0;
+};
+
+// One op's entry in the registry: its contract as csrc/plugins/<op>/op.py declares it.
+struct PluginType {
+  std::string name;
+  int version;
+  std::vector<std::string> inputs;  // a trailing '?' marks an optional one
+  std::vector<std::string> outputs;
+  Fields fields;                    // every field with its default
+  std::vector<std::string> required;
+  std::unique_ptr<Plugin> (*make)(const Fields& fields);
+};
+
+// Registers every op once; later calls do nothing. Namespace "llmc".
+void init_plugins();
+void register_plugin(PluginType type);
+const std::map<std::string, PluginType>& plugin_types();
+
+// A plugin with these fields, defaults filled in. Throws Error for an unknown op, or a field that is unknown,
+// missing or of another type.
+std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& fields);
+
+inline int integer(const Fields& fields, const char* name) {
+  return static_cast<int>(std::get<int64_t>(fields.at(name)));
+}
+inline float real(const Fields& fields, const char* name) {
+  return static_cast<float>(std::get<double>(fields.at(name)));
+}
+Activation activation_of(const Fields& fields);
+
+}  // namespace llmc

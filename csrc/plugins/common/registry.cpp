@@ -1,0 +1,67 @@
+#include "plugin.h"
+
+namespace llmc {
+namespace {
+
+std::map<std::string, PluginType>& types() {
+  static std::map<std::string, PluginType> all;
+  return all;
+}
+
+const char* kind(const Value& value) {
+  static const char* names[] = {"an int", "a float", "a str"};
+  return names[value.index()];
+}
+
+}  // namespace
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw Error(std::string(what) + " failed: " + cudaGetErrorString(status));
+}
+
+void check(cublasStatus_t status, const char* what) {
+  if (status != CUBLAS_STATUS_SUCCESS)
+    throw Error(std::string(what) + " failed: " + cublasLtGetStatusString(status));
+}
+
+void register_plugin(PluginType type) {
+  const std::string name = type.name;
+  if (!types().emplace(name, std::move(type)).second) throw Error("op '" + name + "' is registered twice");
+}
+
+const std::map<std::string, PluginType>& plugin_types() {
+  init_plugins();
+  return types();
+}
+
+std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& fields) {
+  const auto found = plugin_types().find(name);
+  if (found == plugin_types().end()) throw Error("there is no op '" + name + "' in namespace llmc");
+  const PluginType& type = found->second;
+  Fields complete = type.fields;
+  for (const auto& [field, value] : fields) {
+    const auto declared = complete.find(field);
+    if (declared == complete.end()) throw Error(name + " has no field '" + field + "'");
+    if (declared->second.index() != value.index())
+      throw Error(name + "'s field '" + field + "' is " + kind(value) + ", expected " +
+                  kind(declared->second));
+    declared->second = value;
+  }
+  for (const std::string& field : type.required)
+    if (!fields.count(field)) throw Error(name + " needs the field '" + field + "'");
+  return type.make(complete);
+}
+
+Activation activation_of(const Fields& fields) {
+  static const std::map<std::string, Activation> names = {
+      {"none", Activation::kNone},   {"relu", Activation::kRelu},
+      {"relu2", Activation::kRelu2}, {"gelu", Activation::kGelu},
+      {"gelu_tanh", Activation::kGeluTanh}, {"silu", Activation::kSilu},
+      {"quick_gelu", Activation::kQuickGelu}, {"tanh", Activation::kTanh}};
+  const std::string& name = std::get<std::string>(fields.at("activation"));
+  const auto found = names.find(name);
+  if (found == names.end()) throw Error("there is no activation '" + name + "'");
+  return found->second;
+}
+
+}  // namespace llmc

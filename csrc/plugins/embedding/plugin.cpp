@@ -1,0 +1,49 @@
+#include "../common/plugin.h"
+
+namespace llmc {
+namespace {
+
+class Embedding : public Plugin {
+ public:
+  explicit Embedding(const Fields& fields)
+      : scale_(real(fields, "scale")), start_(integer(fields, "vocab_start")),
+        sharded_(integer(fields, "vocab_sharded") != 0) {}
+
+  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+    return {{in[0][0], in[1][1]}};
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    const bool placed = in.size() > 3 && in[3].data != nullptr;
+    kernels::EmbeddingParams p{};
+    p.y = out[0].data;
+    p.ids = static_cast<const int64_t*>(in[0].data);
+    p.table = in[1].data;
+    p.position_ids = placed ? static_cast<const int64_t*>(in[2].data) : nullptr;
+    p.positions = placed ? in[3].data : nullptr;
+    p.rows = in[1].shape[0];
+    p.vocab_start = sharded_ ? start_ : 0;
+    p.num_tokens = static_cast<int>(in[0].shape[0]);
+    p.hidden = static_cast<int>(in[1].shape[1]);
+    p.scale = scale_;
+    check(kernels::embedding(out[0].dtype, p, context.stream), "Embedding");
+  }
+
+ private:
+  float scale_;
+  int64_t start_;
+  bool sharded_;
+};
+
+}  // namespace
+
+void register_embedding() {
+  register_plugin({"Embedding", 1, {"input_ids", "table", "position_ids?", "position_table?"}, {"y"},
+                   {{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}, {},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<Embedding>(fields);
+                   }});
+}
+
+}  // namespace llmc

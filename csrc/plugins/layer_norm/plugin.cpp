@@ -1,0 +1,10 @@
+#include "../common/norm.h"
+
+namespace llmc {
+
+void register_layer_norm() {
+  register_plugin({"LayerNorm", 1, {"x", "weight", "bias?"}, {"y"}, {{"epsilon", 1e-5}}, {},
+                   Norm<true, false>::make});
+}
+
+}  // namespace llmc
