@@ -130,6 +130,16 @@ class Weight(LazyValues):
 
         return Weight(self.shape, self.dtype, rows, self.name)
 
+    def scale_columns(self, factors: np.ndarray) -> Weight:
+        """A matrix with column j multiplied by `factors[j]`, in float32."""
+        return Weight(self.shape, np.float32,
+                      lambda start, stop: self.rows(start, stop).astype(np.float32) * factors,
+                      self.name)
+
+    def dot(self, vector: np.ndarray) -> np.ndarray:
+        """A matrix times a vector, float32. Reads the matrix once, a block at a time."""
+        return np.concatenate([block.astype(np.float32) @ vector for block in self.blocks()])
+
     def cast(self, dtype: np.dtype | type) -> Weight:
         """The weight in another dtype."""
         dtype = np.dtype(dtype)

@@ -15,8 +15,9 @@ import onnx_graphsurgeon as gs
 
 from llmc import plugins
 from llmc.compiler.artifact import WEIGHTS_NAME, write_weights
-from llmc.compiler.rewrite import is_llmc, weight
+from llmc.compiler.rewrite import consumers, is_llmc, replace, tidy, weight
 from llmc.compiler.targets.cpu import describe_chip
+from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, GraphStep
 from llmc.runtime.schedule import SCHEDULE_NAME, Schedule, ScheduledNode, ScheduledTensor
@@ -26,8 +27,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 _WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 _ALIGNMENT = 16
 # Inputs that stay in float32 whatever the model's dtype: they are small, and rounding them shows.
-_FLOAT32_INPUTS = {"weight", "bias", "cos", "sin", "q_norm", "k_norm"}
-_FLOAT32_OPS = {"RMSNorm", "LayerNorm", "AddRMSNorm", "AddLayerNorm", "Attention"}
+_FLOAT32_INPUTS = {
+    "Attention": {"cos", "sin", "q_norm", "k_norm"},
+    "NormGemm": {"row_sums"},
+    "RMSNorm": {"weight"}, "AddRMSNorm": {"weight"},
+    "LayerNorm": {"weight", "bias"}, "AddLayerNorm": {"weight", "bias"},
+}
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
@@ -39,6 +44,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, 
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
+    _fuse_norms(graph, _numpy(dtype))
     _cast(graph, dtype)
     places, weights = write_weights(graph, directory / WEIGHTS_NAME)
     text = schedule(graph, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
@@ -52,6 +58,41 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, 
                   for file in files]
 
 
+def _fuse_norms(graph: gs.Graph, numpy_dtype: np.dtype) -> None:
+    """Let a GEMM that alone reads a norm's result do the norm itself.
+
+    Given:   GemmBiasAct(RMSNorm(x, g), w, b), or with LayerNorm, GatedMLP
+    Result:  NormGemm(x, w · g, b, row sums of w · g), with the norm's bias in b
+    """
+    for node in list(graph.nodes):
+        if not is_llmc(node, "RMSNorm", "LayerNorm"):
+            continue
+        users = consumers(graph, node.outputs[0])
+        user = users[0] if len(users) == 1 else None
+        if user is None or not is_llmc(user, "GemmBiasAct", "GatedMLP") \
+                or user.inputs[0] is not node.outputs[0] \
+                or len(user.inputs[1].outputs) > 1:  # a table that is the LM head too stays whole
+            continue
+        fields = plugins.registry()[user.op].complete(user.attrs)
+        centred = node.op == "LayerNorm"
+        gain = weight(node.inputs[1]).load().astype(np.float32)
+        shift = weight(node.inputs[2]).load().astype(np.float32) if len(node.inputs) > 2 else None
+        matrix, name = weight(user.inputs[1]), user.inputs[1].name
+        folded = gs.Constant(f"{name}.normed", matrix.scale_columns(gain).cast(numpy_dtype))
+        bias = user.inputs[2] if len(user.inputs) > 2 else None
+        if shift is not None:
+            known = weight(bias).load() if bias is not None else 0.0
+            bias = gs.Constant(f"{name}.bias", Weight.of(
+                (matrix.dot(shift) + known).astype(np.float32), f"{name}.bias"))
+        sums = gs.Constant(f"{name}.row_sums", Weight.of(
+            folded._values.dot(np.ones(len(gain), np.float32)))) if centred else None
+        replace(graph, "NormGemm", [node.inputs[0], folded, bias, sums], list(user.outputs), {
+            "centred": int(centred), "gated": int(user.op == "GatedMLP"),
+            "epsilon": plugins.registry()[node.op].complete(node.attrs)["epsilon"],
+            "activation": fields["activation"]})
+    tidy(graph)
+
+
 def _cast(graph: gs.Graph, dtype: str) -> None:
     """Give weights, activations and caches the model's dtype."""
     made: dict[tuple[int, str], gs.Constant] = {}
@@ -61,8 +102,7 @@ def _cast(graph: gs.Graph, dtype: str) -> None:
         for index, tensor in enumerate(node.inputs):
             if not isinstance(tensor, gs.Constant):
                 continue
-            exact = op is None or (op.name in _FLOAT32_OPS
-                                   and op.input_names[index] in _FLOAT32_INPUTS)
+            exact = op is None or op.input_names[index] in _FLOAT32_INPUTS.get(op.name, ())
             wanted = np.dtype(np.float32) if exact else numpy_dtype
             key = (id(tensor), wanted.name)
             if key not in made:

@@ -1,4 +1,5 @@
-// Attention one query token at a time: decoding, and prompts where no tensor-core kernel serves.
+// Attention one query token at a time, where no tensor-core kernel serves: float32, and prompts of an odd
+// head_dim.
 //
 // A block takes one token, one KV head and up to kHeads of its query heads, over one part of the cached
 // positions (flash-decoding). A key is read by kLanes threads, 8 elements each; every group of kLanes
@@ -6,6 +7,7 @@
 // warps, and over the parts by whichever block ends last. Reads the visible keys and values once per kHeads
 // query heads.
 #include "attention.cuh"
+#include "decode.cuh"
 #include "prefill.cuh"
 
 namespace llmc::kernels {
@@ -14,16 +16,14 @@ namespace {
 using namespace device;
 
 constexpr int kWarps = 4;
-constexpr int kMaxParts = 32;
-constexpr int kMinKeys = 64;      // per part
-constexpr int kTargetBlocks = 264;
+constexpr int kMinKeys = 64;  // per part
 
 // One warp per head of the token: turned queries into p.queries, keys and values into the caches.
 template <typename T>
 __global__ void append_kernel(AttentionParams p) {
   __shared__ float heads[kWarps][kMaxHeadDim];
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
   const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim], then 2 more per head
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   __shared__ bool last;
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * kHeads;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   T* out = static_cast<T*>(p.out) + (static_cast<int64_t>(token) * p.num_heads + first_head) * dim;
   // Partial results lie behind the counters: per (token, head, part) a peak, a total and head_dim sums.
   int* counter = static_cast<int*>(p.scratch) + blockIdx.z * gridDim.y + blockIdx.y;
-  float* parts_of_head = static_cast<float*>(p.scratch) + kTargetBlocks +
+  float* parts_of_head = static_cast<float*>(p.scratch) + kPartedBlocks +
                          (static_cast<int64_t>(token) * p.num_heads + first_head) * parts * (dim + 2);
   for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
     const int h = i / dim;
@@ -215,7 +215,7 @@ template <typename T, int kLanes, int kHeads, bool kFused>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
-  int parts = blocks >= kTargetBlocks ? 1 : (kTargetBlocks + blocks - 1) / blocks;
+  int parts = blocks >= kPartedBlocks ? 1 : (kPartedBlocks + blocks - 1) / blocks;
   parts = min(min(parts, kMaxParts), (p.max_seq_len + kMinKeys - 1) / kMinKeys);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
   auto kernel = token_kernel<T, kLanes, kHeads, kFused>;
@@ -244,10 +244,10 @@ cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-// Positions are divided only where there are fewer than kTargetBlocks blocks without, so there are never
+// Positions are divided only where there are fewer than kPartedBlocks blocks without, so there are never
 // twice as many.
 int64_t attention_scratch(int num_heads, int head_dim) {
-  return 4 * (kTargetBlocks + static_cast<int64_t>(2 * kTargetBlocks) * num_heads * (head_dim + 2));
+  return 4 * (kPartedBlocks + static_cast<int64_t>(2 * kPartedBlocks) * num_heads * (head_dim + 2));
 }
 
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
@@ -255,7 +255,8 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
     return cudaErrorInvalidValue;
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (p.decode) return tokens<T, true>(p, stream);
+    if (p.decode)
+      return dtype == DType::kFloat32 ? tokens<T, true>(p, stream) : decode(dtype, p, stream);
     const int all = p.num_heads + 2 * p.num_kv_heads;
     const cudaError_t error = launch(append_kernel<T>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps),
                                      kWarps * 32, 0, stream, p);

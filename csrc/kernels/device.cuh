@@ -81,8 +81,10 @@ __device__ __forceinline__ float activate(float x, Activation kind) {
   return x;
 }
 
-// Programmatic dependent launch: a kernel may begin while the one before it ends. What it reads of other
-// kernels' results it must read after wait_for_inputs(); every kernel calls both.
+// Programmatic dependent launch: a kernel may begin while the one before it runs. Every kernel calls
+// wait_for_inputs() and then let_next_start(). So when a kernel begins, all but the one before it have ended:
+// what that one writes must be read, and what it reads must be written, after wait_for_inputs(); weights and
+// what older kernels wrote may be read before.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -94,14 +96,20 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
-inline bool can_overlap() {
-  static const bool yes = [] {
-    int device = 0, major = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-           major >= 9;
+// A property of the device that is current at the first call; all of a process's devices are alike.
+template <cudaDeviceAttr kAttribute>
+int device_property() {
+  static const int value = [] {
+    int device = 0, found = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&found, kAttribute, device);
+    return found;
   }();
-  return yes;
+  return value;
+}
+inline bool can_overlap() { return device_property<cudaDevAttrComputeCapabilityMajor>() >= 9; }
+inline unsigned multiprocessors() {
+  return static_cast<unsigned>(device_property<cudaDevAttrMultiProcessorCount>());
 }
 
 template <typename... Params, typename... Args>

@@ -31,7 +31,7 @@ struct EmbeddingParams {
 cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
 
 // sum = x + residual (if there is one); y = norm(sum) * weight + bias. x, residual, y, sum are
-// T [rows, hidden]; weight and bias float32 [hidden], bias or null; LayerNorm if centred, else RMSNorm.
+// T [rows, hidden]; weight and bias float32 [hidden] or null; LayerNorm if centred, else RMSNorm.
 struct NormParams {
   void* y;
   void* sum;
@@ -47,7 +47,8 @@ cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
 
 // y = act(x · weightᵀ + bias) + residual; x T [rows, in], weight T [out, in]; bias [out] and residual
 // [rows, out] T or null. Gated: weight [2 · out, in], y = act(gate) * up. At most kGemvRows rows, in a
-// multiple of 8, 16-bit types.
+// multiple of 8, 16-bit types. With `norm`, x is normed first, without weight and bias; where row_sums is
+// there (float32, the sum of each row of weight) its mean is taken off.
 constexpr int kGemvRows = 16;
 struct GemvParams {
   void* y;
@@ -58,6 +59,9 @@ struct GemvParams {
   int rows, in, out;
   Activation activation;
   bool gated;
+  bool norm = false;
+  const float* row_sums = nullptr;
+  float epsilon = 0;
 };
 cudaError_t gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 

@@ -5,6 +5,7 @@
 // queries and head.
 #include "attention.cuh"
 #include "prefill.cuh"
+#include "tensor_core.cuh"
 
 namespace llmc::kernels {
 namespace {
@@ -12,20 +13,6 @@ namespace {
 using namespace device;
 
 constexpr int kRows = 64, kKeys = 64, kThreads = 128;
-
-template <typename T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __half>)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 template <bool kTranspose>
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
@@ -44,12 +31,6 @@ __device__ __forceinline__ void copy_async(void* target, const void* source, boo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(source), "r"(bytes));
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float x, float y) {
-  Vec<T, 2> v{{from_float<T>(x), from_float<T>(y)}};
-  return *reinterpret_cast<uint32_t*>(&v);
-}
-
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   static_assert(kDim % 16 == 0);
@@ -59,8 +40,8 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   T* queries = reinterpret_cast<T*>(raw);              // [kRows][kPitch]
   T* keys = queries + kRows * kPitch;                  // [2][kKeys][kPitch]
   T* values = keys + 2 * kStageSize;
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
 
   int sequence = 0, tile = blockIdx.x;
   for (; sequence < p.batch; ++sequence) {

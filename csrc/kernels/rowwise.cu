@@ -9,8 +9,8 @@ using namespace device;
 // A block per token, kWidth elements per thread and turn. Reads a table row and perhaps a position row.
 template <typename T, int kWidth>
 __global__ void embedding_kernel(EmbeddingParams p) {
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   const int64_t row = p.ids[blockIdx.x] - p.vocab_start;
   const bool mine = row >= 0 && row < p.rows;
   const T* table = static_cast<const T*>(p.table) + (mine ? row : 0) * p.hidden;
@@ -34,9 +34,8 @@ __global__ void embedding_kernel(EmbeddingParams p) {
 // One row per group of kThreads threads, kept in registers between the passes: kTurns vectors of kWidth
 // elements per thread. kThreads 32 puts one row on each warp of the block.
 template <typename T, int kThreads, int kWidth, int kTurns>
-__global__ void norm_kernel(NormParams p) {
+__global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(NormParams p) {
   __shared__ float partial[kThreads / 32];
-  let_next_start();
   const int rows_per_block = blockDim.x / kThreads;
   const int row = blockIdx.x * rows_per_block + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
@@ -45,6 +44,7 @@ __global__ void norm_kernel(NormParams p) {
   const T* x = static_cast<const T*>(p.x) + start;
   float value[kTurns][kWidth];
   wait_for_inputs();
+  let_next_start();
   float total = 0;
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
@@ -88,7 +88,8 @@ __global__ void norm_kernel(NormParams p) {
     Vec<T, kWidth> out;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      float y = value[turn][k] * scale * p.weight[i + k];
+      float y = value[turn][k] * scale;
+      if (p.weight != nullptr) y *= p.weight[i + k];
       if (p.bias != nullptr) y += p.bias[i + k];
       out.data[k] = from_float<T>(y);
     }
@@ -103,29 +104,34 @@ cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
     return launch(norm_kernel<T, 32, kWidth, 4>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
   if (p.hidden <= 256 * kWidth * 2)
     return launch(norm_kernel<T, 256, kWidth, 2>, p.rows, 256, 0, stream, p);
-  if (p.hidden <= 1024 * kWidth * 8)
-    return launch(norm_kernel<T, 1024, kWidth, 8>, p.rows, 1024, 0, stream, p);
+  constexpr int kTurns = kWidth == 1 ? 16 : 4;
+  if (p.hidden <= 512 * kWidth * kTurns)
+    return launch(norm_kernel<T, 512, kWidth, kTurns>, p.rows, 512, 0, stream, p);
   return cudaErrorInvalidValue;
 }
 
 // A row of `both` is 2 · width long: first the gates, then what they let through.
-template <typename T>
+template <typename T, int kWidth>
 __global__ void gate_kernel(T* y, const T* both, int width, Activation activation) {
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   const int64_t row = blockIdx.y;
-  const T* gates = both + row * 2 * width;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x) {
-    // The gate is rounded before the product, as the framework that trained it does.
-    const float open = to_float(from_float<T>(device::activate(to_float(gates[i]), activation)));
-    y[row * width + i] = from_float<T>(open * to_float(gates[width + i]));
-  }
+  const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+  if (i >= width) return;
+  const auto gates = load<T, kWidth>(both + row * 2 * width + i);
+  const auto ups = load<T, kWidth>(both + row * 2 * width + width + i);
+  Vec<T, kWidth> out;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k)
+    out.data[k] = from_float<T>(device::activate(to_float(gates.data[k]), activation) *
+                                to_float(ups.data[k]));
+  store(y + row * width + i, out);
 }
 
 template <typename T>
 __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
     x[i] = from_float<T>(device::activate(to_float(x[i]), activation));
@@ -133,8 +139,8 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
 
 template <typename T>
 __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int width) {
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   const T* source = x + rows[blockIdx.x] * width;
   T* target = y + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
@@ -145,8 +151,8 @@ template <typename T>
 __global__ void argmax_kernel(int64_t* tokens, const T* logits, int vocab, int stride) {
   __shared__ float best_of[32];
   __shared__ int index_of[32];
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   const T* row = logits + static_cast<int64_t>(blockIdx.x) * stride;
   float best = -INFINITY;
   int index = 0x7fffffff;
@@ -184,8 +190,8 @@ __global__ void argmax_kernel(int64_t* tokens, const T* logits, int vocab, int s
 }
 
 __global__ void advance_kernel(AdvanceParams p) {
-  let_next_start();
   wait_for_inputs();
+  let_next_start();
   const int step = *p.step;
   for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
     const int64_t token = p.chosen[b];
@@ -229,8 +235,11 @@ cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Ac
                  cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(gate_kernel<T>, dim3(blocks_for(width, 256), rows), 256, 0, stream,
-                  static_cast<T*>(y), static_cast<const T*>(both), width, activation);
+    auto run = [&](auto kernel, int per_thread) {
+      return launch(kernel, dim3(blocks_for(width, 128 * per_thread), rows), 128, 0, stream,
+                    static_cast<T*>(y), static_cast<const T*>(both), width, activation);
+    };
+    return width % kVec<T> == 0 ? run(gate_kernel<T, kVec<T>>, kVec<T>) : run(gate_kernel<T, 1>, 1);
   });
 }
 

@@ -4,6 +4,7 @@ namespace llmc {
 namespace {
 
 constexpr size_t kWorkspace = 32 << 20;
+constexpr int kCandidates = 12, kRepeats = 4, kExactRows = 256;
 
 cudaDataType_t type_of(DType dtype) {
   switch (dtype) {
@@ -75,14 +76,52 @@ bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const vo
     const size_t limit = kWorkspace;
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &limit,
                                          sizeof limit);
-    cublasLtMatmulHeuristicResult_t found{};
+    cublasLtMatmulHeuristicResult_t found[kCandidates];
     int count = 0;
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-        handle_, made->operation, made->weight, made->x, made->y, made->y, preference, 1, &found, &count);
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(handle_, made->operation, made->weight, made->x, made->y, made->y,
+                                       preference, kCandidates, found, &count);
     cublasLtMatmulPreferenceDestroy(preference);
     check(status, "choosing a GEMM");
     if (count == 0) throw Error("cuBLASLt has no GEMM for this shape");
-    made->algorithm = found.algo;
+    made->algorithm = found[0].algo;
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &capturing), "choosing a GEMM");
+    auto& best = best_[{static_cast<int>(dtype), rows <= kExactRows ? rows : (rows + 1023) / 1024 * 1024, in,
+                        out, static_cast<int>(kind), residual != nullptr}];
+    if (best == nullptr && capturing == cudaStreamCaptureStatusNone) {
+      // Time what cuBLASLt proposes on the real operands; for many rows, once per 1024.
+      cudaEvent_t start, end;
+      check(cudaEventCreate(&start), "choosing a GEMM");
+      check(cudaEventCreate(&end), "choosing a GEMM");
+      float shortest = 0;
+      for (int i = 0; i < count; ++i) {
+        auto run = [&] {
+          return cublasLtMatmul(handle_, made->operation, &one, weight, made->weight, x, made->x, &beta,
+                                residual != nullptr ? residual : y, made->y, y, made->y, &found[i].algo,
+                                workspace_, kWorkspace, stream);
+        };
+        if (run() != CUBLAS_STATUS_SUCCESS) continue;
+        cudaEventRecord(start, stream);
+        for (int repeat = 0; repeat < kRepeats; ++repeat) run();
+        cudaEventRecord(end, stream);
+        check(cudaEventSynchronize(end), "choosing a GEMM");
+        float milliseconds = 0;
+        cudaEventElapsedTime(&milliseconds, start, end);
+        if (best == nullptr || milliseconds < shortest) {
+          shortest = milliseconds;
+          best = std::make_unique<cublasLtMatmulAlgo_t>(found[i].algo);
+        }
+      }
+      cudaEventDestroy(start);
+      cudaEventDestroy(end);
+    }
+    cublasLtMatmulHeuristicResult_t checked{};
+    if (best != nullptr &&
+        cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y,
+                                best.get(), &checked) == CUBLAS_STATUS_SUCCESS &&
+        checked.workspaceSize <= kWorkspace)
+      made->algorithm = *best;
     plan = std::move(made);
   }
   if (bias != nullptr)

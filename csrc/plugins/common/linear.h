@@ -1,28 +1,49 @@
-// y = act(x · weightᵀ + bias) + residual, by the kernel for few rows or by cuBLASLt.
+// y = act(x · weightᵀ + bias) + residual, gated or not, by the kernels for few rows or by cuBLASLt.
 #pragma once
 
 #include "plugin.h"
 
 namespace llmc {
 
-// Whether the kernel for few rows serves: 16-bit types, rows of whole 16-byte vectors.
-inline bool is_gemv(DType dtype, int64_t rows, int64_t in) {
-  return dtype != DType::kFloat32 && rows <= kernels::kGemvRows && in % 8 == 0;
+struct Linear {
+  const Tensor& x;
+  const Tensor& weight;
+  const Tensor* bias;
+  const Tensor* residual;
+  const Tensor& y;
+  Activation activation;
+  bool gated;
+};
+
+// Whether the kernels for few rows serve: 16-bit types, rows of whole 16-byte vectors.
+inline bool is_gemv(const Tensor& x) {
+  return x.dtype != DType::kFloat32 && x.shape[0] <= kernels::kGemvRows && x.shape[1] % 8 == 0;
 }
 
-inline void linear(const Tensor& x, const Tensor& weight, const Tensor* bias, const Tensor* residual,
-                   const Tensor& y, Activation activation, const Context& context) {
-  const int in = static_cast<int>(weight.shape[1]), out = static_cast<int>(weight.shape[0]);
-  const int rows = static_cast<int>(x.size() / in);
-  const void* bias_data = bias != nullptr ? bias->data : nullptr;
-  const void* residual_data = residual != nullptr ? residual->data : nullptr;
-  if (is_gemv(x.dtype, rows, in)) {
-    kernels::GemvParams p{y.data, x.data, weight.data, bias_data, residual_data, rows, in, out,
-                          activation, false};
-    check(kernels::gemv(x.dtype, p, context.stream), "a GEMV");
-  } else if (!context.gemm->run(x.dtype, y.data, x.data, weight.data, bias_data, residual_data, rows, in,
-                                out, activation, context.stream)) {
-    check(kernels::activate(y.dtype, y.data, y.size(), activation, context.stream), "an activation");
+// Bytes for gates and ups side by side, where they are not multiplied at once.
+inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, bool gated) {
+  return gated && !is_gemv(x) ? x.shape[0] * weight.shape[0] * (x.dtype == DType::kFloat32 ? 4 : 2) : 0;
+}
+
+inline kernels::GemvParams gemv_params(const Linear& l) {
+  const int out = static_cast<int>(l.weight.shape[0]) / (l.gated ? 2 : 1);
+  return {l.y.data, l.x.data, l.weight.data, l.bias != nullptr ? l.bias->data : nullptr,
+          l.residual != nullptr ? l.residual->data : nullptr, static_cast<int>(l.x.shape[0]),
+          static_cast<int>(l.weight.shape[1]), out, l.activation, l.gated};
+}
+
+inline void linear(const Linear& l, void* workspace, const Context& context) {
+  const kernels::GemvParams p = gemv_params(l);
+  const DType dtype = l.x.dtype;
+  if (is_gemv(l.x)) {
+    check(kernels::gemv(dtype, p, context.stream), "a GEMV");
+  } else if (l.gated) {
+    context.gemm->run(dtype, workspace, p.x, p.weight, p.bias, nullptr, p.rows, p.in, 2 * p.out,
+                      Activation::kNone, context.stream);
+    check(kernels::gate(dtype, p.y, workspace, p.rows, p.out, l.activation, context.stream), "a gate");
+  } else if (!context.gemm->run(dtype, p.y, p.x, p.weight, p.bias, p.residual, p.rows, p.in, p.out,
+                                l.activation, context.stream)) {
+    check(kernels::activate(dtype, p.y, l.y.size(), l.activation, context.stream), "an activation");
   }
 }
 

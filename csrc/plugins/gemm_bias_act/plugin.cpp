@@ -13,7 +13,7 @@ class GemmBiasAct : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    linear(in[0], in[1], optional(in, 2), nullptr, out[0], activation_, context);
+    linear({in[0], in[1], optional(in, 2), nullptr, out[0], activation_, false}, nullptr, context);
   }
 
  private:

@@ -11,7 +11,8 @@ class GemmBiasRes : public Plugin {
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    linear(in[0], in[1], optional(in, 2), optional(in, 3), out[0], Activation::kNone, context);
+    linear({in[0], in[1], optional(in, 2), optional(in, 3), out[0], Activation::kNone, false}, nullptr,
+           context);
   }
 };
 

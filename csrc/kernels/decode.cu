@@ -1,0 +1,257 @@
+// Attention of one new token per sequence on tensor cores, 16-bit types.
+//
+// A block takes one sequence, one KV head and up to 8 of its query heads, over one part of the cached
+// positions (flash-decoding). It prepares its heads itself and writes the new key and value. A warp takes 16
+// keys at a time, straight from memory into the registers that the tensor core wants: scores are K · Qᵀ with
+// keys as the tile's rows, the inner dimension permuted so that a thread reads 16 bytes of a key; their
+// transpose (movmatrix) times V gives the sums, V's rows paired by byte permutes and its columns permuted so
+// that a thread reads 16 bytes of a value. What was cached in earlier steps is read before the kernel ahead
+// has ended. The warps' softmaxes are merged at the end, and the parts' by whichever block ends last. Reads
+// the visible keys and values once per 8 query heads.
+#include "attention.cuh"
+#include "decode.cuh"
+#include "tensor_core.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kWarps = 4, kHeads = 8, kKeys = 16;
+
+__device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
+  return turned;
+}
+
+// kSteps: head_dim in units of 32, rounded up.
+template <typename T, int kSteps>
+__global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, int parts) {
+  constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
+  // The first keys and values are read before the kernel ahead has ended, where registers suffice. (Reading
+  // each round's during the round before was measured: it costs more in occupancy than it hides.)
+  constexpr bool kEarly = kDim <= 128;
+  extern __shared__ uint4 raw[];
+  T* queries = reinterpret_cast<T*>(raw);                          // [kHeads][kPitch]
+  float* sums = reinterpret_cast<float*>(queries + kHeads * kPitch);  // [kWarps][kHeads][kDim]
+  __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
+  __shared__ bool last;
+  const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
+  const int chunks = (group + kHeads - 1) / kHeads;
+  const int kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * kHeads;
+  const int heads = min(kHeads, (kv_head + 1) * group - first_head);
+  const int sequence = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int g = lane / 4, t = lane % 4;
+  const int position = p.past_lens[sequence];
+  const int begin = p.window > 0 ? max(0, position + 1 - p.window) : 0, count = position + 1 - begin;
+  const int used = min(parts, (count + kDecodeKeys - 1) / kDecodeKeys), part = blockIdx.x;
+  const int per_part = (count + used - 1) / used;
+  const int from = begin + part * per_part, to = min(position + 1, from + per_part);
+  T* keys = static_cast<T*>(p.key_cache) + cache_row<T>(p, sequence, kv_head, 0);
+  T* values = static_cast<T*>(p.value_cache) + cache_row<T>(p, sequence, kv_head, 0);
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+
+  uint4 key[kSteps][2], value[kHalves][4];
+  auto load_keys = [&](uint4 (&into)[kSteps][2], int start, int limit) {
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = start + g + 8 * r, at = 32 * j + 8 * t;
+        into[j][r] = row < limit && at < dim
+            ? *reinterpret_cast<const uint4*>(keys + static_cast<int64_t>(row) * dim + at) : zero;
+      }
+  };
+  auto load_values = [&](uint4 (&into)[kHalves][4], int start, int limit) {
+#pragma unroll
+    for (int j = 0; j < kHalves; ++j)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int row = start + 2 * t + r % 2 + r / 2 * 8, at = 64 * j + 8 * g;
+        into[j][r] = row < limit && at < dim
+            ? *reinterpret_cast<const uint4*>(values + static_cast<int64_t>(row) * dim + at) : zero;
+      }
+  };
+  const int mine = from + warp * kKeys;
+  if (kEarly && part < used) {
+    load_keys(key, mine, min(to, position));
+    load_values(value, mine, min(to, position));
+  }
+  wait_for_inputs();
+  let_next_start();
+  if (part >= used) return;
+
+  const T* qkv = static_cast<const T*>(p.qkv) +
+                 static_cast<int64_t>(sequence) * (p.num_heads + 2 * p.num_kv_heads) * dim;
+  float* scratch = sums + warp * kDim;
+  for (int h = warp; h < kHeads; h += kWarps) {
+    if (h < heads) prepare_head(scratch, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
+    for (int i = lane; i < kDim; i += 32)
+      queries[h * kPitch + i] = from_float<T>(h < heads && i < dim ? scratch[i] : 0.f);
+    __syncwarp();
+  }
+  if (to == position + 1 && warp == kWarps - 1) {  // chunks of one KV head write the same
+    const T* source = qkv + (p.num_heads + kv_head) * dim;
+    prepare_head(scratch, source, p, p.k_norm, position, true);
+    for (int i = lane; i < dim; i += 32) {
+      keys[static_cast<int64_t>(position) * dim + i] = from_float<T>(scratch[i]);
+      values[static_cast<int64_t>(position) * dim + i] = source[p.num_kv_heads * dim + i];
+    }
+  }
+  __syncthreads();
+
+  float sum[kHalves][8][4] = {};
+  float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2t and 2t + 1
+  const float scale = p.scale * (p.softcap > 0 ? 1.f : 1.44269504f);
+  constexpr int kRound = kWarps * kKeys;
+  for (int start = mine; start < to; start += kRound) {
+    // The first round was read before the new key and value were written.
+    const bool stale = start == mine && start <= position && position < start + kKeys;
+    if (!kEarly || start != mine || stale) load_keys(key, start, to);
+    if (kEarly && (start != mine || stale)) load_values(value, start, to);
+    float score[4] = {};
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const uint4 b = *reinterpret_cast<const uint4*>(queries + g * kPitch + 32 * j + 8 * t);
+      const uint32_t even[4] = {key[j][0].x, key[j][1].x, key[j][0].y, key[j][1].y};
+      const uint32_t odd[4] = {key[j][0].z, key[j][1].z, key[j][0].w, key[j][1].w};
+      multiply<T>(score, even, b.x, b.y);
+      multiply<T>(score, odd, b.z, b.w);
+    }
+    if (!kEarly) load_values(value, start, to);
+    float factor[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float s = score[2 * r + c] * scale;
+        if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * 1.44269504f;
+        score[2 * r + c] = start + g + 8 * r < to ? s : -INFINITY;
+      }
+      float higher = fmaxf(score[c], score[2 + c]);
+#pragma unroll
+      for (int mask = 4; mask < 32; mask <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
+      higher = fmaxf(higher, peak[c]);  // finite: start is before to
+      factor[c] = exp2f(peak[c] - higher);
+      peak[c] = higher;
+      score[c] = exp2f(score[c] - higher);
+      score[2 + c] = exp2f(score[2 + c] - higher);
+      total[c] = total[c] * factor[c] + score[c] + score[2 + c];
+    }
+    // The sums' rows are heads: row g wants the factor that the lanes of heads 2t, 2t + 1 hold.
+    const float even_factor = __shfl_sync(~0u, factor[0], g / 2);
+    const float odd_factor = __shfl_sync(~0u, factor[1], g / 2);
+    const float old = g % 2 ? odd_factor : even_factor;
+    const uint32_t weights[4] = {transpose(pack<T>(score[0], score[1])), 0,
+                                 transpose(pack<T>(score[2], score[3])), 0};
+#pragma unroll
+    for (int j = 0; j < kHalves; ++j) {
+      const uint32_t* rows[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) rows[r] = reinterpret_cast<const uint32_t*>(&value[j][r]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        sum[j][e][0] *= old, sum[j][e][1] *= old;
+        const uint32_t pick = e % 2 ? 0x7632 : 0x5410;
+        multiply<T>(sum[j][e], weights, __byte_perm(rows[0][e / 2], rows[1][e / 2], pick),
+                    __byte_perm(rows[2][e / 2], rows[3][e / 2], pick));
+      }
+    }
+  }
+  // Merge the warps. A warp without keys has total 0 and peak -inf.
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+#pragma unroll
+    for (int mask = 4; mask < 32; mask <<= 1) total[c] += __shfl_xor_sync(~0u, total[c], mask);
+    if (g == 0) peak_of[warp][2 * t + c] = peak[c], total_of[warp][2 * t + c] = total[c];
+  }
+#pragma unroll
+  for (int j = 0; j < kHalves; ++j)
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int at = 64 * j + 8 * (2 * t + c) + e;
+        if (at < kDim) sums[(warp * kHeads + g) * kDim + at] = sum[j][e][c];
+      }
+  __syncthreads();
+  T* out = static_cast<T*>(p.out) + (static_cast<int64_t>(sequence) * p.num_heads + first_head) * dim;
+  int* counter = static_cast<int*>(p.scratch) + blockIdx.z * gridDim.y + blockIdx.y;
+  float* parts_of_head = static_cast<float*>(p.scratch) + kPartedBlocks +
+                         (static_cast<int64_t>(sequence) * p.num_heads + first_head) * parts * (dim + 2);
+  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
+    const int h = i / dim;
+    float higher = -INFINITY, all = 0, value_sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) higher = fmaxf(higher, peak_of[w][h]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = exp2f(peak_of[w][h] - higher);
+      all += total_of[w][h] * weight;
+      value_sum += sums[(w * kHeads + h) * kDim + i % dim] * weight;
+    }
+    if (used == 1) {
+      out[i] = from_float<T>(value_sum / all);
+    } else {
+      float* place = parts_of_head + (static_cast<int64_t>(h) * parts + part) * (dim + 2);
+      place[2 + i % dim] = value_sum;
+      if (i % dim == 0) place[0] = higher, place[1] = all;
+    }
+  }
+  if (used == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counter, 1) == used - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
+    const float* place = parts_of_head + static_cast<int64_t>(i / dim) * parts * (dim + 2);
+    float higher = -INFINITY, all = 0, value_sum = 0;
+    for (int k = 0; k < used; ++k) higher = fmaxf(higher, __ldcg(place + k * (dim + 2)));
+    for (int k = 0; k < used; ++k) {
+      const float weight = exp2f(__ldcg(place + k * (dim + 2)) - higher);
+      all += __ldcg(place + k * (dim + 2) + 1) * weight;
+      value_sum += __ldcg(place + k * (dim + 2) + 2 + i % dim) * weight;
+    }
+    out[i] = from_float<T>(value_sum / all);
+  }
+}
+
+template <typename T, int kSteps>
+cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
+  constexpr int kDim = kSteps * 32;
+  constexpr size_t kShared = sizeof(T) * kHeads * (kDim + 8) + sizeof(float) * kWarps * kHeads * kDim;
+  const int group = p.num_heads / p.num_kv_heads;
+  const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads), blocks = columns * p.batch;
+  int parts = blocks >= kPartedBlocks ? 1 : (kPartedBlocks + blocks - 1) / blocks;
+  parts = min(min(parts, kMaxParts), (p.max_seq_len + kDecodeKeys - 1) / kDecodeKeys);
+  const cudaError_t error = cudaFuncSetAttribute(
+      decode_kernel<T, kSteps>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
+  if (error != cudaSuccess) return error;
+  return launch(decode_kernel<T, kSteps>, dim3(parts, columns, p.batch), kWarps * 32, kShared, stream, p,
+                parts);
+}
+
+template <typename T>
+cudaError_t run_type(const AttentionParams& p, cudaStream_t stream) {
+  if (p.head_dim <= 32) return run<T, 1>(p, stream);
+  if (p.head_dim <= 64) return run<T, 2>(p, stream);
+  if (p.head_dim <= 96) return run<T, 3>(p, stream);
+  if (p.head_dim <= 128) return run<T, 4>(p, stream);
+  return run<T, 8>(p, stream);
+}
+
+}  // namespace
+
+cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
+  if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace llmc::kernels

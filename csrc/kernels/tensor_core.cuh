@@ -1,0 +1,30 @@
+// The tensor core's 16 × 8 × 16 product and what its operands are made with.
+#pragma once
+
+#include "device.cuh"
+
+namespace llmc::device {
+
+// c [16, 8] += a [16, 16] · b [16, 8], accumulated in float32.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two values as the 16-bit pair that an operand register holds.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float x, float y) {
+  Vec<T, 2> v{{from_float<T>(x), from_float<T>(y)}};
+  return *reinterpret_cast<uint32_t*>(&v);
+}
+
+}  // namespace llmc::device

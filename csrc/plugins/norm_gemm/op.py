@@ -1,0 +1,64 @@
+"""y = activation(norm(x) · weightᵀ + bias): a norm and the GEMM that alone reads it.
+
+The norm's own weight and bias are part of `weight` and `bias`. `centred`: LayerNorm, else RMSNorm.
+`gated`: the GEMM is GatedMLP's, with a weight [2 · out, in]. `row_sums`, the sum of each row of
+`weight`, lets a kernel take the mean off after the product; a centred op has it.
+"""
+
+import numpy as np
+
+from llmc.plugins import Op, Sample
+from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.normalization import normalize
+
+
+def _body(fields, present):
+    lines = ["width = Shape<start=-1>(x)", "one = Constant<value_float=1.0>()",
+             "flat = Expand(one, width)",
+             f"n = {'LayerNormalization' if fields['centred'] else 'RMSNormalization'}"
+             f"<axis=-1, epsilon={fields['epsilon']!r}>(x, flat)",
+             "wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(n, wt)",
+             "b = Add(m, bias)" if "bias" in present else "b = Identity(m)"]
+    if fields["gated"]:
+        lines += ["gate, up = Split<axis=-1, num_outputs=2>(b)",
+                  activation_text(fields["activation"], "gate", "active"), "y = Mul(active, up)"]
+    else:
+        lines.append(activation_text(fields["activation"], "b", "y"))
+    return "\n".join(lines)
+
+
+def _reference(fields, inputs):
+    x = normalize(inputs["x"], fields, {"weight": 1.0}, centred=bool(fields["centred"]))
+    y = x @ inputs["weight"].astype(np.float64).T + inputs.get("bias", 0.0)
+    if fields["gated"]:
+        gate, up = np.split(y, 2, axis=-1)
+        return [REFERENCE[fields["activation"]](gate) * up]
+    return [REFERENCE[fields["activation"]](y)]
+
+
+def _samples(rng):
+    made = []
+    for rows, centred, gated, activation in ((1, 0, 1, "silu"), (2, 1, 0, "gelu_tanh"),
+                                             (5, 1, 1, "relu"), (3, 0, 0, "none")):
+        inputs = {"x": rng.standard_normal((rows, 24)).astype(np.float32),
+                  "weight": rng.standard_normal((14, 24)).astype(np.float32)}
+        if centred:
+            inputs["bias"] = rng.standard_normal(14).astype(np.float32)
+            inputs["row_sums"] = inputs["weight"].sum(1)
+        made.append(Sample({"centred": centred, "gated": gated, "activation": activation,
+                            "epsilon": 1e-5}, inputs))
+    return made
+
+
+OP = Op(
+    name="NormGemm",
+    version=1,
+    inputs=("x", "weight", "bias?", "row_sums?"),
+    outputs=("y",),
+    fields={"centred": 0, "epsilon": 1e-6, "activation": "none", "gated": 0},
+    shapes=lambda shapes, fields: [
+        (*shapes["x"][:-1], shapes["weight"][0] // (2 if fields["gated"] else 1))],
+    body=_body,
+    reference=_reference,
+    samples=_samples,
+)

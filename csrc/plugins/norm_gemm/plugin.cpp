@@ -1,0 +1,70 @@
+#include "../common/linear.h"
+
+namespace llmc {
+namespace {
+
+class NormGemm : public Plugin {
+ public:
+  explicit NormGemm(const Fields& fields)
+      : centred_(integer(fields, "centred") != 0), gated_(integer(fields, "gated") != 0),
+        epsilon_(real(fields, "epsilon")), activation_(activation_of(fields)) {}
+
+  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+    return {{in[0][0], in[1][0] / (gated_ ? 2 : 1)}};
+  }
+
+  // The normed x, then what the GEMM needs.
+  int64_t workspace(const std::vector<Tensor>& in) const override {
+    return normed_bytes(in[0]) + linear_workspace(in[0], in[1], gated_);
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
+               const Context& context) const override {
+    const Tensor& x = in[0];
+    const Tensor* sums = optional(in, 3);
+    if (centred_ && sums == nullptr) throw Error("a centred NormGemm needs row_sums");
+    if (is_gemv(x)) {
+      kernels::GemvParams p =
+          gemv_params({x, in[1], optional(in, 2), nullptr, out[0], activation_, gated_});
+      p.norm = true;
+      p.row_sums = centred_ ? static_cast<const float*>(sums->data) : nullptr;
+      p.epsilon = epsilon_;
+      check(kernels::gemv(x.dtype, p, context.stream), "NormGemm");
+      return;
+    }
+    Tensor normed = x;
+    normed.data = workspace;
+    kernels::NormParams p{};
+    p.y = normed.data;
+    p.x = x.data;
+    p.rows = static_cast<int>(x.shape[0]);
+    p.hidden = static_cast<int>(x.shape[1]);
+    p.epsilon = epsilon_;
+    p.centred = centred_;
+    check(kernels::norm(x.dtype, p, context.stream), "NormGemm");
+    linear({normed, in[1], optional(in, 2), nullptr, out[0], activation_, gated_},
+           static_cast<char*>(workspace) + normed_bytes(x), context);
+  }
+
+ private:
+  static int64_t normed_bytes(const Tensor& x) {
+    return (x.size() * (x.dtype == DType::kFloat32 ? 4 : 2) + 255) / 256 * 256;
+  }
+
+  bool centred_, gated_;
+  float epsilon_;
+  Activation activation_;
+};
+
+}  // namespace
+
+void register_norm_gemm() {
+  register_plugin({"NormGemm", 1, {"x", "weight", "bias?", "row_sums?"}, {"y"},
+                   {{"centred", int64_t{0}}, {"epsilon", 1e-6}, {"activation", std::string("none")},
+                    {"gated", int64_t{0}}}, {},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<NormGemm>(fields);
+                   }});
+}
+
+}  // namespace llmc
