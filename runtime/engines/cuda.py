@@ -29,8 +29,8 @@ def extension() -> ModuleType:
         LlmcError: it was not built, or cuBLASLt is missing.
     """
     if find_spec("llmc._cuda") is None:
-        raise LlmcError("this installation of llmc has no CUDA engine; install it where nvcc is, "
-                        "with: pip install 'llmc[cuda]'")
+        raise LlmcError("this installation of llmc has no CUDA engine; build it from a checkout "
+                        "where nvcc is, as csrc/README.md says")
     _load_cublas()
     try:
         from llmc import _cuda

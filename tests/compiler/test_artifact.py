@@ -112,8 +112,8 @@ def test_a_full_disk_leaves_the_old_case_directory_whole(tiny_hf, case_tp1, tmp_
     before = digests(target)
     real = api.TARGETS["cpu"].emit
 
-    def full(graph, rank, directory):
-        real(graph, rank, directory)
+    def full(graph, rank, directory, dtype):
+        real(graph, rank, directory, dtype)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(api.TARGETS["cpu"], "emit", full)
