@@ -25,8 +25,21 @@ template <typename T>
 __device__ __forceinline__ void prepare_head(float* head, const T* source, const AttentionParams& p,
                                              const float* weight, int position, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
+  const int half = turn && p.cos != nullptr ? p.rotary_dim / 2 : 0;
+  constexpr int kPairs = kMaxHeadDim / 2 / 32;
+  float cos[kPairs], sin[kPairs];  // read first, so that all reads are under way together
+#pragma unroll
+  for (int k = 0; k < kPairs; ++k) {
+    const int i = lane + 32 * k;
+    const int64_t at = static_cast<int64_t>(position) * half + i;
+    cos[k] = i < half ? p.cos[at] : 0.f;
+    sin[k] = i < half ? p.sin[at] : 0.f;
+  }
   float squares = 0;
-  for (int i = lane; i < dim; i += 32) {
+#pragma unroll
+  for (int k = 0; k < 2 * kPairs; ++k) {
+    const int i = lane + 32 * k;
+    if (i >= dim) break;
     const float x = to_float(source[i]);
     head[i] = x;
     squares += x * x;
@@ -36,18 +49,16 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
     for (int i = lane; i < dim; i += 32) head[i] *= scale * weight[i];
   }
   __syncwarp();
-  if (turn && p.cos != nullptr) {
-    const int half = p.rotary_dim / 2;
-    for (int i = lane; i < half; i += 32) {
-      const int a = p.interleaved ? 2 * i : i, b = p.interleaved ? 2 * i + 1 : i + half;
-      const float cos = p.cos[static_cast<int64_t>(position) * half + i];
-      const float sin = p.sin[static_cast<int64_t>(position) * half + i];
-      const float x = head[a], y = head[b];
-      head[a] = x * cos - y * sin;
-      head[b] = y * cos + x * sin;
-    }
-    __syncwarp();
+#pragma unroll
+  for (int k = 0; k < kPairs; ++k) {
+    const int i = lane + 32 * k;
+    if (i >= half) break;
+    const int a = p.interleaved ? 2 * i : i, b = p.interleaved ? 2 * i + 1 : i + half;
+    const float x = head[a], y = head[b];
+    head[a] = x * cos[k] - y * sin[k];
+    head[b] = y * cos[k] + x * sin[k];
   }
+  __syncwarp();
 }
 
 template <typename T>

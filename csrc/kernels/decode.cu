@@ -17,7 +17,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kWarps = 4, kHeads = 8, kKeys = 16;
+constexpr int kHeads = 8, kKeys = 16;
 
 __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   uint32_t turned;
@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
 }
 
 // kSteps: head_dim in units of 32, rounded up.
-template <typename T, int kSteps>
+template <typename T, int kSteps, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, int parts) {
   constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
   // The first keys and values are read before the kernel ahead has ended, where registers suffice. (Reading
@@ -84,20 +84,25 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
 
   const T* qkv = static_cast<const T*>(p.qkv) +
                  static_cast<int64_t>(sequence) * (p.num_heads + 2 * p.num_kv_heads) * dim;
+  for (int i = threadIdx.x; i < (kHeads - heads) * kPitch; i += kWarps * 32)
+    queries[heads * kPitch + i] = from_float<T>(0.f);
+  // A warp for each query head, and where the new position is this block's, for its key and its value.
+  // Chunks of one KV head write the same.
   float* scratch = sums + warp * kDim;
-  for (int h = warp; h < kHeads; h += kWarps) {
-    if (h < heads) prepare_head(scratch, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
-    for (int i = lane; i < kDim; i += 32)
-      queries[h * kPitch + i] = from_float<T>(h < heads && i < dim ? scratch[i] : 0.f);
-    __syncwarp();
-  }
-  if (to == position + 1 && warp == kWarps - 1) {  // chunks of one KV head write the same
-    const T* source = qkv + (p.num_heads + kv_head) * dim;
-    prepare_head(scratch, source, p, p.k_norm, position, true);
-    for (int i = lane; i < dim; i += 32) {
-      keys[static_cast<int64_t>(position) * dim + i] = from_float<T>(scratch[i]);
-      values[static_cast<int64_t>(position) * dim + i] = source[p.num_kv_heads * dim + i];
+  for (int task = warp; task < heads + (to == position + 1 ? 2 : 0); task += kWarps) {
+    if (task < heads) {
+      prepare_head(scratch, qkv + (first_head + task) * dim, p, p.q_norm, position, true);
+      for (int i = lane; i < kDim; i += 32)
+        queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] : 0.f);
+    } else if (task == heads) {
+      prepare_head(scratch, qkv + (p.num_heads + kv_head) * dim, p, p.k_norm, position, true);
+      for (int i = lane; i < dim; i += 32)
+        keys[static_cast<int64_t>(position) * dim + i] = from_float<T>(scratch[i]);
+    } else {
+      const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
+      for (int i = lane; i < dim; i += 32) values[static_cast<int64_t>(position) * dim + i] = source[i];
     }
+    __syncwarp();
   }
   __syncthreads();
 
@@ -222,19 +227,28 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   }
 }
 
-template <typename T, int kSteps>
-cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
+template <typename T, int kSteps, int kWarps>
+cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
   constexpr int kDim = kSteps * 32;
   constexpr size_t kShared = sizeof(T) * kHeads * (kDim + 8) + sizeof(float) * kWarps * kHeads * kDim;
-  const int group = p.num_heads / p.num_kv_heads;
-  const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads), blocks = columns * p.batch;
+  const int blocks = columns * p.batch;
   int parts = blocks >= kPartedBlocks ? 1 : (kPartedBlocks + blocks - 1) / blocks;
   parts = min(min(parts, kMaxParts), (p.max_seq_len + kDecodeKeys - 1) / kDecodeKeys);
-  const cudaError_t error = cudaFuncSetAttribute(
-      decode_kernel<T, kSteps>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
+  auto kernel = decode_kernel<T, kSteps, kWarps>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  return launch(decode_kernel<T, kSteps>, dim3(parts, columns, p.batch), kWarps * 32, kShared, stream, p,
-                parts);
+  return launch(kernel, dim3(parts, columns, p.batch), kWarps * 32, kShared, stream, p, parts);
+}
+
+// Few blocks have more warps each: then latency is what counts, else how many fit.
+template <typename T, int kSteps>
+cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
+  const int group = p.num_heads / p.num_kv_heads;
+  const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
+  if (kSteps <= 4 && static_cast<unsigned>(columns * p.batch) <= multiprocessors())
+    return run_warps<T, kSteps, 8>(p, columns, stream);
+  return run_warps<T, kSteps, 4>(p, columns, stream);
 }
 
 template <typename T>

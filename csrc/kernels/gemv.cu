@@ -168,17 +168,22 @@ cudaError_t run_warps(const GemvParams& p, cudaStream_t stream) {
   if (p.rows > 8)
     return p.gated ? run_tile<T, kWarps, 2, Tile::kGated>(p, stream)
                    : run_tile<T, kWarps, 2, Tile::kWide>(p, stream);
-  if (p.gated) return run_tile<T, kWarps, 1, Tile::kGated>(p, stream);
-  if (p.rows <= kNarrowRows && blocks_for(p.out, 16) < multiprocessors())
-    return run_tile<T, kWarps, 1, Tile::kNarrow>(p, stream);
-  return run_tile<T, kWarps, 1, Tile::kWide>(p, stream);
+  return p.gated ? run_tile<T, kWarps, 1, Tile::kGated>(p, stream)
+                 : run_tile<T, kWarps, 1, Tile::kWide>(p, stream);
 }
 
-// As many warps as have a chunk to read.
+// As many warps as have a chunk to read at once, so that a small weight is under way as a whole before the
+// kernel ahead has ended.
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
+  if (!p.gated && p.rows <= kNarrowRows && blocks_for(p.out, 16) < multiprocessors()) {
+    if (p.in <= 512) return run_tile<T, 2, 1, Tile::kNarrow>(p, stream);
+    if (p.in <= 1024) return run_tile<T, 4, 1, Tile::kNarrow>(p, stream);
+    if (p.in <= 2048) return run_tile<T, 8, 1, Tile::kNarrow>(p, stream);
+    return run_tile<T, 16, 1, Tile::kNarrow>(p, stream);
+  }
   if (p.in <= 256) return run_warps<T, 2>(p, stream);
-  if (p.in <= 1024) return run_warps<T, 4>(p, stream);
+  if (p.in <= 512) return run_warps<T, 4>(p, stream);
   return run_warps<T, 8>(p, stream);
 }
 
