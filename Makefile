@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 CASE := artifacts/smollm2-tp3
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu lint clean
 
 $(VENV)/.export: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest
+
+# Where there is a GPU, after building the extension as csrc/README.md says.
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

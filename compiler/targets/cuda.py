@@ -26,13 +26,6 @@ KIND = "cuda"
 DTYPES = ("float32", "float16", "bfloat16")
 _WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 _ALIGNMENT = 16
-# Inputs that stay in float32 whatever the model's dtype: they are small, and rounding them shows.
-_FLOAT32_INPUTS = {
-    "Attention": {"cos", "sin", "q_norm", "k_norm"},
-    "NormGemm": {"row_sums"},
-    "RMSNorm": {"weight"}, "AddRMSNorm": {"weight"},
-    "LayerNorm": {"weight", "bias"}, "AddLayerNorm": {"weight", "bias"},
-}
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
@@ -102,7 +95,7 @@ def _cast(graph: gs.Graph, dtype: str) -> None:
         for index, tensor in enumerate(node.inputs):
             if not isinstance(tensor, gs.Constant):
                 continue
-            exact = op is None or op.input_names[index] in _FLOAT32_INPUTS.get(op.name, ())
+            exact = op is None or op.input_names[index] in op.float32_inputs
             wanted = np.dtype(np.float32) if exact else numpy_dtype
             key = (id(tensor), wanted.name)
             if key not in made:

@@ -44,6 +44,8 @@ class Op:
         outputs: names in order.
         fields: every field with its default; the default's type is the field's type.
         required: fields that a node must set.
+        float32_inputs: inputs that stay float32 whatever the dtype of the others: small tables,
+            whose rounding would show.
         shapes: (input shapes by name, fields) to output shapes, in order.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at opset 23, in standard ONNX only.
@@ -68,6 +70,7 @@ class Op:
         default_factory=dict)
     serves: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    float32_inputs: frozenset[str] = frozenset()
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5
     samples: Callable[[Any], Sequence[Sample]] | None = None

@@ -26,6 +26,7 @@ OP = Op(
     bodies={"cpu": lambda fields, present:
             "y, mean, scale, sum = com.microsoft.SkipLayerNormalization"
             f"<epsilon={fields['epsilon']!r}>(x, residual, weight{_bias(present)})"},
+    float32_inputs=frozenset({"weight", "bias"}),
     reference=_reference,
     samples=norm_samples(residual=True, bias=True),
 )

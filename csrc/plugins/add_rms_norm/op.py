@@ -21,6 +21,7 @@ OP = Op(
     bodies={"cpu": lambda fields, present:
             "y, mean, scale, sum = com.microsoft.SkipSimplifiedLayerNormalization"
             f"<epsilon={fields['epsilon']!r}>(x, residual, weight)"},
+    float32_inputs=frozenset({"weight"}),
     reference=_reference,
     samples=norm_samples(residual=True, bias=False),
 )

@@ -310,6 +310,7 @@ OP = Op(
     body=_body,
     bodies={"cpu": _cpu},
     serves={"cpu": _group_query_lengths},
+    float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm"}),
     reference=_reference,
     samples=_samples,
 )

@@ -13,6 +13,7 @@ OP = Op(
     body=lambda fields, present:
         f"y = LayerNormalization<axis=-1, epsilon={fields['epsilon']!r}>"
         f"(x, weight{', bias' if 'bias' in present else ''})",
+    float32_inputs=frozenset({"weight", "bias"}),
     reference=lambda fields, inputs: [normalize(inputs["x"], fields, inputs, centred=True)],
     samples=norm_samples(residual=False, bias=True),
 )

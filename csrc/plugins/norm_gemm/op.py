@@ -59,6 +59,7 @@ OP = Op(
     shapes=lambda shapes, fields: [
         (*shapes["x"][:-1], shapes["weight"][0] // (2 if fields["gated"] else 1))],
     body=_body,
+    float32_inputs=frozenset({"row_sums"}),
     reference=_reference,
     samples=_samples,
 )

@@ -15,6 +15,7 @@ OP = Op(
     bodies={"cpu": lambda fields, present:
             f"y = SimplifiedLayerNormalization<axis=-1, epsilon={fields['epsilon']!r}, "
             f"stash_type=1>(x, weight)"},
+    float32_inputs=frozenset({"weight"}),
     reference=lambda fields, inputs: [normalize(inputs["x"], fields, inputs, centred=False)],
     samples=norm_samples(residual=False, bias=False),
 )

@@ -1,0 +1,123 @@
+"""Every kernel against its op's float64 reference, on fresh random inputs and poisoned outputs."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmc import plugins
+from llmc.plugins.attention.op import _sample
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Of the reference's range, for one rounding of inputs and outputs to the dtype.
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+OPS = [op for op in plugins.registry().values() if op.body is not None]
+
+
+def describe(tensor):
+    return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def check(extension, op, fields, inputs, dtype, decode=False):
+    """Run the kernel on what the dtype makes of the inputs, and compare."""
+    fields = op.complete(fields)
+    tensors = {}
+    for name, array in inputs.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).cuda()
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.float32 if name in op.float32_inputs else DTYPES[dtype])
+        tensors[name] = tensor
+    expected = op.reference(fields, {
+        name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
+        for name, tensor in tensors.items()})
+    given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
+             for name in op.input_names]
+    outputs = [tensors[op.input_names[index]] if op.name == "Attention" and index else
+               torch.full(array.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
+               for index, array in enumerate(expected)]
+    extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], decode)
+    for tensor, array in zip(outputs, expected, strict=True):
+        actual = tensor.double().cpu().numpy()
+        assert np.isfinite(actual).all()
+        assert np.abs(actual - array).max() <= TOLERANCE[dtype] * max(np.ptp(array), 1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_an_op_s_samples(extension, op, dtype):
+    for sample in op.samples(np.random.default_rng(0)):
+        decode = False
+        if op.name == "Attention":
+            if sample.fields["head_dim"] % 8:
+                continue
+            decode = bool((np.diff(sample.inputs["cu_seqlens"]) == 1).all())
+        check(extension, op, sample.fields, sample.inputs, dtype, decode)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "past", "dim", "heads", "kv_heads", "more"), [
+    ((1,) * 4, (300, 0, 63, 1000), 128, 8, 2, {}),
+    ((1,) * 2, (700, 64), 64, 4, 4, {}),
+    ((1,), (2000,), 96, 6, 1, {}),
+    ((1, 1), (511, 3), 256, 4, 2, {}),
+    ((1, 1, 1), (65, 130, 900), 80, 16, 2, {"window": 100}),
+    ((1,), (500,), 64, 71, 1, {}),
+    ((1,) * 64, tuple(range(64)), 64, 4, 2, {"softcap": 5.0}),
+    ((130, 3, 64), (0, 50, 10), 128, 8, 2, {}),
+    ((65, 1, 200), (0, 0, 300), 64, 4, 4, {"window": 70}),
+    ((100,), (0,), 256, 4, 2, {"softcap": 5.0}),
+    ((33, 70), (5, 0), 96, 4, 2, {}),
+    ((33, 70), (5, 0), 80, 4, 2, {}),
+    ((20, 9), (5, 0), 72, 4, 2, {}),
+])
+def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
+    sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
+                     max_seq_len=2048, rotary_dim=dim, **more)
+    check(extension, plugins.registry()["Attention"], sample.fields, sample.inputs, dtype,
+          decode=all(count == 1 for count in new))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "out"), [
+    (1, 1024, 3072), (2, 2048, 100), (3, 576, 960), (8, 4096, 4096), (16, 2048, 100), (9, 104, 37),
+    (17, 576, 64), (64, 576, 1536), (5, 1001, 7), (1, 104, 37), (1, 8192, 16000),
+])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm"])
+def test_linear(extension, name, rows, width, out, dtype):
+    rng = np.random.default_rng(2)
+    gated = name == "GatedMLP"
+    count = 2 * out if gated else out
+    inputs = {"x": rng.standard_normal((rows, width)) * 2 + 0.5,
+              "weight": rng.standard_normal((count, width)) / width**0.5,
+              "bias": rng.standard_normal(count)}
+    fields = {} if name == "GemmBiasRes" else {"activation": "gelu_tanh"}
+    if name == "GemmBiasRes":
+        inputs["residual"] = rng.standard_normal((rows, out))
+    if name == "NormGemm":
+        fields |= {"centred": 1, "epsilon": 1e-5}
+        inputs["row_sums"] = torch.from_numpy(inputs["weight"]).to(DTYPES[dtype]).double() \
+            .sum(1).numpy()
+    check(extension, plugins.registry()[name], fields, inputs, dtype)
+
+
+def test_the_extension_s_ops_are_the_declared_ones(extension):
+    declared = {op.name: op for op in OPS}
+    found = {kind.name: kind for kind in extension.plugin_types()}
+    assert set(found) == set(declared)
+    for name, kind in found.items():
+        op = declared[name]
+        assert (kind.version, tuple(kind.inputs), tuple(kind.outputs)) \
+            == (op.version, op.inputs, op.outputs)
+        assert kind.fields == dict(op.fields)
+        assert tuple(kind.required) == op.required
+
+
+@pytest.mark.parametrize(("name", "fields", "match"), [
+    ("Attentoin", {}, "there is no op 'Attentoin'"),
+    ("RMSNorm", {"epsilom": 1.0}, "has no field 'epsilom'"),
+    ("RMSNorm", {"epsilon": "small"}, "field 'epsilon' is a str, expected a float"),
+    ("Attention", {"num_heads": 4}, "needs the field"),
+    ("GatedMLP", {"activation": "swoosh"}, "no activation 'swoosh'"),
+])
+def test_bad_fields_are_named(extension, name, fields, match):
+    with pytest.raises(extension.CudaError, match=match):
+        extension.make_plugin(name, fields)
