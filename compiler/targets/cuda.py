@@ -26,6 +26,7 @@ KIND = "cuda"
 DTYPES = ("float32", "float16", "bfloat16")
 _WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 _ALIGNMENT = 16
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Min", "Max", "Tanh", "Exp", "Sigmoid", "Neg"}
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
@@ -100,6 +101,8 @@ def _cast(graph: gs.Graph, dtype: str) -> None:
             key = (id(tensor), wanted.name)
             if key not in made:
                 values = weight(tensor)
+                if not values.shape:
+                    values = Weight.of(np.reshape(tensor.values, 1), tensor.name)
                 suffix = "" if not any(k[0] == id(tensor) for k in made) else f".{wanted.name}"
                 made[key] = gs.Constant(tensor.name + suffix, values.cast(wanted))
             node.inputs[index] = made[key]
@@ -153,7 +156,10 @@ def _fields(node: gs.Node) -> dict[str, int | float | str]:
         raise LlmcError("the cuda target runs models of one chip; compile with --tp_size 1")
     if is_llmc(node):
         return plugins.registry()[node.op].complete(node.attrs)
-    if node.op == "Gather" and node.attrs.get("axis", 0) == 0:
+    constants = [t for t in node.inputs if isinstance(t, gs.Constant)]
+    if node.op == "Gather" and node.attrs.get("axis", 0) == 0 and not constants:
+        return {}
+    if node.op in _ELEMENTWISE and all(t.values.size == 1 for t in constants):
         return {}
     raise LlmcError(f"{node.op} '{node.name}': the cuda target has no kernel for it; compile for "
                     f"--target cpu")

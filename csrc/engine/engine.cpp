@@ -37,6 +37,37 @@ class Gather : public Plugin {
   }
 };
 
+// An ONNX op on elements; a weight of one float32 number stands for all elements.
+class ElementwiseOp : public Plugin {
+ public:
+  explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
+
+  static std::unique_ptr<Plugin> make(const std::string& name) {
+    using kernels::Elementwise;
+    static const std::map<std::string, Elementwise> ops = {
+        {"Add", Elementwise::kAdd},   {"Sub", Elementwise::kSub},   {"Mul", Elementwise::kMul},
+        {"Div", Elementwise::kDiv},   {"Min", Elementwise::kMin},   {"Max", Elementwise::kMax},
+        {"Tanh", Elementwise::kTanh}, {"Exp", Elementwise::kExp},   {"Sigmoid", Elementwise::kSigmoid},
+        {"Neg", Elementwise::kNeg}};
+    const auto found = ops.find(name);
+    return found == ops.end() ? nullptr : std::make_unique<ElementwiseOp>(found->second);
+  }
+
+  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+    return {in[0].size() < 2 && in.size() > 1 ? in[1] : in[0]};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    auto is_number = [&](size_t i) { return i < in.size() && in[i].shape.size() < 2; };
+    check(kernels::elementwise(out[0].dtype, op_, out[0].data, in[0].data,
+                               in.size() > 1 ? in[1].data : nullptr, is_number(0), is_number(1),
+                               out[0].size(), context.stream), "an elementwise op");
+  }
+
+ private:
+  kernels::Elementwise op_;
+};
+
 }  // namespace
 
 struct Engine::Graph {
@@ -135,8 +166,9 @@ int Engine::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_
 
 void Engine::add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
                       const std::vector<int>& outputs) {
-  std::unique_ptr<Plugin> plugin;
-  if (op == "Gather") plugin = std::make_unique<Gather>(); else plugin = make_plugin(op, fields);
+  std::unique_ptr<Plugin> plugin = ElementwiseOp::make(op);
+  if (op == "Gather") plugin = std::make_unique<Gather>();
+  if (plugin == nullptr) plugin = make_plugin(op, fields);
   nodes_.push_back({op, std::move(plugin), inputs, outputs});
 }
 

@@ -95,6 +95,11 @@ struct AttentionParams {
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
 int64_t attention_scratch(int num_heads, int head_dim);
 
+// y[i] = a[i] op b[i], T [count]; an operand that is one float32 number is marked, b is null for one input.
+enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg };
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, bool a_is_number,
+                        bool b_is_number, int64_t count, cudaStream_t stream);
+
 // y[i] = x[rows[i]], T [count, width].
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
                         cudaStream_t stream);

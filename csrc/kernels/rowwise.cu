@@ -138,6 +138,34 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
 }
 
 template <typename T>
+__global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const void* b, bool a_is_number,
+                                   bool b_is_number, int64_t count) {
+  wait_for_inputs();
+  let_next_start();
+  auto read = [](const void* from, bool is_number, int64_t i) {
+    return is_number ? *static_cast<const float*>(from) : to_float(static_cast<const T*>(from)[i]);
+  };
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const float x = read(a, a_is_number, i), z = b != nullptr ? read(b, b_is_number, i) : 0.f;
+    float value = 0;
+    switch (op) {
+      case Elementwise::kAdd: value = x + z; break;
+      case Elementwise::kSub: value = x - z; break;
+      case Elementwise::kMul: value = x * z; break;
+      case Elementwise::kDiv: value = x / z; break;
+      case Elementwise::kMin: value = fminf(x, z); break;
+      case Elementwise::kMax: value = fmaxf(x, z); break;
+      case Elementwise::kTanh: value = tanhf(x); break;
+      case Elementwise::kExp: value = expf(x); break;
+      case Elementwise::kSigmoid: value = 1.f / (1.f + expf(-x)); break;
+      case Elementwise::kNeg: value = -x; break;
+    }
+    y[i] = from_float<T>(value);
+  }
+}
+
+template <typename T>
 __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int width) {
   wait_for_inputs();
   let_next_start();
@@ -248,6 +276,15 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(activate_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream,
                   static_cast<T*>(x), count, activation);
+  });
+}
+
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, bool a_is_number,
+                        bool b_is_number, int64_t count, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(elementwise_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream, op,
+                  static_cast<T*>(y), a, b, a_is_number, b_is_number, count);
   });
 }
 

@@ -11,6 +11,8 @@ from llmc import plugins
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import read_schedule
 
+ELEMENTWISE = {"Add": np.add, "Mul": np.multiply, "Div": np.divide, "Tanh": np.tanh}
+
 
 class Interpreter:
     """A schedule on NumPy, one sequence at a time, float32.
@@ -49,6 +51,9 @@ class Interpreter:
             if node.op == "Gather":
                 view(node.outputs[0])[:] = read(node.inputs[0])[read(node.inputs[1])]
                 continue
+            if node.op in ELEMENTWISE:
+                view(node.outputs[0])[:] = ELEMENTWISE[node.op](*map(read, node.inputs))
+                continue
             op = plugins.registry()[node.op]
             given = {name: read(number) for name, number
                      in zip(op.input_names, node.inputs, strict=False) if number >= 0}
@@ -62,7 +67,7 @@ class Interpreter:
         return view(self.schedule.logits)[:, :self.manifest.dims.vocab_size].copy()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite", "cohere"])
 def test_the_schedule_gives_transformers_logits(family, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
