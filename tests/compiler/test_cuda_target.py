@@ -67,7 +67,8 @@ class Interpreter:
         return view(self.schedule.logits)[:, :self.manifest.dims.vocab_size].copy()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite",
+                                    "cohere"])
 def test_the_schedule_gives_transformers_logits(family, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
