@@ -17,7 +17,14 @@ import onnx_graphsurgeon as gs
 from llmc import __version__, plugins
 from llmc.compiler.rewrite import is_llmc
 from llmc.compiler.weights import Weight
-from llmc.runtime.manifest import FileEntry
+from llmc.runtime.manifest import (
+    Chip,
+    CollectiveStep,
+    FileEntry,
+    GraphStep,
+    LayerCache,
+    TensorInfo,
+)
 
 WEIGHTS_NAME = "weights.safetensors"
 _ALIGNMENT = 4096
@@ -142,3 +149,21 @@ def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
     outputs = [t for node in nodes for t in node.outputs if id(t) in later]
     return gs.Graph(nodes=list(nodes), inputs=list(inputs.values()), outputs=outputs,
                     opset=plugins.OPSET)
+
+
+def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
+                  weight_bytes: int) -> Chip:
+    """What the manifest says of a rank, whatever the target."""
+    attention = [node for node in graph.nodes if is_llmc(node, "Attention")]
+    return Chip(
+        rank=rank, path=f"chip{rank}", steps=steps,
+        inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
+        cache=tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
+                               head_dim=node.attrs["head_dim"]) for node in attention),
+        num_heads=tuple(node.attrs["num_heads"] for node in attention),
+        weight_bytes=weight_bytes)
+
+
+def _describe(tensors: Sequence[gs.Tensor]) -> tuple[TensorInfo, ...]:
+    return tuple(TensorInfo(name=tensor.name, dtype=np.dtype(tensor.dtype).name,
+                            shape=tuple(tensor.shape)) for tensor in tensors)

@@ -98,6 +98,9 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     """
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
     manifest = read_manifest(case_dir)
+    if manifest.target.kind != "cpu":
+        raise LlmcError(f"'{case_dir}' is compiled for target {manifest.target.kind}; diff runs "
+                        f"what is compiled for target cpu")
     root = Path(case_dir)
     changed = tuple(entry.path for entry in manifest.files
                     if not (root / entry.path).is_file()

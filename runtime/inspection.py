@@ -10,9 +10,11 @@ from llmc.runtime.manifest import Manifest
 def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     """Per chip: weights, KV cache of `batch_size` full sequences, heads and files, in bytes."""
     length = manifest.dims.max_seq_len
+    width = 4 if manifest.dtype == "float32" else 2
     chips = []
     for chip in manifest.chips:
-        cache = sum(2 * 4 * layer.num_kv_heads * layer.head_dim * length for layer in chip.cache)
+        cache = sum(2 * width * layer.num_kv_heads * layer.head_dim * length
+                    for layer in chip.cache)
         chips.append({
             "rank": chip.rank, "weight_bytes": chip.weight_bytes,
             "kv_cache_bytes": cache * batch_size,

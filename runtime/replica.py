@@ -56,10 +56,7 @@ class Replica:
     def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> \
             np.ndarray | None:
         """Several greedy steps at once: int64 [steps, batch], or None where the engine cannot."""
-        engine = self._engines[0]
-        if not isinstance(engine, CudaEngine):
-            return None
-        return engine.decode(tokens, past_lens, steps)
+        return self._engines[0].decode(tokens, past_lens, steps)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy a sequence's cache to another row on all ranks."""

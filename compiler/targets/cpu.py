@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
+    describe_chip,
     split_at_collectives,
     to_onnx,
     write_onnx,
     write_weights,
 )
-from llmc.compiler.rewrite import is_llmc
-from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, LayerCache, TensorInfo
+from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep
 
 KIND = "cpu"
 DTYPES = ("float32",)
@@ -52,23 +51,5 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, 
                   for file in files]
 
 
-def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
-                  weight_bytes: int) -> Chip:
-    """What the manifest says of a rank, whatever the target."""
-    attention = [node for node in graph.nodes if is_llmc(node, "Attention")]
-    return Chip(
-        rank=rank, path=f"chip{rank}", steps=steps,
-        inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
-        cache=tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
-                               head_dim=node.attrs["head_dim"]) for node in attention),
-        num_heads=tuple(node.attrs["num_heads"] for node in attention),
-        weight_bytes=weight_bytes)
-
-
 def _names(tensors: Sequence[gs.Tensor]) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in tensors)
-
-
-def _describe(tensors: Sequence[gs.Tensor]) -> tuple[TensorInfo, ...]:
-    return tuple(TensorInfo(name=tensor.name, dtype=np.dtype(tensor.dtype).name,
-                            shape=tuple(tensor.shape)) for tensor in tensors)

@@ -14,9 +14,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
-from llmc.compiler.artifact import WEIGHTS_NAME, write_weights
+from llmc.compiler.artifact import WEIGHTS_NAME, describe_chip, write_weights
 from llmc.compiler.rewrite import consumers, is_llmc, replace, tidy, weight
-from llmc.compiler.targets.cpu import describe_chip
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, GraphStep
@@ -24,7 +23,6 @@ from llmc.runtime.schedule import SCHEDULE_NAME, Schedule, ScheduledNode, Schedu
 
 KIND = "cuda"
 DTYPES = ("float32", "float16", "bfloat16")
-_WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 _ALIGNMENT = 16
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Min", "Max", "Tanh", "Exp", "Sigmoid", "Neg"}
 
@@ -200,7 +198,7 @@ def _plan(graph: gs.Graph, caches: set[int], dtype: str) -> tuple[dict[int, int]
               if id(tensor) not in caches and not tensor.is_empty()]
 
     def size(tensor: gs.Tensor) -> int:
-        width = int(tensor.shape[-1]) * _WIDTH[dtype]
+        width = int(tensor.shape[-1]) * _numpy(dtype).itemsize
         return -(-width // _ALIGNMENT) * _ALIGNMENT
 
     offsets: dict[int, int] = {}

@@ -96,12 +96,6 @@ NB_MODULE(_cuda, m) {
     return std::make_pair(status == cudaSuccess ? count : 0,
                           std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
   });
-  m.def("compute_capability", [](int device) {
-    int major = 0, minor = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking a device");
-    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
-    return std::make_pair(major, minor);
-  });
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,14 @@ class Engine(Protocol):
 
     def run(self, batch: PackedBatch) -> np.ndarray:
         """Execute a step, extend the KV cache, return logits float32 [num_logits, padded_vocab]."""
+        ...
+
+    def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> \
+            np.ndarray | None:
+        """Several greedy steps from each sequence's newest token: int64 [steps, batch].
+
+        None from an engine that takes one step at a time.
+        """
         ...
 
     def copy_row(self, source: int, target: int, length: int) -> None:

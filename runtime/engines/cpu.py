@@ -7,6 +7,7 @@ written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,9 @@ class CpuEngine:
             for name in finished:
                 del values[name]
         return values["logits"]
+
+    def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> None:
+        return None
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         for cache in self._caches.values():

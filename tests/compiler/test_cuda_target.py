@@ -8,6 +8,8 @@ from safetensors.numpy import load_file
 
 import llmc
 from llmc import plugins
+from llmc.compiler.diff import diff
+from llmc.runtime.inspection import summarize
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import read_schedule
 
@@ -116,3 +118,13 @@ def test_a_broken_schedule_is_one_sentence(tiny_hf, tmp_path):
     path.write_text(path.read_text().replace('"op": "Embedding"', '"op": 7'))
     with pytest.raises(llmc.LlmcError, match="is not a valid schedule: nodes.0.op"):
         read_schedule(path)
+
+
+def test_memory_is_counted_in_the_model_s_dtype_and_diff_refuses(tiny_hf, tmp_path):
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16")
+    manifest = read_manifest(tmp_path / "case")
+    dims = manifest.dims
+    assert summarize(manifest)["chips"][0]["kv_cache_bytes"] == \
+        2 * 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * dims.max_seq_len
+    with pytest.raises(llmc.LlmcError, match="diff runs what is compiled for target cpu"):
+        diff(tmp_path / "case", tiny_hf)

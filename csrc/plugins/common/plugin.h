@@ -65,7 +65,6 @@ class Gemm {
 struct Context {
   cudaStream_t stream = nullptr;
   Gemm* gemm = nullptr;
-  void* communicator = nullptr;  // ncclComm_t
   bool decode = false;           // every sequence has exactly one new token
 };
 
