@@ -55,7 +55,6 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   float* queries = shared;                            // [kHeads][head_dim]
   float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim], then 2 more per head
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
-  __shared__ bool last;
   wait_for_inputs();
   let_next_start();
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
@@ -99,12 +98,13 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
 
   const int in_key = lane % kLanes * 8;
   const bool inside = in_key < dim;
+  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   float q[kHeads][8], sum[kHeads][8] = {}, peak[kHeads], total[kHeads] = {};
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     peak[h] = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) q[h][i] = inside && h < heads ? queries[h * dim + in_key + i] * p.scale : 0;
+    for (int i = 0; i < 8; ++i) q[h][i] = inside && h < heads ? queries[h * dim + in_key + i] * scale : 0;
   }
   constexpr int kStride = kWarps * kGroups;
   for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to;
@@ -131,11 +131,11 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
         for (int i = 0; i < 8; ++i) score += q[h][i] * to_float(key[turn].data[i]);
 #pragma unroll
         for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
-        if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap);
+        if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap) * kLog2E;
         if (!there) score = -INFINITY;
         const float higher = fmaxf(peak[h], score);
         if (higher == -INFINITY) continue;  // the same for the lanes of a group
-        const float old = __expf(peak[h] - higher), fresh = __expf(score - higher);
+        const float old = exp2f(peak[h] - higher), fresh = exp2f(score - higher);
         peak[h] = higher;
         total[h] = total[h] * old + fresh;
 #pragma unroll
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
     for (int mask = kLanes; mask < 32; mask <<= 1) {
       const float other = __shfl_xor_sync(~0u, peak[h], mask);
       const float higher = fmaxf(peak[h], other);
-      const float mine = higher == -INFINITY ? 0 : __expf(peak[h] - higher);
-      const float theirs = higher == -INFINITY ? 0 : __expf(other - higher);
+      const float mine = higher == -INFINITY ? 0 : exp2f(peak[h] - higher);
+      const float theirs = higher == -INFINITY ? 0 : exp2f(other - higher);
       peak[h] = higher;
       total[h] = total[h] * mine + __shfl_xor_sync(~0u, total[h], mask) * theirs;
 #pragma unroll
@@ -163,60 +163,15 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
       for (int i = 0; i < 8; ++i) sums[(warp * kHeads + h) * dim + in_key + i] = sum[h][i];
     if (lane == 0) peak_of[warp][h] = peak[h], total_of[warp][h] = total[h];
   }
-  __syncthreads();
-  T* out = static_cast<T*>(p.out) + (static_cast<int64_t>(token) * p.num_heads + first_head) * dim;
-  // Partial results lie behind the counters: per (token, head, part) a peak, a total and head_dim sums.
-  int* counter = static_cast<int*>(p.scratch) + blockIdx.z * gridDim.y + blockIdx.y;
-  float* parts_of_head = static_cast<float*>(p.scratch) + kPartedBlocks +
-                         (static_cast<int64_t>(token) * p.num_heads + first_head) * parts * (dim + 2);
-  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
-    const int h = i / dim;
-    float higher = -INFINITY, all = 0, value = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) higher = fmaxf(higher, peak_of[w][h]);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float factor = __expf(peak_of[w][h] - higher);
-      all += total_of[w][h] * factor;
-      value += sums[(w * kHeads + h) * dim + i % dim] * factor;
-    }
-    if (used == 1) {
-      out[i] = from_float<T>(value / all);
-    } else {
-      float* mine = parts_of_head + (static_cast<int64_t>(h) * parts + part) * (dim + 2);
-      mine[2 + i % dim] = value;
-      if (i % dim == 0) mine[0] = higher, mine[1] = all;
-    }
-  }
-  if (used == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(counter, 1) == used - 1;
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
-    const float* mine = parts_of_head + static_cast<int64_t>(i / dim) * parts * (dim + 2);
-    float higher = -INFINITY, all = 0, value = 0;
-    for (int k = 0; k < used; ++k) higher = fmaxf(higher, __ldcg(mine + k * (dim + 2)));
-    for (int k = 0; k < used; ++k) {
-      const float factor = __expf(__ldcg(mine + k * (dim + 2)) - higher);
-      all += __ldcg(mine + k * (dim + 2) + 1) * factor;
-      value += __ldcg(mine + k * (dim + 2) + 2 + i % dim) * factor;
-    }
-    out[i] = from_float<T>(value / all);
-  }
+  merge<T>(p, peak_of, total_of, sums, dim, heads, static_cast<int64_t>(token) * p.num_heads + first_head,
+           {part, used, parts});
 }
 
 template <typename T, int kLanes, int kHeads, bool kFused>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
-  int parts = blocks >= kPartedBlocks ? 1 : (kPartedBlocks + blocks - 1) / blocks;
-  parts = min(min(parts, kMaxParts), (p.max_seq_len + kMinKeys - 1) / kMinKeys);
+  const int parts = parts_for(blocks, p.max_seq_len, kMinKeys);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
   auto kernel = token_kernel<T, kLanes, kHeads, kFused>;
   if (shared > 48 * 1024) {

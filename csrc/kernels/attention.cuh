@@ -68,4 +68,78 @@ __device__ __forceinline__ int64_t cache_row(const AttentionParams& p, int seque
          p.head_dim;
 }
 
+// Where fewer blocks than kPartedBlocks would run, cached positions are divided into parts, so there are never
+// twice as many blocks.
+constexpr int kPartedBlocks = 264, kMaxParts = 32;
+constexpr float kLog2E = 1.44269504f;
+
+// Into how many parts of at least `keys` positions a launch of `blocks` blocks divides a sequence at most.
+inline int parts_for(int blocks, int max_seq_len, int keys) {
+  const int wanted = blocks >= kPartedBlocks ? 1 : (kPartedBlocks + blocks - 1) / blocks;
+  return min(min(wanted, kMaxParts), (max_seq_len + keys - 1) / keys);
+}
+
+// One part's place among those that a sequence is divided into.
+struct Part {
+  int index, used, most;
+};
+
+// The end of an attention block: merge its warps' softmaxes and write the heads' rows of p.out; where the
+// sequence is in several parts, leave this part's result in p.scratch, and let the block that ends last merge
+// the parts. Peaks are of base-2 exponents; a warp without keys has peak -inf and total 0. sums is
+// [kWarps][kHeads][pitch] in shared memory, written by all threads; heads rows begin at token_head, the token
+// times num_heads plus the first head.
+template <typename T, int kWarps, int kHeads>
+__device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][kHeads],
+                      const float (&total_of)[kWarps][kHeads], const float* sums, int pitch, int heads,
+                      int64_t token_head, Part part) {
+  __shared__ bool last;
+  const int dim = p.head_dim;
+  __syncthreads();
+  T* out = static_cast<T*>(p.out) + token_head * dim;
+  // Behind a counter per group of heads: per (token, head, part) a peak, a total and head_dim sums.
+  int* counter = static_cast<int*>(p.scratch) + blockIdx.z * gridDim.y + blockIdx.y;
+  float* results = static_cast<float*>(p.scratch) + kPartedBlocks + token_head * part.most * (dim + 2);
+  for (int i = threadIdx.x; i < heads * dim; i += kWarps * 32) {
+    const int h = i / dim;
+    float higher = -INFINITY, total = 0, sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) higher = fmaxf(higher, peak_of[w][h]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = exp2f(peak_of[w][h] - higher);
+      total += total_of[w][h] * weight;
+      sum += sums[(w * kHeads + h) * pitch + i % dim] * weight;
+    }
+    if (part.used == 1) {
+      out[i] = from_float<T>(sum / total);
+    } else {
+      float* result = results + (static_cast<int64_t>(h) * part.most + part.index) * (dim + 2);
+      result[2 + i % dim] = sum;
+      if (i % dim == 0) result[0] = higher, result[1] = total;
+    }
+  }
+  if (part.used == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counter, 1) == part.used - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int i = threadIdx.x; i < heads * dim; i += kWarps * 32) {
+    const float* result = results + static_cast<int64_t>(i / dim) * part.most * (dim + 2);
+    float higher = -INFINITY, total = 0, sum = 0;
+    for (int k = 0; k < part.used; ++k) higher = fmaxf(higher, __ldcg(result + k * (dim + 2)));
+    for (int k = 0; k < part.used; ++k) {
+      const float weight = exp2f(__ldcg(result + k * (dim + 2)) - higher);
+      total += __ldcg(result + k * (dim + 2) + 1) * weight;
+      sum += __ldcg(result + k * (dim + 2) + 2 + i % dim) * weight;
+    }
+    out[i] = from_float<T>(sum / total);
+  }
+}
+
 }  // namespace llmc::device

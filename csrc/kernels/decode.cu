@@ -18,6 +18,7 @@ namespace {
 using namespace device;
 
 constexpr int kHeads = 8, kKeys = 16;
+constexpr int kDecodeKeys = 256;  // per part
 
 __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   uint32_t turned;
@@ -36,7 +37,6 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   T* queries = reinterpret_cast<T*>(raw);                          // [kHeads][kPitch]
   float* sums = reinterpret_cast<float*>(queries + kHeads * kPitch);  // [kWarps][kHeads][kDim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
-  __shared__ bool last;
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * kHeads;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
 
   float sum[kHalves][8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2t and 2t + 1
-  const float scale = p.scale * (p.softcap > 0 ? 1.f : 1.44269504f);
+  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   constexpr int kRound = kWarps * kKeys;
   for (int start = mine; start < to; start += kRound) {
     // The first round was read before the new key and value were written.
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float s = score[2 * r + c] * scale;
-        if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * 1.44269504f;
+        if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * kLog2E;
         score[2 * r + c] = start + g + 8 * r < to ? s : -INFINITY;
       }
       float higher = fmaxf(score[c], score[2 + c]);
@@ -180,51 +180,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
         const int at = 64 * j + 8 * (2 * t + c) + e;
         if (at < kDim) sums[(warp * kHeads + g) * kDim + at] = sum[j][e][c];
       }
-  __syncthreads();
-  T* out = static_cast<T*>(p.out) + (static_cast<int64_t>(sequence) * p.num_heads + first_head) * dim;
-  int* counter = static_cast<int*>(p.scratch) + blockIdx.z * gridDim.y + blockIdx.y;
-  float* parts_of_head = static_cast<float*>(p.scratch) + kPartedBlocks +
-                         (static_cast<int64_t>(sequence) * p.num_heads + first_head) * parts * (dim + 2);
-  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
-    const int h = i / dim;
-    float higher = -INFINITY, all = 0, value_sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) higher = fmaxf(higher, peak_of[w][h]);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float weight = exp2f(peak_of[w][h] - higher);
-      all += total_of[w][h] * weight;
-      value_sum += sums[(w * kHeads + h) * kDim + i % dim] * weight;
-    }
-    if (used == 1) {
-      out[i] = from_float<T>(value_sum / all);
-    } else {
-      float* place = parts_of_head + (static_cast<int64_t>(h) * parts + part) * (dim + 2);
-      place[2 + i % dim] = value_sum;
-      if (i % dim == 0) place[0] = higher, place[1] = all;
-    }
-  }
-  if (used == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(counter, 1) == used - 1;
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
-    const float* place = parts_of_head + static_cast<int64_t>(i / dim) * parts * (dim + 2);
-    float higher = -INFINITY, all = 0, value_sum = 0;
-    for (int k = 0; k < used; ++k) higher = fmaxf(higher, __ldcg(place + k * (dim + 2)));
-    for (int k = 0; k < used; ++k) {
-      const float weight = exp2f(__ldcg(place + k * (dim + 2)) - higher);
-      all += __ldcg(place + k * (dim + 2) + 1) * weight;
-      value_sum += __ldcg(place + k * (dim + 2) + 2 + i % dim) * weight;
-    }
-    out[i] = from_float<T>(value_sum / all);
-  }
+  merge<T>(p, peak_of, total_of, sums, kDim, heads, static_cast<int64_t>(sequence) * p.num_heads + first_head,
+           {part, used, parts});
 }
 
 template <typename T, int kSteps, int kWarps>
@@ -232,8 +189,7 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
   constexpr int kDim = kSteps * 32;
   constexpr size_t kShared = sizeof(T) * kHeads * (kDim + 8) + sizeof(float) * kWarps * kHeads * kDim;
   const int blocks = columns * p.batch;
-  int parts = blocks >= kPartedBlocks ? 1 : (kPartedBlocks + blocks - 1) / blocks;
-  parts = min(min(parts, kMaxParts), (p.max_seq_len + kDecodeKeys - 1) / kDecodeKeys);
+  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys);
   auto kernel = decode_kernel<T, kSteps, kWarps>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));

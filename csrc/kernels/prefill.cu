@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float out[kDim / 8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
-  const float scale = p.scale * (p.softcap > 0 ? 1.f : 1.44269504f);
+  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   int stage = 0;
   for (int start = begin; start < end; start += kKeys, stage ^= 1) {
     if (start + kKeys < end) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float s = score[n][2 * r + c] * scale;
-          if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * 1.44269504f;
+          if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * kLog2E;
           if (!all_seen) {
             const int key = start + n * 8 + 2 * t + c;
             if (key > position || key < first_seen) s = -INFINITY;
