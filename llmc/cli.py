@@ -63,6 +63,14 @@ device_option = click.option("--device", callback=_devices, metavar="0,1,…",
                                   "[default: one replica on all cores]")
 
 
+def _step_options(command: Any) -> Any:
+    """How often the host looks at tokens that a device makes."""
+    command = click.option("--skip_step", default=0,
+                           help="Tokens that a GPU makes before the host looks at them.")(command)
+    return click.option("--check_step", default=8,
+                        help="Then the host looks at a GPU's tokens after so many steps.")(command)
+
+
 @click.group(cls=_Group, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="llmc")
 def main() -> None:
@@ -131,11 +139,13 @@ def _import_compiler():
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be repeated.")
 @click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
 @device_option
+@_step_options
 @click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
 @json_option
 def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, ...], chat: bool,
                 max_tokens: int, tp_size: int | None, device: list[int] | None, log_file: str,
-                as_json: bool, stop: tuple[str, ...], **sampling: Any) -> None:
+                as_json: bool, stop: tuple[str, ...], skip_step: int, check_step: int,
+                **sampling: Any) -> None:
     """Complete prompts, streaming the text."""
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
@@ -153,7 +163,7 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     click.echo(info, err=as_json)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
     prompts = prompts or _read_prompts()
-    with LLM(case_dir, device=device) as llm:
+    with LLM(case_dir, device=device, skip_step=skip_step, check_step=check_step) as llm:
         inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
         started = time.perf_counter()
         if as_json:
@@ -254,9 +264,10 @@ def _print_texts(pieces: Iterator[Piece], prompts: Sequence[str]) -> int:
 @click.option("--input_output_len", default="64,64;128,20", help="Pairs of lengths.")
 @click.option("--runs", default=3, help="Runs per cell; medians are printed.")
 @device_option
+@_step_options
 @json_option
 def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: int,
-                  device: list[int] | None, as_json: bool) -> None:
+                  device: list[int] | None, as_json: bool, **steps: int) -> None:
     """Measure throughput and latency over a grid of batch sizes and lengths."""
     from rich.console import Console
     from rich.table import Table
@@ -267,7 +278,7 @@ def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: 
     grid = parse_grid(batch_size, input_output_len)
     if runs < 1:
         raise LlmcError(f"--runs {runs} is below 1")
-    with LLM(case_dir, device=device, max_batch_size=max(cell[0] for cell in grid)) as llm:
+    with LLM(case_dir, device=device, max_batch_size=max(cell[0] for cell in grid), **steps) as llm:
         check_grid(llm, grid)
         rows = [measure(llm, *cell, runs=runs) for cell in grid]
     if as_json:

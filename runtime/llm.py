@@ -15,7 +15,7 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.sampling import Sampler, SamplingParams
+from llmc.runtime.decoding.sampling import Draws, Sampler, SamplingParams
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
 from llmc.runtime.engines.cuda import device_count
@@ -79,16 +79,20 @@ class LLM:
             all cores.
         max_batch_size: sequences that a replica decodes at once; more wait.
         verify: check every file's SHA-256 first.
-        check_step: greedy steps that a GPU makes before the host looks at their tokens.
+        check_step: steps that a GPU makes before the host looks at their tokens.
+        skip_step: tokens of each sequence that are made before the host looks for the first time.
 
     Raises:
         LlmcError: the case directory is missing, broken or newer; the devices do not fit.
     """
 
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
-                 max_batch_size: int = 16, verify: bool = True, check_step: int = 8) -> None:
+                 max_batch_size: int = 16, verify: bool = True, check_step: int = 8,
+                 skip_step: int = 0) -> None:
         if check_step < 1:
             raise LlmcError(f"check_step {check_step} is below 1")
+        if skip_step < 0:
+            raise LlmcError(f"skip_step {skip_step} is negative")
         if max_batch_size < 1:
             raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
         self.case_dir = Path(case_dir)
@@ -96,7 +100,7 @@ class LLM:
         verify_files(self.manifest, case_dir, hashes=verify)
         self.tokenizer = load_tokenizer(self.manifest, self.case_dir)
         self._max_batch_size = max_batch_size
-        self._check_step = check_step
+        self._check_step, self._skip_step = check_step, skip_step
         self._max_tokens = max(_PREFILL_TOKENS, self.manifest.dims.max_seq_len)
         self._replicas: list[Replica] = []
         self._user = threading.Lock()  # held by whoever runs steps
@@ -252,18 +256,25 @@ class LLM:
 
     def _run(self, replica: Replica, batch: PackedBatch, sequences: list[_Sequence]) -> \
             Iterator[Sequence[int]]:
-        """Each sequence's next token; those of many steps where the device decodes by itself."""
-        if sequences[0].tokens and all(sequence.sampler.greedy for sequence in sequences):
-            longest = max(sequence.length for sequence in sequences)
-            wanted = max(sequence.max_tokens - len(sequence.tokens) for sequence in sequences)
-            steps = min(self._check_step, wanted, self.manifest.dims.max_seq_len - longest)
-            block = replica.decode([sequence.tokens[-1] for sequence in sequences],
-                                   [sequence.length for sequence in sequences], steps)
-            if block is not None:
-                yield from block.tolist()
-                return
+        """Each sequence's next token; those of several steps where the engine chooses them."""
+        draws = Draws.of([s.sampler for s in sequences], [len(s.tokens) for s in sequences])
+        block = replica.decode(batch, draws, sorted(sequences[0].end_tokens),
+                               self._steps(sequences))
+        if block is not None:
+            yield from block.tolist()
+            return
         logits = replica.run(batch)
-        yield [sequence.sampler(row) for sequence, row in zip(sequences, logits, strict=True)]
+        yield [sequence.sampler(row, len(sequence.tokens))
+               for sequence, row in zip(sequences, logits, strict=True)]
+
+    def _steps(self, sequences: list[_Sequence]) -> int:
+        """How many tokens of each to make before looking at them."""
+        done = min(len(sequence.tokens) for sequence in sequences)
+        if not done:
+            return 1
+        return min(max(self._check_step, self._skip_step - done),
+                   max(sequence.max_tokens - len(sequence.tokens) for sequence in sequences),
+                   self.manifest.dims.max_seq_len - max(s.length for s in sequences))
 
     def _schedule(self, waiting: deque[_Sequence], active: list[_Sequence]) -> \
             tuple[int, PackedBatch]:

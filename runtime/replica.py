@@ -10,21 +10,29 @@ from typing import Any
 import numpy as np
 
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.collectives import Aborted, Communicator
+from llmc.runtime.collectives import Communicator
+from llmc.runtime.decoding.sampling import Draws
 from llmc.runtime.devices import Placement, pin
 from llmc.runtime.engines import Engine
 from llmc.runtime.engines.cpu import CpuEngine
 from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.engines.remote import RemoteEngine
 from llmc.runtime.manifest import Manifest
 
 
 class Replica:
-    """The ranks of one model as threads of this process; a single unpinned rank is the caller's."""
+    """The ranks of one model.
+
+    On CPU they are threads of this process, a single unpinned one the caller's. On GPUs the first
+    is a thread of this process, and each other has a process of its own.
+    """
 
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  max_batch_size: int, max_tokens: int) -> None:
         self._vocab = manifest.dims.vocab_size
+        self._chooses = manifest.target.kind == "cuda"
         self._communicator = Communicator(manifest.tp_size)
+        self._failure: BaseException | None = None
         self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
                          for rank, placement in enumerate(placements)
                          if manifest.tp_size > 1 or placement.pinned]
@@ -33,15 +41,20 @@ class Replica:
         threads = sum(len(placement.cores) for placement in placements) - manifest.tp_size + 1
 
         def load(rank: int) -> Engine:
-            if manifest.target.kind == "cuda":
-                return CudaEngine(manifest, manifest.chips[rank], case_dir, placements[rank].device,
-                                  max_batch_size, max_tokens)
+            if self._chooses:
+                limits = placements[rank].device, max_batch_size, max_tokens
+                return RemoteEngine(case_dir, rank, *limits) if rank else \
+                    CudaEngine(manifest, manifest.chips[rank], case_dir, *limits)
             return CpuEngine(manifest, manifest.chips[rank], case_dir, placements[rank],
                              self._communicator, threads, max_batch_size)
 
         self._engines: list[Engine] = []
         try:
             self._engines = self._on_all_ranks(load)
+            if self._chooses and manifest.tp_size > 1:
+                communicator = self._engines[0].unique_id()
+                self._on_all_ranks(lambda rank: self._engines[rank].join(
+                    communicator, rank, manifest.tp_size))
         except BaseException:
             self.close()
             raise
@@ -50,13 +63,18 @@ class Replica:
         """Execute a step on all ranks: logits float32 [num_logits, vocab_size]."""
         if not self._threads:
             return self._engines[0].run(batch)[:, :self._vocab]
-        logits = self._on_all_ranks(lambda rank: self._run_rank(rank, batch))
+        logits = self._on_all_ranks(lambda rank: self._guard(self._engines[rank].run, batch))
         return logits[0][:, :self._vocab]
 
-    def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> \
+    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
             np.ndarray | None:
-        """Several greedy steps at once: int64 [steps, batch], or None where the engine cannot."""
-        return self._engines[0].decode(tokens, past_lens, steps)
+        """Steps whose tokens the engine chooses, int64 [steps, batch]; None where it does not."""
+        if not self._chooses:
+            return None
+        if not self._threads:
+            return self._engines[0].decode(batch, draws, end_ids, steps)
+        return self._on_all_ranks(lambda rank: self._guard(
+            self._engines[rank].decode, batch, draws, end_ids, steps))[0]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy a sequence's cache to another row on all ranks."""
@@ -64,29 +82,42 @@ class Replica:
             engine.copy_row(source, target, length)
 
     def close(self) -> None:
-        """End the rank threads."""
+        """End the rank threads and processes."""
         for thread in self._threads:
             thread.shutdown()
+        for engine in self._engines:
+            if isinstance(engine, RemoteEngine):
+                engine.close()
 
-    def _run_rank(self, rank: int, batch: PackedBatch) -> np.ndarray:
+    def _guard(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do one rank's work; where it fails, wake the ranks that wait for it."""
         try:
-            return self._engines[rank].run(batch)
-        except BaseException:
-            self._communicator.abort()
+            return work(*arguments)
+        except BaseException as error:
+            if self._failure is None:  # what the others then say is a consequence
+                self._failure = error
+            self._abort()
             raise
+
+    def _abort(self) -> None:
+        self._communicator.abort()
+        for engine in self._engines:
+            if isinstance(engine, CudaEngine | RemoteEngine):
+                engine.abort()
 
     def _on_all_ranks(self, work: Callable[[int], Any]) -> list[Any]:
         """Run `work(rank)` for every rank in its thread; raise the first real error."""
         if not self._threads:
             return [work(0)]
         futures: list[Future] = []
+        self._failure = None
         try:
             futures += (thread.submit(work, rank) for rank, thread in enumerate(self._threads))
             errors = [error for error in (future.exception() for future in futures) if error]
             if errors:
-                raise next((e for e in errors if not isinstance(e, Aborted)), errors[0])
+                raise self._failure or errors[0]
         except BaseException:  # an interrupt too: ranks must not wait for one another for ever
-            self._communicator.abort()
+            self._abort()
             wait(futures)
             self._communicator.reset()
             raise

@@ -47,9 +47,12 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   const std::vector<Tensor> in = tensors_of(inputs), out = tensors_of(outputs);
   const int64_t bytes = plugin->workspace(in);
   DeviceBuffer workspace(bytes, "scratch");
-  check(cudaMemset(workspace.data, 0, bytes), "scratch");
+  check(cudaMemset(workspace.data, 0xff, bytes), "scratch");
+  DeviceBuffer counters(kCounters * sizeof(int32_t), "counters");
+  check(cudaMemset(counters.data, 0, kCounters * sizeof(int32_t)), "counters");
   Context context;
   context.gemm = gemm;
+  context.counters = static_cast<int32_t*>(counters.data);
   context.decode = decode;
   cudaEvent_t start, end;
   check(cudaDeviceSynchronize(), "waiting");
@@ -87,6 +90,17 @@ NB_MODULE(_cuda, m) {
     return types;
   }, nb::rv_policy::reference);
   m.def("make_plugin", [](const std::string& name, const Fields& fields) { make_plugin(name, fields); });
+  // kernels::sample on device tensors.
+  m.def("sample", [](const std::vector<Foreign>& tensors, int vocab) {
+    const std::vector<Tensor> t = tensors_of(tensors);
+    const kernels::SampleParams p{
+        static_cast<int64_t*>(t[0].data), t[1].data, static_cast<float*>(t[2].data),
+        static_cast<int32_t*>(t[3].data), static_cast<float*>(t[4].data), static_cast<uint64_t*>(t[5].data),
+        static_cast<int64_t*>(t[6].data), static_cast<int>(t[1].shape[0]), vocab,
+        static_cast<int>(t[1].shape[1])};
+    check(kernels::sample(t[1].dtype, p, nullptr), "sample");
+    check(cudaDeviceSynchronize(), "sample");
+  });
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("decode") = false, nb::arg("repeats") = 1);
   // How many devices there are; where there is no driver, zero and why.
@@ -141,14 +155,25 @@ NB_MODULE(_cuda, m) {
              self.read_logits(out.data());
            })
       .def("begin_decode",
-           [](Engine& self, Array<int64_t> tokens, Array<int32_t> past_lens,
+           [](Engine& self, Array<int64_t> tokens, Array<int32_t> past_lens, Array<float> temperature,
+              Array<int32_t> top_k, Array<float> top_p, Array<uint64_t> seed, Array<int64_t> drawn,
               const std::vector<int64_t>& end_ids) {
              nb::gil_scoped_release release;
-             self.begin_decode(tokens.data(), past_lens.data(), static_cast<int>(past_lens.size()),
+             self.begin_decode(tokens.size() ? tokens.data() : nullptr, past_lens.data(),
+                               static_cast<int>(past_lens.size()),
+                               {temperature.data(), top_k.data(), top_p.data(), seed.data(), drawn.data()},
                                end_ids);
            })
       .def("decode", &Engine::decode, nb::call_guard<nb::gil_scoped_release>())
-      .def("history", &Engine::history)
+      .def("history", &Engine::history, nb::call_guard<nb::gil_scoped_release>())
+      .def("join",
+           [](Engine& self, nb::bytes id, int rank, int size) {
+             const std::string copy(id.c_str(), id.size());
+             nb::gil_scoped_release release;
+             self.join(copy, rank, size);
+           })
+      .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
+      .def_static("unique_id", [] { const std::string id = Engine::unique_id(); return nb::bytes(id.data(), id.size()); })
       .def("copy_row", &Engine::copy_row)
       .def("synchronize", &Engine::synchronize, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("bytes_allocated", &Engine::bytes_allocated);

@@ -106,14 +106,20 @@ Engine::Engine(int device, DType dtype, Limits limits, int64_t token_bytes, int6
   history_ = allocate<int64_t>(static_cast<int64_t>(limits.max_batch) * (limits.max_seq_len + 1), "tokens");
   end_ids_ = allocate<int64_t>(kMaxEndIds, "tokens");
   step_ = allocate<int32_t>(1, "counters");
-  running_ = allocate<int32_t>(1, "counters");
+  counters_ = allocate<int32_t>(kCounters, "counters");
   finished_ = allocate<uint8_t>(limits.max_batch, "counters");
+  temperature_ = allocate<float>(limits.max_batch, "sampling");
+  top_k_ = allocate<int32_t>(limits.max_batch, "sampling");
+  top_p_ = allocate<float>(limits.max_batch, "sampling");
+  seed_ = allocate<uint64_t>(limits.max_batch, "sampling");
+  drawn_ = allocate<int64_t>(limits.max_batch, "sampling");
 }
 
 Engine::~Engine() {
   cudaSetDevice(device_);
   cudaStreamSynchronize(stream_);
   graphs_.clear();
+  if (communicator_ != nullptr) ncclCommDestroy(communicator_);
   gemm_.reset();
   cudaFreeHost(pinned_);
   cudaStreamDestroy(stream_);
@@ -224,6 +230,8 @@ void Engine::enqueue(const Step& step) {
   Context context;
   context.stream = stream_;
   context.gemm = gemm_.get();
+  context.counters = counters_;
+  context.communicator = communicator_;
   context.decode = step.decode;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
   for (const Node& node : nodes_) {
@@ -295,8 +303,9 @@ void Engine::read_logits(float* logits) {
 
 void Engine::choose(int rows) {
   const Tensor logits = resolve(logits_, last_);
-  check(kernels::argmax(logits.dtype, chosen_, logits.data, rows, vocab_size_,
-                        static_cast<int>(logits.shape[1]), stream_), "choosing tokens");
+  const kernels::SampleParams p{chosen_, logits.data, temperature_, top_k_, top_p_, seed_, drawn_,
+                                rows, vocab_size_, static_cast<int>(logits.shape[1])};
+  check(kernels::sample(logits.dtype, p, stream_), "choosing tokens");
 }
 
 void Engine::advance(int batch) {
@@ -304,10 +313,10 @@ void Engine::advance(int batch) {
   p.input_ids = static_cast<int64_t*>(input("input_ids"));
   p.position_ids = static_cast<int64_t*>(input("position_ids"));
   p.past_lens = static_cast<int32_t*>(input("past_lens"));
+  p.drawn = drawn_;
   p.chosen = chosen_;
   p.history = history_;
   p.step = step_;
-  p.running = running_;
   p.finished = finished_;
   p.end_ids = end_ids_;
   p.batch = batch;
@@ -318,27 +327,41 @@ void Engine::advance(int batch) {
 }
 
 void Engine::begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch,
-                          const std::vector<int64_t>& end_ids) {
+                          const Sampling& sampling, const std::vector<int64_t>& end_ids) {
   if (batch > limits_.max_batch)
     throw Error("a batch of " + std::to_string(batch) + " exceeds max_batch_size " +
                 std::to_string(limits_.max_batch));
   if (end_ids.size() > kMaxEndIds) throw Error("there are more than 64 end tokens");
+  if (tokens == nullptr && last_.num_logits != batch)
+    throw Error("the last step made " + std::to_string(last_.num_logits) + " rows of logits for " +
+                std::to_string(batch) + " sequences");
   check(cudaSetDevice(device_), "choosing a device");
   num_end_ids_ = static_cast<int>(end_ids.size());
   decode_batch_ = batch;
   decode_steps_ = 0;
-  const int32_t zero = 0, running = batch;
-  std::vector<int32_t> starts(batch + 1);
+  const int32_t zero = 0;
+  std::vector<int32_t> starts(batch + 1), past(past_lens, past_lens + batch);
   for (int i = 0; i <= batch; ++i) starts[i] = i;
-  const std::vector<int64_t> positions(past_lens, past_lens + batch);
-  upload(input("input_ids"), tokens, 8ll * batch);
+  if (tokens == nullptr)  // advance() counts a position
+    for (int32_t& length : past) --length;
+  const std::vector<int64_t> positions(past.begin(), past.end());
+  if (tokens != nullptr) upload(input("input_ids"), tokens, 8ll * batch);
   upload(input("position_ids"), positions.data(), 8ll * batch);
   upload(input("cu_seqlens"), starts.data(), 4ll * (batch + 1));
-  upload(input("past_lens"), past_lens, 4ll * batch);
+  upload(input("past_lens"), past.data(), 4ll * batch);
+  upload(temperature_, sampling.temperature, 4ll * batch);
+  upload(top_k_, sampling.top_k, 4ll * batch);
+  upload(top_p_, sampling.top_p, 4ll * batch);
+  upload(seed_, sampling.seed, 8ll * batch);
+  upload(drawn_, sampling.drawn, 8ll * batch);
   upload(step_, &zero, 4);
-  upload(running_, &running, 4);
   upload(end_ids_, end_ids.data(), 8 * static_cast<int64_t>(end_ids.size()));
   check(cudaMemsetAsync(finished_, 0, limits_.max_batch, stream_), "starting to decode");
+  if (tokens == nullptr) {
+    choose(batch);
+    advance(batch);
+    decode_steps_ = 1;
+  }
   synchronize();  // the host's arrays end here
 }
 
@@ -378,15 +401,32 @@ void Engine::decode(int steps) {
   last_ = step;
 }
 
-std::pair<std::vector<int64_t>, int> Engine::history() {
-  std::vector<int64_t> tokens(static_cast<int64_t>(decode_steps_) * decode_batch_);
-  int32_t running = 0;
-  check(cudaMemcpy2DAsync(tokens.data(), 8ll * decode_batch_, history_, 8ll * limits_.max_batch,
-                          8ll * decode_batch_, decode_steps_, cudaMemcpyDeviceToHost, stream_),
-        "reading tokens");
-  check(cudaMemcpyAsync(&running, running_, 4, cudaMemcpyDeviceToHost, stream_), "reading tokens");
+std::vector<int64_t> Engine::history(int steps) {
+  if (steps < 0 || steps > decode_steps_) throw Error("there were not that many steps");
+  std::vector<int64_t> tokens(static_cast<int64_t>(steps) * decode_batch_);
+  const int64_t* first = history_ + static_cast<int64_t>(decode_steps_ - steps) * limits_.max_batch;
+  check(cudaMemcpy2DAsync(tokens.data(), 8ll * decode_batch_, first, 8ll * limits_.max_batch,
+                          8ll * decode_batch_, steps, cudaMemcpyDeviceToHost, stream_), "reading tokens");
   synchronize();
-  return {std::move(tokens), running};
+  return tokens;
+}
+
+std::string Engine::unique_id() {
+  ncclUniqueId id;
+  check(ncclGetUniqueId(&id), "making a communicator");
+  return {id.internal, sizeof id.internal};
+}
+
+void Engine::join(const std::string& id, int rank, int size) {
+  ncclUniqueId unique;
+  if (id.size() != sizeof unique.internal) throw Error("the communicator's id is broken");
+  std::memcpy(unique.internal, id.data(), id.size());
+  check(cudaSetDevice(device_), "choosing a device");
+  check(ncclCommInitRank(&communicator_, size, unique, rank), "making a communicator");
+}
+
+void Engine::abort() {
+  if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
 }
 
 void Engine::copy_row(int source, int target, int length) {

@@ -23,6 +23,15 @@ struct Step {
   bool decode;  // every sequence has exactly one new token, and all of their logits are wanted
 };
 
+// How each sequence of a batch chooses its tokens, on the host: see kernels::SampleParams. [batch] each.
+struct Sampling {
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const uint64_t* seed;
+  const int64_t* drawn;
+};
+
 struct DeviceBuffer {
   DeviceBuffer(int64_t bytes, const char* what);
   ~DeviceBuffer();
@@ -59,13 +68,19 @@ class Engine {
   // The last step's logits as float32 [num_logits, vocab_size] on the host.
   void read_logits(float* logits);
 
-  // Greedy decoding without the host. begin_decode: each sequence's newest token, and the positions in its
-  // cache row before that token. decode: that many steps, asynchronous.
-  void begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch,
+  // Decoding without the host. begin_decode: each sequence's newest token and the positions in its cache row
+  // before it; without tokens, those that the last step's logits lead to. decode: that many steps, asynchronous.
+  void begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch, const Sampling& sampling,
                     const std::vector<int64_t>& end_ids);
   void decode(int steps);
-  // The tokens chosen since begin_decode, [steps, batch], and how many sequences have not ended. Waits.
-  std::pair<std::vector<int64_t>, int> history();
+  // The tokens of the last `steps` steps, [steps, batch]. Waits.
+  std::vector<int64_t> history(int steps);
+
+  // Join the ranks that share the model; `id` is one rank's unique_id(). Waits for all of them.
+  void join(const std::string& id, int rank, int size);
+  static std::string unique_id();
+  // Give up waiting for other ranks, from any thread; the engine is of no use afterwards.
+  void abort();
 
   void copy_row(int source, int target, int length);
   void synchronize();
@@ -100,6 +115,7 @@ class Engine {
   Limits limits_;
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
+  ncclComm_t communicator_ = nullptr;
   std::vector<DeviceBuffer> owned_;
   int64_t allocated_ = 0;
   std::vector<Place> places_;
@@ -113,8 +129,10 @@ class Engine {
   int logits_ = -1, vocab_size_ = 0;
   Step last_{};
   // The state of decoding, on the device.
-  int64_t *chosen_ = nullptr, *history_ = nullptr, *end_ids_ = nullptr;
-  int32_t *step_ = nullptr, *running_ = nullptr;
+  int64_t *chosen_ = nullptr, *history_ = nullptr, *end_ids_ = nullptr, *drawn_ = nullptr;
+  int32_t *step_ = nullptr, *counters_ = nullptr, *top_k_ = nullptr;
+  float *temperature_ = nullptr, *top_p_ = nullptr;
+  uint64_t* seed_ = nullptr;
   uint8_t* finished_ = nullptr;
   int num_end_ids_ = 0, decode_batch_ = 0, decode_steps_ = 0;
   std::map<std::pair<int, int>, std::unique_ptr<Graph>> graphs_;  // by batch and number of end tokens

@@ -40,7 +40,7 @@ __global__ void append_kernel(AttentionParams p) {
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       target = static_cast<T*>(is_value ? p.value_cache : p.key_cache) +
-               cache_row<T>(p, sequence, kv_head, position);
+               CacheRows(p, sequence, kv_head)(position);
     }
     for (int i = lane; i < p.head_dim; i += 32) target[i] = from_float<T>(heads[warp][i]);
     __syncwarp();
@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
 
-  const int64_t cache = cache_row<T>(p, sequence, kv_head, 0);
-  T* keys = static_cast<T*>(p.key_cache) + cache;
-  T* values = static_cast<T*>(p.value_cache) + cache;
+  const CacheRows row(p, sequence, kv_head);
+  T* keys = static_cast<T*>(p.key_cache);
+  T* values = static_cast<T*>(p.value_cache);
   if constexpr (kFused) {
     const T* qkv = static_cast<const T*>(p.qkv) +
                    static_cast<int64_t>(token) * (p.num_heads + 2 * p.num_kv_heads) * dim;
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
       prepare_head(scratch, key, p, p.k_norm, position, true);
       const T* value = key + p.num_kv_heads * dim;
       for (int i = lane; i < dim; i += 32) {
-        keys[static_cast<int64_t>(position) * dim + i] = from_float<T>(scratch[i]);
-        values[static_cast<int64_t>(position) * dim + i] = value[i];
+        keys[row(position) + i] = from_float<T>(scratch[i]);
+        values[row(position) + i] = value[i];
       }
     }
   } else {
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
 #pragma unroll
       for (int i = 0; i < 8; ++i) key[turn].data[i] = value[turn].data[i] = from_float<T>(0.f);
       if (there) {
-        key[turn] = load<T, 8>(keys + static_cast<int64_t>(j) * dim + in_key);
-        value[turn] = load<T, 8>(values + static_cast<int64_t>(j) * dim + in_key);
+        key[turn] = load<T, 8>(keys + row(j) + in_key);
+        value[turn] = load<T, 8>(values + row(j) + in_key);
       }
     }
 #pragma unroll
@@ -202,7 +202,7 @@ cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
 // Positions are divided only where there are fewer than kPartedBlocks blocks without, so there are never
 // twice as many.
 int64_t attention_scratch(int num_heads, int head_dim) {
-  return 4 * (kPartedBlocks + static_cast<int64_t>(2 * kPartedBlocks) * num_heads * (head_dim + 2));
+  return sizeof(float) * 2 * kPartedBlocks * static_cast<int64_t>(num_heads) * (head_dim + 2);
 }
 
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {

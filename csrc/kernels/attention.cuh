@@ -61,16 +61,33 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
   __syncwarp();
 }
 
-template <typename T>
-__device__ __forceinline__ int64_t cache_row(const AttentionParams& p, int sequence, int kv_head,
-                                             int position) {
-  return ((static_cast<int64_t>(sequence) * p.num_kv_heads + kv_head) * p.max_seq_len + position) *
-         p.head_dim;
-}
+// Where in a cache the positions of one sequence and KV head lie: one after the other, or in blocks.
+struct CacheRows {
+  __device__ CacheRows(const AttentionParams& p, int sequence, int kv_head) : dim(p.head_dim) {
+    if (p.block_table == nullptr) {
+      first = (static_cast<int64_t>(sequence) * p.num_kv_heads + kv_head) * p.max_seq_len * dim;
+    } else {
+      shift = __ffs(p.block_size) - 1;
+      mask = p.block_size - 1;
+      table = p.block_table + sequence * (p.max_seq_len >> shift);
+      first = static_cast<int64_t>(kv_head) * p.block_size * dim;
+      stride = static_cast<int64_t>(p.num_kv_heads) * p.block_size * dim;
+    }
+  }
+
+  __device__ __forceinline__ int64_t operator()(int position) const {
+    const int64_t block = table == nullptr ? 0 : table[position >> shift];
+    return first + block * stride + static_cast<int64_t>(position & mask) * dim;
+  }
+
+  const int32_t* table = nullptr;
+  int64_t first, stride = 0;
+  int dim, shift = 0, mask = 0x7fffffff;
+};
 
 // Where fewer blocks than kPartedBlocks would run, cached positions are divided into parts, so there are never
 // twice as many blocks.
-constexpr int kPartedBlocks = 264, kMaxParts = 32;
+constexpr int kPartedBlocks = kernels::kAttentionCounters, kMaxParts = 32;
 constexpr float kLog2E = 1.44269504f;
 
 // Into how many parts of at least `keys` positions a launch of `blocks` blocks divides a sequence at most.
@@ -97,9 +114,9 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   const int dim = p.head_dim;
   __syncthreads();
   T* out = static_cast<T*>(p.out) + token_head * dim;
-  // Behind a counter per group of heads: per (token, head, part) a peak, a total and head_dim sums.
-  int* counter = static_cast<int*>(p.scratch) + blockIdx.z * gridDim.y + blockIdx.y;
-  float* results = static_cast<float*>(p.scratch) + kPartedBlocks + token_head * part.most * (dim + 2);
+  // Per (token, head, part) a peak, a total and head_dim sums.
+  int32_t* counter = p.counters + blockIdx.z * gridDim.y + blockIdx.y;
+  float* results = static_cast<float*>(p.scratch) + token_head * part.most * (dim + 2);
   for (int i = threadIdx.x; i < heads * dim; i += kWarps * 32) {
     const int h = i / dim;
     float higher = -INFINITY, total = 0, sum = 0;

@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   const int used = min(parts, (count + kDecodeKeys - 1) / kDecodeKeys), part = blockIdx.x;
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
-  T* keys = static_cast<T*>(p.key_cache) + cache_row<T>(p, sequence, kv_head, 0);
-  T* values = static_cast<T*>(p.value_cache) + cache_row<T>(p, sequence, kv_head, 0);
+  const CacheRows row_of(p, sequence, kv_head);
+  T* keys = static_cast<T*>(p.key_cache);
+  T* values = static_cast<T*>(p.value_cache);
   const uint4 zero = make_uint4(0, 0, 0, 0);
 
   uint4 key[kSteps][2], value[kHalves][4];
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
       for (int r = 0; r < 2; ++r) {
         const int row = start + g + 8 * r, at = 32 * j + 8 * t;
         into[j][r] = row < limit && at < dim
-            ? *reinterpret_cast<const uint4*>(keys + static_cast<int64_t>(row) * dim + at) : zero;
+            ? *reinterpret_cast<const uint4*>(keys + row_of(row) + at) : zero;
       }
   };
   auto load_values = [&](uint4 (&into)[kHalves][4], int start, int limit) {
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
       for (int r = 0; r < 4; ++r) {
         const int row = start + 2 * t + r % 2 + r / 2 * 8, at = 64 * j + 8 * g;
         into[j][r] = row < limit && at < dim
-            ? *reinterpret_cast<const uint4*>(values + static_cast<int64_t>(row) * dim + at) : zero;
+            ? *reinterpret_cast<const uint4*>(values + row_of(row) + at) : zero;
       }
   };
   const int mine = from + warp * kKeys;
@@ -97,10 +98,10 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
     } else if (task == heads) {
       prepare_head(scratch, qkv + (p.num_heads + kv_head) * dim, p, p.k_norm, position, true);
       for (int i = lane; i < dim; i += 32)
-        keys[static_cast<int64_t>(position) * dim + i] = from_float<T>(scratch[i]);
+        keys[row_of(position) + i] = from_float<T>(scratch[i]);
     } else {
       const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
-      for (int i = lane; i < dim; i += 32) values[static_cast<int64_t>(position) * dim + i] = source[i];
+      for (int i = lane; i < dim; i += 32) values[row_of(position) + i] = source[i];
     }
     __syncwarp();
   }

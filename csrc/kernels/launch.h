@@ -73,12 +73,13 @@ cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Ac
 cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation, cudaStream_t stream);
 
 // Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract. Scratch is for
-// partial results: attention_scratch() bytes, zeroed once before its first use.
+// partial results: attention_scratch() bytes. Counters are zero before and after.
 struct AttentionParams {
   void* out;             // T [num_tokens, num_heads * head_dim]
   const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-  void* key_cache;       // T [batch, num_kv_heads, max_seq_len, head_dim]
-  void* value_cache;
+  void* key_cache;       // T [batch, num_kv_heads, max_seq_len, head_dim], or with a block table
+  void* value_cache;     // T [num_blocks, num_kv_heads, block_size, head_dim]
+  const int32_t* block_table;  // [batch, max_seq_len / block_size] or null
   const int32_t* cu_seqlens;  // [batch + 1]
   const int32_t* past_lens;   // [batch]
   const float* cos;      // float32 [max_positions, rotary_dim / 2] or null
@@ -87,12 +88,15 @@ struct AttentionParams {
   const float* k_norm;
   void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding
   void* scratch;
+  int32_t* counters;     // [kAttentionCounters]
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
+  int block_size;        // a power of two, with a block table
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
   float scale, softcap, norm_epsilon;
 };
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
+constexpr int kAttentionCounters = 264;
 int64_t attention_scratch(int num_heads, int head_dim);
 
 // y[i] = a[i] op b[i], T [count]; an operand that is one float32 number is marked, b is null for one input.
@@ -104,24 +108,40 @@ cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, con
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
                         cudaStream_t stream);
 
-// tokens[r] = argmax over logits[r, :vocab]; logits T [rows, stride].
-cudaError_t argmax(DType dtype, int64_t* tokens, const void* logits, int rows, int vocab, int stride,
-                   cudaStream_t stream);
+// tokens[r]: the likeliest of logits[r, :vocab] where temperature is 0, else drawn from their softmax at the
+// temperature, cut to the top_k likeliest (0: all; ties stay) and of these to the fewest that have top_p of
+// the probability. The draw is number `drawn` of the sequence's seed. logits T [rows, stride].
+struct SampleParams {
+  int64_t* tokens;
+  const void* logits;
+  const float* temperature;  // each [rows]
+  const int32_t* top_k;
+  const float* top_p;
+  const uint64_t* seed;
+  const int64_t* drawn;
+  int rows, vocab, stride;
+};
+cudaError_t sample(DType dtype, const SampleParams& params, cudaStream_t stream);
 
-// After a decode step: keep the chosen token as the next input, count a position, and stop what ended.
+// After a step: write down the chosen tokens; for each sequence that has not ended, make its token the next
+// input and count a position.
 struct AdvanceParams {
   int64_t* input_ids;       // [batch]
   int64_t* position_ids;    // [batch]
   int32_t* past_lens;       // [batch]
+  int64_t* drawn;           // [batch]
   const int64_t* chosen;    // [batch]
   int64_t* history;         // [max_steps, max_batch]
   int32_t* step;            // [1]: the row of history to write
-  int32_t* running;         // [1]: sequences that have not ended
   uint8_t* finished;        // [batch]
   const int64_t* end_ids;   // [num_end_ids]
   int batch, max_batch, num_end_ids, max_seq_len;
 };
 cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);
+
+// y[r, part, i] = x[part, r, i]: what `parts` ranks gathered one after the other, side by side.
+cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows, int width,
+                       cudaStream_t stream);
 
 }  // namespace kernels
 }  // namespace llmc

@@ -57,8 +57,9 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
   const int end = past + rows;                            // keys that any query sees
   const int begin = p.window > 0 ? max(0, past + 1 - p.window) / kKeys * kKeys : 0;
-  const T* key_rows = static_cast<const T*>(p.key_cache) + cache_row<T>(p, sequence, kv_head, 0);
-  const T* value_rows = static_cast<const T*>(p.value_cache) + cache_row<T>(p, sequence, kv_head, 0);
+  const CacheRows row_of(p, sequence, kv_head);
+  const T* key_rows = static_cast<const T*>(p.key_cache);
+  const T* value_rows = static_cast<const T*>(p.value_cache);
 
   constexpr int kVectors = kDim / 8;
   for (int i = threadIdx.x; i < kRows * kVectors; i += kThreads) {
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   auto fetch = [&](int start, int stage) {
     for (int i = threadIdx.x; i < kKeys * kVectors; i += kThreads) {
       const int row = i / kVectors, column = i % kVectors * 8, at = start + row;
-      const int64_t offset = static_cast<int64_t>(min(at, end - 1)) * kDim + column;
+      const int64_t offset = row_of(min(at, end - 1)) + column;
       copy_async(keys + stage * kStageSize + row * kPitch + column, key_rows + offset, at < end);
       copy_async(values + stage * kStageSize + row * kPitch + column, value_rows + offset, at < end);
     }

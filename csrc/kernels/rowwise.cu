@@ -174,47 +174,14 @@ __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int wi
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
 }
 
-// A block per row: every thread its best, then the best of the block. Of equal logits the first wins.
 template <typename T>
-__global__ void argmax_kernel(int64_t* tokens, const T* logits, int vocab, int stride) {
-  __shared__ float best_of[32];
-  __shared__ int index_of[32];
+__global__ void interleave_kernel(T* y, const T* x, int width) {
   wait_for_inputs();
   let_next_start();
-  const T* row = logits + static_cast<int64_t>(blockIdx.x) * stride;
-  float best = -INFINITY;
-  int index = 0x7fffffff;
-  constexpr int kWidth = kVec<T>;
-  const int whole = stride % kWidth == 0 ? vocab / kWidth * kWidth : 0;
-  for (int i = threadIdx.x * kWidth; i < whole; i += blockDim.x * kWidth) {
-    const auto v = load<T, kWidth>(row + i);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const float x = to_float(v.data[k]);
-      if (x > best) best = x, index = i + k;
-    }
-  }
-  for (int i = whole + threadIdx.x; i < vocab; i += blockDim.x) {
-    const float x = to_float(row[i]);
-    if (x > best) best = x, index = i;
-  }
-  auto keep = [&](float other, int at) {
-    if (other > best || (other == best && at < index)) best = other, index = at;
-  };
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1)
-    keep(__shfl_xor_sync(~0u, best, mask), __shfl_xor_sync(~0u, index, mask));
-  if (threadIdx.x % 32 == 0) best_of[threadIdx.x / 32] = best, index_of[threadIdx.x / 32] = index;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    const bool there = threadIdx.x < blockDim.x / 32;
-    best = there ? best_of[threadIdx.x] : -INFINITY;
-    index = there ? index_of[threadIdx.x] : 0x7fffffff;
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1)
-      keep(__shfl_xor_sync(~0u, best, mask), __shfl_xor_sync(~0u, index, mask));
-    if (threadIdx.x == 0) tokens[blockIdx.x] = index == 0x7fffffff ? 0 : index;
-  }
+  const int64_t parts = gridDim.y, rows = gridDim.x;
+  const T* source = x + (blockIdx.y * rows + blockIdx.x) * width;
+  T* target = y + (blockIdx.x * parts + blockIdx.y) * width;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
 }
 
 __global__ void advance_kernel(AdvanceParams p) {
@@ -224,16 +191,14 @@ __global__ void advance_kernel(AdvanceParams p) {
   for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
     const int64_t token = p.chosen[b];
     p.history[static_cast<int64_t>(step) * p.max_batch + b] = token;
+    if (p.finished[b]) continue;
     p.input_ids[b] = token;
     const int past = min(p.past_lens[b] + 1, p.max_seq_len - 1);
     p.past_lens[b] = past;
     p.position_ids[b] = past;
-    bool ends = false;
-    for (int i = 0; i < p.num_end_ids; ++i) ends |= token == p.end_ids[i];
-    if (ends && !p.finished[b]) {
-      p.finished[b] = 1;
-      atomicSub(p.running, 1);
-    }
+    ++p.drawn[b];
+    for (int i = 0; i < p.num_end_ids; ++i)
+      if (token == p.end_ids[i]) p.finished[b] = 1;
   }
   __syncthreads();
   if (threadIdx.x == 0) *p.step = step + 1;
@@ -297,12 +262,12 @@ cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows
   });
 }
 
-cudaError_t argmax(DType dtype, int64_t* tokens, const void* logits, int rows, int vocab, int stride,
-                   cudaStream_t stream) {
+cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows, int width,
+                       cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(argmax_kernel<T>, rows, 1024, 0, stream, tokens, static_cast<const T*>(logits), vocab,
-                  stride);
+    return launch(interleave_kernel<T>, dim3(rows, parts), 128, 0, stream, static_cast<T*>(y),
+                  static_cast<const T*>(x), width);
   });
 }
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.sampling import Draws
 
 
 class Engine(Protocol):
@@ -17,11 +18,12 @@ class Engine(Protocol):
         """Execute a step, extend the KV cache, return logits float32 [num_logits, padded_vocab]."""
         ...
 
-    def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> \
+    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
             np.ndarray | None:
-        """Several greedy steps from each sequence's newest token: int64 [steps, batch].
+        """A step, and the tokens that it and the steps after it lead to: int64 [steps, batch].
 
-        None from an engine that takes one step at a time.
+        A sequence's tokens after an end token mean nothing. None from an engine that leaves the
+        choice of tokens to the caller; nothing was run then.
         """
         ...
 

@@ -16,6 +16,7 @@ import onnxruntime as ort
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.decoding.sampling import Draws
 from llmc.runtime.devices import Placement
 from llmc.runtime.manifest import MANIFEST_NAME, Chip, GraphStep, Manifest
 
@@ -62,7 +63,7 @@ class CpuEngine:
                 del values[name]
         return values["logits"]
 
-    def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> None:
+    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> None:
         return None
 
     def copy_row(self, source: int, target: int, length: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.sampling import Draws
 from llmc.runtime.manifest import Chip, GraphStep, Manifest
 from llmc.runtime.schedule import Schedule, read_schedule
 
@@ -63,7 +64,7 @@ def device_count() -> int:
 
 
 class CudaEngine:
-    """One rank on one GPU. See `Engine`; greedy decoding also runs on the device alone.
+    """One rank on one GPU. See `Engine`; tokens are chosen on the device.
 
     Args:
         device: the GPU's number.
@@ -78,6 +79,8 @@ class CudaEngine:
                  max_batch_size: int, max_tokens: int) -> None:
         cuda = extension()
         self._errors = cuda.CudaError
+        self._device = device
+        self._state: tuple[np.ndarray, ...] | None = None
         step = chip.steps[0]
         assert isinstance(step, GraphStep)
         schedule = read_schedule(case_dir / step.path)
@@ -102,6 +105,7 @@ class CudaEngine:
 
     def submit(self, batch: PackedBatch) -> None:
         """Start a step; its logits stay on the device."""
+        self._state = None
         lengths = np.diff(batch.cu_seqlens)
         decode = bool((lengths == 1).all()) and len(batch.logits_indices) == len(lengths)
         try:
@@ -111,21 +115,47 @@ class CudaEngine:
         except self._errors as error:
             raise LlmcError(f"the CUDA engine: {error}") from error
 
-    def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> np.ndarray:
-        """Greedy steps on the device alone, from each sequence's newest token.
-
-        Returns int64 [steps, batch]. The host waits once, at the end.
-        """
+    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
+            np.ndarray:
+        """Steps on the device alone; the host waits once, at the end. See `Engine`."""
+        lengths = np.diff(batch.cu_seqlens)
+        sampling = (draws.temperature, draws.top_k, draws.top_p, draws.seed, draws.drawn)
         try:
-            self._engine.begin_decode(np.asarray(tokens, np.int64),
-                                      np.asarray(past_lens, np.int32), [])
-            self._engine.decode(steps)
-            chosen, _ = self._engine.history()
+            if (lengths == 1).all() and batch.first_row == 0:
+                state = (batch.input_ids, batch.past_lens, *sampling, np.array(end_ids))
+                if self._state is None or not all(map(np.array_equal, state, self._state)):
+                    self._engine.begin_decode(batch.input_ids, batch.past_lens, *sampling,
+                                              list(end_ids))
+                self._engine.decode(steps)
+            else:
+                self.submit(batch)
+                self._engine.begin_decode(np.empty(0, np.int64), batch.past_lens + lengths,
+                                          *sampling, list(end_ids))
+                self._engine.decode(steps - 1)
+            chosen = np.array(self._engine.history(steps), np.int64).reshape(steps, -1)
         except self._errors as error:
             raise LlmcError(f"the CUDA engine: {error}") from error
-        return np.asarray(chosen, np.int64).reshape(steps, len(tokens))
+        # What the device is ready to go on with, where no sequence has ended.
+        self._state = (chosen[-1], batch.past_lens + lengths + steps - 1, *sampling[:-1],
+                       draws.drawn + steps, np.array(end_ids))
+        return chosen
+
+    def join(self, communicator: bytes, rank: int, size: int) -> None:
+        """Meet the other ranks; `communicator` is `unique_id()` of one of them."""
+        try:
+            self._engine.join(communicator, rank, size)
+        except self._errors as error:
+            raise LlmcError(f"GPU {self._device} cannot join the other ranks: {error}") from error
+
+    def abort(self) -> None:
+        """Give up waiting for the other ranks; the engine is of no use afterwards."""
+        self._engine.abort()
+
+    def unique_id(self) -> bytes:
+        return self._engine.unique_id()
 
     def copy_row(self, source: int, target: int, length: int) -> None:
+        self._state = None
         self._engine.copy_row(source, target, length)
 
 

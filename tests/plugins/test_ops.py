@@ -52,7 +52,8 @@ def assert_close(op, sample, results, whole_caches=False):
     `whole_caches`."""
     expected = op.reference(op.complete(sample.fields), sample.inputs)
     for name, actual, truth in zip(op.outputs, results, expected, strict=True):
-        if name.endswith("_cache_out") and not whole_caches:
+        if name.endswith("_cache_out") and not whole_caches \
+                and "block_table" not in sample.inputs:
             lengths = sample.inputs["past_lens"] + np.diff(sample.inputs["cu_seqlens"])
             valid = np.arange(truth.shape[2])[:, None] < lengths[:, None, None, None]
             actual, truth = np.where(valid, actual, 0), np.where(valid, truth, 0)

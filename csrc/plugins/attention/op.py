@@ -9,6 +9,9 @@ anything between are the same op with other lengths.
     cu_seqlens, past_lens   int32 [batch + 1], [batch]
     cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
     q_norm, k_norm          [head_dim], RMSNorm over each head before the rotary embedding
+    block_table             int32 [batch, blocks]; absent: the caches as above. With it they are
+                            [num_blocks, num_kv_heads, block_size, head_dim], and position p of
+                            sequence b is row p % block_size of block block_table[b, p / block_size]
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
@@ -93,9 +96,36 @@ def _heads(fields, present, rotate):
     return lines, *results
 
 
+# Where a token's position lies: the block, and the row in it.
+_PAGES = [
+    _ints("c01", 0, 1),
+    "table = Cast<to=7>(block_table)",
+    "block_size = Shape<start=2, end=3>(key_cache)",
+    "place_in_table = Div(position, block_size)",
+    "row = Mod(position, block_size)",
+    "sequence_in_table = Unsqueeze(sequence, c1)",
+    "column_in_table = Unsqueeze(place_in_table, c1)",
+    "entry = Concat<axis=1>(sequence_in_table, column_in_table)",
+    "block = GatherND(table, entry)",
+]
+
+
+def _filled(name, paged, dim):
+    """The filled positions of the cache, [B, kv_heads, L, D]."""
+    cache, lines = f"{name}_cache_out", []
+    if paged:
+        lines = [f"{name}_pages = Gather<axis=0>({cache}, table)",
+                 f"{name}_heads = Transpose<perm=[0, 2, 1, 3, 4]>({name}_pages)",
+                 _ints(f"{name}_shape", 0, 0, -1, dim),
+                 f"{name}_rows = Reshape({name}_heads, {name}_shape)"]
+        cache = f"{name}_rows"
+    return [*lines, f"{name}s = Slice({cache}, c0, fullest, c2)"]
+
+
 def _body(fields, present):
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     split, q, k = _heads(fields, present, rotate="cos" in present)
+    paged = "block_table" in present
     lines = [
         _TOKENS, _POSITIONS, *split,
         # Append to the caches. Indices [T, kv_heads, 1, (sequence, head, position)].
@@ -103,12 +133,13 @@ def _body(fields, present):
         "token_shape = Shape(token)",
         _ints("head_shape", kv_heads, 1, 1),
         "grid = Concat<axis=0>(token_shape, head_shape)",
-        "sequence_corner = Unsqueeze(sequence, c123)",
+        *(_PAGES if paged else []),
+        f"sequence_corner = Unsqueeze({'block' if paged else 'sequence'}, c123)",
         "sequence_index = Expand(sequence_corner, grid)",
         _ints("head", *range(kv_heads)),
         "head_corner = Unsqueeze(head, c12)",
         "head_index = Expand(head_corner, grid)",
-        "position_corner = Unsqueeze(position, c123)",
+        f"position_corner = Unsqueeze({'row' if paged else 'position'}, c123)",
         "position_index = Expand(position_corner, grid)",
         "index = Concat<axis=-1>(sequence_index, head_index, position_index)",
         f"key_cache_out = ScatterND(key_cache, index, {k})",
@@ -117,8 +148,7 @@ def _body(fields, present):
         _ints("c2", 2),
         "filled = Add(past, lengths)",
         "fullest = ReduceMax<keepdims=1>(filled)",
-        "keys = Slice(key_cache_out, c0, fullest, c2)",
-        "values = Slice(value_cache_out, c0, fullest, c2)",
+        *(line for name in ("key", "value") for line in _filled(name, paged, dim)),
         "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
         "keys_grouped = Unsqueeze(keys_t, c2)",
         "values_grouped = Unsqueeze(values, c2)",
@@ -175,7 +205,7 @@ def _cpu(fields, present):
     done before it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 8:
+    if dim % 8 or "block_table" in present:
         return None
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0
     rotate = "cos" in present and not kernel_rotates
@@ -220,6 +250,8 @@ def _reference(fields, inputs):
     qkv = inputs["qkv"].astype(np.float64)
     keys, values = (inputs[name].astype(np.float64) for name in ("key_cache", "value_cache"))
     out = np.zeros((len(qkv), heads * dim))
+    block_size = keys.shape[2]
+    table = inputs.get("block_table", np.arange(len(keys))[:, None])
 
     def prepare(x, norm, position):
         if norm in inputs:
@@ -238,19 +270,22 @@ def _reference(fields, inputs):
         for token in range(inputs["cu_seqlens"][b], inputs["cu_seqlens"][b + 1]):
             position = int(past) + token - int(inputs["cu_seqlens"][b])
             row = qkv[token].reshape(-1, dim)
+            block, place = table[b, position // block_size], position % block_size
             for h in range(kv_heads):
-                keys[b, h, position] = prepare(row[heads + h], "k_norm", position)
-                values[b, h, position] = row[heads + kv_heads + h]
+                keys[block, h, place] = prepare(row[heads + h], "k_norm", position)
+                values[block, h, place] = row[heads + kv_heads + h]
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
+            seen = np.arange(first, position + 1)
+            blocks, places = table[b, seen // block_size], seen % block_size
             for h in range(heads):
                 kv = h // (heads // kv_heads)
-                scores = keys[b, kv, first:position + 1] @ prepare(row[h], "q_norm", position)
+                scores = keys[blocks, kv, places] @ prepare(row[h], "q_norm", position)
                 scores = scores * _scale(fields)
                 if fields["softcap"]:
                     scores = np.tanh(scores / fields["softcap"]) * fields["softcap"]
                 weights = np.exp(scores - scores.max())
                 out[token, h * dim:(h + 1) * dim] = \
-                    weights / weights.sum() @ values[b, kv, first:position + 1]
+                    weights / weights.sum() @ values[blocks, kv, places]
     return [out, keys, values]
 
 
@@ -276,22 +311,32 @@ def _samples(rng):
         prompts | {"dim": 6, "rotary_dim": 4, "window": 2},
         decode | {"dim": 6, "rotary_dim": 6, "interleaved": 1, "norms": "qk"},
         mixed | {"dim": 6, "scale": 0.3},
+        prompts | {"dim": 16, "rotary_dim": 16, "block_size": 4},
+        decode | {"dim": 32, "window": 4, "block_size": 2},
+        mixed | {"dim": 16, "norms": "qk", "block_size": 4},
     )]
 
 
-def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, **fields):
+def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, block_size=0,
+            **fields):
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
+    cache = (len(new), kv_heads, max_seq_len, dim)
+    paged = {}
+    if block_size:  # in any order, and one block that nobody has
+        blocks = len(new) * (max_seq_len // block_size)
+        cache = (blocks + 1, kv_heads, block_size, dim)
+        paged["block_table"] = rng.permutation(blocks + 1)[:blocks].reshape(len(new), -1) \
+            .astype(np.int32)
     inputs = {"qkv": normal(sum(new), (heads + 2 * kv_heads) * dim),
-              "key_cache": normal(len(new), kv_heads, max_seq_len, dim),
-              "value_cache": normal(len(new), kv_heads, max_seq_len, dim),
+              "key_cache": normal(*cache), "value_cache": normal(*cache),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
               "past_lens": np.array(past, np.int32)}
     if "rotary_dim" in fields:
         angle = np.outer(np.arange(max_seq_len), 0.3 ** np.arange(fields["rotary_dim"] // 2))
         inputs |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
-    inputs |= {f"{name}_norm": normal(dim) for name in norms}
+    inputs |= {f"{name}_norm": normal(dim) for name in norms} | paged
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
@@ -299,7 +344,7 @@ OP = Op(
     name="Attention",
     version=1,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
-            "q_norm?", "k_norm?"),
+            "q_norm?", "k_norm?", "block_table?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6},

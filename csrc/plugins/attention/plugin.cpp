@@ -50,8 +50,16 @@ class Attention : public Plugin {
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
+    if (const Tensor* table = optional(in, 9)) {
+      p.block_table = static_cast<const int32_t*>(table->data);
+      p.block_size = p.max_seq_len;
+      p.max_seq_len *= static_cast<int>(table->shape[1]);
+      if ((p.block_size & (p.block_size - 1)) != 0)
+        throw Error("Attention's block size " + std::to_string(p.block_size) + " is not a power of two");
+    }
     p.decode = context.decode;
     p.scratch = workspace;
+    p.counters = context.counters;
     p.queries = static_cast<char*>(workspace) + scratch();
     check(kernels::attention(in[0].dtype, p, context.stream), "Attention");
   }
@@ -70,7 +78,7 @@ void register_attention() {
   register_plugin(
       {"Attention", 1,
        {"qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?", "q_norm?",
-        "k_norm?"},
+        "k_norm?", "block_table?"},
        {"out", "key_cache_out", "value_cache_out"},
        {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
         {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},

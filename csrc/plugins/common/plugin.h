@@ -3,6 +3,7 @@
 
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
+#include <nccl.h>
 
 #include <map>
 #include <memory>
@@ -22,6 +23,7 @@ struct Error : std::runtime_error {
 
 void check(cudaError_t status, const char* what);
 void check(cublasStatus_t status, const char* what);
+void check(ncclResult_t status, const char* what);
 
 using Value = std::variant<int64_t, double, std::string>;
 using Fields = std::map<std::string, Value>;
@@ -61,11 +63,15 @@ class Gemm {
   std::map<std::vector<int64_t>, std::unique_ptr<cublasLtMatmulAlgo_t>> best_;
 };
 
+constexpr int kCounters = kernels::kAttentionCounters;
+
 // What a host provides to every enqueue.
 struct Context {
   cudaStream_t stream = nullptr;
   Gemm* gemm = nullptr;
-  bool decode = false;           // every sequence has exactly one new token
+  int32_t* counters = nullptr;        // on the device: kCounters of them, zero between ops
+  ncclComm_t communicator = nullptr;  // of the ranks that share the model; null where there is one
+  bool decode = false;                // every sequence has exactly one new token
 };
 
 class Plugin {
@@ -74,7 +80,7 @@ class Plugin {
 
   // Output shapes from input shapes (empty for an absent one).
   virtual std::vector<Shape> shapes(const std::vector<Shape>& inputs) const = 0;
-  // Bytes of scratch for these inputs. It is zeroed once, then kept between calls.
+  // Bytes of scratch for these inputs. Its content means nothing before and after.
   virtual int64_t workspace(const std::vector<Tensor>&) const { return 0; }
   virtual void enqueue(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                        void* workspace, const Context& context) const = 0;

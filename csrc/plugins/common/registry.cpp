@@ -24,6 +24,10 @@ void check(cublasStatus_t status, const char* what) {
     throw Error(std::string(what) + " failed: " + cublasLtGetStatusString(status));
 }
 
+void check(ncclResult_t status, const char* what) {
+  if (status != ncclSuccess) throw Error(std::string(what) + " failed: " + ncclGetErrorString(status));
+}
+
 void register_plugin(PluginType type) {
   const std::string name = type.name;
   if (!types().emplace(name, std::move(type)).second) throw Error("op '" + name + "' is registered twice");

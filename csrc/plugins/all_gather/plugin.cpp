@@ -1,0 +1,43 @@
+#include "../common/collective.h"
+
+namespace llmc {
+namespace {
+
+class AllGather : public Plugin {
+ public:
+  explicit AllGather(const Fields& fields) : tp_size_(integer(fields, "tp_size")) {}
+
+  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+    return {{in[0][0], in[0][1] * tp_size_}};
+  }
+
+  // The ranks' parts one after the other, before they are laid side by side.
+  int64_t workspace(const std::vector<Tensor>& in) const override {
+    return in[0].size() * tp_size_ * (in[0].dtype == DType::kFloat32 ? 4 : 2);
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
+               const Context& context) const override {
+    const int rows = static_cast<int>(in[0].shape[0]), width = static_cast<int>(in[0].shape[1]);
+    void* gathered = rows > 1 ? workspace : out[0].data;
+    check(ncclAllGather(in[0].data, gathered, in[0].size(), nccl_type(in[0].dtype), communicator_of(context),
+                        context.stream), "AllGather");
+    if (rows > 1)
+      check(kernels::interleave(in[0].dtype, out[0].data, workspace, tp_size_, rows, width, context.stream),
+            "AllGather");
+  }
+
+ private:
+  int tp_size_;
+};
+
+}  // namespace
+
+void register_all_gather() {
+  register_plugin({"AllGather", 1, {"x"}, {"y"}, {{"tp_size", int64_t{1}}}, {"tp_size"},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<AllGather>(fields);
+                   }});
+}
+
+}  // namespace llmc

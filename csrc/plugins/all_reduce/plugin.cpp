@@ -1,0 +1,24 @@
+#include "../common/collective.h"
+
+namespace llmc {
+namespace {
+
+class AllReduce : public Plugin {
+ public:
+  std::vector<Shape> shapes(const std::vector<Shape>& in) const override { return {in[0]}; }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    check(ncclAllReduce(in[0].data, out[0].data, in[0].size(), nccl_type(in[0].dtype), ncclSum,
+                        communicator_of(context), context.stream), "AllReduce");
+  }
+};
+
+}  // namespace
+
+void register_all_reduce() {
+  register_plugin({"AllReduce", 1, {"x"}, {"y"}, {{"tp_size", int64_t{1}}}, {"tp_size"},
+                   [](const Fields&) -> std::unique_ptr<Plugin> { return std::make_unique<AllReduce>(); }});
+}
+
+}  // namespace llmc

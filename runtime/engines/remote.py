@@ -1,0 +1,102 @@
+"""A rank of the CUDA engine in a process of its own, which this module also is the program of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.errors import LlmcError
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.sampling import Draws
+from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.manifest import read_manifest
+
+
+class RemoteEngine:
+    """One rank on one GPU, behind a pipe. See `Engine`; results stay with the rank's process.
+
+    Raises:
+        LlmcError: what the process said, or that it ended.
+    """
+
+    def __init__(self, case_dir: Path, rank: int, device: int, max_batch_size: int,
+                 max_tokens: int) -> None:
+        self._rank = rank
+        self._pipe, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        theirs.close()
+        try:
+            self._call("load", case_dir, rank, device, max_batch_size, max_tokens)
+        except LlmcError:
+            self.close()
+            raise
+
+    def join(self, communicator: bytes, rank: int, size: int) -> None:
+        self._call("join", communicator, rank, size)
+
+    def run(self, batch: PackedBatch) -> np.ndarray:
+        self._call("submit", batch)
+        return np.empty((0, 0), np.float32)
+
+    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> None:
+        self._call("decode", batch, draws, end_ids, steps)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self._call("copy_row", source, target, length)
+
+    def abort(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._pipe.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        try:
+            self._pipe.send((method, arguments))
+            problem = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise LlmcError(f"the process of rank {self._rank} has ended") from error
+        if problem:
+            raise LlmcError(f"rank {self._rank}: {problem}")
+
+
+def _serve(pipe: Connection) -> None:
+    """Do as the pipe says until it is closed; answer each call with what went wrong, or None."""
+    engine: Any = None
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if method == "load":
+                case_dir, rank, device, *limits = arguments
+                manifest = read_manifest(case_dir)
+                engine = CudaEngine(manifest, manifest.chips[rank], case_dir, device, *limits)
+            else:
+                getattr(engine, method)(*arguments)
+        except LlmcError as error:
+            pipe.send(str(error))
+        except Exception as error:
+            pipe.send(repr(error))
+        else:
+            pipe.send(None)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank's process ends this one
+    _serve(Connection(int(sys.argv[1])))
