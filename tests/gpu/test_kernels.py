@@ -97,27 +97,3 @@ def test_linear(extension, name, rows, width, out, dtype):
         inputs["row_sums"] = torch.from_numpy(inputs["weight"]).to(DTYPES[dtype]).double() \
             .sum(1).numpy()
     check(extension, plugins.registry()[name], fields, inputs, dtype)
-
-
-def test_the_extension_s_ops_are_the_declared_ones(extension):
-    declared = {op.name: op for op in OPS}
-    found = {kind.name: kind for kind in extension.plugin_types()}
-    assert set(found) == set(declared)
-    for name, kind in found.items():
-        op = declared[name]
-        assert (kind.version, tuple(kind.inputs), tuple(kind.outputs)) \
-            == (op.version, op.inputs, op.outputs)
-        assert kind.fields == dict(op.fields)
-        assert tuple(kind.required) == op.required
-
-
-@pytest.mark.parametrize(("name", "fields", "match"), [
-    ("Attentoin", {}, "there is no op 'Attentoin'"),
-    ("RMSNorm", {"epsilom": 1.0}, "has no field 'epsilom'"),
-    ("RMSNorm", {"epsilon": "small"}, "field 'epsilon' is a str, expected a float"),
-    ("Attention", {"num_heads": 4}, "needs the field"),
-    ("GatedMLP", {"activation": "swoosh"}, "no activation 'swoosh'"),
-])
-def test_bad_fields_are_named(extension, name, fields, match):
-    with pytest.raises(extension.CudaError, match=match):
-        extension.make_plugin(name, fields)
