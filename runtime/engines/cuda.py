@@ -27,27 +27,28 @@ def extension() -> ModuleType:
     """The compiled extension.
 
     Raises:
-        LlmcError: it was not built, or cuBLASLt is missing.
+        LlmcError: it was not built, or cuBLASLt or NCCL is missing.
     """
     if find_spec("llmc._cuda") is None:
-        raise LlmcError("this installation of llmc has no CUDA engine; build it from a checkout "
-                        "where nvcc is, as csrc/README.md says")
-    _load_cublas()
+        raise LlmcError("this installation of llmc has no CUDA engine; install it from a checkout "
+                        "where nvcc 13 is: pip install '.[cuda]'")
+    _load_libraries()
     try:
         from llmc import _cuda
     except ImportError as error:
-        raise LlmcError(f"the CUDA engine cannot be loaded ({error}); install nvidia-cublas, or "
-                        f"put libcublasLt.so.13 on the library path") from error
+        raise LlmcError(f"the CUDA engine cannot be loaded ({error}); install "
+                        f"nvidia-cublas and nvidia-nccl-cu13, or put libcublasLt.so.13 and "
+                        f"libnccl.so.2 on the library path") from error
     return _cuda
 
 
-def _load_cublas() -> None:
-    """Make the nvidia-cublas package's library known to the loader, where there is one."""
+def _load_libraries() -> None:
+    """Make the libraries of NVIDIA's packages, wherever on sys.path, known to the loader."""
     spec = find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
-        for path in Path(root).glob("*/lib/libcublasLt.so.13"):
-            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-            return
+        for library in ("cu13/lib/libcublasLt.so.13", "nccl/lib/libnccl.so.2"):
+            if (path := Path(root, library)).exists():
+                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
 
 def device_count() -> int:

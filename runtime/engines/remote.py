@@ -32,7 +32,8 @@ class RemoteEngine:
         self._rank = rank
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         theirs.close()
         try:

@@ -108,7 +108,7 @@ def test_several_chips_are_refused(tiny_hf, tmp_path):
 def test_running_without_the_extension_says_how_to_get_it(tiny_hf, tmp_path, monkeypatch):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
     monkeypatch.setattr("llmc.runtime.engines.cuda.find_spec", lambda name: None)
-    with pytest.raises(llmc.LlmcError, match=r"has no CUDA engine; build it"):
+    with pytest.raises(llmc.LlmcError, match=r"has no CUDA engine; install it"):
         llmc.LLM(tmp_path / "case")
 
 

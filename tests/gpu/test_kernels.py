@@ -104,30 +104,6 @@ def test_linear(extension, name, rows, width, out, dtype):
     check(extension, plugins.registry()[name], fields, inputs, dtype)
 
 
-def test_the_extension_s_ops_are_the_declared_ones(extension):
-    declared = plugins.registry()
-    found = {kind.name: kind for kind in extension.plugin_types()}
-    assert set(found) == set(declared)
-    for name, kind in found.items():
-        op = declared[name]
-        assert (kind.version, tuple(kind.inputs), tuple(kind.outputs)) \
-            == (op.version, op.inputs, op.outputs)
-        assert kind.fields == dict(op.fields)
-        assert tuple(kind.required) == op.required
-
-
-@pytest.mark.parametrize(("name", "fields", "match"), [
-    ("Attentoin", {}, "there is no op 'Attentoin'"),
-    ("RMSNorm", {"epsilom": 1.0}, "has no field 'epsilom'"),
-    ("RMSNorm", {"epsilon": "small"}, "field 'epsilon' is a str, expected a float"),
-    ("Attention", {"num_heads": 4}, "needs the field"),
-    ("GatedMLP", {"activation": "swoosh"}, "no activation 'swoosh'"),
-])
-def test_bad_fields_are_named(extension, name, fields, match):
-    with pytest.raises(extension.CudaError, match=match):
-        extension.make_plugin(name, fields)
-
-
 def draw(extension, logits, dtype, vocab=None, **sampling):
     """Tokens that the sampling kernel takes from logits [rows, stride], and what it was given."""
     rows, stride = logits.shape

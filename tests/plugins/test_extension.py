@@ -1,0 +1,46 @@
+"""What the CUDA extension says on the host; no GPU is needed, only that it was built."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from llmc import LlmcError, plugins
+from llmc.runtime.engines import cuda
+
+
+@pytest.fixture(scope="module")
+def extension():
+    if find_spec("llmc._cuda") is None:
+        pytest.skip("llmc was installed without the CUDA engine")
+    return cuda.extension()
+
+
+def test_without_a_gpu_the_error_says_so(extension):
+    if extension.devices()[0]:
+        pytest.skip("there is a GPU")
+    with pytest.raises(LlmcError, match=r"there is no NVIDIA GPU here \(.+\); .* --target cpu"):
+        cuda.device_count()
+
+
+def test_the_extension_s_ops_are_the_declared_ones(extension):
+    declared = plugins.registry()
+    found = {kind.name: kind for kind in extension.plugin_types()}
+    assert set(found) == set(declared)
+    for name, kind in found.items():
+        op = declared[name]
+        assert (kind.version, tuple(kind.inputs), tuple(kind.outputs)) \
+            == (op.version, op.inputs, op.outputs)
+        assert kind.fields == dict(op.fields)
+        assert tuple(kind.required) == op.required
+
+
+@pytest.mark.parametrize(("name", "fields", "match"), [
+    ("Attentoin", {}, "there is no op 'Attentoin'"),
+    ("RMSNorm", {"epsilom": 1.0}, "has no field 'epsilom'"),
+    ("RMSNorm", {"epsilon": "small"}, "field 'epsilon' is a str, expected a float"),
+    ("Attention", {"num_heads": 4}, "needs the field"),
+    ("GatedMLP", {"activation": "swoosh"}, "no activation 'swoosh'"),
+])
+def test_bad_fields_are_named(extension, name, fields, match):
+    with pytest.raises(extension.CudaError, match=match):
+        extension.make_plugin(name, fields)
