@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
@@ -102,6 +104,59 @@ def test_linear(extension, name, rows, width, out, dtype):
         inputs["row_sums"] = torch.from_numpy(inputs["weight"]).to(DTYPES[dtype]).double() \
             .sum(1).numpy()
     check(extension, plugins.registry()[name], fields, inputs, dtype)
+
+
+RANDOM = settings(max_examples=40, deadline=None, derandomize=True,
+                  suppress_health_check=[HealthCheck.function_scoped_fixture])
+ROWS, DTYPE = st.integers(1, 64), st.sampled_from(list(DTYPES))
+HEADS = st.sampled_from([(4, 4), (8, 2), (6, 1), (12, 4), (71, 1)])  # MHA, GQA, MQA
+
+
+@RANDOM
+@given(rows=ROWS, width=st.integers(1, 3000), dtype=DTYPE, seed=st.integers(0, 99),
+       name=st.sampled_from(["RMSNorm", "LayerNorm", "AddRMSNorm", "AddLayerNorm"]))
+def test_any_norm(extension, rows, width, dtype, seed, name):
+    rng = np.random.default_rng(seed)
+    op = plugins.registry()[name]
+    inputs = {key: rng.standard_normal((rows, width) if key in ("x", "residual") else width) + 0.3
+              for key in op.input_names}
+    check(extension, op, {"epsilon": 1e-5}, inputs, dtype)
+
+
+@RANDOM
+@given(rows=ROWS, width=st.integers(1, 1500), out=st.integers(1, 700), dtype=DTYPE,
+       seed=st.integers(0, 99), name=st.sampled_from(["GemmBiasAct", "GemmBiasRes", "GatedMLP"]),
+       activation=st.sampled_from(["none", "relu", "gelu", "gelu_tanh", "silu"]))
+def test_any_linear(extension, rows, width, out, dtype, seed, name, activation):
+    rng = np.random.default_rng(seed)
+    count = 2 * out if name == "GatedMLP" else out
+    inputs = {"x": rng.standard_normal((rows, width)),
+              "weight": rng.standard_normal((count, width)) / width**0.5,
+              "bias": rng.standard_normal(count)}
+    if name == "GemmBiasRes":
+        inputs["residual"] = rng.standard_normal((rows, out))
+    check(extension, plugins.registry()[name],
+          {} if name == "GemmBiasRes" else {"activation": activation}, inputs, dtype)
+
+
+@RANDOM
+@given(data=st.data(), heads=HEADS, dim=st.sampled_from([64, 80, 96, 128, 256]), dtype=DTYPE,
+       decode=st.booleans(), window=st.sampled_from([0, 0, 1, 33, 500]),
+       softcap=st.sampled_from([0.0, 0.0, 5.0]), rotary=st.booleans(),
+       block_size=st.sampled_from([0, 0, 16, 64]), seed=st.integers(0, 99))
+def test_any_attention(extension, data, heads, dim, dtype, decode, window, softcap, rotary,
+                       block_size, seed):
+    length = data.draw(st.integers(1, 4096), label="length")
+    most = max(1, 2**23 // (length * heads[1] * dim))
+    batch = data.draw(st.integers(1, min(64 if decode else 4, most)), label="batch")
+    new = [1] * batch if decode else data.draw(
+        st.lists(st.integers(1, min(length, 150)), min_size=batch, max_size=batch), label="new")
+    past = [data.draw(st.integers(0, length - count), label="past") for count in new]
+    more = {"rotary_dim": dim} if rotary else {}
+    sample = _sample(np.random.default_rng(seed), new, past, dim, *heads, window=window,
+                     softcap=softcap, block_size=block_size,
+                     max_seq_len=-(-length // 64) * 64, **more)
+    check(extension, plugins.registry()["Attention"], sample.fields, sample.inputs, dtype, decode)
 
 
 def draw(extension, logits, dtype, vocab=None, **sampling):

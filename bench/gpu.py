@@ -1,0 +1,227 @@
+"""llmc's CUDA engine beside transformers on one GPU, with the same random weights, in turn.
+
+    python bench/gpu.py WORK_DIR --model gpt2-medium
+    python bench/gpu.py WORK_DIR --model llama-8b
+    python bench/gpu.py WORK_DIR --model gpt2-medium --grid     llmc alone, twelve sizes
+    python bench/gpu.py WORK_DIR --model llama-8b --tp 1,2,4    llmc alone, on so many GPUs
+
+transformers runs with a StaticCache, eager and under torch.compile's mode reduce-overhead.
+Milliseconds are medians of whole calls by the host's clock, tokens chosen. `limit` is what the
+bytes read or the multiplications alone would take at this GPU's measured speeds. Behind the table:
+where a decode step's time goes, each kernel charged from the end of the one before it to its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_model
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+import llmc
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.benchmark import measure
+from llmc.runtime.decoding.sampling import Draws, Sampler, SamplingParams
+from llmc.runtime.schedule import read_schedule
+
+LENGTH = 1024
+BYTES_PER_MS, FLOPS_PER_MS = 4.30e9, 799e9  # one H200: device copy, bfloat16 GEMM
+MODELS = {"gpt2-medium": "float16", "llama-8b": "bfloat16"}
+ROWS = {"gpt2-medium": [(1, 64, 120), (64, 128, 120)], "llama-8b": [(1, 128, 64), (64, 128, 64)]}
+GRID = [(batch, *lengths) for lengths in ((64, 20), (128, 20), (64, 120), (128, 120))
+        for batch in (1, 8, 64)]
+KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas",
+         "attention": "decode_kernel|token_kernel|prefill_kernel|append_kernel",
+         "norm": "norm_kernel", "NCCL": "nccl|interleave",
+         "sampling": "sample_kernel|advance_kernel"}
+
+
+def write_model(name: str, directory: Path) -> Path:
+    """The model with random weights as a Hugging Face directory."""
+    if directory.is_dir():
+        return directory
+    if name == "llama-8b":
+        return bench_model.write(directory, hidden=4096, layers=32, vocab=128256,
+                                 intermediate=14336, heads=32, kv_heads=8, layers_per_shard=8)
+    config = AutoConfig.for_model("gpt2", n_embd=1024, n_layer=24, n_head=16)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    model.save_pretrained(directory)
+    return directory
+
+
+class Peer:
+    """transformers with a StaticCache, eager or compiled."""
+
+    def __init__(self, model: torch.nn.Module, compiled: bool) -> None:
+        self._model = model
+        self._forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False) \
+            if compiled else model.forward
+        self._caches: dict[tuple[int, int], StaticCache] = {}
+
+    def __call__(self, batch: int, inputs: int, outputs: int) -> tuple[float, float]:
+        """Milliseconds to the first token, and of a decode step."""
+        cache = self._caches.setdefault((batch, inputs), StaticCache(
+            config=self._model.config, max_cache_len=inputs + outputs))
+        cache.reset()
+        ids = torch.randint(5, 50000, (batch, inputs), device="cuda")
+        with torch.inference_mode():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            newest = self._step(ids, torch.arange(inputs, device="cuda"), cache)
+            torch.cuda.synchronize()
+            first = time.perf_counter()
+            for position in range(inputs, inputs + outputs - 1):
+                newest = self._step(newest, torch.tensor([position], device="cuda"), cache)
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        return (first - start) * 1e3, (end - first) * 1e3 / (outputs - 1)
+
+    def _step(self, ids: torch.Tensor, positions: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = self._forward(ids, position_ids=positions[None], past_key_values=cache,
+                               use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def limits(llm: llmc.LLM, batch: int, inputs: int, outputs: int) -> tuple[float, float]:
+    """Milliseconds that a prefill and a decode step cannot be faster than, on one rank."""
+    dims, chip = llm.manifest.dims, llm.manifest.chips[0]
+    schedule = read_schedule(llm.case_dir / chip.steps[0].path)
+    sizes = [math.prod(schedule.tensors[node.inputs[1]].shape) for node in schedule.nodes
+             if "Gemm" in node.op or node.op == "GatedMLP"]
+    layers, head = sum(sizes[:-1]), sizes[-1]
+    position = 2 * 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim / llm.manifest.tp_size
+    read = 2 * (layers + head)
+    decode = (read + batch * (inputs + outputs / 2) * position) / BYTES_PER_MS
+    return max(2 * batch * (inputs * layers + head) / FLOPS_PER_MS, read / BYTES_PER_MS), decode
+
+
+def ours(llm: llmc.LLM) -> Callable[[int, int, int], tuple[float, float]]:
+    def run(batch: int, inputs: int, outputs: int) -> tuple[float, float]:
+        row = measure(llm, batch, inputs, outputs, runs=1, warmup=0)
+        return row.tctx_ms, row.tgen_ms
+    return run
+
+
+def breakdown(llm: llmc.LLM, batch: int, inputs: int, steps: int = 16) -> str:
+    """Microseconds of a decode step by kind of kernel, on the first rank."""
+    replica = llm._replicas[0]
+    samplers = [Sampler(SamplingParams())] * batch
+    for start in range(0, batch, 32):  # prompts as the scheduler sizes them
+        part = PackedBatch.prepare([[7] * inputs] * min(32, batch - start),
+                                   [0] * min(32, batch - start), start)
+        replica.decode(part, Draws.of(samplers[:part.batch_size], [0] * part.batch_size), [], 1)
+    newest = PackedBatch.prepare([[7]] * batch, [inputs] * batch)
+    draws = Draws.of(samplers, [1] * batch)
+    replica.decode(newest, draws, [], 4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        replica.decode(newest, draws, [], steps)
+    events = sorted((e for e in profile.events() if e.device_type.name == "CUDA"
+                     and not e.name.startswith("Mem")), key=lambda e: e.time_range.end)
+    per_step = len(events) // steps
+    events = events[per_step * 4:per_step * steps]
+    total: dict[str, float] = collections.defaultdict(float)
+    count: dict[str, int] = collections.Counter()
+    for before, event in itertools.pairwise(events):
+        kind = next((k for k, names in KINDS.items() if re.search(names, event.name)), "other")
+        total[kind] += event.time_range.end - before.time_range.end
+        count[kind] += 1
+    parts = [f"{kind} {time / (steps - 4):.0f} ({count[kind] / (steps - 4):.0f})"
+             for kind, time in sorted(total.items(), key=lambda item: -item[1])]
+    return f"batch {batch}: " + ", ".join(parts)
+
+
+def pairs(llm: llmc.LLM, hf: Path, name: str, repeats: int) -> None:
+    """The table beside transformers."""
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=getattr(torch, MODELS[name])) \
+        .cuda().eval()
+    tokens = np.random.default_rng(0).integers(5, 50000, 100).tolist()
+    expected = model(torch.tensor([tokens]).cuda()).logits[0].float().detach().cpu().numpy()
+    error = np.abs(llm.logits(tokens) - expected).max() / np.ptp(expected)
+    print(f"logits differ from transformers' by at most {error:.1e} of their range\n")
+    sides = {"llmc": ours(llm), "eager": Peer(model, False), "compiled": Peer(model, True)}
+    print("| batch, in, out | ms of | llmc | eager | compiled | compiled / llmc | limit |\n"
+          "| --- | --- | --- | --- | --- | --- | --- |")
+    for row in ROWS[name]:
+        times: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+        for side in list(sides.values()) * 2:  # compiles, captures, tunes
+            side(*row)
+        for _ in range(repeats):
+            for label, side in sides.items():
+                times[label].append(side(*row))
+        for index, what in enumerate(("first token", "decode step")):
+            median = {label: statistics.median(t[index] for t in rows)
+                      for label, rows in times.items()}
+            ratio = statistics.median(theirs[index] / mine[index] for mine, theirs
+                                      in zip(times["llmc"], times["compiled"], strict=True))
+            print(f"| {row[0]}, {row[1]}, {row[2]} | {what} | " + " | ".join(
+                f"{median[side]:.3f}" for side in sides)
+                + f" | {ratio:.2f} | {limits(llm, *row)[index]:.3f} |", flush=True)
+    print("\nmicroseconds of a decode step (kernels):")
+    for batch, inputs, _ in ROWS[name]:
+        print(breakdown(llm, batch, inputs))
+
+
+def grid(llm: llmc.LLM) -> None:
+    """Twelve sizes by llmc alone, as `llmc bench` prints them."""
+    print("| batch | input_length | output_length | tokens_per_sec | latency(ms) | Tctx(ms) | "
+          "Tgen(ms) |\n| --- | --- | --- | --- | --- | --- | --- |")
+    for cell in GRID:
+        row = measure(llm, *cell, runs=5, warmup=2)
+        print(f"| {row.batch} | {row.input_length} | {row.output_length} | "
+              f"{row.tokens_per_sec:.1f} | {row.latency_ms:.2f} | {row.tctx_ms:.2f} | "
+              f"{row.tgen_ms:.3f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--tp", default="")
+    parser.add_argument("--runs", type=int, default=5)
+    arguments = parser.parse_args()
+    name, work = arguments.model, arguments.work
+    work.mkdir(parents=True, exist_ok=True)
+    print(bench_model.environment("torch", "transformers"), torch.cuda.get_device_name(),
+          "CUDA", torch.version.cuda, "\n", flush=True)
+    hf = write_model(name, work / name)
+    first: dict[int, tuple[float, float]] = {}
+    for tp_size in [int(part) for part in arguments.tp.split(",")] if arguments.tp else [1]:
+        case = work / f"{name}-tp{tp_size}"
+        if not case.is_dir():
+            started = time.perf_counter()
+            llmc.compile(hf, case, dtype=MODELS[name], target="cuda", max_seq_len=LENGTH,
+                         tp_size=tp_size)
+            print(f"compiled for tp {tp_size} in {time.perf_counter() - started:.0f} s", flush=True)
+        with llmc.LLM(case, max_batch_size=64, check_step=64, verify=False) as llm:
+            if arguments.grid:
+                grid(llm)
+            elif not arguments.tp:
+                pairs(llm, hf, name, arguments.runs)
+            else:
+                for row in ROWS[name]:
+                    result = measure(llm, *row, runs=arguments.runs, warmup=2)
+                    times = result.tctx_ms, result.tgen_ms
+                    base = first.setdefault(row[0], times)
+                    print(f"| {tp_size} | {row[0]}, {row[1]}, {row[2]} | {times[0]:.2f} | "
+                          f"{base[0] / times[0]:.2f} | {times[1]:.3f} | "
+                          f"{base[1] / times[1]:.2f} | {limits(llm, *row)[1]:.3f} |")
+                    print(breakdown(llm, row[0], row[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
