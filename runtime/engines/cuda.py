@@ -80,7 +80,7 @@ class CudaEngine:
         self._errors = cuda.CudaError
         step = chip.steps[0]
         assert isinstance(step, GraphStep)
-        schedule = read_schedule(case_dir / step.path)
+        self._schedule = schedule = read_schedule(case_dir / step.path)
         self._vocab = manifest.dims.vocab_size
         self._max_logits = max(max_batch_size, min(_MAX_LOGITS, max_tokens))
         try:
@@ -104,12 +104,37 @@ class CudaEngine:
         """Start a step; its logits stay on the device."""
         lengths = np.diff(batch.cu_seqlens)
         decode = bool((lengths == 1).all()) and len(batch.logits_indices) == len(lengths)
+        self._submit(batch, decode)
+
+    def _submit(self, batch: PackedBatch, decode: bool) -> None:
         try:
             self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
                              np.ascontiguousarray(batch.logits_indices, np.int64), batch.first_row,
                              decode)
         except self._errors as error:
             raise LlmcError(f"the CUDA engine: {error}") from error
+
+    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
+        """Execute a step and return every value that it makes, in order, by its tensor's name.
+
+        float32 [num_tokens or num_logits, width] each. The host waits after every node.
+        """
+        sizes: dict[int | str, int] = {"num_tokens": len(batch.input_ids),
+                                       "num_logits": len(batch.logits_indices)}
+        numbers = [number for node in self._schedule.nodes for number in node.outputs
+                   if number >= 0]
+        values = {}
+        self._engine.watch(numbers)
+        try:
+            self._submit(batch, decode=False)
+            for number in numbers:
+                tensor = self._schedule.tensors[number]
+                value = np.empty([sizes.get(dim, dim) for dim in tensor.shape], np.float32)
+                self._engine.read_watched(number, value)
+                values[tensor.name] = value
+        finally:
+            self._engine.watch([])
+        return values
 
     def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> np.ndarray:
         """Greedy steps on the device alone, from each sequence's newest token.
