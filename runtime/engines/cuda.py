@@ -100,20 +100,6 @@ class CudaEngine:
         self._engine.read_logits(logits)
         return logits
 
-    def submit(self, batch: PackedBatch) -> None:
-        """Start a step; its logits stay on the device."""
-        lengths = np.diff(batch.cu_seqlens)
-        decode = bool((lengths == 1).all()) and len(batch.logits_indices) == len(lengths)
-        self._submit(batch, decode)
-
-    def _submit(self, batch: PackedBatch, decode: bool) -> None:
-        try:
-            self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
-                             np.ascontiguousarray(batch.logits_indices, np.int64), batch.first_row,
-                             decode)
-        except self._errors as error:
-            raise LlmcError(f"the CUDA engine: {error}") from error
-
     def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
         """Execute a step and return every value that it makes, in order, by its tensor's name.
 
@@ -126,7 +112,7 @@ class CudaEngine:
         values = {}
         self._engine.watch(numbers)
         try:
-            self._submit(batch, decode=False)
+            self.submit(batch, prefill=True)  # decoding skips a node
             for number in numbers:
                 tensor = self._schedule.tensors[number]
                 value = np.empty([sizes.get(dim, dim) for dim in tensor.shape], np.float32)
@@ -135,6 +121,18 @@ class CudaEngine:
         finally:
             self._engine.watch([])
         return values
+
+    def submit(self, batch: PackedBatch, *, prefill: bool = False) -> None:
+        """Start a step; its logits stay on the device."""
+        lengths = np.diff(batch.cu_seqlens)
+        decode = not prefill and bool((lengths == 1).all()) and \
+            len(batch.logits_indices) == len(lengths)
+        try:
+            self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
+                             np.ascontiguousarray(batch.logits_indices, np.int64), batch.first_row,
+                             decode)
+        except self._errors as error:
+            raise LlmcError(f"the CUDA engine: {error}") from error
 
     def decode(self, tokens: Sequence[int], past_lens: Sequence[int], steps: int) -> np.ndarray:
         """Greedy steps on the device alone, from each sequence's newest token.
