@@ -77,16 +77,17 @@ def _blocks(header: bytes, weights: Iterable[Weight]):
             yield block.tobytes() if block.nbytes < _ALIGNMENT else block.reshape(-1).view(np.uint8)
 
 
-def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str) -> onnx.ModelProto:
+def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
+            dtype: str = "float32") -> onnx.ModelProto:
     """The graph as ONNX: weights by reference into the weight file, and the body of every llmc op
-    as a model-local function, in the form that suits `target`.
+    as a model-local function, in the form that suits `target` and the activations' `dtype`.
     """
     proto = gs.export_onnx(graph, do_type_check=False)
     functions: dict[str, onnx.FunctionProto] = {}
     for node, exported in zip(graph.nodes, proto.graph.node, strict=True):
         if is_llmc(node):
             op = plugins.registry().get(node.op)  # Sdpa lives between two passes only
-            function = op.function(node.attrs, exported.input, target) if op else None
+            function = op.function(node.attrs, exported.input, target, dtype) if op else None
             if function is not None:
                 exported.overload = function.overload
                 functions[f"{function.name}.{function.overload}"] = function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,17 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e
     span = float(expected.max() - expected.min())
     worst = float(np.abs(actual - expected).max())
     assert worst <= tolerance * span, f"{worst} > {tolerance} · {span}"
+
+
+def plant(case: Path, chip: int, name: str, scale: float) -> None:
+    """Change the first element of a float32 weight in place."""
+    path = case / f"chip{chip}" / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+    start = 8 + int.from_bytes(data[:8], "little") + header[name]["data_offsets"][0]
+    value = np.frombuffer(data[start:start + 4], np.float32)[0]
+    data[start:start + 4] = np.float32(value + scale).tobytes()
+    path.write_bytes(data)
 
 
 def rope(kind: str, **parameters) -> dict:

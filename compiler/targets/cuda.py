@@ -1,4 +1,4 @@
-"""The CUDA target: a schedule for llmc's own engine.
+"""The CUDA target: a schedule for llmc's own engine, and the same graph as ONNX.
 
 `schedule.json` lists a rank's tensors, each with its place, and its ops in order. Activations lie
 in one arena, where values whose lifetimes do not meet share memory; offsets are in bytes per token
@@ -11,10 +11,17 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
-from llmc.compiler.artifact import WEIGHTS_NAME, describe_chip, write_weights
+from llmc.compiler.artifact import (
+    WEIGHTS_NAME,
+    describe_chip,
+    to_onnx,
+    write_onnx,
+    write_weights,
+)
 from llmc.compiler.rewrite import consumers, is_llmc, replace, tidy, weight
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
@@ -36,18 +43,26 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, 
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
-    _fuse_norms(graph, _numpy(dtype))
-    _cast(graph, dtype)
+    prepare(graph, dtype)
     places, weights = write_weights(graph, directory / WEIGHTS_NAME)
     text = schedule(graph, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
     (directory / SCHEDULE_NAME).write_text(text, encoding="utf-8")
     files = [weights, FileEntry(path=SCHEDULE_NAME, size=len(text.encode()),
                                 sha256=hashlib.sha256(text.encode()).hexdigest())]
+    if dtype != "float32":
+        _widen_elementwise(graph)
+    files.append(write_onnx(to_onnx(graph, places, KIND, dtype), directory / "graph.onnx"))
     step = GraphStep(path=f"{name}/{SCHEDULE_NAME}", inputs=tuple(t.name for t in graph.inputs),
                      outputs=tuple(t.name for t in graph.outputs))
     chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
     return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
                   for file in files]
+
+
+def prepare(graph: gs.Graph, dtype: str) -> None:
+    """Make of the fused graph what is scheduled."""
+    _fuse_norms(graph, _numpy(dtype))
+    _cast(graph, dtype)
 
 
 def _fuse_norms(graph: gs.Graph, numpy_dtype: np.dtype) -> None:
@@ -108,6 +123,35 @@ def _cast(graph: gs.Graph, dtype: str) -> None:
         if isinstance(tensor, gs.Variable) and tensor.dtype is not None \
                 and np.dtype(tensor.dtype) == np.float32:
             tensor.dtype = numpy_dtype
+
+
+def _widen_elementwise(graph: gs.Graph) -> None:
+    """Let ONNX ops on elements compute in float32, as the engine does with its float32 numbers.
+
+    Given:   Mul(x, 2.0) in 16 bits, of which 2.0 is float32
+    Result:  Cast(Mul(Cast(x), 2.0))
+    """
+    nodes: list[gs.Node] = []
+    for node in list(graph.nodes):
+        if node.op not in _ELEMENTWISE:
+            nodes.append(node)
+            continue
+        for index, tensor in enumerate(node.inputs):
+            if isinstance(tensor, gs.Variable):
+                wide = gs.Variable(f"{node.outputs[0].name}.input_{index}", np.float32,
+                                   tensor.shape)
+                nodes.append(_float_cast(tensor, wide))
+                node.inputs[index] = wide
+        narrow = node.outputs[0]
+        node.outputs = [gs.Variable(f"{narrow.name}.float32", np.float32, narrow.shape)]
+        nodes += (node, _float_cast(node.outputs[0], narrow))
+    graph.nodes.clear()
+    graph.nodes.extend(nodes)
+
+
+def _float_cast(source: gs.Variable, target: gs.Variable) -> gs.Node:
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(target.dtype))
+    return gs.Node("Cast", target.name, {"to": int(kind)}, [source], [target])
 
 
 def _numpy(dtype: str) -> np.dtype:

@@ -154,6 +154,11 @@ NB_MODULE(_cuda, m) {
              nb::gil_scoped_release release;
              self.read_logits(out.data());
            })
+      .def("watch", &Engine::watch)
+      .def("read_watched",
+           [](const Engine& self, int tensor, nb::ndarray<float, nb::c_contig, nb::device::cpu> out) {
+             self.read_watched(tensor, out.data());
+           })
       .def("begin_decode",
            [](Engine& self, Array<int64_t> tokens, Array<int32_t> past_lens, Array<float> temperature,
               Array<int32_t> top_k, Array<float> top_p, Array<uint64_t> seed, Array<int64_t> drawn,

@@ -22,6 +22,25 @@ int64_t width(DType dtype) {
 
 int64_t count_of(const Shape& shape) { return Tensor{nullptr, DType::kFloat32, shape}.size(); }
 
+void to_float(float* target, const char* source, int64_t count, DType dtype) {
+  if (dtype == DType::kFloat32) {
+    std::memcpy(target, source, 4 * count);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, source + 2 * i, 2);
+    if (dtype == DType::kBFloat16) {
+      const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+      std::memcpy(target + i, &wide, 4);
+    } else {
+      __half_raw half;
+      half.x = bits;
+      target[i] = __half2float(__half(half));
+    }
+  }
+}
+
 // The rows of a tensor whose logits a step wants.
 class Gather : public Plugin {
  public:
@@ -247,12 +266,24 @@ void Engine::enqueue(const Step& step) {
     }
     for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
     node.plugin->enqueue(inputs, outputs, scratch_, context);
+    for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i) {
+      const auto found = watched_.find(node.outputs[i]);
+      if (found != watched_.end()) found->second = download(outputs[i]);
+    }
   }
   last_ = step;
 }
 
 void Engine::upload(void* target, const void* source, int64_t bytes) {
   check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream_), "copying to the device");
+}
+
+std::vector<char> Engine::download(const Tensor& tensor) {
+  std::vector<char> host(tensor.size() * width(tensor.dtype));
+  check(cudaMemcpyAsync(host.data(), tensor.data, host.size(), cudaMemcpyDeviceToHost, stream_),
+        "copying to the host");
+  synchronize();
+  return host;
 }
 
 void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
@@ -275,30 +306,23 @@ void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const in
 
 void Engine::read_logits(float* logits) {
   const Tensor tensor = resolve(logits_, last_);
-  const int64_t stride = tensor.shape[1], bytes = tensor.size() * width(tensor.dtype);
-  std::vector<char> host(bytes);
-  check(cudaMemcpyAsync(host.data(), tensor.data, bytes, cudaMemcpyDeviceToHost, stream_), "reading logits");
-  synchronize();
-  for (int64_t row = 0; row < tensor.shape[0]; ++row) {
-    float* target = logits + row * vocab_size_;
-    const char* source = host.data() + row * stride * width(tensor.dtype);
-    if (tensor.dtype == DType::kFloat32) {
-      std::memcpy(target, source, 4ll * vocab_size_);
-      continue;
-    }
-    for (int i = 0; i < vocab_size_; ++i) {
-      uint16_t bits;
-      std::memcpy(&bits, source + 2ll * i, 2);
-      if (tensor.dtype == DType::kBFloat16) {
-        const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-        std::memcpy(target + i, &wide, 4);
-      } else {
-        __half_raw half;
-        half.x = bits;
-        target[i] = __half2float(__half(half));
-      }
-    }
-  }
+  const int64_t stride = tensor.shape[1] * width(tensor.dtype);
+  const std::vector<char> host = download(tensor);
+  for (int64_t row = 0; row < tensor.shape[0]; ++row)
+    to_float(logits + row * vocab_size_, host.data() + row * stride, vocab_size_, tensor.dtype);
+}
+
+void Engine::watch(const std::vector<int>& tensors) {
+  watched_.clear();
+  for (int tensor : tensors) watched_[tensor] = {};
+}
+
+void Engine::read_watched(int tensor, float* out) const {
+  const auto found = watched_.find(tensor);
+  if (found == watched_.end() || found->second.empty())
+    throw Error("tensor " + std::to_string(tensor) + " was not watched in the last step");
+  const DType dtype = places_[tensor].dtype;
+  to_float(out, found->second.data(), static_cast<int64_t>(found->second.size()) / width(dtype), dtype);
 }
 
 void Engine::choose(int rows) {

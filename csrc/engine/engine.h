@@ -67,6 +67,11 @@ class Engine {
            const int32_t* past_lens, const int64_t* logits_indices, const Step& step);
   // The last step's logits as float32 [num_logits, vocab_size] on the host.
   void read_logits(float* logits);
+  // From now on, keep what each of these values holds right after the node that makes it, before its memory
+  // is used again. The host waits at every one, so this is for run, not for decode. None: keep nothing.
+  void watch(const std::vector<int>& tensors);
+  // What a watched value held in the last step, as float32 on the host.
+  void read_watched(int tensor, float* out) const;
 
   // Decoding without the host. begin_decode: each sequence's newest token and the positions in its cache row
   // before it; without tokens, those that the last step's logits lead to. decode: that many steps, asynchronous.
@@ -109,6 +114,7 @@ class Engine {
   void choose(int rows);
   void advance(int batch);
   void upload(void* target, const void* source, int64_t bytes);
+  std::vector<char> download(const Tensor& tensor);
 
   int device_;
   DType dtype_;
@@ -128,6 +134,7 @@ class Engine {
   void* pinned_ = nullptr;
   int logits_ = -1, vocab_size_ = 0;
   Step last_{};
+  std::map<int, std::vector<char>> watched_;
   // The state of decoding, on the device.
   int64_t *chosen_ = nullptr, *history_ = nullptr, *end_ids_ = nullptr, *drawn_ = nullptr;
   int32_t *step_ = nullptr, *counters_ = nullptr, *top_k_ = nullptr;

@@ -46,6 +46,7 @@ class Op:
         required: fields that a node must set.
         float32_inputs: inputs that stay float32 whatever the dtype of the others: small tables,
             whose rounding would show.
+        integer_inputs: inputs that are integers.
         shapes: (input shapes by name, fields) to output shapes, in order.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at opset 23, in standard ONNX only.
@@ -71,6 +72,7 @@ class Op:
     serves: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     float32_inputs: frozenset[str] = frozenset()
+    integer_inputs: frozenset[str] = frozenset()
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5
     samples: Callable[[Any], Sequence[Sample]] | None = None
@@ -111,12 +113,13 @@ class Op:
                 raise ValueError(f"{self.name} needs the input {declared!r}")
         return given
 
-    def function(self, fields: Fields, inputs: Sequence[str], target: str = "") -> \
-            onnx.FunctionProto | None:
+    def function(self, fields: Fields, inputs: Sequence[str], target: str = "",
+                 dtype: str = "float32") -> onnx.FunctionProto | None:
         """The model-local function for one use of the op: fields baked in, absent inputs gone.
 
         Its `overload` is a digest of the body, so equal uses share one function. `target` picks
-        the body for that target where there is one. None for a collective.
+        the body for that target where there is one. For another `dtype` than float32 the body is
+        the same between casts: it computes in float32, as a kernel does. None for a collective.
         """
         if self.body is None:
             return None
@@ -127,14 +130,36 @@ class Op:
         if lines is None:
             lines = self.body(fields, given)
         used = self.input_names[:len(inputs)]
-        digest = hashlib.sha256("\n".join([*used, *sorted(given), lines]).encode()).hexdigest()[:12]
+        key = [*used, *sorted(given), lines, *([] if dtype == "float32" else [dtype])]
+        digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
         text = (f'<domain: "{DOMAIN}", overload: "{digest}", '
                 f'opset_import: ["": {OPSET}, "com.microsoft": 1]>\n'
                 f'{self.name} ({", ".join(used)}) => ({", ".join(self.outputs)}) {{\n{lines}\n}}')
         try:
-            return onnx.parser.parse_function(text)
+            function = onnx.parser.parse_function(text)
         except onnx.parser.ParseError as error:
             raise ValueError(f"the body of {self.name} does not parse: {error}\n{text}") from error
+        if dtype == "float32":
+            return function
+        return _cast_borders(function, given - self.float32_inputs - self.integer_inputs, dtype)
+
+
+def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], dtype: str) -> \
+        onnx.FunctionProto:
+    """The function with `inputs` and all outputs of `dtype`, and a body that stays float32."""
+    narrow = onnx.TensorProto.DataType.Value(dtype.upper())
+    wide = {name: f"{name}_float32" for name in (*inputs, *function.output)}
+    for node in function.node:
+        node.input[:] = [wide.get(name, name) for name in node.input]
+        node.output[:] = [wide.get(name, name) for name in node.output]
+    nodes = [onnx.helper.make_node("Cast", [name], [wide[name]], to=onnx.TensorProto.FLOAT)
+             for name in function.input if name in inputs]
+    nodes += function.node
+    nodes += (onnx.helper.make_node("Cast", [wide[name]], [name], to=narrow)
+              for name in function.output)
+    return onnx.helper.make_function(
+        function.domain, function.name, function.input, function.output, nodes,
+        function.opset_import, overload=function.overload)
 
 
 @cache

@@ -84,7 +84,7 @@ class CudaEngine:
         self._state: tuple[np.ndarray, ...] | None = None
         step = chip.steps[0]
         assert isinstance(step, GraphStep)
-        schedule = read_schedule(case_dir / step.path)
+        self._schedule = schedule = read_schedule(case_dir / step.path)
         self._vocab = manifest.dims.vocab_size
         self._max_logits = max(max_batch_size, min(_MAX_LOGITS, max_tokens))
         try:
@@ -104,11 +104,34 @@ class CudaEngine:
         self._engine.read_logits(logits)
         return logits
 
-    def submit(self, batch: PackedBatch) -> None:
+    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
+        """Execute a step and return every value that it makes, in order, by its tensor's name.
+
+        float32 [num_tokens or num_logits, width] each. The host waits after every node.
+        """
+        sizes: dict[int | str, int] = {"num_tokens": len(batch.input_ids),
+                                       "num_logits": len(batch.logits_indices)}
+        numbers = [number for node in self._schedule.nodes for number in node.outputs
+                   if number >= 0]
+        values = {}
+        self._engine.watch(numbers)
+        try:
+            self.submit(batch, prefill=True)  # decoding skips a node
+            for number in numbers:
+                tensor = self._schedule.tensors[number]
+                value = np.empty([sizes.get(dim, dim) for dim in tensor.shape], np.float32)
+                self._engine.read_watched(number, value)
+                values[tensor.name] = value
+        finally:
+            self._engine.watch([])
+        return values
+
+    def submit(self, batch: PackedBatch, *, prefill: bool = False) -> None:
         """Start a step; its logits stay on the device."""
         self._state = None
         lengths = np.diff(batch.cu_seqlens)
-        decode = bool((lengths == 1).all()) and len(batch.logits_indices) == len(lengths)
+        decode = not prefill and bool((lengths == 1).all()) and \
+            len(batch.logits_indices) == len(lengths)
         try:
             self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
                              np.ascontiguousarray(batch.logits_indices, np.int64), batch.first_row,

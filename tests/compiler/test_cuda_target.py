@@ -1,72 +1,20 @@
-"""The CUDA target's schedule, run here with the ops' references in the places that it gives."""
+"""The CUDA target: its schedule, run here with the ops' references in the places that it gives, and
+its graph.onnx."""
 
 import families
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from safetensors.numpy import load_file
+from schedule_interpreter import Interpreter
 
 import llmc
-from llmc import plugins
-from llmc.compiler.diff import diff
+from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.inspection import summarize
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import read_schedule
-
-ELEMENTWISE = {"Add": np.add, "Mul": np.multiply, "Div": np.divide, "Tanh": np.tanh}
-
-
-class Interpreter:
-    """A schedule on NumPy, one sequence at a time, float32.
-
-    Values lie in one buffer at the schedule's offsets, so a plan that lets two living values share
-    memory gives wrong logits.
-    """
-
-    def __init__(self, case):
-        self.manifest = read_manifest(case)
-        self.schedule = read_schedule(case / self.manifest.chips[0].steps[0].path)
-        self.weights = load_file(case / "chip0" / "weights.safetensors")
-        self.caches = {t.name: np.zeros((1, *t.shape[1:]), np.float32)
-                       for t in self.schedule.tensors if t.kind == "cache"}
-
-    def run(self, tokens, past):
-        count = len(tokens)
-        inputs = {"input_ids": np.array(tokens), "position_ids": np.arange(past, past + count),
-                  "cu_seqlens": np.array([0, count]), "past_lens": np.array([past]),
-                  "logits_indices": np.arange(count)}
-        arenas = {False: np.full(self.schedule.token_bytes * count, 255, np.uint8),
-                  True: np.full(self.schedule.logit_bytes * count, 255, np.uint8)}
-
-        def view(number):
-            tensor = self.schedule.tensors[number]
-            start = tensor.offset * count
-            return arenas[tensor.per_logit][start:start + 4 * count * tensor.shape[-1]] \
-                .view(np.float32).reshape(count, -1)
-
-        def read(number):
-            tensor = self.schedule.tensors[number]
-            known = {"input": inputs, "weight": self.weights, "cache": self.caches}.get(tensor.kind)
-            return view(number) if known is None else known[tensor.name]
-
-        for node in self.schedule.nodes:
-            if node.op == "Gather":
-                view(node.outputs[0])[:] = read(node.inputs[0])[read(node.inputs[1])]
-                continue
-            if node.op in ELEMENTWISE:
-                view(node.outputs[0])[:] = ELEMENTWISE[node.op](*map(read, node.inputs))
-                continue
-            op = plugins.registry()[node.op]
-            given = {name: read(number) for name, number
-                     in zip(op.input_names, node.inputs, strict=False) if number >= 0}
-            results = op.reference(node.fields, given)
-            for number, result in zip(node.outputs, results, strict=True):
-                if number >= 0:
-                    view(number)[:] = result
-            if node.op == "Attention":
-                for number, result in zip(node.inputs[1:3], results[1:], strict=True):
-                    self.caches[self.schedule.tensors[number].name][:] = result
-        return view(self.schedule.logits)[:, :self.manifest.dims.vocab_size].copy()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite",
@@ -78,6 +26,58 @@ def test_the_schedule_gives_transformers_logits(family, tmp_path):
     interpreter = Interpreter(tmp_path / "case")
     first, then = interpreter.run(tokens[:8], 0), interpreter.run(tokens[8:], 8)
     families.assert_close(np.concatenate([first, then]), families.reference_logits(model, tokens))
+
+
+# The dtype in ONNX, and the logits' tolerance: a rounding of 16 bits is 2^-11 or 2^-8.
+ONNX_DTYPES = {"float32": (onnx.TensorProto.FLOAT, 1e-5),
+               "float16": (onnx.TensorProto.FLOAT16, 4e-3),
+               "bfloat16": (onnx.TensorProto.BFLOAT16, 3e-2)}
+
+
+@pytest.mark.parametrize(("family", "dtype"), [
+    ("llama", "float32"), ("gpt2", "float32"), ("llama", "float16"), ("gpt2", "bfloat16"),
+    ("gemma2", "float16"), ("gemma2", "bfloat16")])
+def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, tmp_path):
+    kind, tolerance = ONNX_DTYPES[dtype]
+    model = families.tiny_model(family)
+    case = tmp_path / "case"
+    manifest = llmc.compile(families.save(model, tmp_path / "hf"), case, target="cuda", dtype=dtype)
+    path = case / "chip0" / "graph.onnx"
+    assert "chip0/graph.onnx" in {entry.path for entry in manifest.files}
+    onnx.checker.check_model(path)
+    graph = onnx.load(path, load_external_data=False)
+    inferred = onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True).graph
+    kinds = {value.name: value.type.tensor_type.elem_type
+             for value in (*inferred.value_info, *inferred.output)}
+    schedule = read_schedule(case / "chip0" / "schedule.json")
+    for tensor in schedule.tensors:
+        if tensor.kind == "value":
+            assert kinds[tensor.name] == kind
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    families.assert_close(onnx_logits(graph, path.parent, tokens)[:, :families.VOCAB],
+                          families.reference_logits(model, tokens), tolerance)
+
+
+def onnx_logits(graph, directory, tokens):
+    """ONNX Runtime's logits of a prompt, as float32."""
+    graph.graph.node.append(onnx.helper.make_node("Cast", ["logits"], ["logits_float32"],
+                                                  to=onnx.TensorProto.FLOAT))
+    graph.graph.output.append(onnx.ValueInfoProto(name="logits_float32"))
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path",
+                                     str(directory))
+    session = ort.InferenceSession(graph.SerializeToString(), options,
+                                   providers=["CPUExecutionProvider"])
+    batch = PackedBatch.prepare([tokens], [0], all_logits=True)
+    feeds = {}
+    for value in graph.graph.input:
+        described = value.type.tensor_type
+        kind, array = described.elem_type, getattr(batch, value.name, None)
+        if array is None:  # a cache; NumPy has no bfloat16, so bits
+            array = np.zeros([1, *(dim.dim_value for dim in described.shape.dim[1:])],
+                             np.uint32 if kind == onnx.TensorProto.FLOAT else np.uint16)
+        feeds[value.name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
+    return session.run_with_ort_values(["logits_float32"], feeds)[0].numpy()
 
 
 def test_16_bit_weights_and_exact_tables(tiny_hf, tiny_model, tmp_path):
@@ -120,11 +120,9 @@ def test_a_broken_schedule_is_one_sentence(tiny_hf, tmp_path):
         read_schedule(path)
 
 
-def test_memory_is_counted_in_the_model_s_dtype_and_diff_refuses(tiny_hf, tmp_path):
+def test_memory_is_counted_in_the_model_s_dtype(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16")
     manifest = read_manifest(tmp_path / "case")
     dims = manifest.dims
     assert summarize(manifest)["chips"][0]["kv_cache_bytes"] == \
         2 * 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * dims.max_seq_len
-    with pytest.raises(llmc.LlmcError, match="diff runs what is compiled for target cpu"):
-        diff(tmp_path / "case", tiny_hf)

@@ -2,24 +2,17 @@
 
 import json
 
+import families
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors import safe_open
+from schedule_interpreter import Interpreter
 
+import llmc
 from llmc.cli import main
+from llmc.compiler import diff as diff_module
 from llmc.compiler.diff import compare, diff
-
-
-def plant(case, chip, name, scale):
-    """Change one element of one weight in place; return nothing."""
-    path = case / f"chip{chip}" / "weights.safetensors"
-    data = bytearray(path.read_bytes())
-    header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
-    start = 8 + int.from_bytes(data[:8], "little") + header[name]["data_offsets"][0]
-    value = np.frombuffer(data[start:start + 4], np.float32)[0]
-    data[start:start + 4] = np.float32(value + scale).tobytes()
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("case", ["case_tp1", "case_tp2"])
@@ -36,7 +29,7 @@ def test_a_faithful_model_is_within_tolerance(case, tiny_hf, request):
 
 
 def test_a_planted_error_names_its_layer_and_chip(broken_case, tiny_hf, tmp_path):
-    plant(broken_case, 1, "model.layers.2.mlp.gate_up_proj.weight", 3.0)
+    families.plant(broken_case, 1, "model.layers.2.mlp.gate_up_proj.weight", 3.0)
     report = diff(broken_case, tiny_hf, bisect=True)
     assert report.first_layer == "hidden_states.2"
     weight, = report.weights
@@ -68,3 +61,67 @@ def test_differences_are_measured_against_the_range():
 def test_the_weight_file_names_match_the_graph(case_tp2):
     with safe_open(case_tp2 / "chip0" / "weights.safetensors", framework="np") as file:
         assert "model.layers.0.self_attn.qkv_proj.weight" in file.keys()  # noqa: SIM118
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The interpreter in the place of the CUDA engine."""
+    monkeypatch.setattr(diff_module, "device_count", lambda: 1)
+    monkeypatch.setattr(diff_module, "CudaEngine",
+                        lambda manifest, chip, case, device, batch, tokens: Interpreter(case))
+    monkeypatch.setattr(diff_module, "_greedy",
+                        lambda root, ids, count: Interpreter(root).greedy(ids.tolist(), count))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [
+    ("llama", "float32"), ("gpt2", "float32"), ("gemma2", "float16"), ("gpt2", "bfloat16")])
+def test_a_faithful_schedule_is_within_tolerance(family, dtype, interpreted, tmp_path):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda", dtype=dtype)
+    report = diff(tmp_path / "case", hf, bisect=True)
+    assert report.verdict is None and report.first_op is None
+    assert report.tolerance == {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}[dtype]
+    drift = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    ours = [d for d in report.layers if d.pair == "compiled vs export"]
+    depth = len(Interpreter(tmp_path / "case").caches) // 2
+    assert [d.name for d in ours] == [*(f"hidden_states.{i}" for i in range(depth)), "logits"]
+    assert max(d.relative for d in ours) < drift
+    assert dtype != "float32" or report.tokens == report.reference_tokens
+
+
+def test_a_long_prompt_is_traced_in_steps(interpreted, tiny_hf, tmp_path, monkeypatch):
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
+    monkeypatch.setattr(diff_module, "_STEP_TOKENS", 5)
+    assert diff(tmp_path / "case", tiny_hf, bisect=True).verdict is None
+    with pytest.raises(llmc.LlmcError, match=r"has \d+ tokens, more than max_seq_len 64; shorten"):
+        diff(tmp_path / "case", tiny_hf, prompt="the quick brown fox " * 60)
+
+
+@pytest.mark.parametrize(("family", "weight", "op"), [
+    ("llama", "model.layers.1.mlp.gate_up_proj.weight.normed", "NormGemm"),
+    ("gpt2", "transformer.h.1.attn.c_proj.weight", "GemmBiasRes")])
+def test_a_planted_error_in_a_schedule_s_weights_names_its_node(family, weight, op, interpreted,
+                                                                tmp_path):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda")
+    families.plant(tmp_path / "case", 0, weight, 3.0)
+    report = diff(tmp_path / "case", hf, bisect=True)
+    assert report.first_layer == "hidden_states.1" and report.first_op.startswith(op)
+    bad, = report.weights
+    assert (bad.name, bad.layer, bad.elements) == (weight, 1, 1)
+    assert "hidden_states.1" in report.verdict and weight in report.verdict
+
+
+def test_what_is_compiled_for_a_gpu_needs_one(tiny_hf, tmp_path, monkeypatch):
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16")
+    monkeypatch.setattr("llmc.runtime.engines.cuda.find_spec", lambda name: None)
+    with pytest.raises(llmc.LlmcError, match="has no CUDA engine; build it"):
+        diff(tmp_path / "case", tiny_hf)
+
+
+def test_several_chips_on_gpus_are_refused(tiny_hf, tmp_path, monkeypatch):
+    made = llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
+    monkeypatch.setattr(diff_module, "read_manifest",
+                        lambda case: made.model_copy(update={"tp_size": 2}))
+    with pytest.raises(llmc.LlmcError, match="has 2 chips; on target cuda, diff runs"):
+        diff(tmp_path / "case", tiny_hf)

@@ -356,6 +356,7 @@ OP = Op(
     bodies={"cpu": _cpu},
     serves={"cpu": _group_query_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     reference=_reference,
     samples=_samples,
 )

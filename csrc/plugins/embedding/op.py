@@ -73,6 +73,7 @@ OP = Op(
     fields={"scale": 1.0, "vocab_start": 0, "vocab_sharded": 0},
     shapes=lambda shapes, fields: [(*shapes["input_ids"], shapes["table"][-1])],
     body=_body,
+    integer_inputs=frozenset({"input_ids", "position_ids"}),
     reference=_reference,
     samples=_samples,
     tolerance=1e-6,

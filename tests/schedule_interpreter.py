@@ -1,0 +1,90 @@
+"""The CUDA engine's place taken by NumPy: a schedule run with the ops' references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file
+
+from llmc import plugins
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.manifest import read_manifest
+from llmc.runtime.schedule import read_schedule
+
+_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_ELEMENTWISE = {"Add": np.add, "Mul": np.multiply, "Div": np.divide, "Tanh": np.tanh}
+
+
+class Interpreter:
+    """A schedule on NumPy, one sequence at a time, each value rounded to the model's dtype.
+
+    Values lie in one buffer at the schedule's offsets, so a plan that lets two living values share
+    memory gives wrong logits.
+    """
+
+    def __init__(self, case: Path) -> None:
+        self.manifest = read_manifest(case)
+        self.schedule = read_schedule(case / self.manifest.chips[0].steps[0].path)
+        self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
+        self.weights = load_file(case / "chip0" / "weights.safetensors")
+        self.caches = {t.name: np.zeros((1, *t.shape[1:]), self.dtype)
+                       for t in self.schedule.tensors if t.kind == "cache"}
+
+    def run(self, tokens: Sequence[int], past: int) -> np.ndarray:
+        """Logits [num_tokens, vocab_size] of tokens that follow `past` others."""
+        values = self.trace(PackedBatch.prepare([tokens], [past], all_logits=True))
+        name = self.schedule.tensors[self.schedule.logits].name
+        return values[name][:, :self.manifest.dims.vocab_size]
+
+    def greedy(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        """The tokens that follow a prompt."""
+        known = list(tokens)
+        logits = self.run(known, 0)
+        while len(known) < len(tokens) + count:
+            known.append(int(logits[-1].argmax()))
+            logits = self.run(known[-1:], len(known) - 1)
+        return tuple(known[len(tokens):])
+
+    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
+        """As `CudaEngine.trace`."""
+        sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
+        arenas = {False: np.full(self.schedule.token_bytes * sizes["num_tokens"], 255, np.uint8),
+                  True: np.full(self.schedule.logit_bytes * sizes["num_logits"], 255, np.uint8)}
+        kept: dict[str, np.ndarray] = {}
+
+        def view(number):
+            tensor = self.schedule.tensors[number]
+            count, width = sizes[tensor.shape[0]], tensor.shape[1]
+            start = tensor.offset * count
+            return arenas[tensor.per_logit][start:start + self.dtype.itemsize * count * width] \
+                .view(self.dtype).reshape(count, width)
+
+        def read(number):
+            tensor = self.schedule.tensors[number]
+            known = {"weight": self.weights, "cache": self.caches}.get(tensor.kind)
+            if tensor.kind == "input":
+                return getattr(batch, tensor.name)
+            return view(number) if known is None else known[tensor.name]
+
+        for node in self.schedule.nodes:
+            if node.op == "Gather":
+                results = [read(node.inputs[0])[read(node.inputs[1])]]
+            elif node.op in _ELEMENTWISE:
+                results = [_ELEMENTWISE[node.op](*(read(number).astype(np.float32)
+                                                   for number in node.inputs))]
+            else:
+                op = plugins.registry()[node.op]
+                given = {name: read(number) for name, number
+                         in zip(op.input_names, node.inputs, strict=False) if number >= 0}
+                results = op.reference(node.fields, given)
+            for number, result in zip(node.outputs, results, strict=True):
+                if number >= 0:
+                    view(number)[:] = result
+                    kept[self.schedule.tensors[number].name] = view(number).astype(np.float32)
+            if node.op == "Attention":
+                for number, result in zip(node.inputs[1:3], results[1:], strict=True):
+                    self.caches[self.schedule.tensors[number].name][:] = result
+        return kept
