@@ -72,8 +72,14 @@ class Peer:
 
     def __call__(self, batch: int, inputs: int, outputs: int) -> tuple[float, float]:
         """Milliseconds to the first token, and of a decode step."""
-        cache = self._caches.setdefault((batch, inputs), StaticCache(
-            config=self._model.config, max_cache_len=inputs + outputs))
+        if (batch, inputs) not in self._caches:
+            config = self._model.config
+            made = StaticCache(config=config, max_cache_len=inputs + outputs)
+            made.early_initialization(
+                batch, getattr(config, "num_key_value_heads", config.num_attention_heads),
+                config.hidden_size // config.num_attention_heads, self._model.dtype, "cuda")
+            self._caches[batch, inputs] = made
+        cache = self._caches[batch, inputs]
         cache.reset()
         ids = torch.randint(5, 50000, (batch, inputs), device="cuda")
         with torch.inference_mode():
@@ -92,7 +98,7 @@ class Peer:
         torch.compiler.cudagraph_mark_step_begin()
         logits = self._forward(ids, position_ids=positions[None], past_key_values=cache,
                                use_cache=True, logits_to_keep=1).logits
-        return logits[:, -1].argmax(-1, keepdim=True)
+        return logits[:, -1].argmax(-1, keepdim=True).clone()
 
 
 def limits(llm: llmc.LLM, batch: int, inputs: int, outputs: int) -> tuple[float, float]:

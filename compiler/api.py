@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -44,8 +45,8 @@ Progress = Callable[[str], None]
 
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
             target: str = "cpu", max_seq_len: int | None = None, hf_dir: str | Path | None = None,
-            trust_remote_code: bool = False, allow_pickle: bool = False,
-            progress: Progress = lambda text: None) -> Manifest:
+            compute_capability: str | None = None, trust_remote_code: bool = False,
+            allow_pickle: bool = False, progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM into a case directory.
 
     The directory appears whole or not at all; one that is there already is replaced only then.
@@ -55,6 +56,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         output: the case directory to make.
         tp_size: chips that share the model.
         dtype: of weights and activations; the cpu target has float32.
+        compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use; at most the model's, at most 4096 by default.
         progress: called with what is about to happen.
@@ -67,6 +69,10 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     if dtype not in TARGETS[target].DTYPES:
         raise LlmcError(f"target '{target}' has no dtype '{dtype}'; it has: "
                         f"{', '.join(TARGETS[target].DTYPES)}")
+    if compute_capability is not None and (
+            target == "cpu" or not re.fullmatch(r"[1-9]\d*\.\d", compute_capability)):
+        raise LlmcError(f"compute_capability '{compute_capability}' is not one of a GPU's for "
+                        f"target {target}; write it like 9.0")
     if tp_size < 1:
         raise LlmcError(f"tp_size {tp_size} is below 1")
     output = Path(output)
@@ -77,7 +83,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     lowered = lower(raw, tp_size, max_seq_len)
     progress("write")
     with _new_directory(output) as directory:
-        return write(raw, lowered, dtype, target, directory)
+        return write(raw, lowered, dtype, Target(
+            kind=target, compute_capability=compute_capability), directory)
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,6 @@ class Lowered:
     reports: list[Report]
     settings: Settings
     dims: Dims
-    ops: dict[str, int]
 
 
 def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
@@ -124,9 +130,13 @@ def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
     reports.append(report)
     for rank in graphs:
         verify(rank, report.name)
-    used = {node.op for rank in graphs for node in rank.nodes if is_llmc(node)}
-    return Lowered(graphs, reports, settings, dims,
-                   {op: plugins.registry()[op].version for op in sorted(used)})
+    return Lowered(graphs, reports, settings, dims)
+
+
+def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
+    """The llmc ops of emitted graphs, with their versions."""
+    used = {node.op for graph in graphs for node in graph.nodes if is_llmc(node)}
+    return {op: plugins.registry()[op].version for op in sorted(used)}
 
 
 def _max_seq_len(raw: RawModel, wish: int | None) -> int:
@@ -141,11 +151,11 @@ def _max_seq_len(raw: RawModel, wish: int | None) -> int:
     return wish
 
 
-def write(raw: RawModel, lowered: Lowered, dtype: str, target: str, directory: Path) -> Manifest:
+def write(raw: RawModel, lowered: Lowered, dtype: str, target: Target, directory: Path) -> Manifest:
     """Write a case directory into an empty directory."""
     chips, files = [], []
     for rank, graph in enumerate(lowered.graphs):
-        chip, written = TARGETS[target].emit(graph, rank, directory, dtype)
+        chip, written = TARGETS[target.kind].emit(graph, rank, directory, dtype)
         chips.append(chip)
         files.extend(written)
     tokenizer = _write_tokenizer(raw, directory)
@@ -160,7 +170,7 @@ def write(raw: RawModel, lowered: Lowered, dtype: str, target: str, directory: P
         dims=lowered.dims, dtype=dtype, tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
-        target=Target(kind=target), ops=lowered.ops, tokenizer=tokenizer, chips=tuple(chips),
+        target=target, ops=_used_ops(lowered.graphs), tokenizer=tokenizer, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,
                                 refusals=tuple(report.refusals)) for report in lowered.reports),
         files=tuple(files))

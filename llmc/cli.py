@@ -90,6 +90,8 @@ def main() -> None:
 @click.option("--tp_size", default=1, help="Chips that share the model.")
 @click.option("--dtype", default="float32", help="Of weights and activations.")
 @click.option("--target", default="cpu", help="Engine kind.")
+@click.option("--compute_capability", default=None, metavar="9.0",
+              help="Of the only GPUs that may run it.  [default: any]")
 @click.option("--max_seq_len", type=int, default=None,
               help="Positions a sequence may use.  [default: the model's, at most 4096]")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,

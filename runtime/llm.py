@@ -23,6 +23,7 @@ from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.replica import Replica
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
 
+_LOGITS = 512  # rows of logits that a step of many makes
 _PREFILL_TOKENS = 4096  # at most this many padded tokens in one prefill step, or one prompt
 
 Prompt = str | Sequence[int]
@@ -384,10 +385,16 @@ class Session:
                 raise LlmcError("the KV cache of this session is gone, as the LLM was used "
                                 "otherwise since; begin another session")
             self._llm._session = self
-            logits = self._llm._replicas[0].run(
-                PackedBatch.prepare(tokens, self._past, 0, all_logits))
-        self._past = [past + len(new) for past, new in zip(self._past, tokens, strict=True)]
-        return logits
+            parts = [tokens]
+            if all_logits and len(tokens) == 1:  # as many logits as an engine has room for
+                parts = [[tokens[0][start:start + _LOGITS]]
+                         for start in range(0, len(tokens[0]), _LOGITS)]
+            logits = []
+            for part in parts:
+                logits.append(self._llm._replicas[0].run(
+                    PackedBatch.prepare(part, self._past, 0, all_logits)))
+                self._past = [past + len(new) for past, new in zip(self._past, part, strict=True)]
+        return np.concatenate(logits)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -152,10 +152,13 @@ class Dims(_Frozen):
 
 
 class Target(_Frozen):
-    """What the engines were made for; `versions` names the libraries whose version matters."""
+    """What the engines were made for; `versions` names the libraries whose version matters, and
+    `compute_capability` the only GPUs that may run them, such as 9.0, where it was asked for.
+    """
 
     kind: Literal["cpu", "cuda"]
     versions: dict[str, str] = {}
+    compute_capability: str | None = None
 
 
 class TokenizerInfo(_Frozen):

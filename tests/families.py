@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmc.compiler import api
 from llmc.compiler.frontend import load
 from llmc.compiler.passes.tensor_parallel import partition
+from llmc.runtime.manifest import Target
 
 VOCAB = 101
 _LLAMA = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=100, num_hidden_layers=3,
@@ -102,7 +103,8 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]
         graphs = [whole] if tp_size == 1 else partition(whole, tp_size, raw.architecture)
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
-        api.write(raw, replace(lowered, graphs=graphs), "float32", "cpu", made[tp_size])
+        api.write(raw, replace(lowered, graphs=graphs), "float32", Target(kind="cpu"),
+                  made[tp_size])
     return made
 
 

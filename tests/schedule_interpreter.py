@@ -11,10 +11,12 @@ from safetensors.numpy import load_file
 
 from llmc import plugins
 from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.collectives import Communicator
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import read_schedule
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 _ELEMENTWISE = {"Add": np.add, "Mul": np.multiply, "Div": np.divide, "Tanh": np.tanh}
 
 
@@ -25,11 +27,12 @@ class Interpreter:
     memory gives wrong logits.
     """
 
-    def __init__(self, case: Path) -> None:
+    def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None) -> None:
+        self.rank, self.communicator = rank, communicator
         self.manifest = read_manifest(case)
-        self.schedule = read_schedule(case / self.manifest.chips[0].steps[0].path)
+        self.schedule = read_schedule(case / self.manifest.chips[rank].steps[0].path)
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
-        self.weights = load_file(case / "chip0" / "weights.safetensors")
+        self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
         self.caches = {t.name: np.zeros((1, *t.shape[1:]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "cache"}
 
@@ -75,6 +78,10 @@ class Interpreter:
             elif node.op in _ELEMENTWISE:
                 results = [_ELEMENTWISE[node.op](*(read(number).astype(np.float32)
                                                    for number in node.inputs))]
+            elif node.op in _COLLECTIVES:
+                assert self.communicator is not None
+                collective = getattr(self.communicator, _COLLECTIVES[node.op])
+                results = [collective(self.rank, read(node.inputs[0]).copy())]
             else:
                 op = plugins.registry()[node.op]
                 given = {name: read(number) for name, number

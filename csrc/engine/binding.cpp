@@ -111,6 +111,15 @@ NB_MODULE(_cuda, m) {
                           std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
   });
 
+  // What a device is: (major, minor) of its compute capability.
+  m.def("compute_capability", [](int device) {
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking a device");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
+    return std::make_pair(major, minor);
+  });
+  m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80;90"
+
   nb::class_<Engine>(m, "Engine")
       .def("__init__",
            [](Engine* self, int device, const std::string& dtype, int max_batch, int max_tokens,

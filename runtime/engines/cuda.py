@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,6 +85,7 @@ class CudaEngine:
         self._state: tuple[np.ndarray, ...] | None = None
         step = chip.steps[0]
         assert isinstance(step, GraphStep)
+        check_fit(cuda, manifest, device)
         self._schedule = schedule = read_schedule(case_dir / step.path)
         self._vocab = manifest.dims.vocab_size
         self._max_logits = max(max_batch_size, min(_MAX_LOGITS, max_tokens))
@@ -181,6 +183,32 @@ class CudaEngine:
     def copy_row(self, source: int, target: int, length: int) -> None:
         self._state = None
         self._engine.copy_row(source, target, length)
+
+
+def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
+    """Compare what the model was compiled for with the GPU and the extension.
+
+    Code for a compute capability runs on later ones of the same major number.
+
+    Raises:
+        LlmcError: naming what does not fit.
+    """
+    major, minor = cuda.compute_capability(device)
+    wanted = manifest.target.compute_capability
+    if wanted not in (None, f"{major}.{minor}"):
+        raise LlmcError(f"the model was compiled for compute capability {wanted}, GPU {device} has "
+                        f"{major}.{minor}; compile it again for this one, or for any")
+    built = [int(number) for number in re.findall(r"\d+", cuda.architectures)]
+    if not any(number // 10 == major and number % 10 <= minor for number in built):
+        raise LlmcError(f"the CUDA engine was built for compute capabilities "
+                        f"{', '.join(f'{n // 10}.{n % 10}' for n in built)}, GPU {device} has "
+                        f"{major}.{minor}; build it with CMAKE_CUDA_ARCHITECTURES={major}{minor}")
+    known = {kind.name: kind.version for kind in cuda.plugin_types()}
+    for name, version in manifest.ops.items():
+        if known.get(name) != version:
+            raise LlmcError(f"the model uses version {version} of {name}, this CUDA engine has "
+                            f"{f'version {known[name]}' if name in known else 'none'}; compile "
+                            f"the model again with this llmc")
 
 
 def _build(engine: Any, schedule: Schedule, vocab_size: int) -> None:

@@ -1,6 +1,9 @@
 """The CUDA target: its schedule, run here with the ops' references in the places that it gives, and
 its graph.onnx."""
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import families
 import numpy as np
 import onnx
@@ -12,6 +15,8 @@ from schedule_interpreter import Interpreter
 
 import llmc
 from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.collectives import Communicator
+from llmc.runtime.engines import cuda
 from llmc.runtime.inspection import summarize
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import read_schedule
@@ -99,10 +104,19 @@ def test_a_value_s_place_is_used_again(tiny_hf, tmp_path):
     assert schedule.token_bytes < together / 4
 
 
-def test_several_chips_are_refused(tiny_hf, tmp_path):
-    with pytest.raises(llmc.LlmcError, match="one chip"):
-        llmc.compile(tiny_hf, tmp_path / "case", target="cuda", tp_size=2)
-    assert not (tmp_path / "case").exists()
+@pytest.mark.parametrize(("family", "tp_size"), [("llama", 2), ("gpt2", 3), ("gemma2", 2)])
+def test_ranks_together_give_transformers_logits(family, tp_size, tmp_path):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 tp_size=tp_size)
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 9).tolist()
+    communicator = Communicator(tp_size)
+    with ThreadPoolExecutor(tp_size) as threads:
+        logits = list(threads.map(
+            lambda rank: Interpreter(tmp_path / "case", rank, communicator).run(tokens, 0),
+            range(tp_size)))
+    for rank in logits:
+        families.assert_close(rank, families.reference_logits(model, tokens))
 
 
 def test_running_without_the_extension_says_how_to_get_it(tiny_hf, tmp_path, monkeypatch):
@@ -126,3 +140,47 @@ def test_memory_is_counted_in_the_model_s_dtype(tiny_hf, tmp_path):
     dims = manifest.dims
     assert summarize(manifest)["chips"][0]["kv_cache_bytes"] == \
         2 * 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * dims.max_seq_len
+
+
+class _Extension:
+    """What the engine asks of the extension before it loads anything."""
+
+    architectures = "80;90"
+
+    def __init__(self, capability, ops):
+        self.capability, self.ops = capability, ops
+
+    def compute_capability(self, device):
+        return self.capability
+
+    def plugin_types(self):
+        return [SimpleNamespace(name=name, version=version) for name, version in self.ops.items()]
+
+
+@pytest.mark.parametrize(("capability", "versions", "match"), [
+    ((8, 9), {}, "was compiled for compute capability 9.0, GPU 0 has 8.9"),
+    ((9, 0), {"Attention": 7}, "uses version 1 of Attention, this CUDA engine has version 7"),
+    ((9, 0), {"NormGemm": None}, "uses version 1 of NormGemm, this CUDA engine has none"),
+])
+def test_what_does_not_fit_the_gpu_or_the_engine_is_refused(tiny_hf, tmp_path, capability, versions,
+                                                            match):
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", compute_capability="9.0")
+    manifest = read_manifest(tmp_path / "case")
+    ops = {**manifest.ops, **versions}
+    extension = _Extension(capability, {name: v for name, v in ops.items() if v})
+    with pytest.raises(llmc.LlmcError, match=match):
+        cuda.check_fit(extension, manifest, 0)
+
+
+def test_a_gpu_that_the_engine_was_not_built_for_is_refused(tiny_hf, tmp_path):
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
+    manifest = read_manifest(tmp_path / "case")
+    cuda.check_fit(_Extension((8, 6), manifest.ops), manifest, 0)
+    with pytest.raises(llmc.LlmcError, match=r"capabilities 8.0, 9.0, GPU 0 has 12.0; build it"):
+        cuda.check_fit(_Extension((12, 0), manifest.ops), manifest, 0)
+
+
+@pytest.mark.parametrize(("target", "capability"), [("cpu", "9.0"), ("cuda", "sm_90")])
+def test_compute_capability_is_checked(tiny_hf, tmp_path, target, capability):
+    with pytest.raises(llmc.LlmcError, match="write it like 9.0"):
+        llmc.compile(tiny_hf, tmp_path / "case", target=target, compute_capability=capability)

@@ -115,7 +115,7 @@ def test_a_planted_error_in_a_schedule_s_weights_names_its_node(family, weight, 
 def test_what_is_compiled_for_a_gpu_needs_one(tiny_hf, tmp_path, monkeypatch):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16")
     monkeypatch.setattr("llmc.runtime.engines.cuda.find_spec", lambda name: None)
-    with pytest.raises(llmc.LlmcError, match="has no CUDA engine; build it"):
+    with pytest.raises(llmc.LlmcError, match="has no CUDA engine; install it"):
         diff(tmp_path / "case", tiny_hf)
 
 
