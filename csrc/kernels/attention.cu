@@ -47,6 +47,54 @@ __global__ void append_kernel(AttentionParams p) {
   }
 }
 
+// The same where heads have no norms and rotate in whole vectors: a block per token, a vector per thread and
+// turn, with the vector that it is turned with read too.
+template <typename T>
+__global__ void append_vectors_kernel(AttentionParams p) {
+  constexpr int kWidth = kVec<T>;
+  wait_for_inputs();
+  let_next_start();
+  const int token = blockIdx.x, sequence = sequence_of(p.cu_seqlens, p.batch, token);
+  const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
+  const int all = p.num_heads + 2 * p.num_kv_heads, vectors = p.head_dim / kWidth;
+  const int half = p.cos == nullptr ? 0 : p.rotary_dim / 2;
+  const float* cos = p.cos + static_cast<int64_t>(position) * half;
+  const float* sin = p.sin + static_cast<int64_t>(position) * half;
+  const T* row = static_cast<const T*>(p.qkv) + static_cast<int64_t>(token) * all * p.head_dim;
+  for (int i = threadIdx.x; i < all * vectors; i += blockDim.x) {
+    const int h = i / vectors, at = i % vectors * kWidth;
+    const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
+    auto vector = load<T, kWidth>(row + h * p.head_dim + at);
+    if (at < 2 * half && !is_value) {
+      const bool first = at < half;
+      const auto other = load<T, kWidth>(row + h * p.head_dim + (first ? at + half : at - half));
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const float x = to_float(vector.data[k]), y = to_float(other.data[k]);
+        const int angle = (first ? at : at - half) + k;
+        vector.data[k] = from_float<T>(x * cos[angle] + (first ? -y : y) * sin[angle]);
+      }
+    }
+    T* target;
+    if (is_query) {
+      target = static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim;
+    } else {
+      const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
+      target = static_cast<T*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position);
+    }
+    store(target + at, vector);
+  }
+}
+
+template <typename T>
+cudaError_t append(const AttentionParams& p, cudaStream_t stream) {
+  const int all = p.num_heads + 2 * p.num_kv_heads;
+  const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.head_dim % kVec<T> == 0 &&
+      (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
+  if (vectors) return launch(append_vectors_kernel<T>, p.num_tokens, 256, 0, stream, p);
+  return launch(append_kernel<T>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps), kWarps * 32, 0, stream, p);
+}
+
 // kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
 template <typename T, int kLanes, int kHeads, bool kFused>
 __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, int parts) {
@@ -212,9 +260,7 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
     using T = std::remove_pointer_t<decltype(type)>;
     if (p.decode)
       return dtype == DType::kFloat32 ? tokens<T, true>(p, stream) : decode(dtype, p, stream);
-    const int all = p.num_heads + 2 * p.num_kv_heads;
-    const cudaError_t error = launch(append_kernel<T>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps),
-                                     kWarps * 32, 0, stream, p);
+    const cudaError_t error = append<T>(p, stream);
     if (error != cudaSuccess) return error;
     return can_prefill(dtype, p.head_dim) ? prefill(dtype, p, stream) : tokens<T, false>(p, stream);
   });

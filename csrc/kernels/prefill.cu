@@ -43,14 +43,15 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   wait_for_inputs();
   let_next_start();
 
-  int sequence = 0, tile = blockIdx.x;
-  for (; sequence < p.batch; ++sequence) {
-    const int length = p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
-    const int tiles = (length + kRows - 1) / kRows;
-    if (tile < tiles) break;
-    tile -= tiles;
+  // Sequence b has the tiles from cu_seqlens[b] / kRows + b on, the last of them perhaps empty.
+  auto first_tile = [&](int b) { return p.cu_seqlens[b] / kRows + b; };
+  int sequence = 0;
+  for (int high = p.batch - 1; sequence < high;) {
+    const int middle = (sequence + high + 1) / 2;
+    if (first_tile(middle) <= static_cast<int>(blockIdx.x)) sequence = middle; else high = middle - 1;
   }
-  if (sequence == p.batch) return;
+  const int tile = blockIdx.x - first_tile(sequence);
+  if (p.cu_seqlens[sequence] + tile * kRows >= p.cu_seqlens[sequence + 1]) return;
   const int first_token = p.cu_seqlens[sequence] + tile * kRows;
   const int rows = min(kRows, p.cu_seqlens[sequence + 1] - first_token);
   const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
