@@ -185,10 +185,14 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
            {part, used, parts});
 }
 
+template <typename T>
+constexpr size_t shared_bytes(int steps, int warps) {
+  return sizeof(T) * kHeads * (steps * 32 + 8) + sizeof(float) * warps * kHeads * steps * 32;
+}
+
 template <typename T, int kSteps, int kWarps>
 cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
-  constexpr int kDim = kSteps * 32;
-  constexpr size_t kShared = sizeof(T) * kHeads * (kDim + 8) + sizeof(float) * kWarps * kHeads * kDim;
+  constexpr size_t kShared = shared_bytes<T>(kSteps, kWarps);
   const int blocks = columns * p.batch;
   const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys);
   auto kernel = decode_kernel<T, kSteps, kWarps>;
@@ -198,13 +202,20 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
   return launch(kernel, dim3(parts, columns, p.batch), kWarps * 32, kShared, stream, p, parts);
 }
 
-// Few blocks have more warps each: then latency is what counts, else how many fit.
+// Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer.
 template <typename T, int kSteps>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
   const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   if (kSteps <= 4 && static_cast<unsigned>(columns * p.batch) <= multiprocessors())
     return run_warps<T, kSteps, 8>(p, columns, stream);
+  static const unsigned resident = [] {
+    int blocks = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<T, kSteps, 4>, 4 * 32,
+                                                  shared_bytes<T>(kSteps, 4));
+    return blocks * multiprocessors();
+  }();
+  if (static_cast<unsigned>(columns * p.batch) > resident) return run_warps<T, kSteps, 2>(p, columns, stream);
   return run_warps<T, kSteps, 4>(p, columns, stream);
 }
 
