@@ -65,7 +65,8 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(tensors, root / file)
         index.update(dict.fromkeys(tensors, file))
-    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (root / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index}))
     return root
 
 

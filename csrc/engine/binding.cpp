@@ -118,7 +118,7 @@ NB_MODULE(_cuda, m) {
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
     return std::make_pair(major, minor);
   });
-  m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80;90"
+  m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80 90"
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__",

@@ -145,7 +145,7 @@ def test_memory_is_counted_in_the_model_s_dtype(tiny_hf, tmp_path):
 class _Extension:
     """What the engine asks of the extension before it loads anything."""
 
-    architectures = "80;90"
+    architectures = "80 90"
 
     def __init__(self, capability, ops):
         self.capability, self.ops = capability, ops
