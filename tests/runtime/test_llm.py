@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import llmc
-from llmc.runtime.decoding.sampling import SamplingParams, probabilities
+from llmc.runtime.decoding.sampling import Sampler, SamplingParams, probabilities
 from llmc.runtime.decoding.stopping import TextStream
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 51], [120, 3, 3, 3, 88]]
@@ -205,3 +205,23 @@ def test_a_stop_string_across_tokens_is_never_shown(llm):
 
 def test_what_only_looks_like_a_stop_string_is_shown(llm):
     assert stream_text(llm.tokenizer, "an EN then nothing", ["END"])[0] == "an EN then nothing"
+
+
+def test_draws_follow_the_distribution():
+    logits = np.random.default_rng(0).standard_normal(20).astype(np.float32) * 2
+    params = SamplingParams(0.8, top_k=12, top_p=0.9, seed=3)
+    sampler, count = Sampler(params), 4000
+    tokens = [sampler(logits, drawn) for drawn in range(count)]
+    chances = probabilities(logits, params)
+    counts = np.bincount(tokens, minlength=20)
+    assert not counts[chances == 0].any()
+    assert np.abs(counts - count * chances).max() < 4.5 * np.sqrt(count / 4)
+    assert tokens == [Sampler(params)(logits, drawn) for drawn in range(count)]
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (dict(check_step=0), "check_step 0 is below 1"), (dict(skip_step=-1), "skip_step -1"),
+])
+def test_bad_steps_are_refused(case_tp1, arguments, match):
+    with pytest.raises(llmc.LlmcError, match=match):
+        llmc.LLM(case_tp1, **arguments)
