@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import onnx_graphsurgeon as gs
 
@@ -20,7 +21,7 @@ from llmc.compiler.passes.packing import lm_head
 from llmc.compiler.passes.tensor_parallel import max_tp_size, partition
 from llmc.compiler.pipeline import run_passes
 from llmc.compiler.rewrite import Report, Settings, is_llmc, verify, weight
-from llmc.compiler.targets import cpu, cuda
+from llmc.compiler.targets import cpu, cuda, tensorrt_rtx
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import (
     MANIFEST_NAME,
@@ -35,7 +36,7 @@ from llmc.runtime.manifest import (
     write_manifest,
 )
 
-TARGETS = {cpu.KIND: cpu, cuda.KIND: cuda}
+TARGETS: dict[str, ModuleType] = {target.KIND: target for target in (cpu, cuda, tensorrt_rtx)}
 _DEFAULT_MAX_SEQ_LEN = 4096
 _DEVICES = 8
 _VOCAB_MULTIPLE = 64
@@ -70,13 +71,14 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         raise LlmcError(f"target '{target}' has no dtype '{dtype}'; it has: "
                         f"{', '.join(TARGETS[target].DTYPES)}")
     if compute_capability is not None and (
-            target == "cpu" or not re.fullmatch(r"[1-9]\d*\.\d", compute_capability)):
+            target != "cuda" or not re.fullmatch(r"[1-9]\d*\.\d", compute_capability)):
         raise LlmcError(f"compute_capability '{compute_capability}' is not one of a GPU's for "
                         f"target {target}; write it like 9.0")
     if tp_size < 1:
         raise LlmcError(f"tp_size {tp_size} is below 1")
     output = Path(output)
     _check_output(output)
+    versions = TARGETS[target].versions() if hasattr(TARGETS[target], "versions") else {}
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     progress("passes")
@@ -84,7 +86,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     progress("write")
     with _new_directory(output) as directory:
         return write(raw, lowered, dtype, Target(
-            kind=target, compute_capability=compute_capability), directory)
+            kind=target, versions=versions, compute_capability=compute_capability), directory)
 
 
 @dataclass(frozen=True)

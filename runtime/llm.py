@@ -107,6 +107,9 @@ class LLM:
         self._user = threading.Lock()  # held by whoever runs steps
         self._session: Session | None = None  # whose tokens the first replica's caches hold
         try:
+            if self.manifest.target.kind == "tensorrt_rtx":
+                raise LlmcError("this llmc builds TensorRT-RTX engines and does not run them; "
+                                "compile with --target cpu or cuda to run the model here")
             gpus = device_count() if self.manifest.target.kind == "cuda" else None
             for placements in place(self.manifest, device, gpus):
                 self._replicas.append(Replica(self.manifest, self.case_dir, placements,

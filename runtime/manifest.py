@@ -156,7 +156,7 @@ class Target(_Frozen):
     `compute_capability` the only GPUs that may run them, such as 9.0, where it was asked for.
     """
 
-    kind: Literal["cpu", "cuda"]
+    kind: Literal["cpu", "cuda", "tensorrt_rtx"]
     versions: dict[str, str] = {}
     compute_capability: str | None = None
 

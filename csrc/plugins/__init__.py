@@ -19,7 +19,7 @@ import onnx
 import onnx.parser
 
 DOMAIN = "llmc"
-OPSET = 23
+OPSET = 24
 
 Shape = tuple[int | str, ...]
 Fields = Mapping[str, int | float | str]

@@ -196,6 +196,77 @@ def _body(fields, present):
     ])
 
 
+def _uniform(fields, present):
+    """For engines whose shapes may not depend on data: every sequence has S new tokens, and
+    num_tokens is batch * S. What padding leaves in the cache lies behind the sequence's end.
+    """
+    if "block_table" in present:
+        return None
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    split, q, k = _heads(fields, present, rotate="cos" in present)
+    lines = [
+        _ints("c0", 0), _ints("c1", 1), _ints("c2", 2), _ints("c12", 1, 2), _ints("c123", 1, 2, 3),
+        _ints("flat", -1),
+        "zero = Constant<value_int=0>()", "one = Constant<value_int=1>()",
+        "past = Cast<to=7>(past_lens)",
+        "batch = Shape(past_lens)", "tokens = Shape<start=0, end=1>(qkv)",
+        "new = Div(tokens, batch)", "new_scalar = Squeeze(new)",
+        "step = Range(zero, new_scalar, one)",
+        "past_column = Unsqueeze(past, c1)", "places = Add(past_column, step)",  # [B, S]
+        "position = Reshape(places, flat)", "position_column = Unsqueeze(position, c1)",
+        *split,
+    ]
+    for name, source, count in (("key", k, kv_heads), ("value", "v", kv_heads)):
+        lines += [_ints(f"{name}_tail", count, dim),
+                  f"{name}_shape = Concat<axis=0>(batch, new, {name}_tail)",
+                  f"{name}_rows = Reshape({source}, {name}_shape)",
+                  f"{name}_new = Transpose<perm=[0, 2, 1, 3]>({name}_rows)",
+                  f"{name}_cache_out = TensorScatter<axis=2, mode=\"linear\">"
+                  f"({name}_cache, {name}_new, past)",
+                  f"{name}s_grouped = Unsqueeze({name}_cache_out, c2)"]
+    lines += [
+        _ints("query_tail", kv_heads, heads // kv_heads, dim),
+        "query_shape = Concat<axis=0>(batch, new, query_tail)",
+        f"query_rows = Reshape({q}, query_shape)",
+        "queries = Transpose<perm=[0, 2, 3, 1, 4]>(query_rows)",
+        "keys_t = Transpose<perm=[0, 1, 2, 4, 3]>(keys_grouped)",
+        "products = MatMul(queries, keys_t)",
+        f"scale = Constant<value_float={float(_scale(fields))!r}>()",
+        "scaled = Mul(products, scale)",
+    ]
+    scores = "scaled"
+    if fields["softcap"]:
+        lines += [f"cap = Constant<value_float={fields['softcap']!r}>()",
+                  "shrunk = Div(scaled, cap)", "bounded = Tanh(shrunk)",
+                  "capped = Mul(bounded, cap)"]
+        scores = "capped"
+    lines += ["room = Shape<start=2, end=3>(key_cache)", "room_scalar = Squeeze(room)",
+              "j = Range(zero, room_scalar, one)", "i = Unsqueeze(places, c2)",
+              "visible = LessOrEqual(j, i)"]
+    visible = "visible"
+    if fields["window"]:
+        lines += [f"window = Constant<value_int={fields['window']}>()",
+                  "edge = Sub(i, window)", "recent = Greater(j, edge)",
+                  "visible_recent = And(visible, recent)"]
+        visible = "visible_recent"
+    return "\n".join([
+        *lines,
+        f"seen = Unsqueeze({visible}, c12)",
+        "never = Constant<value_float=-1e30>()",
+        f"masked = Where(seen, {scores}, never)",
+        "weights = Softmax<axis=-1>(masked)",
+        "attended = MatMul(weights, values_grouped)",
+        "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
+        _ints("rows_shape", -1, heads * dim),
+        "out = Reshape(by_token, rows_shape)",
+    ])
+
+
+def _uniform_lengths(inputs):
+    lengths = np.diff(inputs["cu_seqlens"])
+    return lengths.min() == lengths.max() and lengths.min() > 0
+
+
 def _cpu(fields, present):
     """com.microsoft.GroupQueryAttention, which wants [B, S, ...] padded on the right.
 
@@ -353,8 +424,8 @@ OP = Op(
         (shapes["qkv"][0], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
     body=_body,
-    bodies={"cpu": _cpu},
-    serves={"cpu": _group_query_lengths},
+    bodies={"cpu": _cpu, "tensorrt_rtx": _uniform},
+    serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     reference=_reference,

@@ -1,0 +1,141 @@
+"""The TensorRT-RTX target: an engine that its builder makes without a GPU.
+
+There are no plugins there: `graph.onnx` is standard ONNX, every op's body inlined, and TensorRT's
+own parser reads it. All sequences of a step have equally many new tokens (padded), as its shapes
+must not depend on data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import onnx
+import onnx.inliner
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.artifact import (
+    WEIGHTS_NAME,
+    describe_chip,
+    to_onnx,
+    write_onnx,
+    write_weights,
+)
+from llmc.compiler.rewrite import is_llmc
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import Chip, FileEntry, GraphStep
+
+KIND = "tensorrt_rtx"
+DTYPES = ("float32",)  # a cache behind a Cast is not one that TensorRT updates in place
+ENGINE_NAME = "engine.plan"
+_BATCH, _TOKENS = 16, 4096  # at most in a step; one prompt may be longer
+
+
+def versions() -> dict[str, str]:
+    """The builder's version, which must be the runtime's."""
+    _library()
+    return {"tensorrt_rtx": importlib.metadata.version("tensorrt-rtx")}
+
+
+def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
+    """Write `chip<rank>/` and describe it.
+
+    Raises:
+        LlmcError: the model has several chips, or TensorRT refuses the graph.
+    """
+    if any(is_llmc(node, "AllReduce", "AllGather") for node in graph.nodes):
+        raise LlmcError("TensorRT-RTX has no collectives; compile with --tp_size 1")
+    name = f"chip{rank}"
+    directory = case_dir / name
+    directory.mkdir()
+    cache = next(node for node in graph.nodes if is_llmc(node, "Attention")).inputs[1]
+    step = GraphStep(path=f"{name}/{ENGINE_NAME}", inputs=tuple(t.name for t in graph.inputs),
+                     outputs=tuple(t.name for t in graph.outputs))
+    profiles = [{tensor.name: [tuple(_size(dim, sizes, which) for dim in tensor.shape)
+                               for which in range(3)] for tensor in graph.inputs}
+                for sizes in _profiles(cache.shape[2])]
+    places, weights = write_weights(graph, directory / WEIGHTS_NAME)
+    chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
+    path = directory / "graph.onnx"
+    files = [weights, write_onnx(_inlined(to_onnx(graph, places, KIND)), path)]
+    plan = _build(path, profiles)
+    (directory / ENGINE_NAME).write_bytes(plan)
+    files.append(FileEntry(path=ENGINE_NAME, size=plan.nbytes,
+                           sha256=hashlib.sha256(plan).hexdigest()))
+    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
+                  for file in files]
+
+
+def _profiles(max_seq_len: int) -> list[dict[str, tuple[int, int, int]]]:
+    """Least, usual and most of each size, for prompts and for decoding.
+
+    The most of all sizes must go together: every sequence has num_tokens / batch.
+    """
+    most = max(min(_BATCH * max_seq_len, _TOKENS), -(-max_seq_len // _BATCH) * _BATCH)
+    return [{"batch": (1, 1, _BATCH), "num_tokens": (1, min(128, max_seq_len), most)},
+            {"batch": (1, 4, _BATCH), "num_tokens": (1, 4, _BATCH)}]
+
+
+def _size(dim: int | str, sizes: dict[str, tuple[int, int, int]], which: int) -> int:
+    if isinstance(dim, int):
+        return dim
+    named = {"batch_plus_1": sizes["batch"][which] + 1, "num_logits": sizes["batch"][which]}
+    return named[dim] if dim in named else sizes[dim][which]
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without functions, of standard ops only."""
+    flat = onnx.inliner.inline_local_functions(model)
+    foreign = [entry for entry in flat.opset_import if entry.domain]
+    for entry in foreign:
+        flat.opset_import.remove(entry)
+    return flat
+
+
+def _library() -> ModuleType:
+    try:
+        import tensorrt_rtx
+    except ImportError as error:
+        raise LlmcError(f"target {KIND} needs the package tensorrt-rtx ({error}); install it with: "
+                        f"pip install tensorrt-rtx") from error
+    return tensorrt_rtx
+
+
+def _build(path: Path, profiles: list[dict[str, list[tuple[int, ...]]]]) -> memoryview:
+    """The serialized engine of an ONNX file.
+
+    Raises:
+        LlmcError: with what TensorRT said.
+    """
+    trt: Any = _library()
+
+    class Logger(trt.ILogger):  # keeps what explains a failure
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(text)
+
+    logger = Logger()
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(path)):
+        raise LlmcError(f"TensorRT cannot parse '{path.name}': {parser.get_error(0).desc()}")
+    config = builder.create_builder_config()
+    for shapes in profiles:
+        profile = builder.create_optimization_profile()
+        for index in range(network.num_inputs):
+            name = network.get_input(index).name
+            profile.set_shape(name, *shapes[name])
+        config.add_optimization_profile(profile)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise LlmcError(f"TensorRT cannot build '{path.name}': "
+                        f"{logger.errors[-1] if logger.errors else 'it does not say why'}")
+    return memoryview(plan)

@@ -1,0 +1,73 @@
+"""TensorRT-RTX's parser and builder accept every artifact, and the graph they get is right."""
+
+import families
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import llmc
+from llmc.compiler.targets import tensorrt_rtx
+from llmc.runtime.manifest import read_manifest
+
+pytest.importorskip("tensorrt_rtx")
+NEW = 6
+
+
+def run(session, caches, tokens, past):
+    """One step of sequences with equally many new tokens: the logits of their last ones."""
+    batch, count = len(tokens), len(tokens[0])
+    feeds = {"input_ids": np.concatenate(tokens),
+             "position_ids": np.tile(np.arange(past, past + count), batch),
+             "cu_seqlens": np.arange(batch + 1, dtype=np.int32) * count,
+             "past_lens": np.full(batch, past, np.int32),
+             "logits_indices": np.arange(1, batch + 1) * count - 1, **caches}
+    wanted = {value.name for value in session.get_inputs()}
+    names = [value.name for value in session.get_outputs()]
+    results = dict(zip(names, session.run(None, {k: v for k, v in feeds.items() if k in wanted}),
+                       strict=True))
+    caches.update({name: results[f"{name}_out"] for name in caches})
+    return results["logits"]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_an_engine_of_every_family(family, tmp_path):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="tensorrt_rtx")
+    manifest = read_manifest(tmp_path / "case")
+    assert manifest.target.versions.keys() == {"tensorrt_rtx"}
+    assert {entry.path for entry in manifest.files} >= {"chip0/engine.plan", "chip0/graph.onnx"}
+    path = tmp_path / "case" / "chip0" / "graph.onnx"
+    graph = onnx.load(path, load_external_data=False)
+    assert not graph.functions and {entry.domain for entry in graph.opset_import} == {""}
+
+    session = ort.InferenceSession(str(path))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, families.VOCAB, (2, NEW + 3))
+    caches = {value.name: np.zeros((2, *value.shape[1:]), np.float32)
+              for value in session.get_inputs() if "_cache_" in value.name}
+    logits = [run(session, caches, list(tokens[:, :NEW]), 0)]
+    for past in range(NEW, NEW + 3):
+        logits.append(run(session, caches, list(tokens[:, past:past + 1]), past))
+    for sequence in range(2):
+        expected = families.reference_logits(model, tokens[sequence].tolist())[NEW - 1:]
+        actual = np.stack([step[sequence] for step in logits])
+        families.assert_close(actual[:, :expected.shape[1]], expected)
+
+
+def test_running_it_is_refused(tiny_hf, tmp_path):
+    llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
+    with pytest.raises(llmc.LlmcError, match="builds TensorRT-RTX engines and does not run them"):
+        llmc.LLM(tmp_path / "case")
+
+
+def test_what_it_cannot_build_is_one_sentence(tiny_hf, tmp_path, monkeypatch):
+    with pytest.raises(llmc.LlmcError, match="has no collectives"):
+        llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx", tp_size=2)
+    with pytest.raises(llmc.LlmcError, match=r"cannot parse 'broken.onnx'"):
+        (tmp_path / "broken.onnx").write_bytes(b"no model")
+        tensorrt_rtx._build(tmp_path / "broken.onnx", [])
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
+    with pytest.raises(llmc.LlmcError, match="pip install tensorrt-rtx"):
+        llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
+    assert not (tmp_path / "case").exists()
