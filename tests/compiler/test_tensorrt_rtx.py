@@ -55,6 +55,13 @@ def test_an_engine_of_every_family(family, tmp_path):
         families.assert_close(actual[:, :expected.shape[1]], expected)
 
 
+def test_an_engine_of_smollm2(tmp_path):
+    manifest = llmc.compile(families.smollm2(), tmp_path / "case", target="tensorrt_rtx",
+                            max_seq_len=256)
+    sizes = {entry.path: entry.size for entry in manifest.files}
+    assert sizes["chip0/engine.plan"] > sizes["chip0/weights.safetensors"] > 500e6
+
+
 def test_running_it_is_refused(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
     with pytest.raises(llmc.LlmcError, match="builds TensorRT-RTX engines and does not run them"):
