@@ -55,3 +55,8 @@ def test_tokens_are_the_cpu_target_s_for_every_setting(extension, compiled, chec
             wanted = list(whole.token_ids)
             stop = wanted.index(end) + 1 if end in wanted else len(wanted)
             assert list(result.token_ids) == wanted[:stop]
+
+
+def test_too_little_memory_is_said_in_numbers(extension, compiled):
+    with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed, \d+ of"):
+        llmc.LLM(compiled / "float32", max_batch_size=10**7)

@@ -158,42 +158,41 @@ def _body(fields, present):
         "grouped = Reshape(padded, group_shape)",
         "queries = Transpose<perm=[0, 2, 3, 1, 4]>(grouped)",
         "products = MatMul(queries, keys_grouped)",
-        f"scale = Constant<value_float={float(_scale(fields))!r}>()",
-        "scaled = Mul(products, scale)",
-    ]
-    scores = "scaled"
-    if fields["softcap"]:
-        lines += [f"cap = Constant<value_float={fields['softcap']!r}>()",
-                  "shrunk = Div(scaled, cap)", "bounded = Tanh(shrunk)",
-                  "capped = Mul(bounded, cap)"]
-        scores = "capped"
-    lines += [
         # Which of the L positions a query at [B, S] sees.
         "fullest_scalar = Squeeze(fullest)",
         "j = Range(zero, fullest_scalar, one)",
         "past_column = Unsqueeze(past, c1)",
         "padded_position = Add(past_column, step)",
-        "i = Unsqueeze(padded_position, c2)",
-        "causal = LessOrEqual(j, i)",
-    ]
-    visible = "causal"
-    if fields["window"]:
-        lines += [f"window = Constant<value_int={fields['window']}>()",
-                  "edge = Sub(i, window)", "recent = Greater(j, edge)",
-                  "causal_recent = And(causal, recent)"]
-        visible = "causal_recent"
-    return "\n".join([
-        *lines,
-        f"visible = Unsqueeze({visible}, c12)",
-        "never = Constant<value_float=-1e30>()",
-        f"masked = Where(visible, {scores}, never)",
-        "weights = Softmax<axis=-1>(masked)",
+        *_weights(fields, "padded_position"),
         "attended = MatMul(weights, values_grouped)",
         "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
         _ints("rows_shape", -1, heads * dim),
         "rows = Reshape(by_token, rows_shape)",
         "out = Gather<axis=0>(rows, place)",
-    ])
+    ]
+    return "\n".join(lines)
+
+
+def _weights(fields, position):
+    """From products to weights: what the queries at `position`, [B, S], see of the positions j."""
+    lines = [f"scale = Constant<value_float={float(_scale(fields))!r}>()",
+             "scaled = Mul(products, scale)"]
+    scores, visible = "scaled", "causal"
+    if fields["softcap"]:
+        lines += [f"cap = Constant<value_float={fields['softcap']!r}>()",
+                  "shrunk = Div(scaled, cap)", "bounded = Tanh(shrunk)",
+                  "capped = Mul(bounded, cap)"]
+        scores = "capped"
+    lines += [f"i = Unsqueeze({position}, c2)", "causal = LessOrEqual(j, i)"]
+    if fields["window"]:
+        lines += [f"window = Constant<value_int={fields['window']}>()",
+                  "edge = Sub(i, window)", "recent = Greater(j, edge)",
+                  "causal_recent = And(causal, recent)"]
+        visible = "causal_recent"
+    return [*lines, f"visible = Unsqueeze({visible}, c12)",
+            "never = Constant<value_float=-1e30>()",
+            f"masked = Where(visible, {scores}, never)",
+            "weights = Softmax<axis=-1>(masked)"]
 
 
 def _uniform(fields, present):
@@ -231,35 +230,15 @@ def _uniform(fields, present):
         "queries = Transpose<perm=[0, 2, 3, 1, 4]>(query_rows)",
         "keys_t = Transpose<perm=[0, 1, 2, 4, 3]>(keys_grouped)",
         "products = MatMul(queries, keys_t)",
-        f"scale = Constant<value_float={float(_scale(fields))!r}>()",
-        "scaled = Mul(products, scale)",
-    ]
-    scores = "scaled"
-    if fields["softcap"]:
-        lines += [f"cap = Constant<value_float={fields['softcap']!r}>()",
-                  "shrunk = Div(scaled, cap)", "bounded = Tanh(shrunk)",
-                  "capped = Mul(bounded, cap)"]
-        scores = "capped"
-    lines += ["room = Shape<start=2, end=3>(key_cache)", "room_scalar = Squeeze(room)",
-              "j = Range(zero, room_scalar, one)", "i = Unsqueeze(places, c2)",
-              "visible = LessOrEqual(j, i)"]
-    visible = "visible"
-    if fields["window"]:
-        lines += [f"window = Constant<value_int={fields['window']}>()",
-                  "edge = Sub(i, window)", "recent = Greater(j, edge)",
-                  "visible_recent = And(visible, recent)"]
-        visible = "visible_recent"
-    return "\n".join([
-        *lines,
-        f"seen = Unsqueeze({visible}, c12)",
-        "never = Constant<value_float=-1e30>()",
-        f"masked = Where(seen, {scores}, never)",
-        "weights = Softmax<axis=-1>(masked)",
+        "room = Shape<start=2, end=3>(key_cache)", "room_scalar = Squeeze(room)",
+        "j = Range(zero, room_scalar, one)",
+        *_weights(fields, "places"),
         "attended = MatMul(weights, values_grouped)",
         "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
         _ints("rows_shape", -1, heads * dim),
         "out = Reshape(by_token, rows_shape)",
-    ])
+    ]
+    return "\n".join(lines)
 
 
 def _uniform_lengths(inputs):
