@@ -58,5 +58,5 @@ def test_tokens_are_the_cpu_target_s_for_every_setting(extension, compiled, chec
 
 
 def test_too_little_memory_is_said_in_numbers(extension, compiled):
-    with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed, \d+ of"):
+    with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed"):
         llmc.LLM(compiled / "float32", max_batch_size=10**7)
