@@ -49,7 +49,7 @@ class Op:
         integer_inputs: inputs that are integers.
         shapes: (input shapes by name, fields) to output shapes, in order.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
-            syntax that compute the outputs from the inputs, at opset 23, in standard ONNX only.
+            syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
         bodies: per target kind, a body equal to the reference and faster there; it returns None
             where it does not cover the fields. It may use com.microsoft ops.
