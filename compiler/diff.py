@@ -37,9 +37,10 @@ from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.devices import place
-from llmc.runtime.engines.cuda import CudaEngine, device_count
+from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import CollectiveStep, Manifest, hash_file, read_manifest
+from llmc.runtime.replica import Replica
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.tokenizer import load_tokenizer
 
@@ -202,19 +203,17 @@ def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> np.ndarray
 
 def _trace(manifest: Manifest, root: Path, ids: np.ndarray, wanted: set[str]) -> \
         list[dict[str, np.ndarray]]:
-    """Prefill on a GPU: per chip, the wanted tensors in the schedule's order."""
-    if manifest.tp_size > 1:
-        raise LlmcError(f"'{root}' has {manifest.tp_size} chips; on target cuda, diff runs models "
-                        f"of one")
-    placement = place(manifest, None, device_count())[0][0]
-    engine = CudaEngine(manifest, manifest.chips[0], root, placement.device, 1,
-                        min(len(ids), _STEP_TOKENS))
-    parts = []
-    for start in range(0, len(ids), _STEP_TOKENS):
-        tokens = ids[start:start + _STEP_TOKENS].tolist()
-        values = engine.trace(PackedBatch.prepare([tokens], [start], all_logits=True))
-        parts.append({name: array for name, array in values.items() if name in wanted})
-    return [{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}]
+    """Prefill on GPUs: per chip, the wanted tensors in the schedule's order."""
+    replica = Replica(manifest, root, place(manifest, None, device_count())[0], 1,
+                      min(len(ids), _STEP_TOKENS))
+    try:
+        steps = [replica.trace(PackedBatch.prepare(
+            [ids[start:start + _STEP_TOKENS].tolist()], [start], all_logits=True))
+            for start in range(0, len(ids), _STEP_TOKENS)]
+    finally:
+        replica.close()
+    return [{name: np.concatenate([step[rank][name] for step in steps])
+             for name in steps[0][rank] if name in wanted} for rank in range(manifest.tp_size)]
 
 
 def _run_compiled(manifest: Manifest, root: Path, ids: np.ndarray, wanted: set[str]) -> \

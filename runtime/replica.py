@@ -76,6 +76,17 @@ class Replica:
         return self._on_all_ranks(lambda rank: self._guard(
             self._engines[rank].decode, batch, draws, end_ids, steps))[0]
 
+    def trace(self, batch: PackedBatch) -> list[dict[str, np.ndarray]]:
+        """A step on GPUs, and every value that each rank makes in it, by name."""
+        if not self._threads:
+            return [self._gpu(0).trace(batch)]
+        return self._on_all_ranks(lambda rank: self._guard(self._gpu(rank).trace, batch))
+
+    def _gpu(self, rank: int) -> CudaEngine | RemoteEngine:
+        engine = self._engines[rank]
+        assert isinstance(engine, CudaEngine | RemoteEngine)
+        return engine
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy a sequence's cache to another row on all ranks."""
         for engine in self._engines:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -95,3 +97,25 @@ class Interpreter:
                 for number, result in zip(node.inputs[1:3], results[1:], strict=True):
                     self.caches[self.schedule.tensors[number].name][:] = result
         return kept
+
+
+class Interpreters:
+    """The ranks of a case, as `Replica`."""
+
+    def __init__(self, case: Path) -> None:
+        count = read_manifest(case).tp_size
+        communicator = Communicator(count)
+        self.ranks = [Interpreter(case, rank, communicator) for rank in range(count)]
+
+    def _on_all(self, work: Callable[[Interpreter], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.ranks)) as threads:
+            return list(threads.map(work, self.ranks))
+
+    def trace(self, batch: PackedBatch) -> list[dict[str, np.ndarray]]:
+        return self._on_all(lambda rank: rank.trace(batch))
+
+    def greedy(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        return self._on_all(lambda rank: rank.greedy(tokens, count))[0]
+
+    def close(self) -> None:
+        """There is nothing to end."""

@@ -21,7 +21,7 @@ from llmc.runtime.manifest import read_manifest
 
 
 class RemoteEngine:
-    """One rank on one GPU, behind a pipe. See `Engine`; results stay with the rank's process.
+    """One rank on one GPU, behind a pipe. See `Engine`; logits and tokens stay in its process.
 
     Raises:
         LlmcError: what the process said, or that it ended.
@@ -52,6 +52,9 @@ class RemoteEngine:
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> None:
         self._call("decode", batch, draws, end_ids, steps)
 
+    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
+        return self._call("trace", batch)
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         self._call("copy_row", source, target, length)
 
@@ -65,37 +68,38 @@ class RemoteEngine:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: Any) -> Any:
         try:
             self._pipe.send((method, arguments))
-            problem = self._pipe.recv()
+            problem, result = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise LlmcError(f"the process of rank {self._rank} has ended") from error
         if problem:
             raise LlmcError(f"rank {self._rank}: {problem}")
+        return result
 
 
 def _serve(pipe: Connection) -> None:
-    """Do as the pipe says until it is closed; answer each call with what went wrong, or None."""
+    """Do as the pipe says until it is closed; answer with what went wrong, and what came out."""
     engine: Any = None
     while True:
         try:
             method, arguments = pipe.recv()
         except EOFError:
             return
+        problem, result = None, None
         try:
             if method == "load":
                 case_dir, rank, device, *limits = arguments
                 manifest = read_manifest(case_dir)
                 engine = CudaEngine(manifest, manifest.chips[rank], case_dir, device, *limits)
             else:
-                getattr(engine, method)(*arguments)
+                result = getattr(engine, method)(*arguments)
         except LlmcError as error:
-            pipe.send(str(error))
+            problem = str(error)
         except Exception as error:
-            pipe.send(repr(error))
-        else:
-            pipe.send(None)
+            problem = repr(error)
+        pipe.send((problem, result if method == "trace" else None))
 
 
 if __name__ == "__main__":
