@@ -19,6 +19,7 @@ import itertools
 import math
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -206,13 +207,18 @@ def main() -> None:
           "CUDA", torch.version.cuda, "\n", flush=True)
     hf = write_model(name, work / name)
     first: dict[int, tuple[float, float]] = {}
+    notes: list[str] = []
+    if arguments.tp:
+        print("| tp | batch, in, out | first token (ms) | speed-up | decode step (ms) | speed-up | "
+              "limit |\n| --- | --- | --- | --- | --- | --- | --- |")
     for tp_size in [int(part) for part in arguments.tp.split(",")] if arguments.tp else [1]:
         case = work / f"{name}-tp{tp_size}"
         if not case.is_dir():
             started = time.perf_counter()
             llmc.compile(hf, case, dtype=MODELS[name], target="cuda", max_seq_len=LENGTH,
                          tp_size=tp_size)
-            print(f"compiled for tp {tp_size} in {time.perf_counter() - started:.0f} s", flush=True)
+            print(f"compiled for tp {tp_size} in {time.perf_counter() - started:.0f} s",
+                  file=sys.stderr)
         with llmc.LLM(case, max_batch_size=64, check_step=64, verify=False) as llm:
             if arguments.grid:
                 grid(llm)
@@ -225,8 +231,9 @@ def main() -> None:
                     base = first.setdefault(row[0], times)
                     print(f"| {tp_size} | {row[0]}, {row[1]}, {row[2]} | {times[0]:.2f} | "
                           f"{base[0] / times[0]:.2f} | {times[1]:.3f} | "
-                          f"{base[1] / times[1]:.2f} | {limits(llm, *row)[1]:.3f} |")
-                    print(breakdown(llm, row[0], row[1]), flush=True)
+                          f"{base[1] / times[1]:.2f} | {limits(llm, *row)[1]:.3f} |", flush=True)
+                    notes.append(f"tp {tp_size}, {breakdown(llm, row[0], row[1])}")
+    print(*notes, sep="\n")
 
 
 if __name__ == "__main__":

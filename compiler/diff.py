@@ -37,6 +37,7 @@ from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.devices import place
+from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import CollectiveStep, Manifest, hash_file, read_manifest
@@ -45,7 +46,6 @@ from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.tokenizer import load_tokenizer
 
 _TOKENS = 24
-_STEP_TOKENS = 512  # of one step on a GPU; that many rows of logits an engine always has room for
 # By dtype. In 16 bits it is 41 roundings; SmolLM2-135M's worst tensor is off by 6e-3 and 7e-2.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
@@ -112,6 +112,10 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
     manifest = read_manifest(case_dir)
     root = Path(case_dir)
+    run = {"cpu": _run_compiled, "cuda": _trace}.get(manifest.target.kind)
+    if run is None:
+        raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
+                        f"compile for cpu or cuda to compare")
     if tolerance is None:
         tolerance = TOLERANCES[manifest.dtype]
     changed = tuple(entry.path for entry in manifest.files
@@ -121,7 +125,6 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     raw = load(reference, hf_dir=hf_dir)
     layer_names = [HIDDEN_STATE.format(i) for i in range(manifest.dims.num_layers)]
     raw_names = {t.name for node in raw.graph.nodes for t in node.outputs if not t.is_empty()}
-    run = _trace if manifest.target.kind == "cuda" else _run_compiled
     compiled = run(manifest, root, ids, raw_names | {"logits"})
     order = [name for name in compiled[0] if name in raw_names]
     feeds = {"input_ids": ids[None], "position_ids": np.arange(len(ids))[None]}
@@ -205,11 +208,11 @@ def _trace(manifest: Manifest, root: Path, ids: np.ndarray, wanted: set[str]) ->
         list[dict[str, np.ndarray]]:
     """Prefill on GPUs: per chip, the wanted tensors in the schedule's order."""
     replica = Replica(manifest, root, place(manifest, None, device_count())[0], 1,
-                      min(len(ids), _STEP_TOKENS))
+                      min(len(ids), MAX_LOGITS))
     try:
         steps = [replica.trace(PackedBatch.prepare(
-            [ids[start:start + _STEP_TOKENS].tolist()], [start], all_logits=True))
-            for start in range(0, len(ids), _STEP_TOKENS)]
+            [ids[start:start + MAX_LOGITS].tolist()], [start], all_logits=True))
+            for start in range(0, len(ids), MAX_LOGITS)]
     finally:
         replica.close()
     return [{name: np.concatenate([step[rank][name] for step in steps])

@@ -18,12 +18,12 @@ from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.sampling import Draws, Sampler, SamplingParams
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
+from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.replica import Replica
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
 
-_LOGITS = 512  # rows of logits that a step of many makes
 _PREFILL_TOKENS = 4096  # at most this many padded tokens in one prefill step, or one prompt
 
 Prompt = str | Sequence[int]
@@ -260,12 +260,11 @@ class LLM:
 
     def _run(self, replica: Replica, batch: PackedBatch, sequences: list[_Sequence]) -> \
             Iterator[Sequence[int]]:
-        """Each sequence's next token; those of several steps where the engine chooses them."""
-        draws = Draws.of([s.sampler for s in sequences], [len(s.tokens) for s in sequences])
-        block = replica.decode(batch, draws, sorted(sequences[0].end_tokens),
-                               self._steps(sequences))
-        if block is not None:
-            yield from block.tolist()
+        """Each sequence's next token; those of several steps where GPUs choose them."""
+        if replica.on_gpus:
+            draws = Draws.of([s.sampler for s in sequences], [len(s.tokens) for s in sequences])
+            yield from replica.decode(batch, draws, sorted(sequences[0].end_tokens),
+                                      self._steps(sequences)).tolist()
             return
         logits = replica.run(batch)
         yield [sequence.sampler(row, len(sequence.tokens))
@@ -390,8 +389,8 @@ class Session:
             self._llm._session = self
             parts = [tokens]
             if all_logits and len(tokens) == 1:  # as many logits as an engine has room for
-                parts = [[tokens[0][start:start + _LOGITS]]
-                         for start in range(0, len(tokens[0]), _LOGITS)]
+                parts = [[tokens[0][start:start + MAX_LOGITS]]
+                         for start in range(0, len(tokens[0]), MAX_LOGITS)]
             logits = []
             for part in parts:
                 logits.append(self._llm._replicas[0].run(

@@ -30,7 +30,7 @@ class Replica:
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  max_batch_size: int, max_tokens: int) -> None:
         self._vocab = manifest.dims.vocab_size
-        self._chooses = manifest.target.kind == "cuda"
+        self.on_gpus = manifest.target.kind == "cuda"
         self._communicator = Communicator(manifest.tp_size)
         self._failure: BaseException | None = None
         self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
@@ -41,7 +41,7 @@ class Replica:
         threads = sum(len(placement.cores) for placement in placements) - manifest.tp_size + 1
 
         def load(rank: int) -> Engine:
-            if self._chooses:
+            if self.on_gpus:
                 limits = placements[rank].device, max_batch_size, max_tokens
                 return RemoteEngine(case_dir, rank, *limits) if rank else \
                     CudaEngine(manifest, manifest.chips[rank], case_dir, *limits)
@@ -51,9 +51,11 @@ class Replica:
         self._engines: list[Engine] = []
         try:
             self._engines = self._on_all_ranks(load)
-            if self._chooses and manifest.tp_size > 1:
-                communicator = self._engines[0].unique_id()
-                self._on_all_ranks(lambda rank: self._engines[rank].join(
+            if self.on_gpus and manifest.tp_size > 1:
+                first = self._engines[0]
+                assert isinstance(first, CudaEngine)
+                communicator = first.unique_id()
+                self._on_all_ranks(lambda rank: self._gpu(rank).join(
                     communicator, rank, manifest.tp_size))
         except BaseException:
             self.close()
@@ -67,14 +69,12 @@ class Replica:
         return logits[0][:, :self._vocab]
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
-            np.ndarray | None:
-        """Steps whose tokens the engine chooses, int64 [steps, batch]; None where it does not."""
-        if not self._chooses:
-            return None
+            np.ndarray:
+        """Steps whose tokens GPUs choose, int64 [steps, batch]: see `CudaEngine.decode`."""
         if not self._threads:
-            return self._engines[0].decode(batch, draws, end_ids, steps)
+            return self._gpu(0).decode(batch, draws, end_ids, steps)
         return self._on_all_ranks(lambda rank: self._guard(
-            self._engines[rank].decode, batch, draws, end_ids, steps))[0]
+            self._gpu(rank).decode, batch, draws, end_ids, steps))[0]
 
     def trace(self, batch: PackedBatch) -> list[dict[str, np.ndarray]]:
         """A step on GPUs, and every value that each rank makes in it, by name."""

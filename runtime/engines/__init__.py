@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.sampling import Draws
+
+MAX_LOGITS = 512  # rows of logits that every engine has room for in a step
 
 
 class Engine(Protocol):
@@ -16,15 +16,6 @@ class Engine(Protocol):
 
     def run(self, batch: PackedBatch) -> np.ndarray:
         """Execute a step, extend the KV cache, return logits float32 [num_logits, padded_vocab]."""
-        ...
-
-    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
-            np.ndarray | None:
-        """A step, and the tokens that it and the steps after it lead to: int64 [steps, batch].
-
-        A sequence's tokens after an end token mean nothing. None from an engine that leaves the
-        choice of tokens to the caller; nothing was run then.
-        """
         ...
 
     def copy_row(self, source: int, target: int, length: int) -> None:

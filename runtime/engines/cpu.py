@@ -7,7 +7,6 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import onnxruntime as ort
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.decoding.sampling import Draws
 from llmc.runtime.devices import Placement
 from llmc.runtime.manifest import MANIFEST_NAME, Chip, GraphStep, Manifest
 
@@ -62,9 +60,6 @@ class CpuEngine:
             for name in finished:
                 del values[name]
         return values["logits"]
-
-    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> None:
-        return None
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         for cache in self._caches.values():

@@ -16,11 +16,11 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.sampling import Draws
+from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.manifest import Chip, GraphStep, Manifest
 from llmc.runtime.schedule import Schedule, read_schedule
 
 _SIZES = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
-_MAX_LOGITS = 512  # rows of logits that one step makes at most; longer requests take several
 _BLOCK = 128  # max_tokens is a multiple, so that every value of the arena is aligned
 
 
@@ -88,7 +88,7 @@ class CudaEngine:
         check_fit(cuda, manifest, device)
         self._schedule = schedule = read_schedule(case_dir / step.path)
         self._vocab = manifest.dims.vocab_size
-        self._max_logits = max(max_batch_size, min(_MAX_LOGITS, max_tokens))
+        self._max_logits = max(max_batch_size, min(MAX_LOGITS, max_tokens))
         try:
             self._engine = cuda.Engine(
                 device=device, dtype=manifest.dtype, max_batch=max_batch_size,
@@ -143,7 +143,11 @@ class CudaEngine:
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
             np.ndarray:
-        """Steps on the device alone; the host waits once, at the end. See `Engine`."""
+        """A step, and the tokens that it and the steps after it lead to: int64 [steps, batch].
+
+        All on the device; the host waits once, at the end. A sequence's tokens after an end token
+        mean nothing.
+        """
         lengths = np.diff(batch.cu_seqlens)
         sampling = (draws.temperature, draws.top_k, draws.top_p, draws.seed, draws.drawn)
         try:

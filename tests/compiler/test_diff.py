@@ -92,7 +92,7 @@ def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpr
 
 def test_a_long_prompt_is_traced_in_steps(interpreted, tiny_hf, tmp_path, monkeypatch):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
-    monkeypatch.setattr(diff_module, "_STEP_TOKENS", 5)
+    monkeypatch.setattr(diff_module, "MAX_LOGITS", 5)
     assert diff(tmp_path / "case", tiny_hf, bisect=True).verdict is None
     with pytest.raises(llmc.LlmcError, match=r"has \d+ tokens, more than max_seq_len 64; shorten"):
         diff(tmp_path / "case", tiny_hf, prompt="the quick brown fox " * 60)

@@ -7,6 +7,7 @@ import onnxruntime as ort
 import pytest
 
 import llmc
+from llmc.compiler.diff import diff
 from llmc.compiler.targets import tensorrt_rtx
 from llmc.runtime.manifest import read_manifest
 
@@ -66,6 +67,8 @@ def test_running_it_is_refused(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
     with pytest.raises(llmc.LlmcError, match="builds TensorRT-RTX engines and does not run them"):
         llmc.LLM(tmp_path / "case")
+    with pytest.raises(llmc.LlmcError, match="diff cannot run what is compiled for"):
+        diff(tmp_path / "case", tiny_hf)
 
 
 def test_what_it_cannot_build_is_one_sentence(tiny_hf, tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_target_body_equals_numpy_or_refuses_what_it_does_not_serve(op, sample, 
     if served(op, target, sample.inputs) or op.bodies[target](fields, present) is None:
         assert_close(op, sample, run(op, sample, target))
     else:
-        with pytest.raises((Fail, InvalidArgument)):
+        with pytest.raises(InvalidArgument if target == "cpu" else (Fail, InvalidArgument)):
             run(op, sample, target)
 
 

@@ -98,7 +98,6 @@ def _heads(fields, present, rotate):
 
 # Where a token's position lies: the block, and the row in it.
 _PAGES = [
-    _ints("c01", 0, 1),
     "table = Cast<to=7>(block_table)",
     "block_size = Shape<start=2, end=3>(key_cache)",
     "place_in_table = Div(position, block_size)",
@@ -204,8 +203,7 @@ def _uniform(fields, present):
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     split, q, k = _heads(fields, present, rotate="cos" in present)
     lines = [
-        _ints("c0", 0), _ints("c1", 1), _ints("c2", 2), _ints("c12", 1, 2), _ints("c123", 1, 2, 3),
-        _ints("flat", -1),
+        _ints("c1", 1), _ints("c2", 2), _ints("c12", 1, 2), _ints("flat", -1),
         "zero = Constant<value_int=0>()", "one = Constant<value_int=1>()",
         "past = Cast<to=7>(past_lens)",
         "batch = Shape(past_lens)", "tokens = Shape<start=0, end=1>(qkv)",
