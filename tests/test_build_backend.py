@@ -42,7 +42,8 @@ def test_the_engine_is_built_where_nvcc_is(backend, monkeypatch, tmp_path, varia
         nvcc = add_nvcc(tmp_path / "other" / "bin")
         monkeypatch.setenv(variable, str({"PATH": nvcc.parent, "CUDACXX": nvcc,
                                           "CUDA_HOME": nvcc.parents[1]}[variable]))
-    assert requirements(backend) >= {"nanobind", "nvidia-cublas", "nvidia-nccl-cu13"}
+    assert requirements(backend) >= {"nanobind", "nvidia-cublas", "nvidia-cudnn-frontend",
+                                      "nvidia-nccl-cu13"}
     assert backend.choose() == f"llmc is built with the CUDA engine: nvcc is {nvcc}"
 
 

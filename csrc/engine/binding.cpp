@@ -41,8 +41,9 @@ std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign) {
 
 // Run one op on device tensors `repeats` times and wait; milliseconds per run after the first.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
-             const std::vector<Foreign>& outputs, bool decode, int repeats) {
+             const std::vector<Foreign>& outputs, bool decode, int repeats, int longest, int reach) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
+  static Sdpa* sdpa = new Sdpa;
   const auto plugin = make_plugin(name, fields);
   const std::vector<Tensor> in = tensors_of(inputs), out = tensors_of(outputs);
   const int64_t bytes = plugin->workspace(in);
@@ -54,6 +55,9 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   context.gemm = gemm;
   context.counters = static_cast<int32_t*>(counters.data);
   context.decode = decode;
+  context.sdpa = sdpa;
+  context.longest = longest;
+  context.reach = reach;
   cudaEvent_t start, end;
   check(cudaDeviceSynchronize(), "waiting");
   check(cudaStreamCreate(&context.stream), "a stream");
@@ -102,7 +106,7 @@ NB_MODULE(_cuda, m) {
     check(cudaDeviceSynchronize(), "sample");
   });
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
-        nb::arg("decode") = false, nb::arg("repeats") = 1);
+        nb::arg("decode") = false, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0);
   // How many devices there are; where there is no driver, zero and why.
   m.def("devices", [] {
     int count = 0;

@@ -119,6 +119,7 @@ Engine::Engine(int device, DType dtype, Limits limits, int64_t token_bytes, int6
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   check(cudaMallocHost(&pinned_, kPinned), "allocating pinned memory");
   gemm_ = std::make_unique<Gemm>();
+  sdpa_ = std::make_unique<Sdpa>();
   token_arena_ = allocate<char>(token_bytes * limits.max_tokens, "activations");
   logit_arena_ = allocate<char>(logit_bytes * limits.max_logits, "logits");
   chosen_ = allocate<int64_t>(limits.max_batch, "tokens");
@@ -140,6 +141,7 @@ Engine::~Engine() {
   graphs_.clear();
   if (communicator_ != nullptr) ncclCommDestroy(communicator_);
   gemm_.reset();
+  sdpa_.reset();
   cudaFreeHost(pinned_);
   cudaStreamDestroy(stream_);
 }
@@ -249,9 +251,12 @@ void Engine::enqueue(const Step& step) {
   Context context;
   context.stream = stream_;
   context.gemm = gemm_.get();
+  context.sdpa = sdpa_.get();
   context.counters = counters_;
   context.communicator = communicator_;
   context.decode = step.decode;
+  context.longest = step.longest;
+  context.reach = step.reach;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
   for (const Node& node : nodes_) {
     std::vector<Tensor> inputs, outputs;
@@ -301,7 +306,13 @@ void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const in
   upload(input("cu_seqlens"), cu_seqlens, 4ll * (step.batch + 1));
   upload(input("past_lens"), past_lens, 4ll * step.batch);
   upload(input("logits_indices"), logits_indices, 8ll * step.num_logits);
-  enqueue(step);
+  Step measured = step;
+  for (int i = 0; i < step.batch; ++i) {
+    const int fresh = cu_seqlens[i + 1] - cu_seqlens[i];
+    measured.longest = std::max(measured.longest, fresh);
+    measured.reach = std::max(measured.reach, past_lens[i] + fresh);
+  }
+  enqueue(measured);
 }
 
 void Engine::read_logits(float* logits) {

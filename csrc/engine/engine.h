@@ -21,6 +21,7 @@ struct Limits {
 struct Step {
   int num_tokens, num_logits, batch, first_row;
   bool decode;  // every sequence has exactly one new token, and all of their logits are wanted
+  int longest = 0, reach = 0;  // see Context
 };
 
 // How each sequence of a batch chooses its tokens, on the host: see kernels::SampleParams. [batch] each.
@@ -121,6 +122,7 @@ class Engine {
   Limits limits_;
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
+  std::unique_ptr<Sdpa> sdpa_;
   ncclComm_t communicator_ = nullptr;
   std::vector<DeviceBuffer> owned_;
   int64_t allocated_ = 0;

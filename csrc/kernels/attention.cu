@@ -86,8 +86,27 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   }
 }
 
+// A block per row and KV head, for caches of 2-byte elements.
+__global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
+  wait_for_inputs();
+  let_next_start();
+  const int row = blockIdx.x, head = blockIdx.y;
+  const int start = p.cu_seqlens[min(row, p.batch)];
+  const int fresh = row < p.batch ? p.cu_seqlens[row + 1] - start : 0;
+  const int all = row < p.batch ? p.past_lens[row] + fresh : 0;
+  if (threadIdx.x == 0 && head == 0) {
+    lengths.starts[row] = start * p.num_heads * p.head_dim;
+    if (row < lengths.rows) lengths.fresh[row] = fresh, lengths.all[row] = all;
+  }
+  if (row >= p.batch) return;
+  const int vectors = p.head_dim / 8, end = min((all + 127) / 128 * 128, p.max_seq_len);
+  uint4* values = static_cast<uint4*>(p.value_cache) +
+                  (static_cast<int64_t>(row) * p.num_kv_heads + head) * p.max_seq_len * vectors;
+  for (int i = all * vectors + threadIdx.x; i < end * vectors; i += blockDim.x) values[i] = make_uint4(0, 0, 0, 0);
+}
+
 template <typename T>
-cudaError_t append(const AttentionParams& p, cudaStream_t stream) {
+cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
   const int all = p.num_heads + 2 * p.num_kv_heads;
   const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.head_dim % kVec<T> == 0 &&
       (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
@@ -253,6 +272,14 @@ int64_t attention_scratch(int num_heads, int head_dim) {
   return sizeof(float) * 2 * kPartedBlocks * static_cast<int64_t>(num_heads) * (head_dim + 2);
 }
 
+cudaError_t append(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) { return run_append<std::remove_pointer_t<decltype(type)>>(p, stream); });
+}
+
+cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& p, cudaStream_t stream) {
+  return launch(lengths_kernel, dim3(lengths.rows + 1, p.num_kv_heads), 128, 0, stream, lengths, p);
+}
+
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
@@ -260,8 +287,6 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
     using T = std::remove_pointer_t<decltype(type)>;
     if (p.decode)
       return dtype == DType::kFloat32 ? tokens<T, true>(p, stream) : decode(dtype, p, stream);
-    const cudaError_t error = append<T>(p, stream);
-    if (error != cudaSuccess) return error;
     return can_prefill(dtype, p.head_dim) ? prefill(dtype, p, stream) : tokens<T, false>(p, stream);
   });
 }

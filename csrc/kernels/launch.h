@@ -95,7 +95,17 @@ struct AttentionParams {
   bool decode;           // every sequence has exactly one new token
   float scale, softcap, norm_epsilon;
 };
+// First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
+cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
+// For a library: of each sequence, and then of nothing up to `rows`, where its queries begin, in elements
+// (starts [rows + 1]), and how many tokens are new and there in all ([rows] each). Cached values are cleared
+// behind a sequence's last up to the next multiple of 128: what lies there gets weight 0, and 0 · NaN is NaN.
+struct Lengths {
+  int32_t *starts, *fresh, *all;
+  int rows;
+};
+cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& params, cudaStream_t stream);
 constexpr int kAttentionCounters = 264;
 int64_t attention_scratch(int num_heads, int head_dim);
 

@@ -47,7 +47,8 @@ def _load_libraries() -> None:
     """Make the libraries of NVIDIA's packages, wherever on sys.path, known to the loader."""
     spec = find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
-        for library in ("cu13/lib/libcublasLt.so.13", "nccl/lib/libnccl.so.2"):
+        for library in ("cu13/lib/libcublasLt.so.13", "nccl/lib/libnccl.so.2",
+                        "cudnn/lib/libcudnn.so.9"):
             if (path := Path(root, library)).exists():
                 ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 

@@ -61,6 +61,12 @@ class Attention : public Plugin {
     p.scratch = workspace;
     p.counters = context.counters;
     p.queries = static_cast<char*>(workspace) + scratch();
+    if (!p.decode) {
+      check(kernels::append(in[0].dtype, p, context.stream), "Attention");
+      if (context.sdpa != nullptr && context.longest > 0 &&
+          context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
+        return;
+    }
     check(kernels::attention(in[0].dtype, p, context.stream), "Attention");
   }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../../kernels/launch.h"
+#include "sdpa.h"
 
 namespace llmc {
 
@@ -72,6 +73,8 @@ struct Context {
   int32_t* counters = nullptr;        // on the device: kCounters of them, zero between ops
   ncclComm_t communicator = nullptr;  // of the ranks that share the model; null where there is one
   bool decode = false;                // every sequence has exactly one new token
+  Sdpa* sdpa = nullptr;
+  int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
 };
 
 class Plugin {

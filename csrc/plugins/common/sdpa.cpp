@@ -1,0 +1,136 @@
+#include "sdpa.h"
+
+#include <dlfcn.h>
+
+#include <cudnn_frontend.h>
+
+#include <algorithm>
+
+#include "plugin.h"
+
+namespace cudnn_frontend {
+void* cudnn_dlhandle = nullptr;
+}
+
+namespace llmc {
+namespace {
+
+namespace fe = cudnn_frontend;
+
+enum Name : int64_t { kQueries, kKeys, kValues, kOut, kNew, kAll, kStarts };
+
+// A power of two, or three quarters of one: a plan for every shape would be made over and over.
+int rounded(int value, int least) {
+  int power = least;
+  while (power < value) power *= 2;
+  return power * 3 / 4 >= value && power * 3 / 4 % least == 0 ? power * 3 / 4 : power;
+}
+
+void check(fe::error_t status, const char* what) {
+  if (status.is_bad()) throw Error(std::string(what) + ": " + status.get_message());
+}
+
+}  // namespace
+
+struct Sdpa::State {
+  struct Plan {
+    std::unique_ptr<fe::graph::Graph> graph;  // null where cuDNN has none
+    int64_t workspace = 0;
+  };
+
+  ~State() {
+    plans.clear();
+    cudaFree(workspace);
+    cudaFree(lengths);
+    if (handle != nullptr) fe::detail::destroy_handle(handle);
+  }
+
+  Plan make(DType dtype, const kernels::AttentionParams& p, int batch, int longest, int reach) {
+    using Attributes = fe::graph::Tensor_attributes;
+    const int64_t b = batch, heads = p.num_heads, kv_heads = p.num_kv_heads, dim = p.head_dim;
+    const auto type = dtype == DType::kFloat16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
+    Plan plan{std::make_unique<fe::graph::Graph>()};
+    auto& graph = *plan.graph;
+    graph.set_io_data_type(type).set_intermediate_data_type(fe::DataType_t::FLOAT)
+        .set_compute_data_type(fe::DataType_t::FLOAT);
+    auto integers = [&](Name name, int64_t count) {
+      return graph.tensor(Attributes().set_uid(name).set_dim({count, 1, 1, 1}).set_stride({1, 1, 1, 1})
+                              .set_data_type(fe::DataType_t::INT32));
+    };
+    const auto starts = integers(kStarts, b + 1);
+    const std::vector<int64_t> packed = {b, heads, longest, dim}, packed_stride = {longest * heads * dim, dim,
+                                                                                  heads * dim, 1};
+    const std::vector<int64_t> cached = {b, kv_heads, reach, dim},
+                               cached_stride = {kv_heads * p.max_seq_len * dim, p.max_seq_len * dim, dim, 1};
+    auto queries = graph.tensor(Attributes().set_uid(kQueries).set_dim(packed).set_stride(packed_stride));
+    queries->set_ragged_offset(starts);
+    auto keys = graph.tensor(Attributes().set_uid(kKeys).set_dim(cached).set_stride(cached_stride));
+    auto values = graph.tensor(Attributes().set_uid(kValues).set_dim(cached).set_stride(cached_stride));
+    auto options = fe::graph::SDPA_attributes()
+                       .set_generate_stats(false)
+                       .set_attn_scale(p.scale)
+                       .set_padding_mask(true)
+                       .set_seq_len_q(integers(kNew, b))
+                       .set_seq_len_kv(integers(kAll, b))
+                       .set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT)
+                       .set_diagonal_band_right_bound(0);
+    if (p.window > 0) options.set_diagonal_band_left_bound(p.window);
+    auto [out, stats] = graph.sdpa(queries, keys, values, options);
+    out->set_output(true).set_uid(kOut).set_dim(packed).set_stride(packed_stride);
+    out->set_ragged_offset(starts);
+    if (graph.build(handle, {fe::HeurMode_t::A}).is_bad()) return {};
+    check(graph.get_workspace_size(plan.workspace), "cuDNN's workspace");
+    return plan;
+  }
+
+  template <typename T>
+  static void grow(T*& memory, int64_t& room, int64_t wanted) {
+    if (wanted <= room) return;
+    cudaFree(memory);
+    memory = nullptr, room = 0;
+    llmc::check(cudaMalloc(reinterpret_cast<void**>(&memory), wanted * sizeof(T)), "allocating for cuDNN");
+    room = wanted;
+  }
+
+  cudnnHandle_t handle = nullptr;
+  std::map<std::pair<std::vector<int64_t>, float>, Plan> plans;  // by shape and scale
+  char* workspace = nullptr;
+  int32_t* lengths = nullptr;
+  int64_t workspace_room = 0, lengths_room = 0;
+};
+
+Sdpa::Sdpa() : state_(new State) {
+  static void* library = fe::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
+  if (library != nullptr && fe::detail::create_handle(&state_->handle) != CUDNN_STATUS_SUCCESS)
+    state_->handle = nullptr;
+}
+
+Sdpa::~Sdpa() { delete state_; }
+
+bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
+  State& s = *state_;
+  if (s.handle == nullptr || dtype == DType::kFloat32 || p.softcap > 0 || p.block_table != nullptr ||
+      static_cast<int64_t>(p.num_tokens) * p.num_heads * p.head_dim > INT32_MAX)
+    return false;
+  const int batch = rounded(p.batch, 1), queries = std::min(rounded(longest, 128), p.max_seq_len);
+  const int keys = std::min(std::max(queries, rounded(reach, 128)), p.max_seq_len);
+  const auto [found, fresh] = s.plans.try_emplace(
+      {{static_cast<int>(dtype), batch, queries, keys, p.num_heads, p.num_kv_heads, p.head_dim, p.max_seq_len,
+        p.window}, p.scale});
+  if (fresh) found->second = s.make(dtype, p, batch, queries, keys);
+  const State::Plan& plan = found->second;
+  if (plan.graph == nullptr) return false;
+  State::grow(s.workspace, s.workspace_room, plan.workspace);
+  const int room = (batch + 4) / 4 * 4;
+  State::grow(s.lengths, s.lengths_room, 3ll * room);
+  const kernels::Lengths lengths{s.lengths, s.lengths + room, s.lengths + 2 * room, batch};
+  llmc::check(kernels::sequence_lengths(lengths, p, stream), "Attention");
+  if (fe::detail::set_stream(s.handle, stream) != CUDNN_STATUS_SUCCESS) throw Error("cuDNN refused a stream");
+  std::unordered_map<int64_t, void*> memory = {
+      {kQueries, p.queries}, {kKeys, p.key_cache}, {kValues, p.value_cache}, {kOut, p.out},
+      {kNew, lengths.fresh}, {kAll, lengths.all}, {kStarts, lengths.starts}};
+  check(plan.graph->execute(s.handle, memory, s.workspace), "cuDNN's attention");
+  return true;
+}
+
+}  // namespace llmc
