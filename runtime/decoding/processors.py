@@ -1,0 +1,126 @@
+"""What is done to logits before a token is chosen: transformers' definitions, in its order.
+
+The processors change one row of scores [vocab_size], float32 or float64, in place; a token with
+the score -inf cannot be chosen. The cuts return the tokens that stay, int64 [kept], ascending; all
+but top_k work on weights, probabilities up to a factor. The presence and frequency penalties,
+which transformers lacks, are OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def logit_bias(scores: np.ndarray, token_ids: np.ndarray, biases: np.ndarray) -> None:
+    """Add to each of the distinct tokens its bias."""
+    scores[token_ids] += biases
+
+
+def repetition_penalty(scores: np.ndarray, context: np.ndarray, penalty: float) -> None:
+    """Divide positive scores of tokens in the context (prompt and generated) by the penalty, and
+    multiply negative ones by it.
+    """
+    seen = scores[context]
+    scores[context] = np.where(seen < 0, seen * penalty, seen / penalty)
+
+
+def presence_and_frequency_penalty(scores: np.ndarray, generated: Sequence[int], presence: float,
+                                   frequency: float) -> None:
+    """Subtract `presence + frequency · count` from the score of each generated token."""
+    counts = Counter(generated)  # faster than np.unique
+    token_ids = np.fromiter(counts, np.int64, len(counts))
+    times = np.fromiter(counts.values(), np.int64, len(counts))
+    scores[token_ids] -= presence + frequency * times
+
+
+class BadWords:
+    """Forbids the last token of each sequence whose other tokens the context ends with."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._last: dict[tuple[int, ...], list[int]] = {}
+        for *prefix, last in words:
+            self._last.setdefault(tuple(prefix), []).append(last)
+        self._sizes = {len(prefix) for prefix in self._last}
+
+    def __call__(self, scores: np.ndarray, context: np.ndarray) -> None:
+        for size in self._sizes:
+            end = tuple(context[max(0, len(context) - size):].tolist())
+            if end in self._last:
+                scores[self._last[end]] = -np.inf
+
+
+def min_tokens(scores: np.ndarray, generated: int, least: int, end_tokens: np.ndarray) -> None:
+    """Forbid the end tokens until so many tokens are generated."""
+    if generated < least:
+        scores[end_tokens] = -np.inf
+
+
+def top_k(scores: np.ndarray, count: int) -> np.ndarray:
+    """Keep this many tokens, and those that are as likely as the last of them."""
+    count = min(count, len(scores))
+    near = _upper(scores, count)
+    return near[scores[near] >= np.partition(scores[near], -count)[-count]]
+
+
+def weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Probabilities up to a factor, float64: 1 for the likeliest token."""
+    shifted = np.subtract(scores, scores.max(), dtype=np.float64)
+    if temperature != 1:
+        shifted /= temperature
+    return np.exp(shifted, out=shifted)
+
+
+def top_p(weight: np.ndarray, mass: float) -> np.ndarray:
+    """Keep the fewest likeliest tokens that together have this probability. Of tokens equally
+    likely at the edge those with the lowest ids stay; transformers leaves that open.
+    """
+    kept, spare = _reach(weight, weight, mass)
+    if spare:
+        ties = np.flatnonzero(weight[kept] == weight[kept].min())
+        kept = np.delete(kept, ties[-spare:])
+    return kept
+
+
+def min_p(weight: np.ndarray, share: float) -> np.ndarray:
+    """Keep tokens that have at least this share of the likeliest one's probability."""
+    return np.flatnonzero(weight >= share * weight.max())
+
+
+def typical_p(weight: np.ndarray, mass: float) -> np.ndarray:
+    """Keep the fewest tokens that together have this probability, beginning with those whose
+    information is nearest to the entropy (Meister et al., 2022); ties stay.
+    """
+    # Information is the negative logarithm of a probability and entropy its mean, so the factor
+    # of the weights cancels. Where the weight is 0 the logarithm matters only in being finite.
+    logs = np.log(np.maximum(weight, 1e-300))
+    return _reach(-np.abs(logs - (weight * logs).sum() / weight.sum()), weight, mass)[0]
+
+
+def _upper(scores: np.ndarray, count: int) -> np.ndarray:
+    """All tokens with at least some score that at least so many have, ascending.
+
+    The greatest scores of groups of 64 give one in less time than np.partition of all takes.
+    """
+    greatest = scores[:len(scores) // 64 * 64].reshape(64, -1).max(axis=0)
+    if 2 * count > len(greatest):
+        greatest = scores
+    return np.flatnonzero(scores >= np.partition(greatest, -count)[-count])
+
+
+def _reach(keys: np.ndarray, weight: np.ndarray, mass: float) -> tuple[np.ndarray, int]:
+    """The fewest tokens, from the greatest key down, that have this part of all weight, with all
+    that tie with the last; how many of these are too many.
+    """
+    goal, size = mass * weight.sum(), 32
+    while True:
+        size = min(8 * size, len(keys))
+        near = _upper(keys, size)
+        order = np.argsort(-keys[near])
+        sums = np.cumsum(weight[near[order]])
+        if sums[-1] >= goal or size == len(keys):
+            last = min(int(np.searchsorted(sums, goal)), len(near) - 1)
+            kept = near[keys[near] >= keys[near[order[last]]]]
+            return kept, len(kept) - last - 1
