@@ -52,7 +52,8 @@ def main() -> None:
     def run_llmc(prompts: np.ndarray) -> tuple[float, float]:
         start = time.perf_counter()
         first = 0.0
-        for count, _ in enumerate(llm.stream(prompts.tolist(), NEW, ignore_eos=True), 1):
+        params = llmc.SamplingParams(max_tokens=NEW, ignore_eos=True)
+        for count, _ in enumerate(llm.stream(prompts.tolist(), params), 1):
             if count == len(prompts):
                 first = time.perf_counter() - start
         return first, time.perf_counter() - start

@@ -36,6 +36,7 @@ from llmc.compiler.targets import cuda
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.sampling import SamplingParams
 from llmc.runtime.devices import place
 from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
@@ -315,7 +316,8 @@ def _run_transformers(reference: str | Path, raw: RawModel, ids: np.ndarray, cou
 
 def _greedy(root: Path, ids: np.ndarray, count: int) -> tuple[int, ...]:
     with LLM(root, verify=False, max_batch_size=1) as llm:
-        return llm.generate([ids.tolist()], count, ignore_eos=True)[0].token_ids
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        return llm.generate([ids.tolist()], params)[0].token_ids
 
 
 def _bisect(runs: dict[str, dict[str, np.ndarray]], order: list[str],

@@ -8,10 +8,11 @@ from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
     from llmc.compiler.api import compile
+    from llmc.runtime.decoding.sampling import SamplingParams
     from llmc.runtime.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CheckFailed", "LlmcError", "compile"]
+__all__ = ["LLM", "CheckFailed", "LlmcError", "SamplingParams", "compile"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,9 @@ def __getattr__(name: str) -> Any:
     if name == "LLM":
         from llmc.runtime.llm import LLM
         return LLM
+    if name == "SamplingParams":
+        from llmc.runtime.decoding.sampling import SamplingParams
+        return SamplingParams
     if name == "compile":
         from llmc.compiler.api import compile
         return compile

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,6 +73,69 @@ def _step_options(command: Any) -> Any:
                         help="Then the host looks at a GPU's tokens after so many steps.")(command)
 
 
+class _SamplingOption(click.Option):
+    """Help shows it in a section of its own."""
+
+
+class _Sampling(click.Command):
+    """A command with sampling options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Sampling": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record:
+                sections["Sampling" if isinstance(param, _SamplingOption) else "Options"].append(
+                    record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> \
+        dict[int, float]:
+    biases = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise LlmcError(f"--logit_bias '{value}' is not a token id and a number such as "
+                            f"42=-1.5") from None
+    return biases
+
+
+def _sampling_options(command: Any) -> Any:
+    """The fields of SamplingParams."""
+    options: list[tuple[str, dict[str, Any]]] = [
+        ("--max_tokens", dict(default=64, help="New tokens per prompt, at most.")),
+        ("--min_tokens", dict(default=0, help="Neither the end token nor a stop text before.")),
+        ("--temperature", dict(default=0.0, help="0 is greedy.")),
+        ("--top_k", dict(default=0, help="Sample among this many tokens; 0 for all.")),
+        ("--top_p", dict(default=1.0, help="Sample among tokens of this total probability.")),
+        ("--min_p", dict(default=0.0, help="Sample among tokens with at least this share of the "
+                                           "likeliest one's probability.")),
+        ("--typical_p", dict(default=1.0, help="Sample among the tokens of most typical "
+                                               "information, of this total probability.")),
+        ("--repetition_penalty", dict(default=1.0, help="Above 1 discourages tokens of the prompt "
+                                                        "and the completion.")),
+        ("--presence_penalty", dict(default=0.0, help="Taken from logits of generated tokens.")),
+        ("--frequency_penalty", dict(default=0.0, help="Taken once for each time generated.")),
+        ("--bad_words", dict(multiple=True, help="Text that is not generated; may be repeated.")),
+        ("--logit_bias", dict(multiple=True, callback=_biases, metavar="ID=BIAS",
+                              help="Added to a token's logit; -inf forbids it; may be repeated.")),
+        ("--seed", dict(type=int, help="Of the random numbers; without it they differ each "
+                                       "time.")),
+        ("--n", dict(default=1, help="Completions of each prompt; number i has the seed + i.")),
+        ("--stop", dict(multiple=True, help="Text that ends a completion; may be repeated.")),
+        ("--ignore_eos", dict(is_flag=True, help="Go on after the end token.")),
+        ("--logprobs", dict(type=int, help="With --json, log-probabilities of each token and of "
+                                           "this many likeliest ones."))]
+    for name, settings in reversed(options):
+        command = click.option(name, cls=_SamplingOption, **settings)(command)
+    return command
+
+
 def _engines() -> str:
     return "cpu, cuda" if find_spec("llmc._cuda") else "cpu"
 
@@ -130,7 +194,7 @@ def _import_compiler():
     return api
 
 
-@main.command("run")
+@main.command("run", cls=_Sampling)
 @click.option("--case_dir", type=click.Path(path_type=Path), default=None,
               help="Case directory that `llmc compile` made.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
@@ -138,26 +202,23 @@ def _import_compiler():
 @click.option("--prompt", "prompts", multiple=True,
               help="May be repeated.  [default: each line of standard input]")
 @click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
-@click.option("--max_tokens", default=64, help="New tokens per prompt.")
-@click.option("--temperature", default=0.0, help="0 is greedy.")
-@click.option("--top_k", default=0, help="Sample among this many tokens; 0 for all.")
-@click.option("--top_p", default=1.0, help="Sample among tokens of this total probability.")
-@click.option("--seed", type=int, default=None,
-              help="Of the random numbers; without it they differ each time.")
-@click.option("--stop", multiple=True, help="Text that ends a completion; may be repeated.")
+@_sampling_options
 @click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
 @device_option
 @_step_options
 @click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
 @json_option
 def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, ...], chat: bool,
-                max_tokens: int, tp_size: int | None, device: list[int] | None, log_file: str,
-                as_json: bool, stop: tuple[str, ...], skip_step: int, check_step: int,
-                **sampling: Any) -> None:
+                tp_size: int | None, device: list[int] | None, log_file: str, as_json: bool,
+                skip_step: int, check_step: int, **sampling: Any) -> None:
     """Complete prompts, streaming the text."""
+    from llmc.runtime.decoding.sampling import SamplingParams
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
 
+    params = SamplingParams(**sampling)
+    if params.logprobs is not None and not as_json:
+        raise LlmcError("--logprobs are printed with --json only; add it")
     case_dir, configured = _resolve_case(case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
         raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in the config of '{hf_dir}' "
@@ -167,7 +228,7 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     if wanted not in (None, manifest.tp_size):
         raise LlmcError(f"tp_size {wanted} is asked for, but '{case_dir}' was compiled with "
                         f"tp_size {manifest.tp_size}; change the one or compile again")
-    info = _inference_info(hf_dir, case_dir, max_tokens, manifest.tp_size, device, log_file)
+    info = _inference_info(hf_dir, case_dir, params.max_tokens, manifest.tp_size, device, log_file)
     click.echo(info, err=as_json)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
     prompts = prompts or _read_prompts()
@@ -175,15 +236,15 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
         inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
         started = time.perf_counter()
         if as_json:
-            completions = llm.generate(inputs, max_tokens, stop=stop, **sampling)
+            completions = llm.generate(inputs, params)
             count = sum(len(c.token_ids) for c in completions)
         else:
-            count = _print_texts(llm.stream(inputs, max_tokens, stop=stop, **sampling), prompts)
+            count = _print_texts(llm.stream(inputs, params), prompts, params.n)
         seconds = time.perf_counter() - started
     if as_json:
         click.echo(json.dumps({"completions": [
-            {"prompt": prompt, **dataclasses.asdict(completion)}
-            for prompt, completion in zip(prompts, completions, strict=True)]}))
+            {"prompt": prompts[completion.index], **dataclasses.asdict(completion)}
+            for completion in completions]}))
     rate = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
     click.echo(rate, err=True)
     _log(log_file, f"{rate}\n")
@@ -247,21 +308,22 @@ def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_siz
         f"| - log_file: {log_file}"])
 
 
-def _print_texts(pieces: Iterator[Piece], prompts: Sequence[str]) -> int:
-    """One prompt's text as it comes; several as blocks, each when it is complete. Returns the
+def _print_texts(pieces: Iterator[Piece], prompts: Sequence[str], samples: int) -> int:
+    """One completion's text as it comes; several as blocks, each when it is complete. Returns the
     number of tokens.
     """
     count = 0
-    texts = [""] * len(prompts)
+    texts: dict[tuple[int, int], str] = defaultdict(str)
     for piece in pieces:
         count += 1
-        if len(prompts) == 1:
+        if len(prompts) * samples == 1:
             click.echo(piece.text, nl=False)
             continue
-        texts[piece.index] += piece.text
+        texts[piece.index, piece.sample] += piece.text
         if piece.finish_reason:
-            click.echo(f"[{piece.index}] {prompts[piece.index]}\n{texts[piece.index]}\n")
-    if len(prompts) == 1:
+            number = f"{piece.index}.{piece.sample}" if samples > 1 else f"{piece.index}"
+            click.echo(f"[{number}] {prompts[piece.index]}\n{texts[piece.index, piece.sample]}\n")
+    if len(prompts) * samples == 1:
         click.echo()
     return count
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.errors import LlmcError
+from llmc.runtime.decoding.sampling import SamplingParams
 from llmc.runtime.llm import LLM
 
 
@@ -53,12 +54,13 @@ def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs
     """Generate `output_length` tokens for `batch` random prompts, `runs` times after `warmup`."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, llm.manifest.dims.vocab_size, (batch, input_length)).tolist()
+    params = SamplingParams(max_tokens=output_length, ignore_eos=True)
     totals, firsts, laters = [], [], []
     for run in range(warmup + runs):
         start = time.perf_counter()
         first = 0.0
         waiting = set(range(batch))
-        for piece in llm.stream(prompts, output_length, ignore_eos=True):
+        for piece in llm.stream(prompts, params):
             if piece.index in waiting:
                 waiting.remove(piece.index)
                 first = time.perf_counter() - start

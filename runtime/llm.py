@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.sampling import Draws, Sampler, SamplingParams
+from llmc.runtime.decoding.sampling import HOST_ONLY, Draws, Logprobs, Sampler, SamplingParams
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
 from llmc.runtime.engines import MAX_LOGITS
@@ -27,40 +27,57 @@ from llmc.runtime.tokenizer import load_tokenizer, render_chat
 _PREFILL_TOKENS = 4096  # at most this many padded tokens in one prefill step, or one prompt
 
 Prompt = str | Sequence[int]
+_Chosen = tuple[int, Logprobs | None]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a prompt led to. `finish_reason` is `stop` (end token or stop string) or `length`."""
+    """What a prompt led to.
 
+    Args:
+        index: which prompt, counted from 0.
+        sample: which of the prompt's n completions.
+        finish_reason: `stop` (end token or stop string) or `length`.
+        logprobs: of each token, where `SamplingParams.logprobs` asks for them.
+        cumulative_logprob: the sum of the chosen tokens' log-probabilities, likewise.
+    """
+
+    index: int
+    sample: int
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
+    logprobs: tuple[Logprobs, ...] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
     """One step of a streamed completion: a token and the text that it completes, perhaps none.
 
-    `finish_reason` is set on a prompt's last piece.
+    `finish_reason` is set on a completion's last piece; `index`, `sample` and `logprobs` are as in
+    `Completion`.
     """
 
     index: int
+    sample: int
     token_id: int
     text: str
     finish_reason: str | None
+    logprobs: Logprobs | None = None
 
 
 @dataclass
 class _Sequence:
-    """One prompt on its way through a replica."""
+    """One completion on its way through a replica."""
 
     index: int
+    sample: int
     prompt: list[int]
+    params: SamplingParams
     sampler: Sampler
     text: TextStream
-    max_tokens: int
     end_tokens: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
@@ -69,6 +86,12 @@ class _Sequence:
     def length(self) -> int:
         """Positions in the cache when all but the newest token are there."""
         return len(self.prompt) + len(self.tokens) - 1
+
+    def choose(self, logits: np.ndarray) -> _Chosen:
+        """The next token from logits [vocab_size]."""
+        token = self.sampler(logits, self.tokens)
+        count = self.params.logprobs
+        return token, None if count is None else Logprobs.of(logits, token, count)
 
 
 class LLM:
@@ -130,58 +153,32 @@ class LLM:
             replica.close()
         self._replicas.clear()
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], max_tokens: int = 64, *,
-                 temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-                 seed: int | None = None, stop: Sequence[str] = (),
-                 ignore_eos: bool = False) -> list[Completion]:
-        """Complete each prompt (text, or token ids); see `stream` for the arguments."""
-        listed = _as_list(prompts)
-        tokens: list[list[int]] = [[] for _ in listed]
-        texts = [""] * len(listed)
-        reasons = ["length"] * len(listed)
-        ids = [self._encode(prompt) for prompt in listed]
-        for piece in self.stream(ids, max_tokens, temperature=temperature, top_k=top_k,
-                                 top_p=top_p, seed=seed, stop=stop, ignore_eos=ignore_eos):
-            tokens[piece.index].append(piece.token_id)
-            texts[piece.index] += piece.text
-            reasons[piece.index] = piece.finish_reason or "length"
-        return [Completion(tuple(ids[i]), tuple(tokens[i]), texts[i], reasons[i])
-                for i in range(len(listed))]
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None = None) -> \
+            list[Completion]:
+        """Complete each prompt; see `stream`. Where a prompt has n completions, they follow one
+        another.
+        """
+        sequences = self._sequences(prompts, params)
+        pieces: dict[tuple[int, int], list[Piece]] = {(s.index, s.sample): [] for s in sequences}
+        for piece in self._stream(sequences):
+            pieces[piece.index, piece.sample].append(piece)
+        return [_completion(s.prompt, pieces[s.index, s.sample]) for s in sequences]
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], max_tokens: int = 64, *,
-               temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-               seed: int | None = None, stop: Sequence[str] = (),
-               ignore_eos: bool = False) -> Iterator[Piece]:
+    def stream(self, prompts: Prompt | Sequence[Prompt],
+               params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[Piece]:
         """Yield each token as it is made. Closing the iterator stops the work.
 
         Args:
-            prompts: one or several; a batch may have unequal lengths.
-            max_tokens: new tokens per prompt, at most; the KV cache's end also ends a completion.
-            temperature, top_k, top_p, seed: see `SamplingParams`.
-            stop: texts that end a completion; they and what follows are not shown.
-            ignore_eos: go on after the end token.
+            prompts: one or several, each text or token ids; a batch may have unequal lengths.
+            params: for all prompts, or one for each; None for `SamplingParams()`.
 
         Raises:
-            LlmcError: a prompt is empty or longer than the KV cache, an argument is out of range,
-                or another stream is still open: the KV caches serve one at a time.
+            LlmcError: a prompt is empty or longer than the KV cache, params do not fit the model
+                or the number of prompts, no token is allowed, or another stream is still open:
+                the KV caches serve one at a time.
         """
-        params = SamplingParams(temperature, top_k, top_p, seed)
-        if max_tokens < 1:
-            raise LlmcError(f"max_tokens {max_tokens} is below 1")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(stop):
-            raise LlmcError("a stop string is empty")
-        if stop and self.tokenizer is None:
-            raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
-                            "which to find a stop string")
-        ends = frozenset(() if ignore_eos else self.manifest.tokenizer.eos_token_ids)
-        sequences = []
-        for index, prompt in enumerate(_as_list(prompts)):
-            ids = self._encode(prompt)
-            self._check_prompt(ids)
-            sequences.append(_Sequence(index, ids, Sampler(params),
-                                       TextStream(self.tokenizer, ids, stop), max_tokens, ends))
-        return self._stream(sequences)
+        return self._stream(self._sequences(prompts, params))
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [num_tokens, vocab_size] for one sequence from its start."""
@@ -213,6 +210,61 @@ class LLM:
             raise LlmcError("a prompt is not valid Unicode; write it as UTF-8")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
 
+    def _sequences(self, prompts: Prompt | Sequence[Prompt],
+                   params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Sequence]:
+        """What is to be completed: n sequences of each prompt, one after the other."""
+        listed = _as_list(prompts)
+        sequences = []
+        for index, (prompt, own) in enumerate(zip(listed, _one_each(params, len(listed)),
+                                                  strict=True)):
+            ids = self._encode(prompt)
+            self._check_prompt(ids)
+            self._check_params(own)
+            ends = frozenset(() if own.ignore_eos else self.manifest.tokenizer.eos_token_ids)
+            bad_words = self._bad_words(own, ends)
+            sequences += [_Sequence(index, sample, ids, own,
+                                    Sampler(own, sample, ids, sorted(ends), bad_words),
+                                    TextStream(self.tokenizer, ids, own.stop), ends)
+                          for sample in range(own.n)]
+        return sequences
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Refuse what this model, or what it runs on, cannot do."""
+        for name in HOST_ONLY if self.manifest.target.kind == "cuda" else ():
+            if getattr(params, name) != getattr(SamplingParams(), name):
+                raise LlmcError(f"{name} is not there yet where GPUs choose the tokens; leave it "
+                                f"out, or compile with --target cpu")
+        if params.stop and self.tokenizer is None:
+            raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
+                            "which to find a stop string")
+        self._check_tokens(params.logit_bias)
+        vocab_size = self.manifest.dims.vocab_size
+        if (params.logprobs or 0) > vocab_size:
+            raise LlmcError(f"logprobs {params.logprobs} exceeds the vocabulary of {vocab_size}")
+
+    def _bad_words(self, params: SamplingParams, ends: frozenset[int]) -> list[tuple[int, ...]]:
+        """The bad words as token ids; a text with and without a space before it."""
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                ways = [tuple(self._encode(text, add_special_tokens=False))
+                        for text in (word, f" {word}")]
+            else:
+                ways = [tuple(word)]
+            for ids in ways:
+                self._check_tokens(ids)
+                if not ids or (len(ids) == 1 and ids[0] in ends):
+                    problem = "the end token; give min_tokens or ignore_eos" if ids else "no token"
+                    raise LlmcError(f"bad word {word!r} is {problem}")
+            words += ways
+        return words
+
+    def _check_tokens(self, token_ids: Iterable[int]) -> None:
+        vocab_size = self.manifest.dims.vocab_size
+        bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise LlmcError(f"token id {bad} is not in the vocabulary of {vocab_size}")
+
     def _check_prompt(self, ids: Sequence[int]) -> None:
         dims = self.manifest.dims
         if not ids:
@@ -221,9 +273,7 @@ class LLM:
             raise LlmcError(f"the prompt has {len(ids)} tokens, the KV cache has room for "
                             f"{dims.max_seq_len}; shorten it, or compile with a larger "
                             f"--max_seq_len")
-        bad = next((token for token in ids if not 0 <= token < dims.vocab_size), None)
-        if bad is not None:
-            raise LlmcError(f"token id {bad} is not in the vocabulary of {dims.vocab_size}")
+        self._check_tokens(ids)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -253,22 +303,37 @@ class LLM:
         waiting = deque(sequences)
         active: list[_Sequence] = []
         while waiting or active:
-            first, batch = self._schedule(waiting, active)
-            for tokens in self._run(replica, batch, active[first:]):
-                yield from self._postprocess(active[first:], tokens)
+            first, batch = self._schedule(waiting, active, share=not replica.on_gpus)
+            for chosen in self._run(replica, batch, active[first:]):
+                yield from self._postprocess(active[first:], chosen)
             self._retire(replica, active)
 
     def _run(self, replica: Replica, batch: PackedBatch, sequences: list[_Sequence]) -> \
-            Iterator[Sequence[int]]:
+            Iterator[list[_Chosen]]:
         """Each sequence's next token; those of several steps where GPUs choose them."""
         if replica.on_gpus:
             draws = Draws.of([s.sampler for s in sequences], [len(s.tokens) for s in sequences])
-            yield from replica.decode(batch, draws, sorted(sequences[0].end_tokens),
-                                      self._steps(sequences)).tolist()
+            ends = frozenset.intersection(*(s.end_tokens for s in sequences))
+            made = replica.decode(batch, draws, sorted(ends), self._steps(sequences))
+            for tokens in made.tolist():
+                yield [(token, None) for token in tokens]
             return
         logits = replica.run(batch)
-        yield [sequence.sampler(row, len(sequence.tokens))
-               for sequence, row in zip(sequences, logits, strict=True)]
+        rows = self._share(replica, batch, sequences)
+        yield [sequence.choose(logits[row]) for sequence, row in zip(sequences, rows, strict=True)]
+
+    def _share(self, replica: Replica, batch: PackedBatch, sequences: list[_Sequence]) -> list[int]:
+        """Each sequence's row of logits. Those behind the batch take the row, and the cache, of
+        one with the same prompt.
+        """
+        rows = list(range(batch.batch_size))
+        first = {sequences[row].index: row for row in rows}
+        for sequence in sequences[batch.batch_size:]:
+            row = first[sequence.index]
+            replica.copy_row(batch.first_row + row, batch.first_row + len(rows),
+                             len(sequence.prompt))
+            rows.append(row)
+        return rows
 
     def _steps(self, sequences: list[_Sequence]) -> int:
         """How many tokens of each to make before looking at them."""
@@ -276,41 +341,54 @@ class LLM:
         if not done:
             return 1
         return min(max(self._check_step, self._skip_step - done),
-                   max(sequence.max_tokens - len(sequence.tokens) for sequence in sequences),
+                   max(s.params.max_tokens - len(s.tokens) for s in sequences),
                    self.manifest.dims.max_seq_len - max(s.length for s in sequences))
 
-    def _schedule(self, waiting: deque[_Sequence], active: list[_Sequence]) -> \
+    def _schedule(self, waiting: deque[_Sequence], active: list[_Sequence], share: bool) -> \
             tuple[int, PackedBatch]:
-        """The next step: prefill what can enter, else one token for every active sequence."""
-        first, longest = len(active), 0
-        while waiting and len(active) < self._max_batch_size:
+        """The next step: prefill what can enter, else one token for every active sequence.
+
+        With `share`, a prompt that several sequences enter with is in the batch once; the others
+        come behind those of the batch.
+        """
+        entering: list[_Sequence] = []
+        sharing: list[_Sequence] = []
+        longest = 0
+        while waiting and len(active) + len(entering) + len(sharing) < self._max_batch_size:
+            if share and entering and entering[-1].index == waiting[0].index:
+                sharing.append(waiting.popleft())
+                continue
             longest = max(longest, len(waiting[0].prompt))
-            if len(active) > first and longest * (len(active) - first + 1) > _PREFILL_TOKENS:
+            if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
                 break
-            active.append(waiting.popleft())
-        if len(active) > first:
-            prompts = [sequence.prompt for sequence in active[first:]]
+            entering.append(waiting.popleft())
+        if entering:
+            first = len(active)
+            active += entering + sharing
+            prompts = [sequence.prompt for sequence in entering]
             return first, PackedBatch.prepare(prompts, [0] * len(prompts), first)
         return 0, PackedBatch.prepare([sequence.tokens[-1:] for sequence in active],
                                       [sequence.length for sequence in active])
 
-    def _postprocess(self, sequences: list[_Sequence], tokens: Sequence[int]) -> Iterator[Piece]:
+    def _postprocess(self, sequences: list[_Sequence], chosen: Sequence[_Chosen]) -> \
+            Iterator[Piece]:
         """Hand out a step's tokens, but for sequences that an earlier step of its block ended."""
-        for sequence, token in zip(sequences, tokens, strict=True):
+        for sequence, (token, logprobs) in zip(sequences, chosen, strict=True):
             if sequence.finished:
                 continue
             sequence.tokens.append(token)
-            text = "" if token in sequence.end_tokens else sequence.text.push(token)
+            params, count = sequence.params, len(sequence.tokens)
+            text = "" if token in sequence.end_tokens else \
+                sequence.text.push(token, may_stop=count > params.min_tokens)
             reason = None
             if token in sequence.end_tokens or sequence.text.stopped:
                 reason = "stop"
-            elif len(sequence.tokens) == sequence.max_tokens \
-                    or sequence.length >= self.manifest.dims.max_seq_len:
+            elif count == params.max_tokens or sequence.length >= self.manifest.dims.max_seq_len:
                 reason = "length"
             if reason:
                 text += sequence.text.finish()
                 sequence.finished = True
-            yield Piece(sequence.index, token, text, reason)
+            yield Piece(sequence.index, sequence.sample, token, text, reason, logprobs)
 
     def _retire(self, replica: Replica, active: list[_Sequence]) -> None:
         """Free the cache rows of what is finished; the last sequences move into the gaps."""
@@ -405,3 +483,25 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int | np.integer) else listed
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \
+        list[SamplingParams]:
+    """Parameters for each of so many prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise LlmcError(f"params is {params!r}; give SamplingParams(…), or one for each prompt")
+    if len(params) != count:
+        raise LlmcError(f"there are {len(params)} SamplingParams for {count} prompts; give one for "
+                        f"all, or one for each")
+    return list(params)
+
+
+def _completion(prompt: Sequence[int], pieces: Sequence[Piece]) -> Completion:
+    last = pieces[-1]
+    logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
+    return Completion(last.index, last.sample, tuple(prompt),
+                      tuple(piece.token_id for piece in pieces),
+                      "".join(piece.text for piece in pieces), last.finish_reason or "length",
+                      logprobs or None, sum(p.chosen for p in logprobs) if logprobs else None)

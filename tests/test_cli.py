@@ -1,5 +1,6 @@
 """The command line: output, exit codes, and one line for a user's error."""
 
+import dataclasses
 import json
 import shutil
 from importlib.util import find_spec
@@ -7,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from click.testing import CliRunner
 
-from llmc import __version__
+from llmc import LLM, SamplingParams, __version__
 from llmc.cli import main
 
 
@@ -54,6 +55,52 @@ def test_prompts_come_from_standard_input_where_none_is_given(case_tp2):
     assert json.loads(one.stdout) == json.loads(two.stdout)
     nothing = run("run", "--case_dir", case_tp2)
     assert nothing.exit_code == 2 and "there is no prompt" in nothing.stderr
+
+
+def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
+    settings = dict(max_tokens=6, min_tokens=2, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01,
+                    typical_p=0.95, repetition_penalty=1.1, presence_penalty=0.1,
+                    frequency_penalty=0.2, seed=4, n=2, logprobs=1)
+    options = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--prompt", "fox", *options,
+                 "--bad_words", "quick", "--logit_bias", "7=-inf", "--logit_bias", "9=1.5",
+                 "--stop", "xyz", "--ignore_eos", "--json")
+    assert result.exit_code == 0, result.output
+    with LLM(case_tp2) as llm:
+        expected = llm.generate(["the", "fox"], SamplingParams(
+            **settings, bad_words=["quick"], logit_bias={7: float("-inf"), 9: 1.5}, stop=["xyz"],
+            ignore_eos=True))
+    completions = json.loads(result.stdout)["completions"]
+    assert [c["prompt"] for c in completions] == ["the", "the", "fox", "fox"]
+    assert [c["token_ids"] for c in completions] == [list(e.token_ids) for e in expected]
+    assert [c["cumulative_logprob"] for c in completions] == \
+        [e.cumulative_logprob for e in expected]
+    assert {f.name for f in dataclasses.fields(SamplingParams)} == \
+        {*settings, "bad_words", "logit_bias", "stop", "ignore_eos"}
+    assert "\nSampling:\n" in run("run", "--help").stdout
+
+
+def test_several_completions_of_a_prompt_are_numbered(case_tp2):
+    result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--n", 2, "--temperature", 1,
+                 "--max_tokens", 3)
+    assert "[0.0] the\n" in result.stdout and "[0.1] the\n" in result.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--top_p", "0"], "top_p 0.0 is not above 0"),
+    (["--temperature", "-1"], "temperature -1.0 is negative"),
+    (["--n", "3"], "n 3 completions would be the same"),
+    (["--logit_bias", "5"], "--logit_bias '5' is not a token id and a number such as 42=-1.5"),
+    (["--logit_bias", "999=1"], "token id 999 is not in the vocabulary"),
+    (["--logprobs", "2"], "--logprobs are printed with --json only"),
+    (["--stop", "x"] * 65, "there are 65 stop strings"),
+    (["--prompt", ""], "the prompt is empty"),
+])
+def test_bad_sampling_options_are_one_line_and_exit_code_2(case_tp2, arguments, message):
+    result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--max_tokens", 2, *arguments)
+    assert result.exit_code == 2
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
 
 
 def test_chat_uses_the_template(case_tp2):

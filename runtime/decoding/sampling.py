@@ -4,41 +4,130 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from llmc.errors import LlmcError
+from llmc.runtime.decoding import processors
+
+_BLOCK = 256  # random numbers made, and probabilities added up, at once
+MAX_STOP = 64  # each is looked for after every token
+# What an engine that chooses tokens itself, on a GPU, does not know.
+HOST_ONLY = ("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+             "bad_words", "min_tokens", "logit_bias", "logprobs")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """How a prompt is completed.
+
+    Logits are processed in the order of transformers: logit_bias, repetition_penalty, presence and
+    frequency penalty, bad_words, min_tokens; then, where temperature is above 0, temperature,
+    top_k, top_p, min_p, typical_p.
 
     Args:
+        max_tokens: new tokens, at most; the KV cache's end also ends a completion.
+        min_tokens: until so many are generated no end token is, and no stop string counts.
         temperature: 0 takes the most likely token.
         top_k: sample among this many tokens; 0 for all. Ties stay.
         top_p: sample among the likeliest tokens that together have this probability.
-        seed: of the random numbers of each sequence, so that a result does not depend on what
-            else is in the batch; None for other numbers each time.
+        min_p: sample among tokens with at least this share of the likeliest one's probability.
+        typical_p: sample among the tokens of most typical information that together have this
+            probability.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt
+            or generated; above 1 discourages them.
+        presence_penalty: is subtracted from the logits of generated tokens.
+        frequency_penalty: is subtracted as often as the token was generated.
+        bad_words: texts and sequences of token ids that are not generated. A text is forbidden as
+            it is tokenized with and without a space before it.
+        logit_bias: is added to logits, by token id; -inf forbids a token.
+        seed: of the random numbers, so that a result does not depend on what else is in the batch;
+            None for other numbers each time.
+        n: completions of the prompt; number i, counted from 0, has the seed `seed + i`, modulo
+            2^64.
+        stop: texts that end a completion; they and what follows are not shown.
+        ignore_eos: go on after the end token.
+        logprobs: return log-probabilities of each token and of this many likeliest ones; None
+            returns none.
+
+    Raises:
+        LlmcError: an argument is out of range.
     """
 
+    max_tokens: int = 64
+    min_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: Sequence[str | Sequence[int]] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
+    n: int = 1
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            problem = "negative" if self.temperature < 0 else "no finite number"
-            raise LlmcError(f"temperature {self.temperature} is {problem}; 0 is greedy")
+        for name in ("bad_words", "stop"):
+            value = getattr(self, name)
+            listed = [value] if isinstance(value, str) else value
+            object.__setattr__(self, name, tuple(
+                part if isinstance(part, str) else tuple(part) for part in listed))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        problem = next(self._problems(), None)
+        if problem:
+            raise LlmcError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        if self.max_tokens < 1:
+            yield f"max_tokens {self.max_tokens} is below 1"
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            yield f"min_tokens {self.min_tokens} is not from 0 to max_tokens {self.max_tokens}"
+        if self.temperature < 0:
+            yield f"temperature {self.temperature} is negative; 0 is greedy"
+        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
+            yield f"temperature {self.temperature} is no finite number from 1e-6 on; 0 is greedy"
         if self.top_k < 0:
-            raise LlmcError(f"top_k {self.top_k} is negative; 0 keeps all tokens")
-        if not 0 < self.top_p <= 1:
-            raise LlmcError(f"top_p {self.top_p} is not above 0 and at most 1")
+            yield f"top_k {self.top_k} is negative; 0 keeps all tokens"
+        for name in ("top_p", "typical_p"):
+            if not 0 < getattr(self, name) <= 1:
+                yield (f"{name} {getattr(self, name)} is not above 0 and at most 1; 1 keeps all "
+                       f"tokens")
+        if not 0 <= self.min_p <= 1:
+            yield f"min_p {self.min_p} is not from 0 to 1; 0 keeps all tokens"
+        if not 0 < self.repetition_penalty < math.inf:
+            yield (f"repetition_penalty {self.repetition_penalty} is no finite number above 0; 1 "
+                   f"is none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                yield f"{name} {getattr(self, name)} is not from -2 to 2; 0 is none"
+        if not all(self.bad_words):
+            yield "a bad word is empty"
+        for token, bias in self.logit_bias.items():
+            if not bias < math.inf:
+                yield (f"the logit_bias {bias} of token {token} is neither a finite number nor "
+                       f"-inf, which forbids it")
         if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise LlmcError(f"seed {self.seed} is not from 0 to 2^64 - 1")
+            yield f"seed {self.seed} is not from 0 to 2^64 - 1"
+        if self.n < 1:
+            yield f"n {self.n} is below 1"
+        if self.n > 1 and self.temperature == 0:
+            yield (f"n {self.n} completions would be the same at temperature 0; give a temperature "
+                   f"above 0")
+        if not all(self.stop):
+            yield "a stop string is empty"
+        if len(self.stop) > MAX_STOP:
+            yield f"there are {len(self.stop)} stop strings; give at most {MAX_STOP}"
+        if self.logprobs is not None and self.logprobs < 0:
+            yield f"logprobs {self.logprobs} is negative; 0 is the chosen token's alone"
 
 
 class Sampler:
@@ -46,21 +135,59 @@ class Sampler:
 
     A token is the first whose cumulative probability, in the order of tokens, exceeds a random
     number; number n of a sequence is numpy's Philox(key=seed, counter=n), on every target.
+
+    Args:
+        params: `bad_words` in it are not looked at.
+        sample: which of the prompt's n completions this is.
+        prompt: token ids.
+        end_tokens: what `min_tokens` keeps away.
+        bad_words: as token ids.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, sample: int = 0, prompt: Sequence[int] = (),
+                 end_tokens: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = ()) -> None:
         self.params = params
-        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self.seed = (seed + sample) % 2**64
+        self._prompt = np.array(prompt, np.int64)
+        self._end_tokens = np.array(end_tokens, np.int64)
+        self._bad_words = processors.BadWords(bad_words) if bad_words else None
+        self._biased = np.array(list(params.logit_bias), np.int64)
+        self._biases = np.array(list(params.logit_bias.values()), np.float32)
 
-    def __call__(self, logits: np.ndarray, drawn: int) -> int:
-        """The next token from logits `[vocab_size]` of a sequence that drew `drawn` tokens."""
+    def __call__(self, logits: np.ndarray, tokens: Sequence[int]) -> int:
+        """The next token from logits [vocab_size] of a sequence that has generated `tokens`.
+
+        Raises:
+            LlmcError: no token is allowed.
+        """
+        scores = self.process(logits, tokens)
+        best = int(scores.argmax())
+        if scores[best] == -np.inf:
+            raise LlmcError(f"no token is allowed after {len(tokens)} generated ones; forbid fewer "
+                            f"in bad_words and logit_bias")
         if self.params.temperature == 0:
-            return int(logits.argmax())
-        below = np.cumsum(probabilities(logits, self.params))
-        number = np.random.Philox(key=self.seed, counter=drawn).random_raw() * 2.0**-64
-        # Rounding may put the number at or behind the sum; the last token that can be is meant.
-        return int(min(np.searchsorted(below, number * below[-1], side="right"),
-                       np.searchsorted(below, below[-1])))
+            return best
+        token_ids, weights = _candidates(scores, self.params)
+        block, place = divmod(len(tokens), _BLOCK)
+        return int(token_ids[_draw(weights, _random_numbers(self.seed, block)[place])])
+
+    def process(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """Logits as they are before temperature, in a new array."""
+        params, scores = self.params, logits.copy()
+        if len(self._biased):
+            processors.logit_bias(scores, self._biased, self._biases)
+        if params.repetition_penalty != 1 or self._bad_words:
+            context = np.concatenate([self._prompt, np.array(tokens, np.int64)])
+        if params.repetition_penalty != 1:
+            processors.repetition_penalty(scores, context, params.repetition_penalty)
+        if params.presence_penalty != 0 or params.frequency_penalty != 0:
+            processors.presence_and_frequency_penalty(scores, tokens, params.presence_penalty,
+                                                      params.frequency_penalty)
+        if self._bad_words:
+            self._bad_words(scores, context)
+        processors.min_tokens(scores, len(tokens), params.min_tokens, self._end_tokens)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -83,17 +210,80 @@ class Draws:
                      np.array(drawn, np.int64))
 
 
-def probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The distribution that is sampled, float64 [vocab_size], for temperature above 0."""
-    scores = logits.astype(np.float64) / params.temperature
-    if 0 < params.top_k < len(scores):
-        scores[scores < np.partition(scores, -params.top_k)[-params.top_k]] = -np.inf
-    chances = np.exp(scores - scores.max())
-    chances /= chances.sum()
-    if params.top_p < 1:
-        kept = np.flatnonzero(chances)
-        order = kept[np.argsort(-chances[kept], kind="stable")]
-        before = np.cumsum(chances[order]) - chances[order]
-        chances[order[before >= params.top_p]] = 0
-        chances /= chances.sum()
+def probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The distribution that is sampled, float64 [vocab_size], for temperature above 0 and scores
+    that are processed up to there.
+    """
+    chances = np.zeros(len(scores))
+    token_ids, weights = _candidates(scores, params)
+    chances[token_ids] = weights / weights.sum()
     return chances
+
+
+def _candidates(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [kept], ascending, that may be drawn, and their probabilities up to a factor,
+    float64 [kept].
+    """
+    if params.top_k:  # before temperature, which changes no order, to leave few to work on
+        token_ids = processors.top_k(scores, params.top_k)
+        scores = scores[token_ids]
+    else:
+        token_ids = np.arange(len(scores))
+    weights = processors.weights(scores, params.temperature)
+    for cut, value, none in ((processors.top_p, params.top_p, 1),
+                             (processors.min_p, params.min_p, 0),
+                             (processors.typical_p, params.typical_p, 1)):
+        if value != none:
+            kept = cut(weights, value)
+            token_ids, weights = token_ids[kept], weights[kept]
+    return token_ids, weights
+
+
+@lru_cache(maxsize=1024)
+def _random_numbers(seed: int, block: int) -> np.ndarray:
+    """The random numbers from 0 to 1 of a sequence's tokens `block * _BLOCK` and after, float64
+    [_BLOCK]. Philox makes four words of a counter, of which the first is taken.
+    """
+    generator = np.random.Philox(key=seed, counter=block * _BLOCK)
+    return generator.random_raw(4 * _BLOCK)[::4] * 2.0**-64
+
+
+def _draw(weights: np.ndarray, number: float) -> int:
+    """The first place whose cumulative weight exceeds this part of all weight."""
+    ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
+    goal = number * ends[-1]
+    block = _first_above(ends, goal)
+    start = block * _BLOCK
+    inside = np.cumsum(weights[start:start + _BLOCK])
+    return start + _first_above(inside, goal - (ends[block - 1] if block else 0))
+
+
+def _first_above(sums: np.ndarray, goal: float) -> int:
+    """Rounding may put the goal at or behind the last sum; the last place that adds is meant."""
+    return int(min(np.searchsorted(sums, goal, side="right"), np.searchsorted(sums, sums[-1])))
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities at one place of a completion, in the model's own distribution: the
+    log-softmax, in float64, of its logits before anything is done to them.
+
+    Args:
+        chosen: of the token that was chosen.
+        top: the likeliest tokens as (token id, log-probability), likeliest first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(logits: np.ndarray, token: int, count: int) -> Logprobs:
+        """From logits [vocab_size], for a chosen token and the `count` likeliest."""
+        peak = float(logits.max())
+        shift = peak + math.log(processors.weights(logits).sum())
+        top: list[int] = []
+        if count:
+            near = processors.top_k(logits, count)
+            top = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
+        return Logprobs(float(logits[token]) - shift,
+                        tuple((other, float(logits[other]) - shift) for other in top))

@@ -23,13 +23,17 @@ class TextStream:
         self._held = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Add a token; the text that can be shown now. Sets `stopped` at a stop string."""
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """Add a token; the text that can be shown now. Sets `stopped` where a stop string ends in
+        the token's text, unless it may not.
+        """
         if self._tokenizer is None or self.stopped:
             return ""
+        old = len(self._held)
         self._held += self._decode(self._tokenizer, token)
-        ends = [index for index in (self._held.find(text) for text in self._stop) if index >= 0]
-        if ends:
+        ends = [index for index in (self._held.find(text, max(0, old - len(text) + 1))
+                                    for text in self._stop) if index >= 0]
+        if ends and may_stop:
             self.stopped = True
             text, self._held = self._held[:min(ends)], ""
             return text

@@ -53,14 +53,15 @@ def test_collectives_are_where_they_are_needed_and_nowhere_else(tiny_hf):
 
 def test_uneven_tp_sizes_give_the_same_tokens(tiny_hf, case_tp1, tmp_path):
     prompts = [[5, 6, 7, 8], [11, 12]]
+    params = llmc.SamplingParams(max_tokens=20, ignore_eos=True)
     with llmc.LLM(case_tp1) as llm:
-        expected = [c.token_ids for c in llm.generate(prompts, 20, ignore_eos=True)]
+        expected = [c.token_ids for c in llm.generate(prompts, params)]
     for tp_size in (3, 4):
         llmc.compile(tiny_hf, tmp_path / str(tp_size), tp_size=tp_size)
         manifest = read_manifest(tmp_path / str(tp_size))
         assert sum(chip.num_heads[0] for chip in manifest.chips) == 4
         with llmc.LLM(tmp_path / str(tp_size)) as llm:
-            assert [c.token_ids for c in llm.generate(prompts, 20, ignore_eos=True)] == expected
+            assert [c.token_ids for c in llm.generate(prompts, params)] == expected
 
 
 @pytest.mark.parametrize("tp_size", [0, -1, 5])

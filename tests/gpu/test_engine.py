@@ -1,5 +1,7 @@
 """Whole models on the engine: against transformers, itself, and the CPU target."""
 
+import dataclasses
+
 import families
 import numpy as np
 import pytest
@@ -44,14 +46,16 @@ def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype):
 def test_tokens_are_the_cpu_target_s_for_every_setting(extension, compiled, check_step, skip_step,
                                                        sampling):
     prompts = [[5, 6, 7], [8] * 40, [9, 10]]
+    params = llmc.SamplingParams(max_tokens=50, ignore_eos=True, **sampling)
     with llmc.LLM(compiled / "cpu") as llm:
-        expected = llm.generate(prompts, 50, ignore_eos=True, **sampling)
+        expected = llm.generate(prompts, params)
         end = expected[0].token_ids[20]
     with llmc.LLM(compiled / "float32", check_step=check_step, skip_step=skip_step,
                   max_batch_size=2) as llm:
-        assert llm.generate(prompts, 50, ignore_eos=True, **sampling) == expected
+        assert llm.generate(prompts, params) == expected
         object.__setattr__(llm.manifest.tokenizer, "eos_token_ids", (end,))
-        for result, whole in zip(llm.generate(prompts, 50, **sampling), expected, strict=True):
+        ending = dataclasses.replace(params, ignore_eos=False)
+        for result, whole in zip(llm.generate(prompts, ending), expected, strict=True):
             wanted = list(whole.token_ids)
             stop = wanted.index(end) + 1 if end in wanted else len(wanted)
             assert list(result.token_ids) == wanted[:stop]

@@ -198,7 +198,7 @@ def test_draws_are_the_host_s(extension, rows, vocab, stride, temperature, top_k
     tokens, logits = draw(extension, torch.randn(rows, stride) * 3, dtype, vocab,
                           temperature=temperature, top_k=top_k, top_p=top_p,
                           seed=np.arange(rows, dtype=np.int64), drawn=np.arange(rows) * 3)
-    params = SamplingParams(temperature, top_k, top_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     for row, token in enumerate(tokens):
         if not temperature:
             assert token == logits[row, :vocab].argmax()
@@ -217,7 +217,7 @@ def test_the_drawn_distribution_is_the_exact_one(extension):
     rows = 100_000
     tokens, seen = draw(extension, logits.expand(rows, 300), "float16", temperature=0.9, top_k=40,
                         top_p=0.95, seed=7, drawn=np.arange(rows))
-    chances = probabilities(seen[0], SamplingParams(0.9, 40, 0.95))
+    chances = probabilities(seen[0], SamplingParams(temperature=0.9, top_k=40, top_p=0.95))
     counts = np.bincount(tokens, minlength=300)
     assert (counts[chances == 0] == 0).all()
     assert chisquare(counts[chances > 0], chances[chances > 0] * rows).pvalue > 1e-3
