@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+_CONTEXT = 5  # tokens of the prompt that decide how the first new one reads: with a space or not
+_BROKEN = "\ufffd"  # what bytes decode to that are not a character, or not yet
 
 
 class TextStream:
     """Turns one sequence's tokens into text pieces.
 
     A piece never splits a character, and what may be the beginning of a stop string is held back
-    until it is known not to be.
+    until it is known not to be. The pieces and `finish`, joined, are what decoding all tokens at
+    once gives, up to the first stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int],
                  stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        # Tokens whose text is out, and those after them.
+        self._context = _context(tokenizer, prompt) if tokenizer is not None else []
+        self._pending: list[int] = []
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False
@@ -29,10 +34,20 @@ class TextStream:
         """
         if self._tokenizer is None or self.stopped:
             return ""
+        self._pending.append(token)
+        text = self._decode(self._tokenizer)
+        if text.endswith(_BROKEN):  # the next token may complete the character
+            return ""
+        if text:  # a token without text tells nothing to the next
+            self._context, self._pending = self._pending, []
+        return self._release(text, may_stop)
+
+    def _release(self, text: str, may_stop: bool) -> str:
+        """What can be shown of the text so far and this."""
         old = len(self._held)
-        self._held += self._decode(self._tokenizer, token)
-        ends = [index for index in (self._held.find(text, max(0, old - len(text) + 1))
-                                    for text in self._stop) if index >= 0]
+        self._held += text
+        ends = [index for index in (self._held.find(stop, max(0, old - len(stop) + 1))
+                                    for stop in self._stop) if index >= 0]
         if ends and may_stop:
             self.stopped = True
             text, self._held = self._held[:min(ends)], ""
@@ -43,14 +58,27 @@ class TextStream:
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 
-    def _decode(self, tokenizer: Tokenizer, token: int) -> str:
-        try:
-            return self._stream.step(tokenizer, token) or ""
-        except Exception:  # bytes that are no text, as a plain Exception; what follows may be
-            self._stream = DecodeStream(skip_special_tokens=True)
-            return self._stream.step(tokenizer, token) or ""
+    def _decode(self, tokenizer: Tokenizer) -> str:
+        """The text of the pending tokens, as it reads behind the context."""
+        before = tokenizer.decode(self._context)
+        text = tokenizer.decode(self._context + self._pending)
+        # A decoder may read a run of bytes as no text because its end is none.
+        return text.removeprefix(before) if text.startswith(before) \
+            else tokenizer.decode(self._pending)
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
-        text, self._held = self._held, ""
+        """What was held back and turned out to be no stop string, nor a whole character."""
+        text = ""
+        if self._tokenizer is not None and self._pending and not self.stopped:
+            text = self._release(self._decode(self._tokenizer), may_stop=True)
+            self._pending = []
+        text, self._held = text + self._held, ""
         return text
+
+
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt, without any that begin inside a character."""
+    for size in range(min(_CONTEXT, len(prompt)), 0, -1):
+        if _BROKEN not in tokenizer.decode(list(prompt[-size:])):
+            return list(prompt[-size:])
+    return []

@@ -1,0 +1,124 @@
+"""Streamed text: whole characters, equal to decoding at once, and nothing of a stop string."""
+
+import families
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from llmc.runtime.decoding.stopping import TextStream
+
+SAMPLES = [
+    "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇫🇷🇯🇵", "🙂", "東京都に行きました。", "你好，世界！",
+    "한국어 텍스트", "नमस्ते दुनिया", "مرحبا بالعالم", "שלום", "ไทย", "naïve café",
+    "e\u0301a\u0308o\u0302", "Z\u0337\u0322\u031ba\u0334", "the quick brown fox ", "\n\n",
+    "\t", "  ", "0.5€", "𝕌𝕟𝕚", "\ufffd", "\u200b", "END", "</s>",
+]
+TEXTS = st.lists(st.sampled_from(SAMPLES) | st.text(max_size=6), max_size=8).map("".join)
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_level():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(SAMPLES * 3, trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+def byte_fallback():
+    """As Llama 2 has it: words begin with ▁, and what is not in the vocabulary is bytes."""
+    vocab = [*BYTES, "▁", *"thequickbrownfx", "th", "the", "▁the"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)},
+                                     [("t", "h"), ("th", "e"), ("▁", "the")], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
+                                                 normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                           decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def smollm2():
+    path = families.smollm2()
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+
+
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback, smollm2])
+def tokenizer(request):
+    return request.param()
+
+
+def pieces(tokenizer, tokens, stop=(), prompt=()):
+    stream = TextStream(tokenizer, prompt, stop)
+    made = []
+    for token in tokens:
+        made.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*made, stream.finish()]
+
+
+@given(text=TEXTS)
+def test_pieces_joined_are_the_text_and_break_no_character(tokenizer, text):
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    whole = tokenizer.decode(tokens)
+    made = pieces(tokenizer, tokens)
+    assert "".join(made) == whole
+    assert "\ufffd" in whole or not any("\ufffd" in piece for piece in made)
+
+
+@given(text=TEXTS, data=st.data())
+def test_a_completion_reads_as_behind_its_prompt(tokenizer, text, data):
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    cut = data.draw(st.integers(0, len(tokens)))
+    before, whole = tokenizer.decode(tokens[:cut]), tokenizer.decode(tokens)
+    assume("\ufffd" not in before + whole)  # which a prompt that ends inside a character has
+    assert before + "".join(pieces(tokenizer, tokens[cut:], prompt=tokens[:cut])) == whole
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level], indirect=True)
+@given(data=st.data())
+def test_any_bytes_come_out_as_decoded_at_once(tokenizer, data):
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
+    assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@given(text=TEXTS, data=st.data())
+def test_nothing_of_a_stop_string_is_shown(tokenizer, text, data):
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    whole = tokenizer.decode(tokens)
+    assume(whole)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[start:start + data.draw(st.integers(1, 8))]
+    assume(not stop.endswith("\ufffd"))
+    expected, shown = whole[:whole.find(stop)], ""
+    for piece in pieces(tokenizer, tokens, [stop]):
+        shown += piece
+        assert expected.startswith(shown)
+    assert shown == expected
+
+
+@given(text=TEXTS, stops=st.lists(st.sampled_from(["END", "EN", "the", "京都", "👩‍👧", "\n\n"]),
+                                  min_size=2, unique=True))
+def test_of_several_stop_strings_none_is_shown(tokenizer, text, stops):
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    whole = tokenizer.decode(tokens)
+    shown = "".join(pieces(tokenizer, tokens, stops))
+    assert whole.startswith(shown) and not any(stop in shown for stop in stops)
+    assert shown == whole or any(whole.find(stop, len(shown)) == len(shown) for stop in stops)
+
+
+def test_an_unfinished_character_is_shown_at_the_end_only(tokenizer):
+    tokens = tokenizer.encode("the 🙂", add_special_tokens=False).ids[:-1]
+    made = pieces(tokenizer, tokens)
+    assert "".join(made[:-1]).rstrip() == "the" and made[-1].strip("\ufffd ") == ""
+    assert "".join(made) == tokenizer.decode(tokens)
+
+
+def test_a_stop_string_behind_which_a_character_begins_is_not_shown():
+    tokenizer = Tokenizer(models.BPE({"E": 0, "Nð": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    assert tokenizer.decode([0, 1]) == "EN\ufffd"
+    assert "".join(pieces(tokenizer, [0, 1], ["EN"])) == ""
