@@ -32,6 +32,7 @@ from llmc.compiler import api
 from llmc.compiler.execute import run_graph
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.raw import HIDDEN_STATE
+from llmc.compiler.reference import load_reference
 from llmc.compiler.targets import cuda
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
@@ -286,13 +287,8 @@ def _run_transformers(reference: str | Path, raw: RawModel, ids: np.ndarray, cou
     if raw.kind == "onnx":
         return None
     import torch
-    from transformers import AutoModelForCausalLM
 
-    path = Path(reference)
-    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} \
-        if raw.kind == "gguf" else {"pretrained_model_name_or_path": str(reference)}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32,
-                                                 attn_implementation="eager").eval()
+    model = load_reference(reference)
     depth = model.config.get_text_config().num_hidden_layers
     layers: Any = next((module for module in model.modules()
                         if isinstance(module, torch.nn.ModuleList) and len(module) == depth), [])

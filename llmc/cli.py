@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -438,6 +440,58 @@ def diff_command(case_dir: Path, as_json: bool, html: Path | None, **options: An
         print_report(report)
     if report.verdict is not None:
         raise CheckFailed(report.verdict)
+
+
+@main.command("eval")
+@case_dir_option
+@click.option("--task", required=True, type=click.Choice(["perplexity", "summarize"]),
+              help="What to measure; summarize needs the eval extra.")
+@click.option("--data", type=click.Path(path_type=Path), default=None,
+              help="A text file; for summarize JSON lines with article and summary.  "
+                   "[default: articles that come with llmc]")
+@click.option("--hf_dir", default=None, help="The original, to measure transformers beside.")
+@click.option("--tolerance", type=float, default=None,
+              help="Largest difference between the two: relative for perplexity, points for ROUGE."
+                   "  [default: 0.0001 and 1, in float16 0.002 and 5, in bfloat16 0.02 and 5]")
+@click.option("--max_length", type=int, default=None,
+              help="For perplexity: tokens of a window.  [default: the KV cache's, at most 1024]")
+@click.option("--stride", type=int, default=None,
+              help="For perplexity: tokens from window to window.  [default: half of max_length]")
+@click.option("--max_tokens", type=int, default=None,
+              help="For summarize: tokens of a summary.  [default: 64]")
+@device_option
+@json_option
+def eval_command(case_dir: Path, task: str, as_json: bool, **options: Any) -> None:
+    """Measure a compiled model's quality: perplexity of a text, ROUGE of summaries."""
+    if options["hf_dir"] is not None:
+        _import_compiler()
+    from llmc.compiler.evaluate import perplexity, print_report, summarize
+
+    measure = {"perplexity": perplexity, "summarize": summarize}[task]
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() - inspect.signature(measure).parameters.keys():
+        raise LlmcError(f"--{name} is not for --task {task}; leave it out")
+    with _progress_bar() as progress:
+        report = measure(case_dir, progress=progress, **given)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report)))
+    else:
+        print_report(report)
+    if report.verdict is not None:
+        raise CheckFailed(report.verdict)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while that is a terminal, set to a text, what is done, and of how much."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+        yield lambda text, done, total: bar.update(task, description=text, completed=done,
+                                                   total=total)
 
 
 if __name__ == "__main__":

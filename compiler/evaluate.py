@@ -1,0 +1,387 @@
+"""How good a compiled model is: the perplexity of a text, ROUGE of summaries; beside transformers.
+
+Both sides get the same token ids and transformers runs in float32, so nothing but the models can
+differ. The text that ships with llmc is `ARTICLES`: short articles with a summary each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.llm import LLM
+
+ARTICLES = Path(__file__).with_name("articles.jsonl")
+# By dtype: of perplexity relative to transformers', of ROUGE in points of 100. In 16 bits,
+# transformers' own SmolLM2-135M is off by 8e-5 and 2e-3, and by up to 0.8 and 1.5 points.
+PERPLEXITY_TOLERANCES = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02}
+ROUGE_TOLERANCES = {"float32": 1.0, "float16": 5.0, "bfloat16": 5.0}
+_MAX_LENGTH = 1024
+_MAX_TOKENS = 64
+_ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+_FORM = '{"article": "…", "summary": "…"}'
+
+Progress = Callable[[str, int, int], None]  # whose work it is, how much is done, of how much
+
+
+@dataclass(frozen=True)
+class Score:
+    """One measure. Without a reference, `transformers` and `difference` are None.
+
+    `difference` is llmc's minus transformers': of perplexity relative to the latter, of ROUGE in
+    points.
+    """
+
+    name: str
+    llmc: float
+    transformers: float | None
+    difference: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What each side made of an article; `transformers` is None without a reference."""
+
+    article: str
+    reference: str
+    llmc: str
+    transformers: str | None
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """All that was measured. `verdict` is None when every difference is within tolerance.
+
+    `count` is the number of tokens that were scored, or of articles; `summaries` belongs to the
+    latter.
+    """
+
+    task: str
+    case_dir: str
+    data: str
+    reference: str | None
+    tolerance: float | None
+    count: int
+    scores: tuple[Score, ...]
+    summaries: tuple[Summary, ...]
+    verdict: str | None
+
+
+def _quiet(what: str, done: int, total: int) -> None:
+    pass
+
+
+def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
+               hf_dir: str | Path | None = None, tolerance: float | None = None,
+               max_length: int | None = None, stride: int | None = None,
+               device: Sequence[int] | None = None, progress: Progress = _quiet) -> EvalReport:
+    """The perplexity of a text: e to the mean negative log-likelihood of its tokens.
+
+    The text is read in windows of `max_length` tokens, each beginning `stride` tokens after the one
+    before it. A window scores the tokens that none before it did, so every token but the first of
+    the text is scored once, and sees at least the `max_length - stride` tokens before it, or all.
+    The last window ends where the text does, and may be shorter. Where `stride` is `max_length`
+    windows do not overlap, and the first token of each is not scored. The tokenizer's special
+    tokens are added once, to the whole text.
+
+    Args:
+        data: a UTF-8 text file, or articles as JSON lines; by default those of `ARTICLES`.
+        hf_dir: the original, for transformers to score the same tokens.
+        tolerance: largest relative difference from transformers; by default what
+            `PERPLEXITY_TOLERANCES` has for the model's dtype.
+        max_length: at most the KV cache's; by default that, at most 1024.
+        stride: by default half of `max_length`.
+        device: see `LLM`.
+        progress: called after each window.
+
+    Raises:
+        LlmcError: a file cannot be read, the text is too short, or an argument is out of range.
+    """
+    text = _read_text(data)
+    with LLM(case_dir, device=device, max_batch_size=1) as llm:
+        dims = llm.manifest.dims
+        allowed = _tolerance(tolerance, hf_dir, PERPLEXITY_TOLERANCES[llm.manifest.dtype])
+        if max_length is None:
+            max_length = min(_MAX_LENGTH, dims.max_seq_len)
+        if not 2 <= max_length <= dims.max_seq_len:
+            raise LlmcError(f"max_length {max_length} is not from 2 to the KV cache's "
+                            f"{dims.max_seq_len}")
+        if stride is None:
+            stride = max_length // 2
+        if not 1 <= stride <= max_length:
+            raise LlmcError(f"stride {stride} is not from 1 to max_length {max_length}")
+        ids = _tokenizer(llm).encode(text).ids
+        if len(ids) < 2:
+            raise LlmcError(f"'{data}' is {len(ids)} token(s) long, and perplexity needs 2; give "
+                            f"a longer text")
+        windows = list(_windows(len(ids), max_length, stride))
+        ours = _perplexity(llm.logits, ids, windows, lambda done: progress(
+            "llmc", done, len(windows)))
+    theirs = None
+    if hf_dir is not None:
+        model = _load_reference(hf_dir, dims.vocab_size, case_dir)
+        theirs = _perplexity(lambda tokens: _reference_logits(model, tokens), ids, windows,
+                             lambda done: progress("transformers", done, len(windows)))
+    score = Score("perplexity", ours, theirs, None if theirs is None else ours / theirs - 1)
+    return EvalReport("perplexity", str(case_dir), str(data or ARTICLES), _text(hf_dir), allowed,
+                      sum(end - first for _, first, end in windows), (score,), (),
+                      _verdict([score], allowed))
+
+
+def summarize(case_dir: str | Path, *, data: str | Path | None = None,
+              hf_dir: str | Path | None = None, tolerance: float | None = None,
+              max_tokens: int | None = None, device: Sequence[int] | None = None,
+              progress: Progress = _quiet) -> EvalReport:
+    """ROUGE-1, -2, -L and -Lsum of greedy summaries: mean F1 of stemmed words, from 0 to 100.
+
+    A model with a chat template is asked for two sentences; any other continues the article and
+    "TL;DR:". ROUGE-Lsum takes what ends in . ! or ? for a sentence.
+
+    Args:
+        data: JSON lines with the texts `article` and `summary`; by default `ARTICLES`.
+        hf_dir: the original, for transformers to complete the same prompts.
+        tolerance: largest difference from transformers in points; by default what
+            `ROUGE_TOLERANCES` has for the model's dtype.
+        max_tokens: of a summary, 64 by default.
+        device: see `LLM`.
+        progress: called after each summary.
+
+    Raises:
+        LlmcError: a file cannot be read, an article is too long, rouge_score is not installed.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError as error:
+        raise LlmcError("ROUGE is computed by the package rouge_score; install it with: "
+                        "pip install 'llmc[eval]'") from error
+    articles = read_articles(data or ARTICLES)
+    if max_tokens is None:
+        max_tokens = _MAX_TOKENS
+    with LLM(case_dir, device=device) as llm:
+        manifest, tokenizer = llm.manifest, _tokenizer(llm)
+        allowed = _tolerance(tolerance, hf_dir, ROUGE_TOLERANCES[manifest.dtype])
+        prompts = [_summary_prompt(llm, article) for article, _ in articles]
+        longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+        if len(prompts[longest]) + max_tokens > manifest.dims.max_seq_len:
+            raise LlmcError(f"article {longest + 1} of '{data or ARTICLES}' has "
+                            f"{len(prompts[longest])} tokens with its prompt, which with max_tokens"
+                            f" {max_tokens} exceed the KV cache of {manifest.dims.max_seq_len}; "
+                            f"shorten it, or compile with a larger --max_seq_len")
+        ours, done = [""] * len(prompts), 0
+        for piece in llm.stream(prompts, SamplingParams(max_tokens=max_tokens)):
+            ours[piece.index] += piece.text
+            if piece.finish_reason:
+                done += 1
+                progress("llmc", done, len(prompts))
+    theirs: list[str] | None = None
+    if hf_dir is not None:
+        model = _load_reference(hf_dir, manifest.dims.vocab_size, case_dir)
+        theirs = []
+        for prompt in prompts:
+            tokens = _reference_tokens(model, prompt, max_tokens, manifest.tokenizer.eos_token_ids)
+            theirs.append(tokenizer.decode(tokens))
+            progress("transformers", len(theirs), len(prompts))
+    scorer = RougeScorer(_ROUGE, use_stemmer=True)
+    expected = [summary for _, summary in articles]
+    scores = _rouge(scorer, expected, ours, theirs)
+    others: Sequence[str | None] = [None] * len(ours) if theirs is None else theirs
+    summaries = tuple(Summary(*articles[i], ours[i].strip(), other and other.strip())
+                      for i, other in enumerate(others))
+    return EvalReport("summarize", str(case_dir), str(data or ARTICLES), _text(hf_dir), allowed,
+                      len(articles), scores, summaries, _verdict(scores, allowed))
+
+
+def read_articles(path: str | Path) -> list[tuple[str, str]]:
+    """Articles with their summaries from a file of JSON lines.
+
+    Raises:
+        LlmcError: the file cannot be read or has no articles, or a line has not the texts
+            `article` and `summary`; the message has its number.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise LlmcError(f"'{path}' cannot be read ({error.strerror})") from error
+    articles = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise LlmcError(f"'{path}', line {number}, is not JSON ({error}); write it like "
+                            f"{_FORM}") from error
+        for key in ("article", "summary"):
+            value = entry.get(key) if isinstance(entry, dict) else None
+            if not isinstance(value, str) or not value.strip():
+                raise LlmcError(f"'{path}', line {number}, has no text '{key}'; write it like "
+                                f"{_FORM}")
+        articles.append((entry["article"], entry["summary"]))
+    if not articles:
+        raise LlmcError(f"'{path}' has no articles; write one a line, like {_FORM}")
+    return articles
+
+
+def _read_text(path: str | Path | None) -> str:
+    if path is None or Path(path).suffix == ".jsonl":
+        return "\n\n".join(article for article, _ in read_articles(path or ARTICLES))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise LlmcError(f"'{path}' cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise LlmcError(f"'{path}' is not UTF-8 text (byte {error.start}); convert it") from error
+    if not text.strip():
+        raise LlmcError(f"'{path}' is empty; give a text to score")
+    return text
+
+
+def _tokenizer(llm: LLM) -> Any:
+    if llm.tokenizer is None:
+        raise LlmcError(f"'{llm.case_dir}' was compiled without a tokenizer, which eval needs; "
+                        f"compile from a model directory that has one")
+    return llm.tokenizer
+
+
+def _tolerance(given: float | None, hf_dir: str | Path | None, default: float) -> float | None:
+    """The tolerance; None where there is nothing to compare with."""
+    if given is not None and (hf_dir is None or not given >= 0):
+        raise LlmcError(f"tolerance {given} is negative" if hf_dir else
+                        f"tolerance {given} is of the difference from transformers; give hf_dir "
+                        f"too")
+    if hf_dir is None:
+        return None
+    return default if given is None else given
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _verdict(scores: Sequence[Score], tolerance: float | None) -> str | None:
+    """One sentence for what is over tolerance or no number, or None."""
+    for score in scores:
+        if not np.isfinite(score.llmc):
+            return f"llmc's {score.name} is {score.llmc}"
+        if score.difference is not None and tolerance is not None \
+                and not abs(score.difference) <= tolerance:
+            return (f"{score.name} is {score.llmc:.6g}, transformers' {score.transformers:.6g}: "
+                    f"the difference {score.difference:+.3g} is over tolerance {tolerance:g}")
+    return None
+
+
+def _windows(count: int, max_length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Begin, first scored token and end of each window over `count` tokens."""
+    scored = 1
+    for begin in range(0, count, stride):
+        end = min(begin + max_length, count)
+        first = max(scored, begin + 1)
+        if first < end:
+            yield begin, first, end
+        if end == count:
+            return
+        scored = end
+
+
+def _perplexity(logits_of: Callable[[list[int]], np.ndarray], ids: list[int],
+                windows: Sequence[tuple[int, int, int]], progress: Callable[[int], None]) -> float:
+    """Perplexity from logits float32 [num_tokens, vocab_size] of a window's tokens."""
+    losses = []
+    for number, (begin, first, end) in enumerate(windows, 1):
+        logits = logits_of(ids[begin:end - 1])
+        for row, token in zip(logits[first - 1 - begin:], ids[first:end], strict=True):
+            scores = row.astype(np.float64)
+            scores -= scores.max()
+            losses.append(np.log(np.exp(scores).sum()) - scores[token])
+        progress(number)
+    with np.errstate(over="ignore"):
+        return float(np.exp(np.mean(losses)))
+
+
+def _summary_prompt(llm: LLM, article: str) -> list[int]:
+    if llm.manifest.tokenizer.chat_template is not None:
+        return llm.chat_prompt(f"Summarize this article in two sentences.\n\n{article}")
+    return _tokenizer(llm).encode(f"{article}\n\nTL;DR:").ids
+
+
+def _rouge(scorer: Any, expected: Sequence[str], ours: Sequence[str],
+           theirs: Sequence[str] | None) -> tuple[Score, ...]:
+    def means(texts: Sequence[str]) -> dict[str, float]:
+        rows = [scorer.score(_sentences(summary), _sentences(text))
+                for summary, text in zip(expected, texts, strict=True)]
+        return {name: 100 * float(np.mean([row[name].fmeasure for row in rows]))
+                for name in _ROUGE}
+
+    left = means(ours)
+    right = means(theirs) if theirs is not None else None
+    return tuple(Score(name, left[name], None if right is None else right[name],
+                       None if right is None else left[name] - right[name]) for name in _ROUGE)
+
+
+def _sentences(text: str) -> str:
+    """One sentence a line, as ROUGE-Lsum wants them."""
+    return re.sub(r"(?<=[.!?])\s+", "\n", text.strip())
+
+
+def _load_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path) -> Any:
+    from llmc.compiler.reference import load_reference
+
+    model = load_reference(hf_dir)
+    size = model.config.get_text_config().vocab_size
+    if size != vocab_size:
+        raise LlmcError(f"'{hf_dir}' has a vocabulary of {size}, '{case_dir}' one of {vocab_size}; "
+                        f"give the model that it was compiled from")
+    return model
+
+
+def _reference_logits(model: Any, ids: list[int]) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def _reference_tokens(model: Any, prompt: list[int], max_tokens: int,
+                      eos_token_ids: Sequence[int]) -> list[int]:
+    """Greedy tokens, without what the model's generation_config adds, such as penalties."""
+    import torch
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=0)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
+    return out[0, len(prompt):].tolist()
+
+
+def print_report(report: EvalReport) -> None:
+    """The report as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    compared = report.reference is not None
+    table = Table(report.task, "llmc", *(["transformers", "difference"] if compared else []))
+    for score in report.scores:
+        row = [score.name, f"{score.llmc:.4f}"]
+        if score.transformers is not None and score.difference is not None:
+            row += [f"{score.transformers:.4f}", f"{score.difference:+.2e}"]
+        table.add_row(*row)
+    console.print(table)
+    unit = "tokens" if report.task == "perplexity" else "articles"
+    console.print(f"{report.count} {unit} of {Path(report.data).name}")
+    if compared and report.summaries:
+        equal = sum(summary.llmc == summary.transformers for summary in report.summaries)
+        console.print(f"{equal} of {report.count} summaries are equal")
+    if compared:
+        console.print(report.verdict or f"within tolerance {report.tolerance:g}")
