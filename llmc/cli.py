@@ -9,8 +9,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -330,6 +329,37 @@ def _print_texts(pieces: Iterator[Piece], prompts: Sequence[str], samples: int) 
     return count
 
 
+class _ProgressBar:
+    """A bar on stderr while that is a terminal, and results on stdout above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        console.quiet = not console.is_terminal
+        self._bar = Progress(console=console, transient=True, redirect_stdout=False,
+                             redirect_stderr=False, disable=console.quiet)
+        self._task = self._bar.add_task("")
+
+    def __enter__(self) -> _ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def show(self, text: str, done: int, total: int) -> None:
+        """Set the bar."""
+        self._bar.update(self._task, description=text, completed=done, total=total)
+
+    def print(self, result: str) -> None:
+        """Print a result. The bar makes room, as stdout may be the same terminal."""
+        self._bar.stop()
+        click.echo(result)
+        self._bar.start()
+
+
 @main.command("bench")
 @case_dir_option
 @click.option("--batch_size", default="1;4", help="Batch sizes, separated by semicolons.")
@@ -471,27 +501,14 @@ def eval_command(case_dir: Path, task: str, as_json: bool, **options: Any) -> No
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() - inspect.signature(measure).parameters.keys():
         raise LlmcError(f"--{name} is not for --task {task}; leave it out")
-    with _progress_bar() as progress:
-        report = measure(case_dir, progress=progress, **given)
+    with _ProgressBar() as bar:
+        report = measure(case_dir, progress=bar.show, **given)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))
     else:
         print_report(report)
     if report.verdict is not None:
         raise CheckFailed(report.verdict)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while that is a terminal, set to a text, what is done, and of how much."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("")
-        yield lambda text, done, total: bar.update(task, description=text, completed=done,
-                                                   total=total)
 
 
 if __name__ == "__main__":
