@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,11 +159,15 @@ class LLM:
         """Complete each prompt; see `stream`. Where a prompt has n completions, they follow one
         another.
         """
-        sequences = self._sequences(prompts, params)
-        pieces: dict[tuple[int, int], list[Piece]] = {(s.index, s.sample): [] for s in sequences}
-        for piece in self._stream(sequences):
-            pieces[piece.index, piece.sample].append(piece)
-        return [_completion(s.prompt, pieces[s.index, s.sample]) for s in sequences]
+        return sorted(self.complete(prompts, params), key=lambda c: (c.index, c.sample))
+
+    def complete(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 progress: Callable[[Piece], object] = lambda piece: None) -> Iterator[Completion]:
+        """Yield each completion as soon as it is whole; `progress` is called with each piece. See
+        `stream`.
+        """
+        return self._complete(self._sequences(prompts, params), progress)
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[Piece]:
@@ -191,13 +195,17 @@ class LLM:
                             f"{self._max_batch_size}")
         return Session(self, batch_size)
 
-    def chat_prompt(self, message: str) -> list[int]:
-        """A user's message in the model's chat template, as a prompt of token ids.
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Messages, or one of the user, in the model's chat template, as a prompt of token ids.
+
+        Args:
+            messages: each with `role` and `content`.
 
         Raises:
-            LlmcError: the model has no chat template, or it refuses the message.
+            LlmcError: the model has no chat template, or it refuses the messages.
         """
-        messages = [{"role": "user", "content": message}]
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         text = render_chat(self.manifest, self.case_dir, messages)
         return self._encode(text, add_special_tokens=False)  # the template has them
 
@@ -295,6 +303,16 @@ class LLM:
                 yield from self._decode(self._replicas[0], sequences)
             else:
                 yield from self._decode_on_all(sequences)
+
+    def _complete(self, sequences: list[_Sequence],
+                  progress: Callable[[Piece], object]) -> Iterator[Completion]:
+        prompts = {sequence.index: sequence.prompt for sequence in sequences}
+        pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        for piece in self._stream(sequences):
+            progress(piece)
+            pieces[piece.index, piece.sample].append(piece)
+            if piece.finish_reason:
+                yield _completion(prompts[piece.index], pieces.pop((piece.index, piece.sample)))
 
     # The loop: schedule, run, postprocess.
 

@@ -1,0 +1,48 @@
+"""A conversation with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.llm import LLM, Piece
+
+
+class Chat:
+    """Messages so far, which the model sees through its chat template at each answer.
+
+    Args:
+        params: of every answer.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._llm, self._params = llm, params
+        self.messages: list[dict[str, str]] = []
+
+    def say(self, message: str) -> Generator[Piece, None, None]:
+        """Pieces of the answer. Closing the iterator ends it; the message and as much of the
+        answer as was taken are history then.
+
+        Raises:
+            LlmcError: the model has no chat template, or the conversation has outgrown the KV
+                cache; the message is forgotten.
+        """
+        messages = [*self.messages, {"role": "user", "content": message}]
+        prompt = self._llm.chat_prompt(messages)
+        room = self._llm.manifest.dims.max_seq_len
+        if len(prompt) > room:
+            raise LlmcError(f"the conversation has {len(prompt)} tokens, the KV cache has room "
+                            f"for {room}; say less, begin another, or compile with a larger "
+                            f"--max_seq_len")
+        return self._answer(messages, self._llm.stream([prompt], self._params))
+
+    def _answer(self, messages: list[dict[str, str]], pieces: Iterator[Piece]) -> \
+            Generator[Piece, None, None]:
+        text = ""
+        try:
+            for piece in pieces:
+                text += piece.text
+                yield piece
+        finally:
+            self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -1,0 +1,156 @@
+"""A prompt file: one JSON request a line in, one JSON result a line out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.llm import LLM, Piece, Prompt
+
+_PROMPTS = ("prompt", "token_ids", "messages")
+_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_KEYS = (*_PROMPTS, "id", *_FIELDS)
+_PARAMS = TypeAdapter(SamplingParams)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line of a prompt file.
+
+    `answer` is what its result begins with: `index`, counted from 0 without blank lines, `id` where
+    the line has one, and `error` where it cannot be run.
+    """
+
+    answer: dict[str, Any]
+    prompt: Prompt
+    params: SamplingParams
+
+
+def read_lines(path: str | Path) -> list[bytes]:
+    """The lines of a prompt file.
+
+    Raises:
+        LlmcError: it cannot be read, or all its lines are blank.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise LlmcError(f"'{path}' cannot be read ({error.strerror})") from error
+    if not any(line.strip() for line in lines):
+        raise LlmcError(f'\'{path}\' has no request; write one a line, like {{"prompt": "…"}}')
+    return lines
+
+
+def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
+                  chat: bool = False) -> list[Request]:
+    """The requests in lines that are not blank.
+
+    A request has one of `prompt` (text), `token_ids` and `messages` (each with role and content,
+    for the chat template), any fields of `SamplingParams`, and perhaps an `id`.
+
+    Args:
+        defaults: for fields that a request leaves out.
+        chat: put each `prompt` into the model's chat template.
+    """
+    requests: list[Request] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        answer: dict[str, Any] = {"index": len(requests)}
+        prompt: Prompt = ""
+        params = defaults
+        try:
+            request = _parse(line)
+            if "id" in request:
+                answer["id"] = request["id"]
+            prompt, params = _understand(llm, request, defaults, chat)
+        except LlmcError as error:
+            answer["error"] = f"line {number}: {error}"
+        requests.append(Request(answer, prompt, params))
+    return requests
+
+
+def run_requests(llm: LLM, requests: Sequence[Request],
+                 progress: Callable[[Piece], object] = lambda piece: None) -> \
+        Iterator[dict[str, Any]]:
+    """Yield each request's result, in their order, as soon as it is there.
+
+    A result is the request's `answer` and, where that is no error, its n `completions` with the
+    fields of `Completion`. `progress` is called with each piece.
+    """
+    results = [dict(request.answer) for request in requests]
+    sound = [request for request in requests if "error" not in request.answer]
+    for request in sound:
+        results[request.answer["index"]]["completions"] = [None] * request.params.n
+    given = 0
+    for completion in llm.complete([request.prompt for request in sound],
+                                   [request.params for request in sound],
+                                   progress=progress) if sound else ():
+        index = sound[completion.index].answer["index"]
+        results[index]["completions"][completion.sample] = dataclasses.asdict(
+            dataclasses.replace(completion, index=index))
+        while given < len(results) and None not in results[given].get("completions", ()):
+            yield results[given]
+            given += 1
+    yield from results[given:]
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise LlmcError(f"this is not JSON ({error})") from error
+    if not isinstance(request, dict):
+        raise LlmcError('this is not a JSON object; write it like {"prompt": "…"}')
+    return request
+
+
+def _understand(llm: LLM, request: dict[str, Any], defaults: SamplingParams, chat: bool) -> \
+        tuple[Prompt, SamplingParams]:
+    """The prompt and parameters of a request.
+
+    Raises:
+        LlmcError: a key is missing, unknown or of the wrong kind, or the model refuses them.
+    """
+    unknown = next((key for key in request if key not in _KEYS), None)
+    if unknown is not None:
+        raise LlmcError(f"'{unknown}' is not a key of a request; there are: {', '.join(_KEYS)}")
+    kinds = [kind for kind in _PROMPTS if kind in request]
+    if len(kinds) != 1:
+        raise LlmcError(f"a request has one of {', '.join(_PROMPTS)}, not "
+                        f"{' and '.join(kinds) or 'none'}")
+    fields = dataclasses.asdict(defaults) | {
+        key: [value] if key in ("stop", "bad_words") and isinstance(value, str) else value
+        for key, value in request.items() if key in _FIELDS}
+    try:
+        params = _PARAMS.validate_json(json.dumps(fields), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise LlmcError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    prompt = _prompt(llm, kinds[0], request[kinds[0]], chat)
+    llm.stream([prompt], params)  # which would raise here what it raises for all
+    return prompt, params
+
+
+def _prompt(llm: LLM, kind: str, value: Any, chat: bool) -> Prompt:
+    if kind == "token_ids":
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise LlmcError("token_ids is not a list of whole numbers")
+        return value
+    if kind == "prompt":
+        if not isinstance(value, str):
+            raise LlmcError("prompt is not a text")
+        return llm.chat_prompt(value) if chat else value
+    if not isinstance(value, list) or not value or not all(
+            isinstance(message, dict) and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str) for message in value):
+        raise LlmcError('messages is not a list like [{"role": "user", "content": "…"}]')
+    return llm.chat_prompt(value)
