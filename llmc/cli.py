@@ -6,21 +6,25 @@ import dataclasses
 import inspect
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
-    from llmc.runtime.llm import Piece
+    from llmc.runtime.decoding.sampling import SamplingParams
+    from llmc.runtime.llm import LLM, Completion, Piece
     from llmc.runtime.manifest import Manifest
 
 
@@ -202,24 +206,34 @@ def _import_compiler():
               help="Hugging Face directory whose config.json names the case directory: param_dir.")
 @click.option("--prompt", "prompts", multiple=True,
               help="May be repeated.  [default: each line of standard input]")
-@click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
+@click.option("--prompt_file", type=click.Path(path_type=Path), default=None,
+              help="One JSON request a line, with prompt, token_ids or messages, and sampling "
+                   "options of its own; one JSON result a line comes out.")
+@click.option("--chat", is_flag=True,
+              help="Put each prompt into the model's chat template. Without a prompt, in a "
+                   "terminal: a conversation.")
 @_sampling_options
 @click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
 @device_option
 @_step_options
 @click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
 @json_option
-def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, ...], chat: bool,
-                tp_size: int | None, device: list[int] | None, log_file: str, as_json: bool,
-                skip_step: int, check_step: int, **sampling: Any) -> None:
+def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, ...],
+                prompt_file: Path | None, chat: bool, tp_size: int | None,
+                device: list[int] | None, log_file: str, as_json: bool, skip_step: int,
+                check_step: int, **sampling: Any) -> None:
     """Complete prompts, streaming the text."""
     from llmc.runtime.decoding.sampling import SamplingParams
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
+    from llmc.runtime.requests import read_lines
 
     params = SamplingParams(**sampling)
-    if params.logprobs is not None and not as_json:
+    if params.logprobs is not None and not as_json and prompt_file is None:
         raise LlmcError("--logprobs are printed with --json only; add it")
+    if prompt_file is not None and prompts:
+        raise LlmcError("give either --prompt or --prompt_file")
+    lines = read_lines(prompt_file) if prompt_file is not None else None
     case_dir, configured = _resolve_case(case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
         raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in the config of '{hf_dir}' "
@@ -229,26 +243,133 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     if wanted not in (None, manifest.tp_size):
         raise LlmcError(f"tp_size {wanted} is asked for, but '{case_dir}' was compiled with "
                         f"tp_size {manifest.tp_size}; change the one or compile again")
+    talk = chat and lines is None and not prompts and not as_json and sys.stdin.isatty()
+    source = click.get_current_context().get_parameter_source("max_tokens")
+    if talk and source is ParameterSource.DEFAULT:  # an answer ends by itself
+        params = dataclasses.replace(params, max_tokens=manifest.dims.max_seq_len)
     info = _inference_info(hf_dir, case_dir, params.max_tokens, manifest.tp_size, device, log_file)
-    click.echo(info, err=as_json)
+    click.echo(info, err=as_json or lines is not None)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
-    prompts = prompts or _read_prompts()
+    if lines is None and not talk:
+        prompts = prompts or _read_prompts()
+    failed = 0
     with LLM(case_dir, device=device, skip_step=skip_step, check_step=check_step) as llm:
-        inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
-        started = time.perf_counter()
-        if as_json:
-            completions = llm.generate(inputs, params)
-            count = sum(len(c.token_ids) for c in completions)
+        meter = _Meter()
+        if talk:
+            _talk(llm, params, meter)
+        elif lines is not None:
+            failed = _run_requests(llm, lines, params, chat, meter)
         else:
-            count = _print_texts(llm.stream(inputs, params), prompts, params.n)
-        seconds = time.perf_counter() - started
+            _run_prompts(llm, prompts, params, chat, as_json, meter)
+    rate = f"{meter.tokens} tokens in {meter.seconds:.2f} s, {meter.rate:.1f} tokens/s"
+    click.echo(rate, err=True)
+    _log(log_file, f"{rate}\n")
+    if failed:
+        raise CheckFailed(f"{failed} request(s) of '{prompt_file}' could not be run; see their "
+                          f"results")
+
+
+class _Meter:
+    """Counts tokens and the seconds in which they are made."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Time from here on counts."""
+        self._started = time.perf_counter()
+
+    def count(self) -> None:
+        """A token is there."""
+        now = time.perf_counter()
+        self.tokens, self.seconds, self._started = \
+            self.tokens + 1, self.seconds + now - self._started, now
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool,
+                 as_json: bool, meter: _Meter) -> None:
+    """One completion's text as it comes; several as blocks, each when it is complete; or JSON."""
+    inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
+    total = len(prompts) * params.n
+    meter.start()
+    if total == 1 and not as_json:
+        for piece in llm.stream(inputs, params):
+            meter.count()
+            click.echo(piece.text, nl=False)
+        click.echo()
+        return
+    completions: list[Completion] = []
+    with _ProgressBar() as bar:
+        for completion in llm.complete(inputs, params, progress=bar.tokens(meter, total)):
+            completions.append(completion)
+            if not as_json:
+                number = f"{completion.index}" + f".{completion.sample}" * (params.n > 1)
+                bar.print(f"[{number}] {prompts[completion.index]}\n{completion.text}\n")
     if as_json:
+        completions.sort(key=lambda c: (c.index, c.sample))
         click.echo(json.dumps({"completions": [
             {"prompt": prompts[completion.index], **dataclasses.asdict(completion)}
             for completion in completions]}))
-    rate = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
-    click.echo(rate, err=True)
-    _log(log_file, f"{rate}\n")
+
+
+def _run_requests(llm: LLM, lines: list[bytes], params: SamplingParams, chat: bool,
+                  meter: _Meter) -> int:
+    """Print a result a line; returns the number of errors."""
+    from llmc.runtime.requests import read_requests, run_requests
+
+    requests = read_requests(llm, lines, params, chat=chat)
+    total = sum(request.params.n for request in requests if "error" not in request.answer)
+    with _ProgressBar() as bar:
+        for result in run_requests(llm, requests, bar.tokens(meter, total)):
+            bar.print(json.dumps(result))
+    return sum("error" in request.answer for request in requests)
+
+
+def _talk(llm: LLM, params: SamplingParams, meter: _Meter) -> None:
+    """A conversation in the terminal."""
+    from llmc.runtime.chat import Chat
+
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() has arrow keys then
+    click.echo("Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
+    chat = Chat(llm, params)
+    while True:
+        try:
+            message = input("> ")
+            if message.strip():
+                _print_answer(chat.say(message), meter)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+        except EOFError:
+            click.echo(err=True)
+            return
+        except LlmcError as error:
+            if not chat.messages:
+                raise
+            click.echo(f"error: {error}", err=True)
+
+
+def _print_answer(pieces: Generator[Piece, None, None], meter: _Meter) -> None:
+    """Print an answer until its end or Ctrl-C, which waits for the step that runs."""
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        meter.start()
+        with closing(pieces):
+            for piece in pieces:
+                meter.count()
+                click.echo(piece.text, nl=False)
+                if interrupted.is_set():
+                    break
+        click.echo()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _read_prompts() -> tuple[str, ...]:
@@ -309,26 +430,6 @@ def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_siz
         f"| - log_file: {log_file}"])
 
 
-def _print_texts(pieces: Iterator[Piece], prompts: Sequence[str], samples: int) -> int:
-    """One completion's text as it comes; several as blocks, each when it is complete. Returns the
-    number of tokens.
-    """
-    count = 0
-    texts: dict[tuple[int, int], str] = defaultdict(str)
-    for piece in pieces:
-        count += 1
-        if len(prompts) * samples == 1:
-            click.echo(piece.text, nl=False)
-            continue
-        texts[piece.index, piece.sample] += piece.text
-        if piece.finish_reason:
-            number = f"{piece.index}.{piece.sample}" if samples > 1 else f"{piece.index}"
-            click.echo(f"[{number}] {prompts[piece.index]}\n{texts[piece.index, piece.sample]}\n")
-    if len(prompts) * samples == 1:
-        click.echo()
-    return count
-
-
 class _ProgressBar:
     """A bar on stderr while that is a terminal, and results on stdout above it."""
 
@@ -352,6 +453,19 @@ class _ProgressBar:
     def show(self, text: str, done: int, total: int) -> None:
         """Set the bar."""
         self._bar.update(self._task, description=text, completed=done, total=total)
+
+    def tokens(self, meter: _Meter, total: int) -> Callable[[Piece], None]:
+        """Has the bar show, for each piece, the rate and how many of `total` are complete."""
+        done = 0
+
+        def progress(piece: Piece) -> None:
+            nonlocal done
+            meter.count()
+            done += piece.finish_reason is not None
+            self.show(f"{meter.rate:.1f} tokens/s", done, total)
+
+        meter.start()
+        return progress
 
     def print(self, result: str) -> None:
         """Print a result. The bar makes room, as stdout may be the same terminal."""

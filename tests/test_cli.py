@@ -1,15 +1,25 @@
 """The command line: output, exit codes, and one line for a user's error."""
 
 import dataclasses
+import fcntl
 import json
+import os
+import pty
 import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 
 import pytest
 from click.testing import CliRunner
 
-from llmc import LLM, SamplingParams, __version__
-from llmc.cli import main
+from llmc import LLM, LlmcError, SamplingParams, __version__
+from llmc.cli import _Meter, _print_answer, _talk, main
+from llmc.runtime.llm import Piece
 
 
 def run(*arguments, stdin=""):
@@ -184,3 +194,103 @@ def test_an_impossible_grid_is_refused(case_tp1, grid):
     result = run("bench", "--case_dir", case_tp1, "--batch_size", grid[0], "--input_output_len",
                  grid[1])
     assert result.exit_code == 2 and result.stderr.startswith("error: ")
+
+
+def test_a_prompt_file_gives_a_result_a_line_and_a_broken_line_exits_with_1(case_tp2, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "the", "max_tokens": 3, "id": 7}\n{"prompt": "fox"}\n')
+    result = run("run", "--case_dir", case_tp2, "--prompt_file", path, "--max_tokens", 2)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["index"], row.get("id")) for row in rows] == [(0, 7), (1, None)]
+    assert [len(row["completions"][0]["token_ids"]) for row in rows] == [3, 2]
+    path.write_text('{"prompt": "the"}\n{"prompt": \n')
+    result = run("run", "--case_dir", case_tp2, "--prompt_file", path)
+    assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
+    assert "error: 1 request(s) of" in result.stderr
+    both = run("run", "--case_dir", case_tp2, "--prompt_file", path, "--prompt", "x")
+    assert both.exit_code == 2 and "give either --prompt or --prompt_file" in both.stderr
+
+
+def read_all(terminal):
+    """What is shown until the other side closes."""
+    shown = b""
+    with suppress(OSError):
+        while True:
+            shown += os.read(terminal, 1000)
+    return shown.decode(errors="replace")
+
+
+def converse(process, terminal, *lines):
+    """Type each line when a prompt is there; what the terminal showed."""
+    shown = ""
+    for line in lines:
+        while not shown.endswith("> "):
+            shown += os.read(terminal, 1000).decode(errors="replace")
+        time.sleep(0.2)  # as a person; Ctrl-C just before input() waits is heard with the next key
+        os.write(terminal, line)
+        shown += "|"
+    shown += read_all(terminal)
+    assert process.wait(20) == 0, shown
+    return shown
+
+
+@pytest.fixture
+def talk(case_tp1):
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmc.cli", "run", "--case_dir", str(case_tp1), "--chat",
+         "--max_tokens", "4"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(theirs)
+    yield lambda *lines: converse(process, terminal, *lines)
+    process.kill()
+    process.wait()
+    os.close(terminal)
+
+
+def test_a_conversation_in_a_terminal(talk):
+    shown = talk(b"the\n", b"\x03", b"\n", b"fox " * 99 + b"\n", b"\x04")
+    assert "Ctrl-C ends an answer, Ctrl-D the conversation." in shown
+    assert "the KV cache has room for 64; say less" in shown and "Traceback" not in shown
+    assert shown.count("> |") == 5 and "tokens/s" in shown
+
+
+def test_ctrl_c_ends_an_answer_after_the_step_that_runs(capsys):
+    def pieces():
+        for index in range(9):
+            if index == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield Piece(0, 0, index, str(index), None)
+
+    before, meter, answer = signal.getsignal(signal.SIGINT), _Meter(), pieces()
+    _print_answer(answer, meter)
+    assert capsys.readouterr().out == "012\n" and meter.tokens == 3
+    assert signal.getsignal(signal.SIGINT) is before and not list(answer)
+
+
+def test_a_chat_without_a_template_is_refused(case_tp1, tmp_path, monkeypatch):
+    case = shutil.copytree(case_tp1, tmp_path / "case")
+    manifest = json.loads((case / "model_info.json").read_text())
+    manifest["tokenizer"]["chat_template"] = None
+    (case / "model_info.json").write_text(json.dumps(manifest))
+    with LLM(case) as llm:
+        monkeypatch.setattr("builtins.input", lambda prompt: "the")
+        with pytest.raises(LlmcError, match="has no chat template"):
+            _talk(llm, SamplingParams(), _Meter())
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_batch_has_a_bar_with_the_rate_on_a_terminal_s_stderr_alone(case_tp1, options):
+    arguments = ["run", "--case_dir", str(case_tp1), "--prompt", "the", "--prompt", "fox",
+                 "--max_tokens", "20", "--ignore_eos", *options]
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "llmc.cli", *arguments], stderr=theirs,
+                               stdout=subprocess.PIPE, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    shown = read_all(terminal)
+    os.close(terminal)
+    results = process.communicate()[0].decode()
+    assert "tokens/s" in shown.split("40 tokens in")[0] and "100%" in shown
+    without = run(*arguments)
+    assert results == without.stdout and without.stderr.count("tokens/s") == 1
