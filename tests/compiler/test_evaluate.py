@@ -111,7 +111,7 @@ def test_windows_score_every_token_but_the_first_once_with_enough_before_it(coun
         assert seen == list(range(1, count))
 
 
-def test_a_damaged_model_fails_the_check(broken_case, tiny_hf, text_file):
+def test_a_damaged_case_directory_is_refused(broken_case, tiny_hf, text_file):
     families.plant(broken_case, 1, "model.layers.2.mlp.gate_up_proj.weight", 3.0)
     result = run("--case_dir", broken_case, "--task", "perplexity", "--data", text_file,
                  "--hf_dir", tiny_hf)
