@@ -578,6 +578,11 @@ def diff_command(case_dir: Path, as_json: bool, html: Path | None, **options: An
     report = diff(case_dir, **options)
     if html is not None:
         write_html(report, html)
+    _finish(report, print_report, as_json)
+
+
+def _finish(report: Any, print_report: Callable[[Any], None], as_json: bool) -> None:
+    """Print what was compared; its verdict is the error, if there is one."""
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))
     else:
@@ -617,12 +622,7 @@ def eval_command(case_dir: Path, task: str, as_json: bool, **options: Any) -> No
         raise LlmcError(f"--{name} is not for --task {task}; leave it out")
     with _ProgressBar() as bar:
         report = measure(case_dir, progress=bar.show, **given)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report)))
-    else:
-        print_report(report)
-    if report.verdict is not None:
-        raise CheckFailed(report.verdict)
+    _finish(report, print_report, as_json)
 
 
 if __name__ == "__main__":

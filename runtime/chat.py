@@ -14,9 +14,15 @@ class Chat:
 
     Args:
         params: of every answer.
+
+    Raises:
+        LlmcError: params ask for more than one.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        if params.n != 1:
+            raise LlmcError(f"n {params.n} answers cannot all be part of a conversation; leave n "
+                            f"out")
         self._llm, self._params = llm, params
         self.messages: list[dict[str, str]] = []
 

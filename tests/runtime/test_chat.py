@@ -44,3 +44,8 @@ def test_a_conversation_that_outgrew_the_kv_cache_says_so_and_forgets_the_messag
         chat.say("quick brown 123456789 " * 9)
     assert chat.messages == before
     assert list(chat.say("fox"))
+
+
+def test_a_conversation_has_one_answer_at_a_time(llm):
+    with pytest.raises(llmc.LlmcError, match="n 2 answers cannot all be part of a conversation"):
+        Chat(llm, SamplingParams(n=2, temperature=1.0))
