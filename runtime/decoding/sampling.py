@@ -228,7 +228,7 @@ def _candidates(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray,
         token_ids = processors.top_k(scores, params.top_k)
         scores = scores[token_ids]
     else:
-        token_ids = np.arange(len(scores))
+        token_ids = _all_tokens(len(scores))
     weights = processors.weights(scores, params.temperature)
     for cut, value, none in ((processors.top_p, params.top_p, 1),
                              (processors.min_p, params.min_p, 0),
@@ -237,6 +237,13 @@ def _candidates(scores: np.ndarray, params: SamplingParams) -> tuple[np.ndarray,
             kept = cut(weights, value)
             token_ids, weights = token_ids[kept], weights[kept]
     return token_ids, weights
+
+
+@lru_cache(maxsize=4)
+def _all_tokens(vocab_size: int) -> np.ndarray:
+    token_ids = np.arange(vocab_size)
+    token_ids.flags.writeable = False
+    return token_ids
 
 
 @lru_cache(maxsize=1024)
