@@ -114,7 +114,7 @@ def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
     reports = run_passes(graph, settings)
     vocab_size = next(report.matches["vocab_size"] for report in reports
                        if "vocab_size" in report.matches)
-    attention = [node for node in graph.nodes if is_llmc(node, "Attention")]
+    attention = [node for node in graph.nodes if is_llmc(node, "CausalAttention")]
     if tp_size > max_tp_size(graph):
         raise LlmcError(f"tp_size {tp_size} exceeds num_attention_heads {max_tp_size(graph)} of "
                         f"'{raw.architecture}'; allowed: 1 to {max_tp_size(graph)}")

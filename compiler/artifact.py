@@ -155,7 +155,7 @@ def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
 def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
                   weight_bytes: int) -> Chip:
     """What the manifest says of a rank, whatever the target."""
-    attention = [node for node in graph.nodes if is_llmc(node, "Attention")]
+    attention = [node for node in graph.nodes if is_llmc(node, "CausalAttention")]
     return Chip(
         rank=rank, path=f"chip{rank}", steps=steps,
         inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),

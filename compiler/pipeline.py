@@ -59,7 +59,7 @@ def _require_attention(graph: gs.Graph, reports: list[Report]) -> None:
     """Refuse a model whose attention was not fused."""
     refusals = [text for report in reports if report.name in ("sdpa", "attention")
                 for text in report.refusals]
-    if any(node.op == "Attention" and node.domain == "llmc" for node in graph.nodes) \
+    if any(node.op == "CausalAttention" and node.domain == "llmc" for node in graph.nodes) \
             and not any(node.op in ("Sdpa", "Softmax") for node in graph.nodes):
         return
     why = refusals[0] if refusals else "the graph has neither Softmax nor Attention nodes"

@@ -93,7 +93,7 @@ class Interpreter:
                 if number >= 0:
                     view(number)[:] = result
                     kept[self.schedule.tensors[number].name] = view(number).astype(np.float32)
-            if node.op == "Attention":
+            if node.op == "CausalAttention":
                 for number, result in zip(node.inputs[1:3], results[1:], strict=True):
                     self.caches[self.schedule.tensors[number].name][:] = result
         return kept

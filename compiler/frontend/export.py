@@ -62,7 +62,7 @@ def _sdpa(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
     for name, argument in others.items():
         if name not in neutral and argument is not None and argument is not False:
             raise LlmcError(f"{type(module).__name__} passes {name!r} to its attention, which "
-                            f"llmc::Attention does not have")
+                            f"llmc::CausalAttention does not have")
     if attention_mask is not None:
         raise LlmcError(f"{type(module).__name__} passes a mask of its own to its attention")
     if is_causal is False or getattr(module, "is_causal", True) is False:

@@ -4,8 +4,8 @@ Given:   q = GemmBiasAct(x, Wq) → Reshape → (RMSNorm) → Transpose → rota
          k = GemmBiasAct(x, Wk) → Reshape → (RMSNorm) → Transpose → rotary
          v = GemmBiasAct(x, Wv) → Reshape → Transpose
          Sdpa(q, k, v) → Transpose → Reshape
-Result:  Attention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, cu_seqlens, past_lens, cos,
-         sin, q_norm, k_norm), and the graph takes and returns the KV cache
+Result:  CausalAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, cu_seqlens,
+         past_lens, cos, sin, q_norm, k_norm), and the graph takes and returns the KV cache
 
 What lies between a projection and Sdpa is run, not compared with a drawing. Running it on ones and
 on column numbers tells which column of the projection each element of each head comes from, so
@@ -379,7 +379,7 @@ def _rewrite(graph: gs.Graph, match: _Attention, max_seq_len: int,
     updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
     graph.inputs.extend(caches)
     graph.outputs.extend(updated)
-    replace(graph, "Attention",
+    replace(graph, "CausalAttention",
             [_merged_projection(graph, match), *caches,
              _input(graph, "cu_seqlens", ("batch_plus_1",)), _input(graph, "past_lens", ("batch",)),
              *tables, *(norm.inputs[1] if norm is not None else None for norm in norms)],

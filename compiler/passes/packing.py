@@ -82,10 +82,10 @@ def _from_the_end(node: gs.Node) -> None:
 def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Keep only the rows whose logits are wanted, from the last attention on.
 
-    Given:   Attention → row-wise nodes → logits
-    Result:  Attention → Gather(rows of logits_indices) → row-wise nodes → logits
+    Given:   CausalAttention → row-wise nodes → logits
+    Result:  CausalAttention → Gather(rows of logits_indices) → row-wise nodes → logits
     """
-    last = [node for node in graph.nodes if is_llmc(node, "Attention")][-1]
+    last = [node for node in graph.nodes if is_llmc(node, "CausalAttention")][-1]
     after: set[int] = {id(last.outputs[0])}
     nodes = []
     for node in graph.nodes:

@@ -229,7 +229,7 @@ def _evaluate_mask(pieces: list[Piece], settings: Settings, causal: bool) -> int
             visible = mask if mask.dtype == bool else mask > -1e4
             if mask.dtype != bool and np.abs(mask[visible]).max(initial=0) > 0:
                 return NoMatch("the mask adds a bias to the scores (ALiBi, relative positions), "
-                               "which llmc::Attention does not have", piece.output)
+                               "which llmc::CausalAttention does not have", piece.output)
             if (visible != visible[:1]).any():
                 return NoMatch("the mask differs between heads", piece.output)
             allowed &= visible[0]

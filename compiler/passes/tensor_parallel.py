@@ -78,7 +78,8 @@ class Plan:
 
 def max_tp_size(graph: gs.Graph) -> int:
     """The largest tp_size that gives every rank a head of every layer."""
-    return min(int(node.attrs["num_heads"]) for node in graph.nodes if is_llmc(node, "Attention"))
+    return min(int(node.attrs["num_heads"]) for node in graph.nodes
+               if is_llmc(node, "CausalAttention"))
 
 
 def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
@@ -107,7 +108,7 @@ def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
             plan.partial.add(id(node.outputs[0]))
         elif is_llmc(node, "GemmBiasAct", "GemmBiasRes", "GatedMLP"):
             _plan_gemm(graph, node, plan, is_head=node is head)
-        elif is_llmc(node, "Attention"):
+        elif is_llmc(node, "CausalAttention"):
             if id(node.inputs[0]) in plan.columns:
                 share = plan.shares[id(node.inputs[0])]
                 dim = node.attrs["head_dim"]
@@ -150,7 +151,7 @@ def _plan_gemm(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Non
     if node.op == "GemmBiasRes" or not _ends_in_gemms(graph, result):
         return  # replicated
     users = consumers(graph, result)
-    attention = users[0] if len(users) == 1 and is_llmc(users[0], "Attention") else None
+    attention = users[0] if len(users) == 1 and is_llmc(users[0], "CausalAttention") else None
     if attention is not None:
         heads, kv_heads, dim = (attention.attrs[key] for key in
                                 ("num_heads", "num_kv_heads", "head_dim"))
@@ -180,7 +181,7 @@ def _ends_in_gemms(graph: gs.Graph, tensor: gs.Tensor) -> bool:
             if user.inputs[0] is not tensor or user.attrs.get("activation", "none") != "none" \
                     or any(t is tensor for t in user.inputs[1:]):
                 return False
-        elif is_llmc(user, "Attention"):
+        elif is_llmc(user, "CausalAttention"):
             if not _ends_in_gemms(graph, user.outputs[0]):
                 return False
         elif user is None or is_llmc(user) or not (
@@ -268,7 +269,7 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int) -> gs.Graph:
 
 def _resize_caches(graph: gs.Graph) -> None:
     for node in graph.nodes:
-        if is_llmc(node, "Attention"):
+        if is_llmc(node, "CausalAttention"):
             for cache in (*node.inputs[1:3], *node.outputs[1:3]):
                 cache.shape = (cache.shape[0], node.attrs["num_kv_heads"], *cache.shape[2:])
 
@@ -309,7 +310,7 @@ def _cut_gemm(node, plan, rank, shards, inputs, outputs, attrs) -> None:
 
 _CUT = {
     "Embedding": _cut_embedding,
-    "Attention": _cut_attention,
+    "CausalAttention": _cut_attention,
     "GemmBiasAct": _cut_gemm,
     "GemmBiasRes": _cut_gemm,
     "GatedMLP": _cut_gemm,

@@ -165,7 +165,7 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     Raises:
         LlmcError: see `emit`.
     """
-    caches = {id(tensor) for node in graph.nodes if is_llmc(node, "Attention")
+    caches = {id(tensor) for node in graph.nodes if is_llmc(node, "CausalAttention")
               for tensor in (*node.inputs[1:3], *node.outputs[1:3])}
     numbers: dict[int, int] = {}
     tensors: list[ScheduledTensor] = []

@@ -51,7 +51,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, 
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
-    cache = next(node for node in graph.nodes if is_llmc(node, "Attention")).inputs[1]
+    cache = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")).inputs[1]
     step = GraphStep(path=f"{name}/{ENGINE_NAME}", inputs=tuple(t.name for t in graph.inputs),
                      outputs=tuple(t.name for t in graph.outputs))
     profiles = [{tensor.name: [tuple(_size(dim, sizes, which) for dim in tensor.shape)

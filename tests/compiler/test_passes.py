@@ -81,16 +81,17 @@ def test_every_pass_keeps_what_the_graph_computes(family):
 
 
 EXPECTED = {  # fused ops of two layers
-    "llama": {"Embedding": 1, "RMSNorm": 5, "Attention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
+    "llama": {"Embedding": 1, "RMSNorm": 5, "CausalAttention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
               "GemmBiasAct": 3},
-    "gpt2": {"Embedding": 1, "LayerNorm": 5, "Attention": 2, "GemmBiasAct": 5, "GemmBiasRes": 4},
-    "gemma2": {"Embedding": 1, "RMSNorm": 5, "AddRMSNorm": 4, "Attention": 2, "GatedMLP": 2,
+    "gpt2": {"Embedding": 1, "LayerNorm": 5, "CausalAttention": 2, "GemmBiasAct": 5,
+             "GemmBiasRes": 4},
+    "gemma2": {"Embedding": 1, "RMSNorm": 5, "AddRMSNorm": 4, "CausalAttention": 2, "GatedMLP": 2,
                "GemmBiasAct": 7, "Div": 1, "Tanh": 1, "Mul": 1},
-    "phi3": {"Embedding": 1, "RMSNorm": 5, "Attention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
+    "phi3": {"Embedding": 1, "RMSNorm": 5, "CausalAttention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
              "GemmBiasAct": 3},
-    "qwen3": {"Embedding": 1, "RMSNorm": 5, "Attention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
+    "qwen3": {"Embedding": 1, "RMSNorm": 5, "CausalAttention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
               "GemmBiasAct": 3},
-    "gpt_neox": {"Embedding": 1, "LayerNorm": 3, "AddLayerNorm": 2, "Attention": 2,
+    "gpt_neox": {"Embedding": 1, "LayerNorm": 3, "AddLayerNorm": 2, "CausalAttention": 2,
                  "GemmBiasAct": 7, "GemmBiasRes": 2},
 }
 

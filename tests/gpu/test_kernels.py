@@ -35,7 +35,7 @@ def check(extension, op, fields, inputs, dtype, decode=False):
     given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
              for name in op.input_names]
     lengths = [(0, 0)]
-    if op.name == "Attention" and not decode:  # by the library too, where it serves this
+    if op.name == "CausalAttention" and not decode:  # by the library too, where it serves this
         new = np.diff(inputs["cu_seqlens"])
         total = inputs["past_lens"] + new
         lengths.append((int(new.max()), int(total.max())))
@@ -44,7 +44,7 @@ def check(extension, op, fields, inputs, dtype, decode=False):
                 tensors["key_cache"][row, :, length:] = float("nan")
                 tensors["value_cache"][row, :, length:] = float("nan")
     for longest, reach in lengths:
-        outputs = [tensors[op.input_names[index]] if op.name == "Attention" and index else
+        outputs = [tensors[op.input_names[index]] if op.name == "CausalAttention" and index else
                    torch.full(array.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
                    for index, array in enumerate(expected)]
         extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], decode,
@@ -63,7 +63,7 @@ def check(extension, op, fields, inputs, dtype, decode=False):
 def test_an_op_s_samples(extension, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
         decode = False
-        if op.name == "Attention":
+        if op.name == "CausalAttention":
             if sample.fields["head_dim"] % 8:
                 continue
             decode = bool((np.diff(sample.inputs["cu_seqlens"]) == 1).all())
@@ -93,7 +93,7 @@ def test_an_op_s_samples(extension, op, dtype):
 def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
                      max_seq_len=2048, rotary_dim=dim, **more)
-    check(extension, plugins.registry()["Attention"], sample.fields, sample.inputs, dtype,
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
           decode=all(count == 1 for count in new))
 
 
@@ -170,7 +170,8 @@ def test_any_attention(extension, data, heads, dim, dtype, decode, window, softc
     sample = _sample(np.random.default_rng(seed), new, past, dim, *heads, window=window,
                      softcap=softcap, block_size=block_size,
                      max_seq_len=-(-length // 64) * 64, **more)
-    check(extension, plugins.registry()["Attention"], sample.fields, sample.inputs, dtype, decode)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
+          decode)
 
 
 def draw(extension, logits, dtype, vocab=None, **sampling):

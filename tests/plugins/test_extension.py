@@ -35,10 +35,10 @@ def test_the_extension_s_ops_are_the_declared_ones(extension):
 
 
 @pytest.mark.parametrize(("name", "fields", "match"), [
-    ("Attentoin", {}, "there is no op 'Attentoin'"),
+    ("CausalAttentoin", {}, "there is no op 'CausalAttentoin'"),
     ("RMSNorm", {"epsilom": 1.0}, "has no field 'epsilom'"),
     ("RMSNorm", {"epsilon": "small"}, "field 'epsilon' is a str, expected a float"),
-    ("Attention", {"num_heads": 4}, "needs the field"),
+    ("CausalAttention", {"num_heads": 4}, "needs the field"),
     ("GatedMLP", {"activation": "swoosh"}, "no activation 'swoosh'"),
 ])
 def test_bad_fields_are_named(extension, name, fields, match):

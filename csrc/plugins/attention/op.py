@@ -389,7 +389,7 @@ def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, 
 
 
 OP = Op(
-    name="Attention",
+    name="CausalAttention",
     version=1,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
             "q_norm?", "k_norm?", "block_table?"),

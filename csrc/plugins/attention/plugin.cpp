@@ -5,9 +5,9 @@
 namespace llmc {
 namespace {
 
-class Attention : public Plugin {
+class CausalAttention : public Plugin {
  public:
-  explicit Attention(const Fields& fields) {
+  explicit CausalAttention(const Fields& fields) {
     p_.num_heads = integer(fields, "num_heads");
     p_.num_kv_heads = integer(fields, "num_kv_heads");
     p_.head_dim = integer(fields, "head_dim");
@@ -18,10 +18,10 @@ class Attention : public Plugin {
     p_.softcap = real(fields, "softcap");
     p_.norm_epsilon = real(fields, "norm_epsilon");
     if (p_.num_kv_heads < 1 || p_.num_heads % p_.num_kv_heads != 0)
-      throw Error("Attention's num_heads " + std::to_string(p_.num_heads) +
+      throw Error("CausalAttention's num_heads " + std::to_string(p_.num_heads) +
                   " is not a multiple of num_kv_heads " + std::to_string(p_.num_kv_heads));
     if (p_.head_dim % 8 != 0 || p_.head_dim < 8 || p_.head_dim > 256)
-      throw Error("Attention's head_dim " + std::to_string(p_.head_dim) +
+      throw Error("CausalAttention's head_dim " + std::to_string(p_.head_dim) +
                   " is not a multiple of 8 from 8 to 256");
     if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.head_dim));
   }
@@ -55,19 +55,19 @@ class Attention : public Plugin {
       p.block_size = p.max_seq_len;
       p.max_seq_len *= static_cast<int>(table->shape[1]);
       if ((p.block_size & (p.block_size - 1)) != 0)
-        throw Error("Attention's block size " + std::to_string(p.block_size) + " is not a power of two");
+        throw Error("CausalAttention's block size " + std::to_string(p.block_size) + " is not a power of two");
     }
     p.decode = context.decode;
     p.scratch = workspace;
     p.counters = context.counters;
     p.queries = static_cast<char*>(workspace) + scratch();
     if (!p.decode) {
-      check(kernels::append(in[0].dtype, p, context.stream), "Attention");
+      check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
       if (context.sdpa != nullptr && context.longest > 0 &&
           context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
         return;
     }
-    check(kernels::attention(in[0].dtype, p, context.stream), "Attention");
+    check(kernels::attention(in[0].dtype, p, context.stream), "CausalAttention");
   }
 
  private:
@@ -82,7 +82,7 @@ class Attention : public Plugin {
 
 void register_attention() {
   register_plugin(
-      {"Attention", 1,
+      {"CausalAttention", 1,
        {"qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?", "q_norm?",
         "k_norm?", "block_table?"},
        {"out", "key_cache_out", "value_cache_out"},
@@ -91,7 +91,7 @@ void register_attention() {
         {"interleaved", int64_t{0}}, {"norm_epsilon", 1e-6}},
        {"num_heads", "num_kv_heads", "head_dim"},
        [](const Fields& fields) -> std::unique_ptr<Plugin> {
-         return std::make_unique<Attention>(fields);
+         return std::make_unique<CausalAttention>(fields);
        }});
 }
 
