@@ -8,29 +8,13 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "binding.h"
 #include "engine.h"
 
 namespace nb = nanobind;
 using namespace llmc;
 
-namespace {
-
-template <typename T>
-using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
-
-DType dtype_of(const std::string& name) {
-  static const std::map<std::string, DType> names = {{"float32", DType::kFloat32},
-                                                     {"float16", DType::kFloat16},
-                                                     {"bfloat16", DType::kBFloat16},
-                                                     {"int32", DType::kInt32},
-                                                     {"int64", DType::kInt64}};
-  const auto found = names.find(name);
-  if (found == names.end()) throw Error("there is no dtype '" + name + "'");
-  return found->second;
-}
-
-// A device tensor that somebody else owns: address, dtype, shape. Address 0 is an absent input.
-using Foreign = std::tuple<uintptr_t, std::string, Shape>;
+namespace llmc {
 
 std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign) {
   std::vector<Tensor> tensors;
@@ -38,6 +22,13 @@ std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign) {
     tensors.push_back({reinterpret_cast<void*>(address), dtype_of(dtype), shape});
   return tensors;
 }
+
+}  // namespace llmc
+
+namespace {
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 
 // Run one op on device tensors `repeats` times and wait; milliseconds per run after the first.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
@@ -76,16 +67,25 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   return milliseconds / std::max(1, repeats - 1);
 }
 
+std::vector<std::string> texts_of(const std::vector<Port>& ports) {
+  std::vector<std::string> texts;
+  for (const Port& port : ports) texts.push_back(port.text());
+  return texts;
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
   nb::exception<Error>(m, "CudaError");
+#ifdef LLMC_TENSORRT
+  tensorrt::bind(m.def_submodule("tensorrt"));
+#endif
 
   nb::class_<PluginType>(m, "PluginType")
       .def_ro("name", &PluginType::name)
       .def_ro("version", &PluginType::version)
-      .def_ro("inputs", &PluginType::inputs)
-      .def_ro("outputs", &PluginType::outputs)
+      .def_prop_ro("inputs", [](const PluginType& type) { return texts_of(type.inputs); })
+      .def_prop_ro("outputs", [](const PluginType& type) { return texts_of(type.outputs); })
       .def_ro("fields", &PluginType::fields)
       .def_ro("required", &PluginType::required);
   m.def("plugin_types", [] {

@@ -11,15 +11,6 @@ namespace {
 constexpr int64_t kPinned = 64 << 20;
 constexpr int64_t kMaxEndIds = 64;
 
-int64_t width(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-    case DType::kBFloat16: return 2;
-    case DType::kInt64: return 8;
-    default: return 4;
-  }
-}
-
 int64_t count_of(const Shape& shape) { return Tensor{nullptr, DType::kFloat32, shape}.size(); }
 
 void to_float(float* target, const char* source, int64_t count, DType dtype) {
@@ -44,7 +35,7 @@ void to_float(float* target, const char* source, int64_t count, DType dtype) {
 // The rows of a tensor whose logits a step wants.
 class Gather : public Plugin {
  public:
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     return {{in[1][0], in[0][1]}};
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
@@ -72,7 +63,7 @@ class ElementwiseOp : public Plugin {
     return found == ops.end() ? nullptr : std::make_unique<ElementwiseOp>(found->second);
   }
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     return {in[0].size() < 2 && in.size() > 1 ? in[1] : in[0]};
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,

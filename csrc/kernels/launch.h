@@ -20,13 +20,14 @@ namespace kernels {
 // before the position is added. table T [rows, hidden]; positions T [max_positions, hidden] or null.
 struct EmbeddingParams {
   void* y;
-  const int64_t* ids;
+  const void* ids;  // int64, or int32 if narrow_ids
   const void* table;
-  const int64_t* position_ids;
+  const void* position_ids;
   const void* positions;
   int64_t rows, vocab_start;
   int num_tokens, hidden;
   float scale;
+  bool narrow_ids;
 };
 cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
 

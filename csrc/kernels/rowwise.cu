@@ -6,16 +6,21 @@ namespace {
 
 using namespace device;
 
+__device__ int64_t id_at(const void* ids, int index, bool narrow) {
+  return narrow ? static_cast<const int32_t*>(ids)[index] : static_cast<const int64_t*>(ids)[index];
+}
+
 // A block per token, kWidth elements per thread and turn. Reads a table row and perhaps a position row.
 template <typename T, int kWidth>
 __global__ void embedding_kernel(EmbeddingParams p) {
   wait_for_inputs();
   let_next_start();
-  const int64_t row = p.ids[blockIdx.x] - p.vocab_start;
+  const int64_t row = id_at(p.ids, blockIdx.x, p.narrow_ids) - p.vocab_start;
   const bool mine = row >= 0 && row < p.rows;
   const T* table = static_cast<const T*>(p.table) + (mine ? row : 0) * p.hidden;
   const T* position = p.positions == nullptr
-      ? nullptr : static_cast<const T*>(p.positions) + p.position_ids[blockIdx.x] * p.hidden;
+      ? nullptr
+      : static_cast<const T*>(p.positions) + id_at(p.position_ids, blockIdx.x, p.narrow_ids) * p.hidden;
   T* y = static_cast<T*>(p.y) + static_cast<int64_t>(blockIdx.x) * p.hidden;
   for (int i = threadIdx.x * kWidth; i < p.hidden; i += blockDim.x * kWidth) {
     const auto word = load<T, kWidth>(table + i);

@@ -7,7 +7,9 @@ class AllGather : public Plugin {
  public:
   explicit AllGather(const Fields& fields) : tp_size_(integer(fields, "tp_size")) {}
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+  bool collective() const override { return true; }
+
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     return {{in[0][0], in[0][1] * tp_size_}};
   }
 

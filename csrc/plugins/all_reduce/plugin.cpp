@@ -5,7 +5,9 @@ namespace {
 
 class AllReduce : public Plugin {
  public:
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override { return {in[0]}; }
+  bool collective() const override { return true; }
+
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override { return {in[0]}; }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {

@@ -26,7 +26,11 @@ class CausalAttention : public Plugin {
     if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.head_dim));
   }
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    if (in[0].size() != 2 || in[1].size() != 4 || in[2].size() != 4)
+      throw Error("CausalAttention's qkv has 2 dimensions and each cache 4, not " +
+                  std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
+                  std::to_string(in[2].size()));
     return {{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, in[1], in[2]};
   }
 
@@ -55,9 +59,10 @@ class CausalAttention : public Plugin {
       p.block_size = p.max_seq_len;
       p.max_seq_len *= static_cast<int>(table->shape[1]);
       if ((p.block_size & (p.block_size - 1)) != 0)
-        throw Error("CausalAttention's block size " + std::to_string(p.block_size) + " is not a power of two");
+        throw Error("CausalAttention's block size " + std::to_string(p.block_size) +
+                    " is not a power of two");
     }
-    p.decode = context.decode;
+    p.decode = context.decode || (context.dense && p.num_tokens == p.batch);
     p.scratch = workspace;
     p.counters = context.counters;
     p.queries = static_cast<char*>(workspace) + scratch();
@@ -83,9 +88,9 @@ class CausalAttention : public Plugin {
 void register_attention() {
   register_plugin(
       {"CausalAttention", 1,
-       {"qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?", "q_norm?",
-        "k_norm?", "block_table?"},
-       {"out", "key_cache_out", "value_cache_out"},
+       {"qkv", "key_cache", "value_cache", "cu_seqlens: int32", "past_lens: int32", "cos?: float32",
+        "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32"},
+       {"out", "key_cache_out = key_cache", "value_cache_out = value_cache"},
        {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
         {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},
         {"interleaved", int64_t{0}}, {"norm_epsilon", 1e-6}},

@@ -25,6 +25,14 @@ inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, bool gate
   return gated && !is_gemv(x) ? x.shape[0] * weight.shape[0] * (x.dtype == DType::kFloat32 ? 4 : 2) : 0;
 }
 
+// The shape of y; throws Error where x or the weight is no matrix.
+inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated) {
+  if (x.size() != 2 || weight.size() != 2)
+    throw Error("a GEMM's x and weight have " + std::to_string(x.size()) + " and " +
+                std::to_string(weight.size()) + " dimensions; each has 2");
+  return {x[0], gated ? weight[0] / 2 : weight[0]};
+}
+
 inline kernels::GemvParams gemv_params(const Linear& l) {
   const int out = static_cast<int>(l.weight.shape[0]) / (l.gated ? 2 : 1);
   return {l.y.data, l.x.data, l.weight.data, l.bias != nullptr ? l.bias->data : nullptr,

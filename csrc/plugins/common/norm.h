@@ -12,8 +12,8 @@ class Norm : public Plugin {
 
   static std::unique_ptr<Plugin> make(const Fields& fields) { return std::make_unique<Norm>(fields); }
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
-    return kResidual ? std::vector<Shape>{in[0], in[0]} : std::vector<Shape>{in[0]};
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    return kResidual ? std::vector<Dims>{in[0], in[0]} : std::vector<Dims>{in[0]};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,

@@ -43,6 +43,40 @@ struct Tensor {
   }
 };
 
+// One dimension of a tensor as hosts know it that have no numbers yet: an input's dimension, times a number,
+// over a number; or a number alone.
+class Dim {
+ public:
+  Dim(int64_t number) : times(number) {}
+  Dim(int input, int axis) : input(input), axis(axis) {}
+  Dim operator*(int64_t number) const { return scaled(times * number, over); }
+  Dim operator/(int64_t number) const { return scaled(times, over * number); }  // rounds down
+  // What it is where the inputs have these shapes.
+  int64_t of(const std::vector<Shape>& inputs) const {
+    return (input < 0 ? 1 : inputs[input][axis]) * times / over;
+  }
+
+  int64_t times = 1, over = 1;
+  int input = -1, axis = -1;  // -1: none
+
+ private:
+  Dim scaled(int64_t times, int64_t over) const {
+    Dim made = *this;
+    made.times = times;
+    made.over = over;
+    return made;
+  }
+};
+
+// All dimensions of a tensor; none for an absent input.
+struct Dims : std::vector<Dim> {
+  using vector::vector;
+  const Dim& operator[](size_t axis) const {
+    if (axis >= size()) throw Error("a tensor has only " + std::to_string(size()) + " dimensions");
+    return vector::operator[](axis);
+  }
+};
+
 // Matrix products on one device: y = x · weightᵀ with cuBLASLt, algorithms timed once per shape.
 class Gemm {
  public:
@@ -75,27 +109,42 @@ struct Context {
   bool decode = false;                // every sequence has exactly one new token
   Sdpa* sdpa = nullptr;
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
+  bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
 };
 
 class Plugin {
  public:
   virtual ~Plugin() = default;
 
-  // Output shapes from input shapes (empty for an absent one).
-  virtual std::vector<Shape> shapes(const std::vector<Shape>& inputs) const = 0;
+  // Output shapes from input shapes. Throws Error where an input has the wrong number of dimensions.
+  virtual std::vector<Dims> shapes(const std::vector<Dims>& inputs) const = 0;
   // Bytes of scratch for these inputs. Its content means nothing before and after.
   virtual int64_t workspace(const std::vector<Tensor>&) const { return 0; }
   virtual void enqueue(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                        void* workspace, const Context& context) const = 0;
+  // Whether it works with other ranks, and so not without a communicator.
+  virtual bool collective() const { return false; }
+};
+
+// An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
+// "name: int32 int64" where its dtype is not the op's own, "name = input" where an output is that input's
+// memory, in which the op writes.
+struct Port {
+  Port(const char* declared);
+  std::string text() const { return name + (optional ? "?" : ""); }
+
+  std::string name;
+  bool optional = false;
+  std::vector<DType> dtypes;  // what it may be; none: what the op computes in
+  std::string in_place;
 };
 
 // One op's entry in the registry: its contract as csrc/plugins/<op>/op.py declares it.
 struct PluginType {
   std::string name;
   int version;
-  std::vector<std::string> inputs;  // a trailing '?' marks an optional one
-  std::vector<std::string> outputs;
-  Fields fields;                    // every field with its default
+  std::vector<Port> inputs, outputs;
+  Fields fields;  // every field with its default
   std::vector<std::string> required;
   std::unique_ptr<Plugin> (*make)(const Fields& fields);
 };
@@ -108,6 +157,11 @@ const std::map<std::string, PluginType>& plugin_types();
 // A plugin with these fields, defaults filled in. Throws Error for an unknown op, or a field that is unknown,
 // missing or of another type.
 std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& fields);
+
+const char* name_of(DType dtype);
+// Throws Error for a name that is no dtype's.
+DType dtype_of(const std::string& name);
+int64_t width(DType dtype);  // bytes
 
 inline int integer(const Fields& fields, const char* name) {
   return static_cast<int>(std::get<int64_t>(fields.at(name)));

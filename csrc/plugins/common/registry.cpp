@@ -1,5 +1,7 @@
 #include "plugin.h"
 
+#include <sstream>
+
 namespace llmc {
 namespace {
 
@@ -12,6 +14,10 @@ const char* kind(const Value& value) {
   static const char* names[] = {"an int", "a float", "a str"};
   return names[value.index()];
 }
+
+// By DType.
+constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64"};
+constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8};
 
 }  // namespace
 
@@ -26,6 +32,29 @@ void check(cublasStatus_t status, const char* what) {
 
 void check(ncclResult_t status, const char* what) {
   if (status != ncclSuccess) throw Error(std::string(what) + " failed: " + ncclGetErrorString(status));
+}
+
+const char* name_of(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
+int64_t width(DType dtype) { return kDTypeWidths[static_cast<int>(dtype)]; }
+
+DType dtype_of(const std::string& name) {
+  for (int i = 0; i < 5; ++i)
+    if (name == kDTypeNames[i]) return static_cast<DType>(i);
+  throw Error("there is no dtype '" + name + "'");
+}
+
+Port::Port(const char* declared) {
+  std::istringstream words(declared);
+  std::string word;
+  words >> name;
+  const bool typed = name.back() == ':';
+  if (typed) name.pop_back();
+  optional = name.back() == '?';
+  if (optional) name.pop_back();
+  while (words >> word) {
+    if (word == "=") words >> in_place;
+    else dtypes.push_back(dtype_of(word));
+  }
 }
 
 void register_plugin(PluginType type) {

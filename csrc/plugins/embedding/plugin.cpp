@@ -9,7 +9,7 @@ class Embedding : public Plugin {
       : scale_(real(fields, "scale")), start_(integer(fields, "vocab_start")),
         sharded_(integer(fields, "vocab_sharded") != 0) {}
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     return {{in[0][0], in[1][1]}};
   }
 
@@ -18,9 +18,12 @@ class Embedding : public Plugin {
     const bool placed = in.size() > 3 && in[3].data != nullptr;
     kernels::EmbeddingParams p{};
     p.y = out[0].data;
-    p.ids = static_cast<const int64_t*>(in[0].data);
+    p.ids = in[0].data;
     p.table = in[1].data;
-    p.position_ids = placed ? static_cast<const int64_t*>(in[2].data) : nullptr;
+    p.position_ids = placed ? in[2].data : nullptr;
+    p.narrow_ids = in[0].dtype == DType::kInt32;
+    if (placed && in[2].dtype != in[0].dtype)
+      throw Error("Embedding's input_ids and position_ids differ in dtype");
     p.positions = placed ? in[3].data : nullptr;
     p.rows = in[1].shape[0];
     p.vocab_start = sharded_ ? start_ : 0;
@@ -39,8 +42,9 @@ class Embedding : public Plugin {
 }  // namespace
 
 void register_embedding() {
-  register_plugin({"Embedding", 1, {"input_ids", "table", "position_ids?", "position_table?"}, {"y"},
-                   {{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}, {},
+  register_plugin({"Embedding", 1,
+                   {"input_ids: int64 int32", "table", "position_ids?: int64 int32", "position_table?"},
+                   {"y"}, {{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}, {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<Embedding>(fields);
                    }});

@@ -7,8 +7,8 @@ class GatedMLP : public Plugin {
  public:
   explicit GatedMLP(const Fields& fields) : activation_(activation_of(fields)) {}
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
-    return {{in[0][0], in[1][0] / 2}};
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    return {linear_shape(in[0], in[1], true)};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {

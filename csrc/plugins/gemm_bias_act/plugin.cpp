@@ -7,8 +7,8 @@ class GemmBiasAct : public Plugin {
  public:
   explicit GemmBiasAct(const Fields& fields) : activation_(activation_of(fields)) {}
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
-    return {{in[0][0], in[1][0]}};
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    return {linear_shape(in[0], in[1], false)};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,

@@ -5,8 +5,8 @@ namespace {
 
 class GemmBiasRes : public Plugin {
  public:
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
-    return {{in[0][0], in[1][0]}};
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    return {linear_shape(in[0], in[1], false)};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,

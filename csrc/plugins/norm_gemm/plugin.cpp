@@ -9,8 +9,8 @@ class NormGemm : public Plugin {
       : centred_(integer(fields, "centred") != 0), gated_(integer(fields, "gated") != 0),
         epsilon_(real(fields, "epsilon")), activation_(activation_of(fields)) {}
 
-  std::vector<Shape> shapes(const std::vector<Shape>& in) const override {
-    return {{in[0][0], in[1][0] / (gated_ ? 2 : 1)}};
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    return {linear_shape(in[0], in[1], gated_)};
   }
 
   // The normed x, then what the GEMM needs.
@@ -59,7 +59,7 @@ class NormGemm : public Plugin {
 }  // namespace
 
 void register_norm_gemm() {
-  register_plugin({"NormGemm", 1, {"x", "weight", "bias?", "row_sums?"}, {"y"},
+  register_plugin({"NormGemm", 1, {"x", "weight", "bias?", "row_sums?: float32"}, {"y"},
                    {{"centred", int64_t{0}}, {"epsilon", 1e-6}, {"activation", std::string("none")},
                     {"gated", int64_t{0}}}, {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {

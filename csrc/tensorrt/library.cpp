@@ -1,0 +1,143 @@
+#include "library.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <set>
+
+#include "shell.h"
+#include "stream_state.h"
+
+namespace llmc::tensorrt {
+namespace {
+
+constexpr const char* kLoad = "LLMC_LOAD_PLUGINS";
+
+nvinfer1::ILogger* given_logger = nullptr;
+nvinfer1::ILoggerFinder* logger_finder = nullptr;
+thread_local std::string last_problem;
+
+// A function of the TensorRT that this process has loaded, however it did.
+template <typename Function>
+Function* find(const char* name) {
+  if (void* found = dlsym(RTLD_DEFAULT, name)) return reinterpret_cast<Function*>(found);
+  const std::string library = "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
+  void* handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  return handle == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(handle, name));
+}
+
+// The major version of this process's TensorRT, with which ABIs change; 0 where there is none.
+int major_version() {
+  auto* version = find<int32_t()>("getInferLibVersion");
+  const int number = version == nullptr ? 0 : version();  // 8.6.1 is 8601, 10.3.0 is 100300
+  return number / (number < 10000 ? 1000 : 10000);
+}
+
+nvinfer1::ILogger* logger() {
+  if (given_logger != nullptr) return given_logger;
+  if (major_version() != NV_TENSORRT_MAJOR) return nullptr;
+  if (logger_finder != nullptr) return logger_finder->findLogger();
+  auto* get = find<nvinfer1::ILogger*()>("getLogger");
+  return get == nullptr ? nullptr : get();
+}
+
+nvinfer1::IPluginRegistry* registry() {
+  const int major = major_version();
+  if (major == 0)
+    throw Error("TensorRT is not loaded: load libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR) +
+                " before llmc's plugins");
+  if (major != NV_TENSORRT_MAJOR)
+    throw Error("llmc's plugins were compiled for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) + "." +
+                std::to_string(NV_TENSORRT_MINOR) + ", this is version " + std::to_string(major) +
+                "; compile them with a TENSORRT_ROOT of that version");
+  return find<nvinfer1::IPluginRegistry*()>("getPluginRegistry")();
+}
+
+void init(void* logger, const char* name, void* given) {
+  static std::mutex mutex;
+  static std::set<void*> done;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (logger != nullptr) given_logger = static_cast<nvinfer1::ILogger*>(logger);
+  auto* registry = given != nullptr ? static_cast<nvinfer1::IPluginRegistry*>(given) : tensorrt::registry();
+  if (done.count(registry)) return;
+  if (name != nullptr) plugin_namespace() = name;
+  for (Creator* creator : creators()) {
+#if LLMC_PLUGIN_V2
+    creator->setPluginNamespace(plugin_namespace().c_str());  // or a plan cannot find it again
+#endif
+    if (!registry->registerCreator(*creator, plugin_namespace().c_str()))
+      throw Error("TensorRT does not take llmc's plugins into namespace '" + plugin_namespace() +
+                  "': there are plugins of these names already");
+  }
+  done.insert(registry);
+}
+
+__attribute__((constructor)) void init_on_load() {
+  const char* wish = std::getenv(kLoad);
+  if (wish != nullptr && wish[0] == '1' && !initLlmcPlugins(nullptr, nullptr, nullptr) && logger() == nullptr)
+    std::fprintf(stderr, "%s is 1, but %s\n", kLoad, last_problem.c_str());
+}
+
+}  // namespace
+
+std::string& plugin_namespace() {
+  static auto* name = new std::string("llmc");
+  return *name;
+}
+
+void report(const std::string& problem) noexcept {
+  try {
+    last_problem = problem;
+    if (nvinfer1::ILogger* log = logger())
+      log->log(nvinfer1::ILogger::Severity::kERROR, ("llmc: " + problem).c_str());
+  } catch (...) {  // there is no memory for the message
+  }
+}
+
+}  // namespace llmc::tensorrt
+
+using namespace llmc::tensorrt;
+
+bool initLlmcPlugins(void* logger, const char* libNamespace, void* registry) {
+  return guarded(false, [&] {
+    init(logger, libNamespace, registry);
+    return true;
+  });
+}
+
+const char* llmcPluginError() { return last_problem.c_str(); }
+
+void llmcSetCommunicator(void* communicator) {
+  guarded(false, [&] {
+    set_communicator(static_cast<ncclComm_t>(communicator));
+    return true;
+  });
+}
+
+void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { logger_finder = finder; }
+
+#if NV_TENSORRT_MAJOR < 11
+nvinfer1::IPluginCreator* const* getPluginCreators(int32_t& count) {
+#if LLMC_PLUGIN_V2
+  count = static_cast<int32_t>(creators().size());
+  return creators().data();
+#else
+  count = 0;
+  return nullptr;
+#endif
+}
+#endif
+
+#if NV_TENSORRT_MAJOR >= 10
+nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
+#if LLMC_PLUGIN_V2
+  count = 0;
+  return nullptr;
+#else
+  count = static_cast<int32_t>(creators().size());
+  return creators().data();
+#endif
+}
+#endif

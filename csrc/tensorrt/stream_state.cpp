@@ -1,0 +1,51 @@
+#include "stream_state.h"
+
+#include <map>
+
+namespace llmc::tensorrt {
+namespace {
+
+std::mutex mutex;
+
+int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "asking for the device");
+  return device;
+}
+
+std::map<int, ncclComm_t>& communicators() {
+  static auto* all = new std::map<int, ncclComm_t>;
+  return *all;
+}
+
+}  // namespace
+
+StreamState& state_of(cudaStream_t stream) {
+  static auto* all = new std::map<std::pair<int, cudaStream_t>, std::unique_ptr<StreamState>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& state = (*all)[{current_device(), stream}];
+  if (state == nullptr) {
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &capturing), "asking for a stream's state");
+    if (capturing != cudaStreamCaptureStatusNone)
+      throw Error("a stream is captured before llmc's plugins ran there; run a step first");
+    auto made = std::make_unique<StreamState>();
+    check(cudaMalloc(&made->counters, kCounters * sizeof(int32_t)), "allocating counters");
+    check(cudaMemsetAsync(made->counters, 0, kCounters * sizeof(int32_t), stream), "clearing counters");
+    state = std::move(made);
+  }
+  return *state;
+}
+
+ncclComm_t communicator() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = communicators().find(current_device());
+  return found == communicators().end() ? nullptr : found->second;
+}
+
+void set_communicator(ncclComm_t communicator) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  communicators()[current_device()] = communicator;
+}
+
+}  // namespace llmc::tensorrt

@@ -1,0 +1,112 @@
+"""The ops as TensorRT plugins, TensorRT's part played, against each op's float64 reference."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from llmc import plugins
+from llmc.plugins.attention.op import _sample
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+OPS = [op for op in plugins.registry().values() if op.body is not None]
+CACHES = ("key_cache", "value_cache")
+
+
+@pytest.fixture(scope="module")
+def harness(extension):
+    if not hasattr(extension, "tensorrt"):
+        pytest.skip("llmc was built without TENSORRT_ROOT")
+    return extension.tensorrt.Harness(
+        os.path.join(os.path.dirname(extension.__file__), "libllmc_plugins.so"))
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request, harness, extension):
+    if request.param == "bfloat16" and float(extension.tensorrt.version) < 9:
+        pytest.skip("TensorRT 8 has no bfloat16")
+    return request.param
+
+
+def describe(tensor):
+    return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
+    """Run the plugin on what the dtype makes of the inputs; milliseconds.
+
+    `in_place`: the outputs that continue caches are bound to the caches' memory.
+    """
+    fields = op.complete(sample.fields)
+    tensors = {}
+    for name in op.input_names:
+        if name in sample.inputs:
+            tensor = torch.from_numpy(np.ascontiguousarray(sample.inputs[name])).cuda()
+            if tensor.is_floating_point():
+                tensor = tensor.to(torch.float32 if name in op.float32_inputs else DTYPES[dtype])
+            elif narrow:
+                tensor = tensor.int()
+            tensors[name] = tensor
+    expected = op.reference(fields, {
+        name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
+        for name, tensor in tensors.items()})
+    outputs = [tensors[name.removesuffix("_out")]
+               if in_place and name.removesuffix("_out") in CACHES else
+               torch.full(array.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
+               for name, array in zip(op.outputs, expected, strict=True)]
+    untouched = {name: tensors[name].clone() for name in CACHES if name in tensors}
+    milliseconds = harness.run(
+        op.name, {**fields, "dtype": dtype, "present": " ".join(tensors)},
+        [describe(tensor) for tensor in tensors.values()], [describe(t) for t in outputs], repeats)
+    for tensor, array in zip(outputs, expected, strict=True):
+        actual = tensor.double().cpu().numpy()
+        assert np.isfinite(actual).all()
+        assert np.abs(actual - array).max() <= TOLERANCE[dtype] * np.abs(array).max()
+    if not in_place:
+        for name, tensor in untouched.items():
+            assert torch.equal(tensors[name], tensor)
+    return milliseconds
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_an_op_s_samples(harness, op, dtype):
+    for sample in op.samples(np.random.default_rng(0)):
+        if op.name != "CausalAttention" or sample.fields["head_dim"] % 8 == 0:
+            check(harness, op, sample, dtype)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
+@pytest.mark.parametrize(("new", "past", "more"), [
+    ((1,) * 4, (300, 0, 63, 1000), {}),
+    ((130, 3, 64), (0, 50, 10), {}),
+    ((1,) * 3, (300, 0, 1000), {"block_size": 16}),
+    ((3, 1, 5), (5, 9, 0), {"norms": "qk", "window": 4}),
+], ids=["decode", "prefill", "paged", "mixed"])
+def test_attention_updates_its_caches(harness, new, past, more, in_place, dtype):
+    sample = _sample(np.random.default_rng(1), new, past, 128, heads=8, kv_heads=2,
+                     max_seq_len=2048, rotary_dim=128, **more)
+    check(harness, plugins.registry()["CausalAttention"], sample, dtype, in_place)
+
+
+def test_a_plugin_runs_again_and_again(harness):
+    """On one stream: what ops keep there, GEMM algorithms and counters, is as they need it."""
+    sample = _sample(np.random.default_rng(1), (1,), (900,), 64, heads=4, kv_heads=4,
+                     max_seq_len=1024, rotary_dim=64)
+    assert check(harness, plugins.registry()["CausalAttention"], sample, "float16",
+                 repeats=20) < 1.0
+
+
+def test_ids_of_64_bits(harness, extension):
+    if float(extension.tensorrt.version) < 9:
+        pytest.skip("TensorRT 8 has no int64")
+    op = plugins.registry()["Embedding"]
+    for sample in op.samples(np.random.default_rng(0)):
+        check(harness, op, sample, "float16", narrow=False)
+
+
+def test_a_collective_without_a_communicator_says_so(harness, extension):
+    x = torch.zeros(2, 8, dtype=torch.float16, device="cuda")
+    with pytest.raises(extension.CudaError, match="a collective needs a communicator"):
+        harness.run("AllReduce", {"tp_size": 2}, [describe(x)], [describe(x.clone())])

@@ -1,0 +1,206 @@
+"""The ops as TensorRT plugins. No GPU is needed, only that llmc was built with TENSORRT_ROOT."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from llmc import plugins
+from llmc.runtime.engines import cuda
+
+CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
+         for op in plugins.registry().values() if op.samples
+         for index, sample in enumerate(op.samples(np.random.default_rng(7)))]
+KINDS = {int: "int", float: "float", str: "str"}
+COLLECTIVES = [op for op in plugins.registry().values() if op.body is None]
+
+
+@pytest.fixture(scope="module")
+def tensorrt():
+    if find_spec("llmc._cuda") is None:
+        pytest.skip("llmc was installed without the CUDA engine")
+    extension = cuda.extension()
+    if not hasattr(extension, "tensorrt"):
+        pytest.skip("llmc was built without TENSORRT_ROOT")
+    extension.tensorrt.library = os.path.join(os.path.dirname(extension.__file__),
+                                              "libllmc_plugins.so")
+    return extension.tensorrt
+
+
+@pytest.fixture(scope="module")
+def harness(tensorrt):
+    return tensorrt.Harness(tensorrt.library)
+
+
+def given(op, sample, dtype, narrow=False):
+    """The node's fields and inputs, (address, dtype, shape) each."""
+    inputs = []
+    for name in op.input_names:
+        if name in sample.inputs:
+            array = sample.inputs[name]
+            kind = "int32" if narrow and array.dtype == np.int64 else array.dtype.name
+            if array.dtype == np.float32 and name not in op.float32_inputs:
+                kind = dtype
+            inputs.append((0, kind, list(array.shape)))
+    present = " ".join(name for name in op.input_names if name in sample.inputs)
+    return {**sample.fields, "present": present, "dtype": dtype}, inputs
+
+
+def test_every_op_has_a_creator(harness):
+    creators = {creator.name: creator for creator in harness.creators}
+    assert set(creators) == set(plugins.registry())
+    for name, op in plugins.registry().items():
+        creator = creators[name]
+        assert (creator.version, creator.namespace) == (str(op.version), plugins.DOMAIN)
+        assert creator.fields == {field: KINDS[type(value)] for field, value in op.fields.items()} \
+            | {"present": "str", "dtype": "str"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_outputs_are_as_declared(tensorrt, harness, op, sample, dtype):
+    """Shapes through an expression builder, dtypes, formats, workspace, serialization."""
+    if dtype == "bfloat16" and float(tensorrt.version) < 9:
+        pytest.skip("TensorRT 8 has no bfloat16")
+    if op.name == "CausalAttention" and sample.fields["head_dim"] % 8:
+        pytest.skip("no kernel for this head_dim")
+    fields, inputs = given(op, sample, dtype, narrow=float(tensorrt.version) < 9)
+    answers = harness.ask(op.name, fields, inputs)
+    shapes = {name: array.shape for name, array in sample.inputs.items()}
+    expected = op.shapes(shapes, op.complete(sample.fields))
+    assert [(kind, tuple(shape)) for kind, shape in answers.outputs] \
+        == [(dtype, tuple(shape)) for shape in expected]
+    if tensorrt.plugin_interface == "IPluginV3":
+        assert answers.aliased == ([-1, 1, 2] if op.name == "CausalAttention"
+                                   else [-1] * len(expected))
+
+
+@pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
+def test_a_collective_s_outputs(harness, op):
+    answers = harness.ask(op.name, {"tp_size": 2}, [(0, "float16", [3, 8])])
+    assert answers.outputs == [("float16", [3, 16 if op.name == "AllGather" else 8])]
+
+
+ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+X, WEIGHT = (0, "float16", [3, 8]), (0, "float32", [8])
+
+
+@pytest.mark.parametrize(("op", "fields", "inputs", "match"), [
+    ("RMSNorm", {"epsilom": 1.0}, [X, WEIGHT], "has no field 'epsilom'"),
+    ("RMSNorm", {"epsilon": "small"}, [X, WEIGHT], "field 'epsilon' is a str, expected a float"),
+    ("RMSNorm", {"epsilon": 1}, [X, WEIGHT], "field 'epsilon' is an int, expected a float"),
+    ("RMSNorm", {"dtype": 1}, [X, WEIGHT], "field 'dtype' is not a str"),
+    ("RMSNorm", {"dtype": "float8"}, [X, WEIGHT], "no dtype 'float8'"),
+    ("RMSNorm", {"dtype": "float32"}, [X, WEIGHT], "does not take tensor 0 as float16"),
+    ("RMSNorm", {"present": "x wait"}, [X, WEIGHT], "no input 'wait'"),
+    ("RMSNorm", {"present": "weight x"}, [X, WEIGHT], "in another order"),
+    ("RMSNorm", {"present": "x"}, [X], "needs the input 'weight'"),
+    ("RMSNorm", {"present": "x weight"}, [X], "has 1 inputs, its field 'present' names 2"),
+    ("RMSNorm", {}, [X, WEIGHT, WEIGHT], "takes 2 inputs, not 3"),
+    ("RMSNorm", {}, [X, X], "does not take tensor 1 as float16"),
+    ("CausalAttention", {"num_heads": 4}, [], "needs the field"),
+    ("CausalAttention", ATTENTION | {"head_dim": 12}, [], "head_dim 12 is not a multiple of 8"),
+    ("CausalAttention", ATTENTION, [X] * 5, "each cache 4, not 2, 2 and 2"),
+    ("GatedMLP", {"activation": "swoosh"}, [X, X], "no activation 'swoosh'"),
+    ("GemmBiasAct", {}, [X, (0, "float16", [8])], "have 2 and 1 dimensions"),
+    ("Embedding", {}, [(0, "int32", [3]), (0, "float16", [8])], "has only 1 dimensions"),
+    ("Gelu", {}, [X], "there is no plugin 'Gelu'"),
+])
+def test_what_is_wrong_is_one_sentence(harness, op, fields, inputs, match):
+    with pytest.raises(cuda.extension().CudaError, match=match):
+        harness.ask(op, fields, inputs)
+
+
+def test_without_tensorrt_there_is_nothing_to_register_with(harness):
+    with pytest.raises(cuda.extension().CudaError,
+                       match=r"TensorRT is not loaded: load libnvinfer.so.\d+ before"):
+        harness.init()
+
+
+def test_a_library_that_is_not_there(tensorrt, tmp_path):
+    with pytest.raises(cuda.extension().CudaError, match="plugins cannot be loaded: .*none.so"):
+        tensorrt.Harness(str(tmp_path / "none.so"))
+
+
+def test_on_load_only_where_it_is_asked_for(tensorrt):
+    """In a process of its own, which has no TensorRT."""
+    def load(wish):
+        code = f"from llmc.runtime.engines import cuda\ncuda.extension()\n" \
+               f"import ctypes; ctypes.CDLL({tensorrt.library!r})"
+        return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True,
+                              text=True, env=os.environ | {"LLMC_LOAD_PLUGINS": wish}).stderr
+    assert "LLMC_LOAD_PLUGINS is 1, but TensorRT is not loaded" in load("1")
+    assert load("0") == ""
+
+
+@pytest.fixture(scope="module")
+def registry(tensorrt):
+    """A real registry, TensorRT-RTX's, which has loaded our library."""
+    if tensorrt.plugin_interface != "IPluginV3":
+        pytest.skip("llmc was built for TensorRT 8, whose plugins TensorRT-RTX does not know")
+    trt = pytest.importorskip("tensorrt_rtx")
+    found = trt.get_plugin_registry()
+    if found.get_creator("RMSNorm", "1", plugins.DOMAIN) is None:
+        assert found.load_library(tensorrt.library) is not None
+    return found
+
+
+def create(registry, op, fields, phase="BUILD"):
+    import tensorrt_rtx as trt
+    made = []
+    for name, value in fields.items():
+        array, kind = {
+            int: lambda v: (np.array([v], np.int32), trt.PluginFieldType.INT32),
+            float: lambda v: (np.array([v], np.float32), trt.PluginFieldType.FLOAT32),
+            str: lambda v: (np.frombuffer(v.encode() + b"\0", np.int8), trt.PluginFieldType.CHAR),
+            list: lambda v: (np.array(v, np.int32), trt.PluginFieldType.INT32),
+        }[type(value)](value)
+        made.append(trt.PluginField(name, array, kind))
+    creator = registry.get_creator(op, "1", plugins.DOMAIN)
+    return creator.create_plugin("node", trt.PluginFieldCollection(made),
+                                 getattr(trt.TensorRTPhase, phase))
+
+
+@pytest.mark.parametrize("phase", ["BUILD", "RUNTIME"])
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_a_real_registry_creates_every_plugin(registry, op, sample, phase):
+    import tensorrt_rtx as trt
+    if op.name == "CausalAttention" and sample.fields["head_dim"] % 8:
+        pytest.skip("no kernel for this head_dim")
+    fields, _ = given(op, sample, "float16")
+    plugin = create(registry, op.name, fields, phase)
+    assert plugin.interface_info.kind == "PLUGIN"
+    core = plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
+    assert (core.plugin_name, core.plugin_version, core.plugin_namespace) \
+        == (op.name, str(op.version), plugins.DOMAIN)
+    build = plugin.get_capability_interface(trt.PluginCapabilityType.BUILD)
+    assert build.num_outputs == len(op.outputs)
+    kept = dict(line.split("=", 1) for line in build.metadata_string.splitlines())
+    assert kept["present"] == "s" + fields["present"]
+    for name, value in op.complete(sample.fields).items():
+        text = kept[name][1:]
+        assert text == value if isinstance(value, str) else \
+            int(text) == value if isinstance(value, int) else \
+            float.fromhex(text) == np.float32(value) if name in sample.fields else True
+
+
+@pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
+def test_a_real_registry_creates_collectives(registry, op):
+    assert create(registry, op.name, {"tp_size": 2}) is not None
+
+
+@pytest.mark.parametrize(("op", "fields"), [
+    ("RMSNorm", {"epsilom": 1.0}),
+    ("RMSNorm", {"epsilon": "small"}),
+    ("CausalAttention", {"num_heads": 4}),
+    ("CausalAttention", ATTENTION | {"head_dim": [16, 16]}),
+])
+def test_a_real_registry_gets_no_plugin_from_bad_fields(registry, op, fields):
+    assert create(registry, op, fields) is None
+
+
+def test_the_library_is_loaded_once(registry, tensorrt):
+    assert registry.load_library(tensorrt.library) is None
