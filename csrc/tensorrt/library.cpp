@@ -19,13 +19,16 @@ nvinfer1::ILogger* given_logger = nullptr;
 nvinfer1::ILoggerFinder* logger_finder = nullptr;
 thread_local std::string last_problem;
 
-// A function of the TensorRT that this process has loaded, however it did.
+std::string library_name(int major) { return "libnvinfer.so." + std::to_string(major); }
+
+// A function of the TensorRT that this process has loaded, however it did and whichever it is.
 template <typename Function>
 Function* find(const char* name) {
   if (void* found = dlsym(RTLD_DEFAULT, name)) return reinterpret_cast<Function*>(found);
-  const std::string library = "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
-  void* handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
-  return handle == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(handle, name));
+  for (int major : {NV_TENSORRT_MAJOR, 8, 9, 10, 11})
+    if (void* handle = dlopen(library_name(major).c_str(), RTLD_LAZY | RTLD_NOLOAD))
+      return reinterpret_cast<Function*>(dlsym(handle, name));
+  return nullptr;
 }
 
 // The major version of this process's TensorRT, with which ABIs change; 0 where there is none.
@@ -46,8 +49,8 @@ nvinfer1::ILogger* logger() {
 nvinfer1::IPluginRegistry* registry() {
   const int major = major_version();
   if (major == 0)
-    throw Error("TensorRT is not loaded: load libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR) +
-                " before llmc's plugins");
+    throw Error("TensorRT is not loaded: load " + library_name(NV_TENSORRT_MAJOR) +
+                " before llmc's plugins, or have it on the library path");
   if (major != NV_TENSORRT_MAJOR)
     throw Error("llmc's plugins were compiled for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) + "." +
                 std::to_string(NV_TENSORRT_MINOR) + ", this is version " + std::to_string(major) +
@@ -76,7 +79,10 @@ void init(void* logger, const char* name, void* given) {
 
 __attribute__((constructor)) void init_on_load() {
   const char* wish = std::getenv(kLoad);
-  if (wish != nullptr && wish[0] == '1' && !initLlmcPlugins(nullptr, nullptr, nullptr) && logger() == nullptr)
+  if (wish == nullptr || wish[0] != '1') return;
+  // Polygraphy loads plugins before TensorRT; it will find this one loaded.
+  if (major_version() == 0) dlopen(library_name(NV_TENSORRT_MAJOR).c_str(), RTLD_LAZY | RTLD_GLOBAL);
+  if (!initLlmcPlugins(nullptr, nullptr, nullptr) && logger() == nullptr)
     std::fprintf(stderr, "%s is 1, but %s\n", kLoad, last_problem.c_str());
 }
 

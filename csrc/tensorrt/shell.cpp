@@ -117,6 +117,7 @@ Fields read_text(const PluginType& type, const std::string& text) {
     }
     if (end != nullptr && (value.empty() || *end != '\0')) throw damaged;
   }
+  if (fields.size() != declared_fields(type).size()) throw damaged;
   return fields;
 }
 
