@@ -126,7 +126,7 @@ def test_a_causal_mask_is_proved_and_a_window_is_read_off(tmp_path):
              "b = LessOrEqual(j, i)\nvisible = And(a, b)"
     compile_mask(window, tmp_path)
     model = onnx.load(tmp_path / "case" / "chip0" / "graph.onnx", load_external_data=False)
-    node, = [n for n in model.graph.node if n.op_type == "Attention"]
+    node, = [n for n in model.graph.node if n.op_type == "CausalAttention"]
     fields = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     assert (fields["window"], fields["scale"]) == (6, 0.5)
 
