@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from contextlib import suppress
 from importlib.util import find_spec
@@ -237,13 +238,20 @@ def converse(process, terminal, *lines):
 
 @pytest.fixture
 def talk(case_tp1):
+    def at_a_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where tests run in the background
+
     terminal, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "llmc.cli", "run", "--case_dir", str(case_tp1), "--chat",
          "--max_tokens", "4"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        preexec_fn=at_a_terminal)
     os.close(theirs)
+    patience = threading.Timer(120, process.kill)
+    patience.start()
     yield lambda *lines: converse(process, terminal, *lines)
+    patience.cancel()
     process.kill()
     process.wait()
     os.close(terminal)
