@@ -64,10 +64,18 @@ def test_an_op_s_samples(extension, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
         decode = False
         if op.name == "CausalAttention":
-            if sample.fields["head_dim"] % 8:
+            if sample.fields["head_dim"] % 8 or "cache_indirection" in sample.inputs:
                 continue
             decode = bool((np.diff(sample.inputs["cu_seqlens"]) == 1).all())
         check(extension, op, sample.fields, sample.inputs, dtype, decode)
+
+
+def test_attention_refuses_an_indirection_that_it_has_no_kernel_for(extension):
+    op = plugins.registry()["CausalAttention"]
+    sample = next(s for s in op.samples(np.random.default_rng(0))
+                  if "cache_indirection" in s.inputs)
+    with pytest.raises(extension.CudaError, match="has no kernel for cache_indirection yet"):
+        check(extension, op, sample.fields, sample.inputs, "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

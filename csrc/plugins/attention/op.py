@@ -12,6 +12,10 @@ anything between are the same op with other lengths.
     block_table             int32 [batch, blocks]; absent: the caches as above. With it they are
                             [num_blocks, num_kv_heads, block_size, head_dim], and position p of
                             sequence b is row p % block_size of block block_table[b, p / block_size]
+    cache_indirection       int32 [batch, max_seq_len]; absent: row b, or as the block table says.
+                            With it position p < past_lens[b] of sequence b is in cache row
+                            cache_indirection[b, p], which had it filled before; what it says of
+                            later positions is not read, and new tokens go to row b
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
@@ -109,10 +113,32 @@ _PAGES = [
 ]
 
 
-def _filled(name, paged, dim):
+# Which (row, head, position) holds each filled position of a sequence, [B, kv_heads, L, 3].
+_HOLDERS = [
+    "indirection = Cast<to=7>(cache_indirection)",
+    "filled_indirection = Slice(indirection, c0, fullest, c1)",
+    "batch = Shape(past_lens)", "batch_scalar = Squeeze(batch)",
+    "own_row = Range(zero, batch_scalar, one)", "own_row_column = Unsqueeze(own_row, c1)",
+    "end_of_filled = Squeeze(fullest)", "filled_position = Range(zero, end_of_filled, one)",
+    "past_of_row = Unsqueeze(past, c1)", "is_past = Less(filled_position, past_of_row)",
+    "holder = Where(is_past, filled_indirection, own_row_column)",  # [B, L]
+    "head_count = Shape<start=1, end=2>(key_cache)",
+    "filled_grid = Concat<axis=0>(batch, head_count, fullest, c1)",
+    _ints("c13", 1, 3), "holder_corner = Unsqueeze(holder, c13)",
+    "filled_corner = Unsqueeze(filled_position, c1)",
+    "holder_index = Expand(holder_corner, filled_grid)",
+    "holder_head = Expand(head_corner, filled_grid)",
+    "holder_position = Expand(filled_corner, filled_grid)",
+    "holders = Concat<axis=-1>(holder_index, holder_head, holder_position)",
+]
+
+
+def _filled(name, present, dim):
     """The filled positions of the cache, [B, kv_heads, L, D]."""
     cache, lines = f"{name}_cache_out", []
-    if paged:
+    if "cache_indirection" in present:
+        return [f"{name}s = GatherND({cache}, holders)"]
+    if "block_table" in present:
         lines = [f"{name}_pages = Gather<axis=0>({cache}, table)",
                  f"{name}_heads = Transpose<perm=[0, 2, 1, 3, 4]>({name}_pages)",
                  _ints(f"{name}_shape", 0, 0, -1, dim),
@@ -124,7 +150,9 @@ def _filled(name, paged, dim):
 def _body(fields, present):
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     split, q, k = _heads(fields, present, rotate="cos" in present)
-    paged = "block_table" in present
+    paged, indirect = "block_table" in present, "cache_indirection" in present
+    if paged and indirect:
+        raise ValueError("CausalAttention takes block_table or cache_indirection, not both")
     lines = [
         _TOKENS, _POSITIONS, *split,
         # Append to the caches. Indices [T, kv_heads, 1, (sequence, head, position)].
@@ -147,7 +175,8 @@ def _body(fields, present):
         _ints("c2", 2),
         "filled = Add(past, lengths)",
         "fullest = ReduceMax<keepdims=1>(filled)",
-        *(line for name in ("key", "value") for line in _filled(name, paged, dim)),
+        *(_HOLDERS if indirect else []),
+        *(line for name in ("key", "value") for line in _filled(name, present, dim)),
         "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
         "keys_grouped = Unsqueeze(keys_t, c2)",
         "values_grouped = Unsqueeze(values, c2)",
@@ -198,7 +227,7 @@ def _uniform(fields, present):
     """For engines whose shapes may not depend on data: every sequence has S new tokens, and
     num_tokens is batch * S. What padding leaves in the cache lies behind the sequence's end.
     """
-    if "block_table" in present:
+    if present & {"block_table", "cache_indirection"}:
         return None
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     split, q, k = _heads(fields, present, rotate="cos" in present)
@@ -253,7 +282,7 @@ def _cpu(fields, present):
     done before it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 8 or "block_table" in present:
+    if dim % 8 or present & {"block_table", "cache_indirection"}:
         return None
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0
     rotate = "cos" in present and not kernel_rotates
@@ -325,6 +354,8 @@ def _reference(fields, inputs):
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
             seen = np.arange(first, position + 1)
             blocks, places = table[b, seen // block_size], seen % block_size
+            if "cache_indirection" in inputs:
+                blocks = np.where(seen < past, inputs["cache_indirection"][b, seen], b)
             for h in range(heads):
                 kv = h // (heads // kv_heads)
                 scores = keys[blocks, kv, places] @ prepare(row[h], "q_norm", position)
@@ -362,21 +393,30 @@ def _samples(rng):
         prompts | {"dim": 16, "rotary_dim": 16, "block_size": 4},
         decode | {"dim": 32, "window": 4, "block_size": 2},
         mixed | {"dim": 16, "norms": "qk", "block_size": 4},
+        prompts | {"dim": 16, "rotary_dim": 16, "indirect": True},
+        {"new": (1,) * 4, "past": (9, 9, 9, 3)} | {"dim": 16, "rotary_dim": 16, "indirect": True},
+        decode | {"dim": 6, "norms": "qk", "window": 4, "indirect": True},
+        mixed | {"dim": 24, "rotary_dim": 8, "softcap": 2.0, "indirect": True},
     )]
 
 
 def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, block_size=0,
-            **fields):
+            indirect=False, **fields):
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
     cache = (len(new), kv_heads, max_seq_len, dim)
-    paged = {}
+    places = {}
     if block_size:  # in any order, and one block that nobody has
         blocks = len(new) * (max_seq_len // block_size)
         cache = (blocks + 1, kv_heads, block_size, dim)
-        paged["block_table"] = rng.permutation(blocks + 1)[:blocks].reshape(len(new), -1) \
+        places["block_table"] = rng.permutation(blocks + 1)[:blocks].reshape(len(new), -1) \
             .astype(np.int32)
+    if indirect:  # in any row that has it filled; behind that, nothing that is a row
+        table = places["cache_indirection"] = np.full((len(new), max_seq_len), 99, np.int32)
+        for b, length in enumerate(past):
+            table[b, :length] = [rng.choice([row for row, filled in enumerate(past) if filled > p])
+                                 for p in range(length)]
     inputs = {"qkv": normal(sum(new), (heads + 2 * kv_heads) * dim),
               "key_cache": normal(*cache), "value_cache": normal(*cache),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
@@ -384,7 +424,7 @@ def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, 
     if "rotary_dim" in fields:
         angle = np.outer(np.arange(max_seq_len), 0.3 ** np.arange(fields["rotary_dim"] // 2))
         inputs |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
-    inputs |= {f"{name}_norm": normal(dim) for name in norms} | paged
+    inputs |= {f"{name}_norm": normal(dim) for name in norms} | places
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
@@ -392,7 +432,7 @@ OP = Op(
     name="CausalAttention",
     version=1,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
-            "q_norm?", "k_norm?", "block_table?"),
+            "q_norm?", "k_norm?", "block_table?", "cache_indirection?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6},
@@ -404,7 +444,7 @@ OP = Op(
     bodies={"cpu": _cpu, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm"}),
-    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "cache_indirection"}),
     reference=_reference,
     samples=_samples,
 )
