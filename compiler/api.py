@@ -45,9 +45,10 @@ Progress = Callable[[str], None]
 
 
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
-            target: str = "cpu", max_seq_len: int | None = None, hf_dir: str | Path | None = None,
-            compute_capability: str | None = None, trust_remote_code: bool = False,
-            allow_pickle: bool = False, progress: Progress = lambda text: None) -> Manifest:
+            target: str = "cpu", max_seq_len: int | None = None, max_beam_width: int = 1,
+            hf_dir: str | Path | None = None, compute_capability: str | None = None,
+            trust_remote_code: bool = False, allow_pickle: bool = False,
+            progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM into a case directory.
 
     The directory appears whole or not at all; one that is there already is replaced only then.
@@ -60,6 +61,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use; at most the model's, at most 4096 by default.
+        max_beam_width: beams of a prompt, at most; above 1 attention reads the KV cache through an
+            indirection, which is slower.
         progress: called with what is about to happen.
 
     Raises:
@@ -76,13 +79,18 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                         f"target {target}; write it like 9.0")
     if tp_size < 1:
         raise LlmcError(f"tp_size {tp_size} is below 1")
+    if max_beam_width < 1:
+        raise LlmcError(f"max_beam_width {max_beam_width} is below 1; 1 is no beam search")
+    if max_beam_width > 1 and target != cpu.KIND:
+        raise LlmcError(f"max_beam_width {max_beam_width} is not there yet for target '{target}'; "
+                        f"leave it out, or compile with --target cpu")
     output = Path(output)
     _check_output(output)
     versions = TARGETS[target].versions() if hasattr(TARGETS[target], "versions") else {}
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     progress("passes")
-    lowered = lower(raw, tp_size, max_seq_len)
+    lowered = lower(raw, tp_size, max_seq_len, max_beam_width=max_beam_width)
     progress("write")
     with _new_directory(output) as directory:
         return write(raw, lowered, dtype, Target(
@@ -100,7 +108,7 @@ class Lowered:
 
 
 def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
-          vocab_multiple: int | None = None) -> Lowered:
+          vocab_multiple: int | None = None, max_beam_width: int = 1) -> Lowered:
     """Run the passes and partition. Consumes `raw.graph`.
 
     `vocab_multiple` is 64, or what tp_size needs, where it is not given.
@@ -109,7 +117,8 @@ def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
         LlmcError: see `compile`.
     """
     length = _max_seq_len(raw, max_seq_len)
-    settings = Settings(length, vocab_multiple or math.lcm(_VOCAB_MULTIPLE, tp_size))
+    settings = Settings(length, vocab_multiple or math.lcm(_VOCAB_MULTIPLE, tp_size),
+                        max_beam_width)
     graph = raw.graph
     reports = run_passes(graph, settings)
     vocab_size = next(report.matches["vocab_size"] for report in reports
@@ -169,7 +178,8 @@ def write(raw: RawModel, lowered: Lowered, dtype: str, target: Target, directory
         format_version=1, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256),
-        dims=lowered.dims, dtype=dtype, tp_size=tp_size,
+        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width, dtype=dtype,
+        tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
         target=target, ops=_used_ops(lowered.graphs), tokenizer=tokenizer, chips=tuple(chips),

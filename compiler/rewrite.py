@@ -36,10 +36,12 @@ class Settings:
     Args:
         max_seq_len: positions that a sequence may use; rotary tables have that many rows.
         vocab_multiple: the padded vocabulary is a multiple of this.
+        max_beam_width: beams of a prompt that may share what is in the KV cache.
     """
 
     max_seq_len: int
     vocab_multiple: int
+    max_beam_width: int = 1
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,10 @@ def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     return biases
 
 
+def _early_stopping(ctx: click.Context, param: click.Parameter, value: str) -> bool | str:
+    return {"false": False, "true": True}.get(value, value)
+
+
 def _sampling_options(command: Any) -> Any:
     """The fields of SamplingParams."""
     options: list[tuple[str, dict[str, Any]]] = [
@@ -134,8 +138,17 @@ def _sampling_options(command: Any) -> Any:
         ("--n", dict(default=1, help="Completions of each prompt; number i has the seed + i.")),
         ("--stop", dict(multiple=True, help="Text that ends a completion; may be repeated.")),
         ("--ignore_eos", dict(is_flag=True, help="Go on after the end token.")),
+        ("--end_id", dict(type=int, help="The end token, instead of the model's own.")),
         ("--logprobs", dict(type=int, help="With --json, log-probabilities of each token and of "
-                                           "this many likeliest ones."))]
+                                           "this many likeliest ones.")),
+        ("--beam_width", dict(default=1, help="Above 1, beam search with so many beams.")),
+        ("--length_penalty", dict(default=1.0, help="Beam search: above 0 favours long "
+                                                    "completions.")),
+        ("--diversity_rate", dict(default=0.0, help="Beam search: above 0 sets beams apart.")),
+        ("--early_stopping", dict(type=click.Choice(["false", "true", "never"]), default="false",
+                                  callback=_early_stopping,
+                                  help="Beam search: true ends with beam_width finished "
+                                       "completions, never only where none can become better."))]
     for name, settings in reversed(options):
         command = click.option(name, cls=_SamplingOption, **settings)(command)
     return command
@@ -163,6 +176,8 @@ def main() -> None:
               help="Of the only GPUs that may run it.  [default: any]")
 @click.option("--max_seq_len", type=int, default=None,
               help="Positions a sequence may use.  [default: the model's, at most 4096]")
+@click.option("--max_beam_width", default=1,
+              help="Beams of a prompt, at most; above 1 attention is slower.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="For an .onnx MODEL: directory with its config.json and tokenizer.")
 @click.option("--trust_remote_code", is_flag=True, help="Run code that comes with the model.")

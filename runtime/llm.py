@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.beam_search import Beams, BeamSearch, follow, log_softmax
 from llmc.runtime.decoding.sampling import HOST_ONLY, Draws, Logprobs, Sampler, SamplingParams
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
@@ -195,6 +197,21 @@ class LLM:
                             f"{self._max_batch_size}")
         return Session(self, batch_size)
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams) -> Beams:
+        """All sequences that beam search finds, on the first replica; `generate` with a beam_width
+        gives the best of each prompt.
+
+        Raises:
+            LlmcError: see `stream`.
+        """
+        sequences = self._sequences(prompts, params)
+        if not sequences:
+            raise LlmcError("there is no prompt; give at least one")
+        with self._exclusive():
+            self._session = None
+            return Beams.join([beams for _, beams in self._search_all(self._replicas[0],
+                                                                      sequences)])
+
     def chat_prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Messages, or one of the user, in the model's chat template, as a prompt of token ids.
 
@@ -228,7 +245,7 @@ class LLM:
             ids = self._encode(prompt)
             self._check_prompt(ids)
             self._check_params(own)
-            ends = frozenset(() if own.ignore_eos else self.manifest.tokenizer.eos_token_ids)
+            ends = self._end_tokens(own)
             bad_words = self._bad_words(own, ends)
             sequences += [_Sequence(index, sample, ids, own,
                                     Sampler(own, sample, ids, sorted(ends), bad_words),
@@ -245,10 +262,24 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
                             "which to find a stop string")
+        if params.beam_width > self.manifest.max_beam_width:
+            raise LlmcError(f"beam_width {params.beam_width} exceeds the max_beam_width "
+                            f"{self.manifest.max_beam_width} of this model; compile it with "
+                            f"--max_beam_width {params.beam_width}")
+        if params.beam_width > self._max_batch_size:
+            raise LlmcError(f"beam_width {params.beam_width} exceeds max_batch_size "
+                            f"{self._max_batch_size}; load the model with a larger one")
         self._check_tokens(params.logit_bias)
+        self._check_tokens(() if params.end_id is None else (params.end_id,))
         vocab_size = self.manifest.dims.vocab_size
         if (params.logprobs or 0) > vocab_size:
             raise LlmcError(f"logprobs {params.logprobs} exceeds the vocabulary of {vocab_size}")
+
+    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        if params.ignore_eos:
+            return frozenset()
+        return frozenset(self.manifest.tokenizer.eos_token_ids if params.end_id is None
+                         else (params.end_id,))
 
     def _bad_words(self, params: SamplingParams, ends: frozenset[int]) -> list[tuple[int, ...]]:
         """The bad words as token ids; a text with and without a space before it."""
@@ -318,7 +349,11 @@ class LLM:
 
     def _decode(self, replica: Replica, sequences: list[_Sequence]) -> Iterator[Piece]:
         """Decode on one replica. Cache row i belongs to active[i]."""
-        waiting = deque(sequences)
+        searched = [s for s in sequences if s.params.beam_width > 1]
+        for sequence, tokens in self._best(replica, searched):
+            for token in tokens:
+                yield from self._postprocess([sequence], [(token, None)])
+        waiting = deque(s for s in sequences if s.params.beam_width == 1)
         active: list[_Sequence] = []
         while waiting or active:
             first, batch = self._schedule(waiting, active, share=not replica.on_gpus)
@@ -417,6 +452,62 @@ class LLM:
                     replica.copy_row(len(active), row, last.length)
                     active[row] = last
 
+    # Beam search. Beam k of prompt b has cache row b * beam_width + k.
+
+    def _best(self, replica: Replica, sequences: list[_Sequence]) -> \
+            Iterator[tuple[_Sequence, list[int]]]:
+        """Each sequence with the tokens that are best for it."""
+        for _, group in groupby(sorted(sequences, key=_beam_settings), _beam_settings):
+            for batch, beams in self._search_all(replica, list(group)):
+                for prompt, sequence in enumerate(batch):
+                    count = beams.sequence_length[prompt, 0]
+                    yield sequence, beams.output_ids[:count, prompt, 0].tolist()
+
+    def _search_all(self, replica: Replica, sequences: list[_Sequence]) -> \
+            Iterator[tuple[list[_Sequence], Beams]]:
+        """Search for sequences of equal beam settings, as many at once as the cache has rows for.
+        """
+        limits = [min(s.params.max_tokens, self.manifest.dims.max_seq_len - len(s.prompt) + 1)
+                  for s in sequences]
+        count = self._max_batch_size // sequences[0].params.beam_width
+        for first in range(0, len(sequences), count):
+            batch = sequences[first:first + count]
+            params = batch[0].params
+            search = BeamSearch(
+                params.beam_width, max(limits), limits[first:first + count],
+                [sorted(s.end_tokens) for s in batch], length_penalty=params.length_penalty,
+                diversity_rate=params.diversity_rate, early_stopping=params.early_stopping)
+            yield batch, self._search(replica, batch, search)
+
+    def _search(self, replica: Replica, sequences: list[_Sequence], search: BeamSearch) -> Beams:
+        """Read each prompt once, into its first beam's row; then a token for every beam."""
+        (batch, beam), room = search.cum_log_probs.shape, self.manifest.dims.max_seq_len
+        lengths = np.array([len(s.prompt) for s in sequences])
+        first_rows = np.arange(batch)[:, None] * beam
+        logits = np.concatenate([replica.run(PackedBatch.prepare([s.prompt], [0], row))
+                                 for s, row in zip(sequences, first_rows[:, 0], strict=True)])
+        logits = np.repeat(logits, beam, axis=0)
+        indirection = np.empty((batch, beam, room), np.int32)
+        indirection[:] = first_rows[:, :, None]
+        written: np.ndarray | None = None
+        histories: list[list[int]] = [[] for _ in range(batch * beam)]
+        while True:
+            scores = np.stack([sequences[row // beam].sampler.process(own, histories[row])
+                               for row, own in enumerate(log_softmax(logits))])
+            tokens, parents = search.step(scores.reshape(batch, beam, -1))
+            if not search.running.any():
+                return search.beams()
+            chosen = tokens.reshape(-1).tolist()
+            histories = [[*histories[row], token] for row, token in
+                         zip((first_rows + parents).flat, chosen, strict=True)]
+            indirection = follow(indirection, parents, written)
+            written = np.minimum(lengths + len(histories[0]), room) - 1
+            logits = replica.run(PackedBatch.prepare(
+                [[token] if search.running[row // beam] else [] for row, token
+                 in enumerate(chosen)],
+                np.repeat(written, beam).tolist(),
+                cache_indirection=indirection.reshape(batch * beam, room)))
+
     def _decode_on_all(self, sequences: list[_Sequence]) -> Iterator[Piece]:
         """Deal the sequences to the replicas, each in its own thread."""
         count = len(self._replicas)
@@ -501,6 +592,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int | np.integer) else listed
+
+
+def _beam_settings(sequence: _Sequence) -> tuple[int, float, float, str]:
+    """What sequences of one search have in common."""
+    params = sequence.params
+    return (params.beam_width, params.length_penalty, params.diversity_rate,
+            str(params.early_stopping))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \

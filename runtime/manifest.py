@@ -17,7 +17,8 @@ from llmc.errors import LlmcError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "model_info.json"
-ENGINE_INPUTS = ("input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices")
+ENGINE_INPUTS = ("input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices",
+                 "cache_indirection")
 
 DTypeName = Literal["float32", "float16", "bfloat16", "int64", "int32"]
 
@@ -91,8 +92,9 @@ class Chip(_Frozen):
     """What one rank loads and runs.
 
     `steps` are run in order; a graph step reads and writes named tensors. Engine inputs are
-    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, and the
-    caches; an updated cache is named `<cache>_out`, and the last step makes `logits`.
+    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where beams
+    share the caches `cache_indirection`, and the caches; an updated cache is named `<cache>_out`,
+    and the last step makes `logits`.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -185,6 +187,7 @@ class Manifest(_Frozen):
     llmc_version: str
     source: Source
     dims: Dims
+    max_beam_width: Count = 1
     dtype: DTypeName
     quantization: None = None
     tp_size: Count
@@ -215,6 +218,10 @@ class Manifest(_Frozen):
             if len(chip.cache) != self.dims.num_layers:
                 raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers, "
                                  f"the model has {self.dims.num_layers}")
+            if self.max_beam_width > 1 and "cache_indirection" not in (
+                    tensor.name for tensor in chip.inputs):
+                raise ValueError(f"max_beam_width is {self.max_beam_width}, but chip {chip.rank} "
+                                 f"has no input 'cache_indirection'")
         for group in self.device_groups:
             if len(group) != self.tp_size or len(set(group)) != len(group) or min(group) < 0:
                 raise ValueError(f"device group {list(group)} is not {self.tp_size} devices")

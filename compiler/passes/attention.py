@@ -5,7 +5,8 @@ Given:   q = GemmBiasAct(x, Wq) → Reshape → (RMSNorm) → Transpose → rota
          v = GemmBiasAct(x, Wv) → Reshape → Transpose
          Sdpa(q, k, v) → Transpose → Reshape
 Result:  CausalAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, cu_seqlens,
-         past_lens, cos, sin, q_norm, k_norm), and the graph takes and returns the KV cache
+         past_lens, cos, sin, q_norm, k_norm), and the graph takes and returns the KV cache;
+         with cache_indirection where beams are to share it
 
 What lies between a projection and Sdpa is run, not compared with a drawing. Running it on ones and
 on column numbers tells which column of the projection each element of each head comes from, so
@@ -97,7 +98,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     shared: dict[bytes, tuple[gs.Constant, gs.Constant]] = {}
     rule = Rule("attention", frozenset({"Sdpa"}),
                 lambda node, settings: _check(graph, node, data, settings),
-                lambda graph, match, settings: _rewrite(graph, match, settings.max_seq_len, shared))
+                lambda graph, match, settings: _rewrite(graph, match, settings, shared))
     apply_rules(graph, [rule], settings, report)
 
 
@@ -351,7 +352,7 @@ def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data:
     return result
 
 
-def _rewrite(graph: gs.Graph, match: _Attention, max_seq_len: int,
+def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
              shared: dict[bytes, tuple[gs.Constant, gs.Constant]]) -> None:
     sdpa, heads = match.node, match.query.heads
     dim = heads.columns.shape[1]
@@ -373,20 +374,23 @@ def _rewrite(graph: gs.Graph, match: _Attention, max_seq_len: int,
         if norm is not None:
             attrs["norm_epsilon"] = norm.attrs["epsilon"]
     layer = sdpa.attrs["layer"]
-    cache_shape = ("batch", match.num_kv_heads, max_seq_len, dim)
+    cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)
     caches = [gs.Variable(f"{kind}_cache_{layer}", np.float32, cache_shape)
               for kind in ("key", "value")]
     updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
     graph.inputs.extend(caches)
     graph.outputs.extend(updated)
+    indirection = _input(graph, "cache_indirection", ("batch", settings.max_seq_len)) \
+        if settings.max_beam_width > 1 else None
     replace(graph, "CausalAttention",
             [_merged_projection(graph, match), *caches,
              _input(graph, "cu_seqlens", ("batch_plus_1",)), _input(graph, "past_lens", ("batch",)),
-             *tables, *(norm.inputs[1] if norm is not None else None for norm in norms)],
+             *tables, *(norm.inputs[1] if norm is not None else None for norm in norms),
+             None, indirection],
             [match.output, *updated], attrs)
 
 
-def _input(graph: gs.Graph, name: str, shape: tuple[str, ...]) -> gs.Variable:
+def _input(graph: gs.Graph, name: str, shape: tuple[str | int, ...]) -> gs.Variable:
     """The graph's int32 input of this name, made on first use."""
     found = next((tensor for tensor in graph.inputs if tensor.name == name), None)
     if found is None:

@@ -19,6 +19,8 @@ class PackedBatch:
         past_lens: int32 [batch], positions already in the cache.
         logits_indices: int64 [num_logits], tokens whose logits are wanted.
         first_row: the cache row of the first sequence; the others follow.
+        cache_indirection: int32 [batch, max_seq_len], for each position in the cache of a sequence
+            the row that holds it, counted from `first_row`; None: its own.
     """
 
     input_ids: np.ndarray
@@ -27,10 +29,12 @@ class PackedBatch:
     past_lens: np.ndarray
     logits_indices: np.ndarray
     first_row: int
+    cache_indirection: np.ndarray | None = None
 
     @staticmethod
     def prepare(new_tokens: Sequence[Sequence[int]], past_lens: Sequence[int], first_row: int = 0,
-                all_logits: bool = False) -> PackedBatch:
+                all_logits: bool = False, cache_indirection: np.ndarray | None = None) -> \
+            PackedBatch:
         """Pack the new tokens of each sequence; logits of the last of each, or of all."""
         lengths = [len(tokens) for tokens in new_tokens]
         ends = np.cumsum([0, *lengths])
@@ -43,8 +47,14 @@ class PackedBatch:
             cu_seqlens=ends.astype(np.int32),
             past_lens=past,
             logits_indices=np.arange(ends[-1]) if all_logits else ends[1:] - 1,
-            first_row=first_row)
+            first_row=first_row, cache_indirection=cache_indirection)
 
     @property
     def batch_size(self) -> int:
         return len(self.past_lens)
+
+    def rows_of_positions(self, max_seq_len: int) -> np.ndarray:
+        """`cache_indirection`, or where there is none, one that says the same."""
+        if self.cache_indirection is not None:
+            return self.cache_indirection
+        return np.repeat(np.arange(self.batch_size, dtype=np.int32)[:, None], max_seq_len, axis=1)

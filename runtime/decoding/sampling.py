@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -17,7 +18,9 @@ _BLOCK = 256  # random numbers made, and probabilities added up, at once
 MAX_STOP = 64  # each is looked for after every token
 # What an engine that chooses tokens itself, on a GPU, does not know.
 HOST_ONLY = ("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-             "bad_words", "min_tokens", "logit_bias", "logprobs")
+             "bad_words", "min_tokens", "logit_bias", "logprobs", "beam_width")
+# What beam search leaves no place for.
+_NOT_WITH_BEAMS = ("temperature", "n", "stop", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,21 @@ class SamplingParams:
             2^64.
         stop: texts that end a completion; they and what follows are not shown.
         ignore_eos: go on after the end token.
+        end_id: the end token, instead of the model's own.
         logprobs: return log-probabilities of each token and of this many likeliest ones; None
             returns none.
+        beam_width: sequences to search with at once; above 1, the completion is the best that beam
+            search finds, as transformers searches, and `LLM.beam_search` gives all.
+        length_penalty: a sequence's score is the sum of its tokens' log-probabilities divided by
+            their number to this power; above 0 favours long ones.
+        diversity_rate: beams that continue the same one are told apart: the i-th best such
+            continuation, counted from 0, is chosen as if its sum were less by i times this.
+        early_stopping: False ends the search where no beam, as it stands, is better than the worst
+            of beam_width finished sequences; True as soon as there are so many; "never" only where
+            no beam can become better.
 
     Raises:
-        LlmcError: an argument is out of range.
+        LlmcError: an argument is out of range, or does not go with beam search.
     """
 
     max_tokens: int = 64
@@ -73,7 +86,12 @@ class SamplingParams:
     n: int = 1
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    end_id: int | None = None
     logprobs: int | None = None
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    diversity_rate: float = 0.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         for name in ("bad_words", "stop"):
@@ -119,6 +137,20 @@ class SamplingParams:
             yield f"seed {self.seed} is not from 0 to 2^64 - 1"
         if self.n < 1:
             yield f"n {self.n} is below 1"
+        if self.beam_width < 1:
+            yield f"beam_width {self.beam_width} is below 1; 1 is no beam search"
+        for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
+            default = getattr(type(self), name)
+            if getattr(self, name) != default:
+                yield (f"{name} {getattr(self, name)!r} does not go with beam_width "
+                       f"{self.beam_width}, as beam search makes one completion of the likeliest "
+                       f"tokens; leave {name} out, or beam_width at 1")
+        if not -10 <= self.length_penalty <= 10:
+            yield f"length_penalty {self.length_penalty} is not from -10 to 10; 0 is none"
+        if not 0 <= self.diversity_rate < math.inf:
+            yield f"diversity_rate {self.diversity_rate} is no finite number from 0 on; 0 is none"
+        if self.early_stopping not in (False, True, "never"):
+            yield f"early_stopping {self.early_stopping!r} is not False, True or 'never'"
         if self.n > 1 and self.temperature == 0:
             yield (f"n {self.n} completions would be the same at temperature 0; give a temperature "
                    f"above 0")

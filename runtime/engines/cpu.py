@@ -36,6 +36,8 @@ class CpuEngine:
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, placement: Placement,
                  communicator: Communicator, threads: int, max_batch_size: int) -> None:
         self._chip = chip
+        self._max_seq_len = manifest.dims.max_seq_len
+        self._indirect = manifest.max_beam_width > 1
         self._communicator = communicator
         segments = [step for step in chip.steps if isinstance(step, GraphStep)]
         options = _session_options(placement, len(segments), threads)
@@ -49,6 +51,8 @@ class CpuEngine:
         values = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
                   "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
                   "logits_indices": batch.logits_indices}
+        if self._indirect:
+            values["cache_indirection"] = batch.rows_of_positions(self._max_seq_len)
         rank = self._chip.rank
         for step, finished in zip(self._chip.steps, self._last_uses, strict=True):
             if isinstance(step, GraphStep):

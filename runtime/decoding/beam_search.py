@@ -1,0 +1,233 @@
+"""Beam search: which beams to go on with, and which sequences are done, as transformers decides it.
+
+Beam k of prompt b has row b * beam + k of the KV cache. A step writes each beam's newest position
+to its own row; what came before lies wherever `cache_indirection` says, and is never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.errors import LlmcError
+
+_NEVER = np.float32(-1e9)  # the score of what is not there; transformers' number
+
+
+@dataclass(frozen=True)
+class Beams:
+    """What a beam search found: each prompt's finished sequences of new tokens, best first.
+
+    A search may end with fewer sequences than beams; those missing have sequence_length 0.
+
+    Args:
+        output_ids: int32 [max_seq_len, batch, beam]; the end token, or where there is none -1,
+            behind a sequence's end. max_seq_len is the most that a prompt could get.
+        parent_ids: int32 [max_seq_len, batch, beam], the beam that each token continued; -1 behind
+            a sequence's end.
+        cum_log_probs: float32 [batch, beam], the sum of the tokens' log-probabilities.
+        scores: float32 [batch, beam], `cum_log_probs / sequence_length ** length_penalty`.
+        sequence_length: int32 [batch, beam], tokens, the end token among them.
+    """
+
+    output_ids: np.ndarray
+    parent_ids: np.ndarray
+    cum_log_probs: np.ndarray
+    scores: np.ndarray
+    sequence_length: np.ndarray
+
+    @staticmethod
+    def join(parts: Sequence[Beams]) -> Beams:
+        """The same of several batches with equal max_seq_len and beam."""
+        return Beams(
+            *(np.concatenate([getattr(part, name) for part in parts], axis=1)
+              for name in ("output_ids", "parent_ids")),
+            *(np.concatenate([getattr(part, name) for part in parts])
+              for name in ("cum_log_probs", "scores", "sequence_length")))
+
+
+class BeamSearch:
+    """The state of a search for several prompts at once.
+
+    Args:
+        beam_width: beams of each prompt.
+        max_seq_len: rows of the tables, at least the largest limit.
+        limits: new tokens of each prompt, at most.
+        end_ids: each prompt's end tokens.
+        length_penalty, diversity_rate, early_stopping: see `SamplingParams`.
+
+    Attributes:
+        cum_log_probs: float32 [batch, beam] of the beams to go on with.
+        running: bool [batch], prompts whose search goes on.
+    """
+
+    def __init__(self, beam_width: int, max_seq_len: int, limits: Sequence[int],
+                 end_ids: Sequence[Sequence[int]], *, length_penalty: float = 1.0,
+                 diversity_rate: float = 0.0, early_stopping: bool | str = False) -> None:
+        batch, shape = len(limits), (len(limits), beam_width)
+        self.cum_log_probs = np.full(shape, _NEVER)
+        self.cum_log_probs[:, 0] = 0  # all begin alike, so only one may be chosen from
+        self.running = np.ones(batch, bool)
+        self._limits = np.array(limits)
+        self._end_ids = [np.array(ids, np.int64) for ids in end_ids]
+        self._candidates = max(2, 1 + max(map(len, end_ids))) * beam_width
+        self._length_penalty = length_penalty
+        self._diversity_rate = diversity_rate
+        self._early_stopping = early_stopping
+        self._steps = 0
+        self._output_ids = np.zeros((max_seq_len, *shape), np.int32)
+        self._parent_ids = np.zeros((max_seq_len, *shape), np.int32)
+        # The finished sequences: the beam that each ends in, and the token that ends it.
+        self._scores = np.full(shape, _NEVER)
+        self._sums = np.full(shape, _NEVER)
+        self._lengths, self._parents, self._tokens = (np.zeros(shape, np.int64) for _ in range(3))
+
+    def step(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Choose what to go on with.
+
+        Args:
+            scores: float32 [batch, beam, vocab], each beam's log-probabilities of the next token.
+
+        Returns the next tokens and the beams that they continue, both int64 [batch, beam].
+
+        Raises:
+            LlmcError: no token is allowed.
+        """
+        beam_width = scores.shape[1]
+        tokens, parents, sums = expand(scores, self.cum_log_probs, self._candidates,
+                                       self._diversity_rate)
+        if (sums[self.running].max(axis=1) == -np.inf).any():
+            raise LlmcError(f"no token is allowed after {self._steps} generated ones; forbid fewer "
+                            f"in bad_words and logit_bias")
+        self._steps += 1
+        ended = np.stack([np.isin(row, ids) for row, ids in
+                          zip(tokens, self._end_ids, strict=True)])
+        ended |= (self._steps >= self._limits)[:, None]
+        self._finish(tokens[:, :beam_width], parents[:, :beam_width], sums[:, :beam_width],
+                     ended[:, :beam_width] & self.running[:, None])
+        going_on = np.argsort(ended, axis=1, kind="stable")[:, :beam_width]
+        tokens, parents, self.cum_log_probs = (
+            np.take_along_axis(values, going_on, axis=1) for values in (tokens, parents, sums))
+        self._output_ids[self._steps - 1] = tokens
+        self._parent_ids[self._steps - 1] = parents
+        self.running = self.running & self._may_improve()
+        return tokens, parents
+
+    def beams(self) -> Beams:
+        """What was found."""
+        whole = self._scores > _NEVER
+        lengths = np.where(whole, self._lengths, 0)
+        ends = np.array([ids[0] if len(ids) else -1 for ids in self._end_ids])[:, None]
+        tables = []
+        for table, last, fill in ((self._output_ids, self._tokens, ends),
+                                  (self._parent_ids, self._parents, -1)):
+            path = gather_tree(table, self._parent_ids, lengths - 1, fill, self._parents)
+            prompt, beam = np.nonzero(whole)
+            path[lengths[whole] - 1, prompt, beam] = last[whole]
+            tables.append(path)
+        return Beams(*tables, self._sums, self._scores, lengths.astype(np.int32))
+
+    def _finish(self, tokens: np.ndarray, parents: np.ndarray, sums: np.ndarray,
+                ended: np.ndarray) -> None:
+        """Keep the best of the finished sequences and of those that end now, [batch, beam] each."""
+        scores = sums / np.float32(float(self._steps) ** self._length_penalty)
+        scores = np.concatenate([self._scores, np.where(ended, scores, _NEVER)], axis=1)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :tokens.shape[1]]
+        lengths = np.full(tokens.shape, self._steps)
+        self._scores = np.take_along_axis(scores, best, axis=1)
+        self._tokens, self._parents, self._sums, self._lengths = (
+            np.take_along_axis(np.concatenate(pair, axis=1), best, axis=1)
+            for pair in ((self._tokens, tokens), (self._parents, parents), (self._sums, sums),
+                         (self._lengths, lengths)))
+
+    def _may_improve(self) -> np.ndarray:
+        """Prompts whose beams could still end better than their worst finished sequence, or which
+        lack some; bool [batch].
+        """
+        full = self._scores[:, -1] > _NEVER
+        if self._early_stopping is True:
+            return ~full & (self._steps < self._limits)
+        longest = self._limits if self._early_stopping == "never" and self._length_penalty > 0 \
+            else np.full(len(full), self._steps)
+        hope = self.cum_log_probs.max(axis=1) / \
+            (longest.astype(np.float64) ** self._length_penalty).astype(np.float32)
+        return (~full | (hope > self._scores[:, -1])) & (self._steps < self._limits)
+
+
+def expand(scores: np.ndarray, cum_log_probs: np.ndarray, count: int,
+           diversity_rate: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The best continuations of each prompt's beams, best first.
+
+    Args:
+        scores: float32 [batch, beam, vocab], log-probabilities of the next token.
+        cum_log_probs: float32 [batch, beam].
+        count: continuations wanted.
+        diversity_rate: taken from a continuation, for this choice only, once for each better one
+            of the same beam (Li et al. 2016, "A Simple, Fast Diverse Decoding Algorithm").
+
+    Returns tokens and the beams that they continue, int64, and the sums of log-probabilities,
+    float32; each [batch, count].
+    """
+    batch, beam, vocab = scores.shape
+    kept = min(count, vocab)
+    total = scores + cum_log_probs[:, :, None]
+    tokens = np.argpartition(total, vocab - kept, axis=2)[:, :, vocab - kept:]
+    sums = np.take_along_axis(total, tokens, axis=2)
+    order = np.argsort(-sums, axis=2, kind="stable")
+    tokens, sums = (np.take_along_axis(a, order, axis=2).reshape(batch, beam * kept)
+                    for a in (tokens, sums))
+    ranked = sums - np.tile(np.float32(diversity_rate) * np.arange(kept, dtype=np.float32), beam)
+    best = np.argsort(-ranked, axis=1, kind="stable")[:, :count]
+    return (np.take_along_axis(tokens, best, axis=1), best // kept,
+            np.take_along_axis(sums, best, axis=1))
+
+
+def gather_tree(output_ids: np.ndarray, parent_ids: np.ndarray, sequence_length: np.ndarray,
+                end_id: int | np.ndarray, last_beams: np.ndarray | None = None) -> np.ndarray:
+    """Follow beams from their last token back to their first.
+
+    Args:
+        output_ids: int32 [max_seq_len, batch, beam], what each step chose for each beam.
+        parent_ids: int32 [max_seq_len, batch, beam], the beam before the step that it continued.
+        sequence_length: [batch, beam], tokens of each result.
+        end_id: what comes behind them: a number, or [batch, 1].
+        last_beams: [batch, beam], the beam in which each result ends; None: result k in beam k.
+
+    Returns int32 [max_seq_len, batch, beam].
+    """
+    _, batch, beam = output_ids.shape
+    prompts = np.arange(batch)[:, None]
+    at = np.tile(np.arange(beam), (batch, 1)) if last_beams is None else last_beams
+    result = np.empty_like(output_ids)
+    for step in reversed(range(len(output_ids))):
+        inside = step < sequence_length
+        result[step] = np.where(inside, output_ids[step, prompts, at], end_id)
+        at = np.where(inside, parent_ids[step, prompts, at], at)
+    return result
+
+
+def follow(cache_indirection: np.ndarray, parents: np.ndarray, positions: np.ndarray | None) -> \
+        np.ndarray:
+    """The indirection of beams that continue others: their parents', and for the position that
+    was written last, the parents' own rows.
+
+    Args:
+        cache_indirection: int32 [batch, beam, max_seq_len].
+        parents: int64 [batch, beam].
+        positions: int64 [batch], what was written last; None where all beams share it.
+    """
+    batch, beam = parents.shape
+    moved = np.take_along_axis(cache_indirection, parents[:, :, None], axis=1)
+    if positions is not None:
+        prompts = np.arange(batch)[:, None]
+        moved[prompts, np.arange(beam), positions[:, None]] = prompts * beam + parents
+    return moved
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """float32 along the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
+    return shifted - np.log(sums).astype(np.float32)
