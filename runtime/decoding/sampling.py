@@ -149,7 +149,7 @@ class SamplingParams:
             yield f"length_penalty {self.length_penalty} is not from -10 to 10; 0 is none"
         if not 0 <= self.diversity_rate < math.inf:
             yield f"diversity_rate {self.diversity_rate} is no finite number from 0 on; 0 is none"
-        if self.early_stopping not in (False, True, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             yield f"early_stopping {self.early_stopping!r} is not False, True or 'never'"
         if self.n > 1 and self.temperature == 0:
             yield (f"n {self.n} completions would be the same at temperature 0; give a temperature "

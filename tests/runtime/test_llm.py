@@ -243,7 +243,8 @@ def test_bad_requests_are_refused(llm, prompts, params, match):
 def test_gpus_refuse_what_their_engine_cannot_do_yet(llm, name, monkeypatch):
     target = llm.manifest.target.model_copy(update={"kind": "cuda"})
     monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"target": target}))
-    value = {"bad_words": ["the"], "logit_bias": {5: 1.0}, "min_tokens": 1, "logprobs": 0}
+    value = {"bad_words": ["the"], "logit_bias": {5: 1.0}, "min_tokens": 1, "logprobs": 0,
+             "beam_width": 2}
     with pytest.raises(llmc.LlmcError, match=f"^{name} is not there yet where GPUs"):
         llm.generate([[5]], tokens(3, **{name: value.get(name, 0.5)}))
 

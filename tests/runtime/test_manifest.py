@@ -79,6 +79,11 @@ def test_an_unknown_field(broken_case):
     refused(broken_case, "surprise: Extra inputs are not permitted")
 
 
+def test_more_beams_than_it_was_compiled_for(broken_case):
+    edit(broken_case, lambda data: data.update(max_beam_width=4))
+    refused(broken_case, "max_beam_width is 4, but chip 0 has no input 'cache_indirection'")
+
+
 def test_a_broken_tokenizer(broken_case):
     (broken_case / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(llmc.LlmcError, match="tokenizer"):

@@ -1,0 +1,295 @@
+"""Beam search: the sequences, parents and scores of transformers; a cache that is never copied."""
+
+from dataclasses import replace
+
+import families
+import numpy as np
+import pytest
+import torch
+
+import llmc
+from llmc.compiler.diff import diff
+from llmc.runtime.decoding.beam_search import expand, follow, gather_tree, log_softmax
+from llmc.runtime.manifest import read_manifest
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 51], [100, 3, 3, 3, 88]]
+KINDS = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    return families.save(families.tiny_model("llama"), tmp_path_factory.mktemp("beams") / "hf")
+
+
+@pytest.fixture(scope="module")
+def model(hf_dir):
+    return families.tiny_model("llama")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def case(request, hf_dir):
+    path = hf_dir.parent / f"tp{request.param}"
+    llmc.compile(hf_dir, path, tp_size=request.param, max_beam_width=8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(case):
+    with llmc.LLM(case, max_batch_size=12) as loaded:
+        yield loaded
+
+
+def search(beam_width, max_tokens=12, **params):
+    return llmc.SamplingParams(beam_width=beam_width, max_tokens=max_tokens, **params)
+
+
+def end_with(llm, monkeypatch, ends):
+    """Make these the model's end tokens."""
+    tokenizer = llm.manifest.tokenizer.model_copy(update={"eos_token_ids": tuple(ends)})
+    monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"tokenizer": tokenizer}))
+
+
+def transformers_beams(model, prompt, params, ends, **options):
+    """Per beam: tokens, the beam that each continued, and the score; None where there is none."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+            num_beams=params.beam_width, num_return_sequences=params.beam_width,
+            max_new_tokens=params.max_tokens, length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping, eos_token_id=list(ends) or None, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True, **options)
+    found = []
+    for tokens, parents, score in zip(out.sequences, out.beam_indices, out.sequences_scores,
+                                      strict=True):
+        count = int((parents >= 0).sum())
+        found.append(None if score < -1e8 else (
+            tokens[len(prompt):len(prompt) + count].tolist(), parents[:count].tolist(),
+            float(score)))
+    return found
+
+
+def assert_equal(llm, model, prompts, params, ends=(), **options):
+    """All beams of all prompts are those of transformers."""
+    beams = llm.beam_search(prompts, params)
+    for b, prompt in enumerate(prompts):
+        expected = transformers_beams(model, prompt, params, ends, **options)
+        for k, truth in enumerate(expected):
+            length = beams.sequence_length[b, k]
+            if truth is None:
+                assert length == 0
+                continue
+            tokens, parents, score = truth
+            assert beams.output_ids[:length, b, k].tolist() == tokens
+            assert beams.parent_ids[:length, b, k].tolist() == parents
+            assert abs(beams.scores[b, k] - score) <= 2e-5 * max(1, abs(score))
+            total = beams.scores[b, k] * length ** params.length_penalty
+            assert abs(beams.cum_log_probs[b, k] - total) <= 1e-5 * abs(total)
+            assert (beams.output_ids[length:, b, k] == (min(ends) if ends else -1)).all()
+            assert (beams.parent_ids[length:, b, k] == -1).all()
+    return beams
+
+
+@pytest.mark.parametrize("beam_width", [2, 3, 4, 8])
+def test_a_batch_of_unequal_prompts_gives_transformers_beams(llm, model, beam_width):
+    """Also where not all prompts have room in the cache at once."""
+    beams = assert_equal(llm, model, PROMPTS, search(beam_width, ignore_eos=True))
+    assert beams.output_ids.shape == beams.parent_ids.shape == (12, 3, beam_width)
+    assert (beams.sequence_length == 12).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_families_with_many_prompts_end_tokens_and_settings(kind, tmp_path, monkeypatch):
+    model = families.tiny_model(kind)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", max_beam_width=8)
+    ended = 0
+    with llmc.LLM(tmp_path / "case", max_batch_size=24) as llm:
+        for seed in range(24):
+            rng = np.random.default_rng(seed)
+            prompts = [rng.integers(3, 101, rng.integers(1, 10)).tolist() for _ in range(3)]
+            params = search(int(rng.choice([2, 4, 8])), int(rng.integers(1, 16)),
+                            length_penalty=float(rng.choice([1.0, 0.0, -1.0, 2.0])),
+                            early_stopping=[False, True, "never"][rng.integers(3)])
+            plain = llm.beam_search(prompts, replace(params, ignore_eos=True)).output_ids
+            ends = sorted({int(t) for t in rng.choice(plain.reshape(-1), rng.integers(1, 4))})
+            end_with(llm, monkeypatch, ends)
+            beams = assert_equal(llm, model, prompts, params, ends)
+            ended += int((beams.sequence_length < params.max_tokens).sum())
+    assert ended > 50
+
+
+def test_processors_are_those_of_transformers(llm, model, monkeypatch):
+    ends = sorted({int(t) for t in
+                   llm.beam_search(PROMPTS, search(4, ignore_eos=True)).output_ids[2:4, :, 0].flat})
+    end_with(llm, monkeypatch, ends)
+    params = search(4, min_tokens=5, repetition_penalty=1.3, bad_words=[[7], [41, 36]],
+                    logit_bias={9: 1.5})
+    assert_equal(llm, model, PROMPTS, params, ends, min_new_tokens=5, repetition_penalty=1.3,
+                 bad_words_ids=[[7], [41, 36]], sequence_bias={(9,): 1.5})
+
+
+def test_the_end_token_may_be_another(llm, model):
+    end = int(llm.beam_search(PROMPTS[:1], search(4, ignore_eos=True)).output_ids[3, 0, 0])
+    assert_equal(llm, model, PROMPTS, search(4, end_id=end), [end])
+
+
+def test_generate_gives_the_best_beam_of_each_prompt(llm):
+    beams = llm.beam_search(PROMPTS, search(4))
+    results = llm.generate(PROMPTS, search(4))
+    assert [list(r.token_ids) for r in results] == [
+        beams.output_ids[:beams.sequence_length[b, 0], b, 0].tolist() for b in range(3)]
+    assert [r.finish_reason for r in results] == ["length"] * 3
+
+
+def test_each_request_of_a_batch_has_parameters_of_its_own(llm):
+    each = [search(4, 9), llmc.SamplingParams(max_tokens=5), search(3, length_penalty=0.0),
+            search(4, early_stopping=True), search(4, 7, min_tokens=3)]
+    prompts = [*PROMPTS, PROMPTS[0], PROMPTS[1]]
+    alone = [llm.generate([prompt], params)[0].token_ids
+             for prompt, params in zip(prompts, each, strict=True)]
+    assert [r.token_ids for r in llm.generate(prompts, each)] == alone
+
+
+def test_beam_search_ends_where_the_kv_cache_ends(llm, model):
+    beams = assert_equal(llm, model, [[5] * 60], search(4, 5, ignore_eos=True))
+    longer = llm.beam_search([[5] * 60, [7, 8]], search(4, 30, ignore_eos=True))
+    assert longer.sequence_length.tolist() == [[5] * 4, [30] * 4]
+    assert (longer.output_ids[:5, 0] == beams.output_ids[:, 0]).all()
+
+
+def test_beams_share_the_cache_and_nothing_is_copied(llm, monkeypatch):
+    """Each prompt is read once, into its first beam's row; a step writes one position of a row."""
+    replica, read = llm._replicas[0], []
+    run = replica.run
+
+    def count(batch):
+        read.append(len(batch.input_ids))
+        return run(batch)
+
+    def copy(source, target, length):
+        raise AssertionError("a cache row is copied")
+
+    caches = [cache for engine in replica._engines for cache in engine._caches.values()]
+    for cache in caches:
+        cache[:] = 0
+    monkeypatch.setattr(replica, "run", count)
+    monkeypatch.setattr(replica, "copy_row", copy)
+    llm.beam_search(PROMPTS, search(4, 6, ignore_eos=True))
+    assert read == [7, 2, 5, 12, 12, 12, 12, 12]
+    for cache in caches:
+        written = cache.any(axis=(1, 3))  # [rows, positions]
+        for row in range(12):
+            first = 0 if row % 4 == 0 else len(PROMPTS[row // 4])
+            assert np.flatnonzero(written[row]).tolist() == \
+                list(range(first, len(PROMPTS[row // 4]) + 5))
+
+
+def test_a_model_compiled_for_beams_does_all_else_too(llm, model, case, hf_dir):
+    families.assert_close(llm.logits(PROMPTS[0]), families.reference_logits(model, PROMPTS[0]))
+    results = llm.generate(PROMPTS, llmc.SamplingParams(max_tokens=8, ignore_eos=True))
+    for result, prompt in zip(results, PROMPTS, strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                             max_new_tokens=8, eos_token_id=None)
+        assert list(result.token_ids) == out[0, len(prompt):].tolist()
+    assert diff(case, reference=str(hf_dir), tokens=4).verdict is None
+
+
+def test_only_a_model_compiled_for_beams_has_the_indirection(case, case_tp1):
+    for path, width in ((case, 8), (case_tp1, 1)):
+        manifest = read_manifest(path)
+        assert manifest.max_beam_width == width
+        for chip in manifest.chips:
+            assert ("cache_indirection" in {t.name for t in chip.inputs}) == (width > 1)
+
+
+def test_diversity_keeps_continuations_of_one_beam_from_taking_all():
+    scores = np.log(np.array([[[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]]], np.float32))
+    sums = np.log(np.array([[0.9, 0.1]], np.float32))
+    tokens, parents, totals = expand(scores, sums, 2)
+    assert (tokens.tolist(), parents.tolist()) == ([[0, 1]], [[0, 0]])
+    np.testing.assert_allclose(totals, np.log([[0.45, 0.27]]), rtol=1e-6)
+    tokens, parents, totals = expand(scores, sums, 2, diversity_rate=2.0)  # 0.27 · e⁻² < 0.06
+    assert (tokens.tolist(), parents.tolist()) == ([[0, 0]], [[0, 1]])
+    np.testing.assert_allclose(totals, np.log([[0.45, 0.06]]), rtol=1e-6)
+
+
+def test_diversity_changes_what_is_found(llm):
+    plain, diverse = (llm.beam_search(PROMPTS, search(4, diversity_rate=rate, ignore_eos=True))
+                      for rate in (0.0, 5.0))
+    assert not np.array_equal(plain.output_ids, diverse.output_ids)
+    assert (np.diff(diverse.scores, axis=1) <= 0).all()
+
+
+def test_gather_tree_follows_parents():
+    """One prompt, three beams, four steps; the third result is one token shorter."""
+    tokens = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]], np.int32)[:, None]
+    parents = np.array([[0, 0, 0], [1, 0, 0], [2, 2, 1], [1, 0, 2]], np.int32)[:, None]
+    lengths = np.array([[4, 4, 3]])
+    assert gather_tree(tokens, parents, lengths, 99)[:, 0].T.tolist() == [
+        [1, 6, 8, 10], [1, 6, 7, 11], [1, 5, 9, 99]]
+    ends = gather_tree(tokens, parents, np.array([[1, 2, 0]]), 99, np.array([[2, 0, 0]]))
+    assert ends[:, 0].T.tolist() == [[3, 99, 99, 99], [2, 4, 99, 99], [99] * 4]
+
+
+def test_a_beam_follows_its_parent_s_rows_and_finds_the_newest_position_in_the_parent_s_own():
+    table = np.array([[[0, 0, 1, 9], [0, 1, 0, 9]], [[2, 3, 9, 9], [2, 2, 9, 9]]], np.int32)
+    moved = follow(table, np.array([[1, 1], [1, 0]]), np.array([3, 2]))
+    assert moved.tolist() == [[[0, 1, 0, 1], [0, 1, 0, 1]], [[2, 2, 3, 9], [2, 3, 2, 9]]]
+
+
+def test_log_softmax_is_that_of_torch():
+    logits = np.random.default_rng(0).normal(0, 9, (3, 5000)).astype(np.float32)
+    expected = torch.from_numpy(logits).double().log_softmax(-1)
+    np.testing.assert_allclose(log_softmax(logits), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("params", "match"), [
+    (dict(beam_width=0), "beam_width 0 is below 1; 1 is no beam search"),
+    (dict(n=2), "n 2 does not go with beam_width 2, .* leave n out, or beam_width at 1"),
+    (dict(temperature=0.5), "temperature 0.5 does not go with beam_width 2"),
+    (dict(stop=["x"]), r"stop \('x',\) does not go with beam_width 2"),
+    (dict(logprobs=1), "logprobs 1 does not go with beam_width 2"),
+    (dict(length_penalty=float("nan")), "length_penalty nan is not from -10 to 10"),
+    (dict(diversity_rate=-1.0), "diversity_rate -1.0 is no finite number from 0 on"),
+    (dict(early_stopping="soon"), "early_stopping 'soon' is not False, True or 'never'"),
+])
+def test_what_beam_search_cannot_do_is_one_sentence(params, match):
+    with pytest.raises(llmc.LlmcError, match=f"^{match}"):
+        llmc.SamplingParams(**{"beam_width": 2, **params})
+
+
+@pytest.mark.parametrize(("prompts", "params", "match"), [
+    ([[5]], search(9), "beam_width 9 exceeds the max_beam_width 8 of this model; compile it with "
+                       "--max_beam_width 9"),
+    ([[5]], search(2, end_id=101), "token id 101 is not in the vocabulary of 101"),
+    ([], search(2), "there is no prompt"),
+    ([[5]], search(4, logit_bias=dict.fromkeys(range(101), float("-inf"))),
+     "no token is allowed after 0 generated ones"),
+])
+def test_bad_searches_are_refused(llm, prompts, params, match):
+    with pytest.raises(llmc.LlmcError, match=f"^{match}"):
+        llm.beam_search(prompts, params)
+
+
+def test_more_beams_than_rows_are_refused(case):
+    with llmc.LLM(case, max_batch_size=3) as small, \
+            pytest.raises(llmc.LlmcError, match="^beam_width 4 exceeds max_batch_size 3; load"):
+        small.generate([[5]], search(4))
+
+
+def test_a_model_without_beams_says_how_to_compile_it(case_tp1):
+    with llmc.LLM(case_tp1) as plain, pytest.raises(
+            llmc.LlmcError, match="^beam_width 2 exceeds the max_beam_width 1 of this model"):
+        plain.generate([[5]], search(2))
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    (dict(max_beam_width=0), "max_beam_width 0 is below 1"),
+    (dict(max_beam_width=4, target="cuda"),
+     "max_beam_width 4 is not there yet for target 'cuda'; leave it out, or compile with"),
+    (dict(max_beam_width=2, target="tensorrt_rtx"), "max_beam_width 2 is not there yet"),
+])
+def test_what_cannot_be_compiled_for_beams_is_refused(hf_dir, tmp_path, options, match):
+    with pytest.raises(llmc.LlmcError, match=f"^{match}"):
+        llmc.compile(hf_dir, tmp_path / "case", **options)
