@@ -120,20 +120,21 @@ class BeamSearch:
         whole = self._scores > _NEVER
         lengths = np.where(whole, self._lengths, 0)
         ends = np.array([ids[0] if len(ids) else -1 for ids in self._end_ids])[:, None]
-        tables = []
-        for table, last, fill in ((self._output_ids, self._tokens, ends),
-                                  (self._parent_ids, self._parents, -1)):
-            path = gather_tree(table, self._parent_ids, lengths - 1, fill, self._parents)
-            prompt, beam = np.nonzero(whole)
-            path[lengths[whole] - 1, prompt, beam] = last[whole]
-            tables.append(path)
-        return Beams(*tables, self._sums, self._scores, lengths.astype(np.int32))
+
+        def paths(table: np.ndarray, last: np.ndarray, end_id: int | np.ndarray) -> np.ndarray:
+            path = gather_tree(table, self._parent_ids, lengths - 1, end_id, self._parents)
+            path[lengths[whole] - 1, *np.nonzero(whole)] = last[whole]
+            return path
+
+        return Beams(paths(self._output_ids, self._tokens, ends),
+                     paths(self._parent_ids, self._parents, -1), self._sums, self._scores,
+                     lengths.astype(np.int32))
 
     def _finish(self, tokens: np.ndarray, parents: np.ndarray, sums: np.ndarray,
                 ended: np.ndarray) -> None:
         """Keep the best of the finished sequences and of those that end now, [batch, beam] each."""
-        scores = sums / np.float32(float(self._steps) ** self._length_penalty)
-        scores = np.concatenate([self._scores, np.where(ended, scores, _NEVER)], axis=1)
+        own = np.where(ended, sums / np.float32(self._steps ** self._length_penalty), _NEVER)
+        scores = np.concatenate([self._scores, own], axis=1)
         best = np.argsort(-scores, axis=1, kind="stable")[:, :tokens.shape[1]]
         lengths = np.full(tokens.shape, self._steps)
         self._scores = np.take_along_axis(scores, best, axis=1)
