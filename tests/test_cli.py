@@ -92,6 +92,21 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
     assert "\nSampling:\n" in run("run", "--help").stdout
 
 
+def test_beam_search_from_compiling_to_its_best_completion(tiny_hf, tmp_path):
+    case = tmp_path / "case"
+    assert run("compile", tiny_hf, "-o", case, "--max_beam_width", 3).exit_code == 0
+    result = run("run", "--case_dir", case, "--prompt", "the", "--beam_width", 3, "--max_tokens", 5,
+                 "--early_stopping", "true", "--length_penalty", 0.5, "--json")
+    with LLM(case) as llm:
+        expected, = llm.generate("the", SamplingParams(
+            beam_width=3, max_tokens=5, early_stopping=True, length_penalty=0.5))
+    completion, = json.loads(result.stdout)["completions"]
+    assert completion["token_ids"] == list(expected.token_ids)
+    refused = run("run", "--case_dir", case, "--prompt", "the", "--beam_width", 4)
+    assert refused.exit_code == 2
+    assert "beam_width 4 exceeds the max_beam_width 3 of this model" in refused.stderr
+
+
 def test_several_completions_of_a_prompt_are_numbered(case_tp2):
     result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--n", 2, "--temperature", 1,
                  "--max_tokens", 3)
