@@ -27,6 +27,8 @@ from llmc.runtime.replica import Replica
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
 
 _PREFILL_TOKENS = 4096  # at most this many padded tokens in one prefill step, or one prompt
+# What all prompts of one beam search have in common.
+_SEARCH = ("beam_width", "length_penalty", "diversity_rate", "early_stopping")
 
 Prompt = str | Sequence[int]
 _Chosen = tuple[int, Logprobs | None]
@@ -173,7 +175,8 @@ class LLM:
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[Piece]:
-        """Yield each token as it is made. Closing the iterator stops the work.
+        """Yield each token as it is made, those of a beam search when it is done. Closing the
+        iterator stops the work.
 
         Args:
             prompts: one or several, each text or token ids; a batch may have unequal lengths.
@@ -197,16 +200,26 @@ class LLM:
                             f"{self._max_batch_size}")
         return Session(self, batch_size)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams) -> Beams:
+    def beam_search(self, prompts: Prompt | Sequence[Prompt],
+                    params: SamplingParams | Sequence[SamplingParams]) -> Beams:
         """All sequences that beam search finds, on the first replica; `generate` with a beam_width
         gives the best of each prompt.
 
         Raises:
-            LlmcError: see `stream`.
+            LlmcError: see `stream`; or there is no prompt, beam_width is 1, or prompts differ in
+                beam_width, length_penalty, diversity_rate or early_stopping.
         """
         sequences = self._sequences(prompts, params)
         if not sequences:
             raise LlmcError("there is no prompt; give at least one")
+        for name in _SEARCH:
+            values = list(dict.fromkeys(getattr(s.params, name) for s in sequences))
+            if len(values) > 1:
+                raise LlmcError(f"one beam search has one {name} for all prompts, not {values[0]} "
+                                f"and {values[1]}; use generate, or search one after the other")
+        if sequences[0].params.beam_width == 1:
+            raise LlmcError("beam_width 1 is no beam search; give SamplingParams(beam_width=2) or "
+                            "more, or use generate")
         with self._exclusive():
             self._session = None
             return Beams.join([beams for _, beams in self._search_all(self._replicas[0],
@@ -457,7 +470,10 @@ class LLM:
     def _best(self, replica: Replica, sequences: list[_Sequence]) -> \
             Iterator[tuple[_Sequence, list[int]]]:
         """Each sequence with the tokens that are best for it."""
-        for _, group in groupby(sorted(sequences, key=_beam_settings), _beam_settings):
+        def settings(sequence: _Sequence) -> list[str]:
+            return [str(getattr(sequence.params, name)) for name in _SEARCH]
+
+        for _, group in groupby(sorted(sequences, key=settings), settings):
             for batch, beams in self._search_all(replica, list(group)):
                 for prompt, sequence in enumerate(batch):
                     count = beams.sequence_length[prompt, 0]
@@ -465,8 +481,7 @@ class LLM:
 
     def _search_all(self, replica: Replica, sequences: list[_Sequence]) -> \
             Iterator[tuple[list[_Sequence], Beams]]:
-        """Search for sequences of equal beam settings, as many at once as the cache has rows for.
-        """
+        """Search, with equal settings, for as many sequences at once as the cache has rows for."""
         limits = [min(s.params.max_tokens, self.manifest.dims.max_seq_len - len(s.prompt) + 1)
                   for s in sequences]
         count = self._max_batch_size // sequences[0].params.beam_width
@@ -592,13 +607,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int | np.integer) else listed
-
-
-def _beam_settings(sequence: _Sequence) -> tuple[int, float, float, str]:
-    """What sequences of one search have in common."""
-    params = sequence.params
-    return (params.beam_width, params.length_penalty, params.diversity_rate,
-            str(params.early_stopping))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \

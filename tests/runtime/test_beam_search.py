@@ -6,6 +6,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.diff import diff
@@ -125,6 +126,19 @@ def test_families_with_many_prompts_end_tokens_and_settings(kind, tmp_path, monk
             beams = assert_equal(llm, model, prompts, params, ends)
             ended += int((beams.sequence_length < params.max_tokens).sum())
     assert ended > 30
+
+
+def test_smollm2_gives_transformers_beams(tmp_path):
+    path = families.smollm2()
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
+                                                 dtype=torch.float32)
+    llmc.compile(path, tmp_path / "case", max_beam_width=4, max_seq_len=128)
+    with llmc.LLM(tmp_path / "case") as llm:
+        prompts = [llm.tokenizer.encode(text).ids for text in
+                   ("The sea is", "def fibonacci(n):", "Once upon a time, in a small village,")]
+        beams = assert_equal(llm, model, prompts, search(4, 24),
+                             llm.manifest.tokenizer.eos_token_ids)
+    assert (beams.sequence_length > 1).all()
 
 
 def test_processors_are_those_of_transformers(llm, model, monkeypatch):
@@ -273,6 +287,9 @@ def test_what_beam_search_cannot_do_is_one_sentence(params, match):
                        "--max_beam_width 9"),
     ([[5]], search(2, end_id=101), "token id 101 is not in the vocabulary of 101"),
     ([], search(2), "there is no prompt"),
+    ([[5]], llmc.SamplingParams(), "beam_width 1 is no beam search; give SamplingParams"),
+    ([[5], [6]], [search(2), search(4)], "one beam search has one beam_width for all prompts, not "
+                                         "2 and 4; use generate"),
     ([[5]], search(4, logit_bias=dict.fromkeys(range(101), float("-inf"))),
      "no token is allowed after 0 generated ones"),
 ])
