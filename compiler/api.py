@@ -21,7 +21,7 @@ from llmc.compiler.passes.packing import lm_head
 from llmc.compiler.passes.tensor_parallel import max_tp_size, partition
 from llmc.compiler.pipeline import run_passes
 from llmc.compiler.rewrite import Report, Settings, is_llmc, verify, weight
-from llmc.compiler.targets import cpu, cuda, tensorrt_rtx
+from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import (
     MANIFEST_NAME,
@@ -36,7 +36,8 @@ from llmc.runtime.manifest import (
     write_manifest,
 )
 
-TARGETS: dict[str, ModuleType] = {target.KIND: target for target in (cpu, cuda, tensorrt_rtx)}
+TARGETS: dict[str, ModuleType] = {target.KIND: target 
+                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
 _DEFAULT_MAX_SEQ_LEN = 4096
 _DEVICES = 8
 _VOCAB_MULTIPLE = 64
@@ -46,9 +47,9 @@ Progress = Callable[[str], None]
 
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
             target: str = "cpu", max_seq_len: int | None = None, max_beam_width: int = 1,
-            hf_dir: str | Path | None = None, compute_capability: str | None = None,
-            trust_remote_code: bool = False, allow_pickle: bool = False,
-            progress: Progress = lambda text: None) -> Manifest:
+            max_batch_size: int = 64, hf_dir: str | Path | None = None,
+            compute_capability: str | None = None, trust_remote_code: bool = False,
+            allow_pickle: bool = False, progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM into a case directory.
 
     The directory appears whole or not at all; one that is there already is replaced only then.
@@ -63,6 +64,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         max_seq_len: positions a sequence may use; at most the model's, at most 4096 by default.
         max_beam_width: beams of a prompt, at most; above 1 attention reads the KV cache through an
             indirection, which is slower.
+        max_batch_size: sequences of a step; only the tensorrt target has such a limit.
         progress: called with what is about to happen.
 
     Raises:
@@ -74,7 +76,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         raise LlmcError(f"target '{target}' has no dtype '{dtype}'; it has: "
                         f"{', '.join(TARGETS[target].DTYPES)}")
     if compute_capability is not None and (
-            target != "cuda" or not re.fullmatch(r"[1-9]\d*\.\d", compute_capability)):
+            target not in ("cuda", "tensorrt")
+            or not re.fullmatch(r"[1-9]\d*\.\d", compute_capability)):
         raise LlmcError(f"compute_capability '{compute_capability}' is not one of a GPU's for "
                         f"target {target}; write it like 9.0")
     if tp_size < 1:
@@ -84,17 +87,20 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     if max_beam_width > 1 and target != cpu.KIND:
         raise LlmcError(f"max_beam_width {max_beam_width} is not there yet for target '{target}'; "
                         f"leave it out, or compile with --target cpu")
+    if max_batch_size < 1:
+        raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
     output = Path(output)
     _check_output(output)
-    versions = TARGETS[target].versions() if hasattr(TARGETS[target], "versions") else {}
+    options = Options(dtype, compute_capability, max_batch_size,
+                      output.with_name(f"{output.name}.timing_cache"), progress)
+    described = TARGETS[target].describe(options)
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     progress("passes")
     lowered = lower(raw, tp_size, max_seq_len, max_beam_width=max_beam_width)
     progress("write")
     with _new_directory(output) as directory:
-        return write(raw, lowered, dtype, Target(
-            kind=target, versions=versions, compute_capability=compute_capability), directory)
+        return write(raw, lowered, described, options, directory)
 
 
 @dataclass(frozen=True)
@@ -162,11 +168,12 @@ def _max_seq_len(raw: RawModel, wish: int | None) -> int:
     return wish
 
 
-def write(raw: RawModel, lowered: Lowered, dtype: str, target: Target, directory: Path) -> Manifest:
+def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
+          directory: Path) -> Manifest:
     """Write a case directory into an empty directory."""
     chips, files = [], []
     for rank, graph in enumerate(lowered.graphs):
-        chip, written = TARGETS[target.kind].emit(graph, rank, directory, dtype)
+        chip, written = TARGETS[target.kind].emit(graph, rank, directory, options)
         chips.append(chip)
         files.extend(written)
     tokenizer = _write_tokenizer(raw, directory)
@@ -178,7 +185,7 @@ def write(raw: RawModel, lowered: Lowered, dtype: str, target: Target, directory
         format_version=1, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256),
-        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width, dtype=dtype,
+        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width, dtype=options.dtype,
         tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),

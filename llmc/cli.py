@@ -178,6 +178,8 @@ def main() -> None:
               help="Positions a sequence may use.  [default: the model's, at most 4096]")
 @click.option("--max_beam_width", default=1,
               help="Beams of a prompt, at most; above 1 attention is slower.")
+@click.option("--max_batch_size", default=64,
+              help="Sequences of a step, for --target tensorrt.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="For an .onnx MODEL: directory with its config.json and tokenizer.")
 @click.option("--trust_remote_code", is_flag=True, help="Run code that comes with the model.")

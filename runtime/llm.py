@@ -20,13 +20,13 @@ from llmc.runtime.decoding.beam_search import Beams, BeamSearch, follow, log_sof
 from llmc.runtime.decoding.sampling import HOST_ONLY, Draws, Logprobs, Sampler, SamplingParams
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
-from llmc.runtime.engines import MAX_LOGITS
+from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
-from llmc.runtime.replica import Replica
+from llmc.runtime.replica import Replica, on_gpus
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
 
-_PREFILL_TOKENS = 4096  # at most this many padded tokens in one prefill step, or one prompt
+_MAX_BATCH_SIZE = 16
 # What all prompts of one beam search have in common.
 _SEARCH = ("beam_width", "length_penalty", "diversity_rate", "early_stopping")
 
@@ -105,7 +105,8 @@ class LLM:
         case_dir: what `llmc compile` made.
         device: devices to run on, a multiple of tp_size: that many replicas. None: one replica on
             all cores.
-        max_batch_size: sequences that a replica decodes at once; more wait.
+        max_batch_size: sequences that a replica decodes at once; more wait. None: 16, or what the
+            model was compiled for where that is less.
         verify: check every file's SHA-256 first.
         check_step: steps that a GPU makes before the host looks at their tokens.
         skip_step: tokens of each sequence that are made before the host looks for the first time.
@@ -115,21 +116,27 @@ class LLM:
     """
 
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
-                 max_batch_size: int = 16, verify: bool = True, check_step: int = 8,
+                 max_batch_size: int | None = None, verify: bool = True, check_step: int = 8,
                  skip_step: int = 0) -> None:
         if check_step < 1:
             raise LlmcError(f"check_step {check_step} is below 1")
         if skip_step < 0:
             raise LlmcError(f"skip_step {skip_step} is negative")
-        if max_batch_size < 1:
+        if max_batch_size is not None and max_batch_size < 1:
             raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
         self.case_dir = Path(case_dir)
         self.manifest: Manifest = read_manifest(case_dir)
         verify_files(self.manifest, case_dir, hashes=verify)
         self.tokenizer = load_tokenizer(self.manifest, self.case_dir)
+        limit = self.manifest.target.max_batch_size
+        if max_batch_size is None:
+            max_batch_size = min(_MAX_BATCH_SIZE, limit or _MAX_BATCH_SIZE)
+        if limit is not None and max_batch_size > limit:
+            raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
+                            f"was compiled; lower it, or compile with a larger --max_batch_size")
         self._max_batch_size = max_batch_size
         self._check_step, self._skip_step = check_step, skip_step
-        self._max_tokens = max(_PREFILL_TOKENS, self.manifest.dims.max_seq_len)
+        self._max_tokens = max(MAX_TOKENS, self.manifest.dims.max_seq_len)
         self._replicas: list[Replica] = []
         self._user = threading.Lock()  # held by whoever runs steps
         self._session: Session | None = None  # whose tokens the first replica's caches hold
@@ -137,7 +144,7 @@ class LLM:
             if self.manifest.target.kind == "tensorrt_rtx":
                 raise LlmcError("this llmc builds TensorRT-RTX engines and does not run them; "
                                 "compile with --target cpu or cuda to run the model here")
-            gpus = device_count() if self.manifest.target.kind == "cuda" else None
+            gpus = device_count() if on_gpus(self.manifest) else None
             for placements in place(self.manifest, device, gpus):
                 self._replicas.append(Replica(self.manifest, self.case_dir, placements,
                                               max_batch_size, self._max_tokens))
@@ -425,7 +432,7 @@ class LLM:
                 sharing.append(waiting.popleft())
                 continue
             longest = max(longest, len(waiting[0].prompt))
-            if entering and longest * (len(entering) + 1) > _PREFILL_TOKENS:
+            if entering and longest * (len(entering) + 1) > MAX_TOKENS:
                 break
             entering.append(waiting.popleft())
         if entering:

@@ -155,12 +155,16 @@ class Dims(_Frozen):
 
 class Target(_Frozen):
     """What the engines were made for; `versions` names the libraries whose version matters, and
-    `compute_capability` the only GPUs that may run them, such as 9.0, where it was asked for.
+    `compute_capability` the only GPUs that may run them, such as 9.0, where it was asked for or
+    they were built on one, which `gpu` names. `max_batch_size` is set where they take no more
+    sequences.
     """
 
-    kind: Literal["cpu", "cuda", "tensorrt_rtx"]
+    kind: Literal["cpu", "cuda", "tensorrt", "tensorrt_rtx"]
     versions: dict[str, str] = {}
     compute_capability: str | None = None
+    gpu: str | None = None
+    max_batch_size: Count | None = None
 
 
 class TokenizerInfo(_Frozen):

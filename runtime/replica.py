@@ -16,8 +16,13 @@ from llmc.runtime.devices import Placement, pin
 from llmc.runtime.engines import Engine
 from llmc.runtime.engines.cpu import CpuEngine
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.engines.remote import RemoteEngine
+from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.manifest import Manifest
+
+
+def on_gpus(manifest: Manifest) -> bool:
+    """Whether the model's devices are GPUs, which choose tokens themselves."""
+    return manifest.target.kind in ("cuda", "tensorrt")
 
 
 class Replica:
@@ -30,7 +35,7 @@ class Replica:
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  max_batch_size: int, max_tokens: int) -> None:
         self._vocab = manifest.dims.vocab_size
-        self.on_gpus = manifest.target.kind == "cuda"
+        self.on_gpus = on_gpus(manifest)
         self._communicator = Communicator(manifest.tp_size)
         self._failure: BaseException | None = None
         self._threads = [ThreadPoolExecutor(1, f"llmc-rank{rank}", pin, (placement,))
@@ -44,7 +49,7 @@ class Replica:
             if self.on_gpus:
                 limits = placements[rank].device, max_batch_size, max_tokens
                 return RemoteEngine(case_dir, rank, *limits) if rank else \
-                    CudaEngine(manifest, manifest.chips[rank], case_dir, *limits)
+                    load_engine(manifest, rank, case_dir, *limits)
             return CpuEngine(manifest, manifest.chips[rank], case_dir, placements[rank],
                              self._communicator, threads, max_batch_size)
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmc.compiler import api
 from llmc.compiler.frontend import load
 from llmc.compiler.passes.tensor_parallel import partition
+from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Target
 
 VOCAB = 101
@@ -111,7 +112,7 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]
         graphs = [whole] if tp_size == 1 else partition(whole, tp_size, raw.architecture)
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
-        api.write(raw, replace(lowered, graphs=graphs), "float32", Target(kind="cpu"),
+        api.write(raw, replace(lowered, graphs=graphs), Target(kind="cpu"), Options(),
                   made[tp_size])
     return made
 

@@ -1,0 +1,26 @@
+"""Targets: one file per engine kind. Each writes what that engine needs of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a target is asked for.
+
+    Args:
+        dtype: of weights and activations.
+        compute_capability: of the only GPUs that may run it; None for all.
+        max_batch_size: sequences of a step, where the engine is built for so many.
+        timing_cache: what a builder measured, kept for the next time; None: nowhere.
+        progress: called with what a builder does.
+    """
+
+    dtype: str = "float32"
+    compute_capability: str | None = None
+    max_batch_size: int = 64
+    timing_cache: Path | None = None
+    progress: Callable[[str], None] = lambda text: None

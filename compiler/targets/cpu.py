@@ -19,14 +19,20 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep
+from llmc.compiler.targets import Options
+from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
 
 KIND = "cpu"
 DTYPES = ("float32",)
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
+def describe(options: Options) -> Target:
+    return Target(kind="cpu")
+
+
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it."""
     name = f"chip{rank}"
     directory = case_dir / name

@@ -23,9 +23,10 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.rewrite import consumers, is_llmc, replace, tidy, weight
+from llmc.compiler.targets import Options
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Chip, FileEntry, GraphStep
+from llmc.runtime.manifest import Chip, FileEntry, GraphStep, Target
 from llmc.runtime.schedule import SCHEDULE_NAME, Schedule, ScheduledNode, ScheduledTensor
 
 KIND = "cuda"
@@ -34,13 +35,18 @@ _ALIGNMENT = 16
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Min", "Max", "Tanh", "Exp", "Sigmoid", "Neg"}
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
+def describe(options: Options) -> Target:
+    return Target(kind="cuda", compute_capability=options.compute_capability)
+
+
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
         LlmcError: the graph has an op that the engine has not.
     """
-    name = f"chip{rank}"
+    name, dtype = f"chip{rank}", options.dtype
     directory = case_dir / name
     directory.mkdir()
     prepare(graph, dtype)
@@ -50,7 +56,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, 
     files = [weights, FileEntry(path=SCHEDULE_NAME, size=len(text.encode()),
                                 sha256=hashlib.sha256(text.encode()).hexdigest())]
     if dtype != "float32":
-        _widen_elementwise(graph)
+        widen_elementwise(graph)
     files.append(write_onnx(to_onnx(graph, places, KIND, dtype), directory / "graph.onnx"))
     step = GraphStep(path=f"{name}/{SCHEDULE_NAME}", inputs=tuple(t.name for t in graph.inputs),
                      outputs=tuple(t.name for t in graph.outputs))
@@ -125,7 +131,7 @@ def _cast(graph: gs.Graph, dtype: str) -> None:
             tensor.dtype = numpy_dtype
 
 
-def _widen_elementwise(graph: gs.Graph) -> None:
+def widen_elementwise(graph: gs.Graph) -> None:
     """Let ONNX ops on elements compute in float32, as the engine does with its float32 numbers.
 
     Given:   Mul(x, 2.0) in 16 bits, of which 2.0 is float32

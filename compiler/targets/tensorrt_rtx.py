@@ -25,8 +25,9 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.rewrite import is_llmc
+from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Chip, FileEntry, GraphStep
+from llmc.runtime.manifest import Chip, FileEntry, GraphStep, Target
 
 KIND = "tensorrt_rtx"
 DTYPES = ("float32",)  # a cache behind a Cast is not one that TensorRT updates in place
@@ -34,13 +35,15 @@ ENGINE_NAME = "engine.plan"
 _BATCH, _TOKENS = 16, 4096  # at most in a step; one prompt may be longer
 
 
-def versions() -> dict[str, str]:
+def describe(options: Options) -> Target:
     """The builder's version, which must be the runtime's."""
     _library()
-    return {"tensorrt_rtx": importlib.metadata.version("tensorrt-rtx")}
+    return Target(kind="tensorrt_rtx",
+                  versions={"tensorrt_rtx": importlib.metadata.version("tensorrt-rtx")})
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, dtype: str) -> tuple[Chip, list[FileEntry]]:
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:

@@ -144,7 +144,8 @@ NB_MODULE(_cuda, m) {
                            bool per_logit) {
         return self.add_value(dtype_of(dtype), shape, offset, per_logit);
       })
-      .def("add_node", &Engine::add_node)
+      .def("add_node", nb::overload_cast<const std::string&, const Fields&, const std::vector<int>&,
+                                         const std::vector<int>&>(&Engine::add_node))
       .def("set_logits", &Engine::set_logits)
       .def("load_weight",
            [](Engine& self, int tensor, Array<uint8_t> data, int64_t offset) {

@@ -187,6 +187,11 @@ void Engine::add_node(const std::string& op, const Fields& fields, const std::ve
   std::unique_ptr<Plugin> plugin = ElementwiseOp::make(op);
   if (op == "Gather") plugin = std::make_unique<Gather>();
   if (plugin == nullptr) plugin = make_plugin(op, fields);
+  add_node(op, std::move(plugin), inputs, outputs);
+}
+
+void Engine::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
+                      const std::vector<int>& outputs) {
   nodes_.push_back({op, std::move(plugin), inputs, outputs});
 }
 

@@ -56,6 +56,8 @@ class Engine {
 
   void add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
                 const std::vector<int>& outputs);
+  void add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
+                const std::vector<int>& outputs);
   void set_logits(int tensor, int vocab_size);
 
   // Copy `bytes` from host memory to `offset` of a weight, through pinned memory.

@@ -154,5 +154,14 @@ cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);
 cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows, int width,
                        cudaStream_t stream);
 
+// y[i] = x[i] for up to kNarrowed arrays at once; those that are fewer have count 0.
+constexpr int kNarrowed = 4;
+struct NarrowParams {
+  int32_t* y[kNarrowed];
+  const int64_t* x[kNarrowed];
+  int count[kNarrowed];
+};
+cudaError_t narrow(const NarrowParams& params, cudaStream_t stream);
+
 }  // namespace kernels
 }  // namespace llmc

@@ -189,6 +189,15 @@ __global__ void interleave_kernel(T* y, const T* x, int width) {
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
 }
 
+// A row of blocks per array.
+__global__ void narrow_kernel(NarrowParams p) {
+  wait_for_inputs();
+  let_next_start();
+  const int array = blockIdx.y;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count[array]; i += gridDim.x * blockDim.x)
+    p.y[array][i] = static_cast<int32_t>(p.x[array][i]);
+}
+
 __global__ void advance_kernel(AdvanceParams p) {
   wait_for_inputs();
   let_next_start();
@@ -274,6 +283,12 @@ cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows,
     return launch(interleave_kernel<T>, dim3(rows, parts), 128, 0, stream, static_cast<T*>(y),
                   static_cast<const T*>(x), width);
   });
+}
+
+cudaError_t narrow(const NarrowParams& p, cudaStream_t stream) {
+  int most = 1;
+  for (int count : p.count) most = max(most, count);
+  return launch(narrow_kernel, dim3(min(blocks_for(most, 256), 64u), kNarrowed), 256, 0, stream, p);
 }
 
 cudaError_t advance(const AdvanceParams& p, cudaStream_t stream) {

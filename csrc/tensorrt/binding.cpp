@@ -8,7 +8,9 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "../engine/engine.h"
 #include "harness.h"
+#include "plan.h"
 
 namespace nb = nanobind;
 
@@ -49,6 +51,22 @@ void bind(nb::module_ m) {
              return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats);
            },
            nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("repeats") = 1);
+
+  m.def("load", &load_tensorrt, nb::arg("library"));
+  // Let an engine run a plan as one node: (name in the network, tensor of the engine) for each in- and output.
+  using Named = std::vector<std::pair<std::string, int>>;
+  m.def("add_plan", [](Engine& engine, const std::string& plugins, nb::bytes plan, const Named& inputs,
+                       const Named& outputs) {
+    std::vector<std::string> names[2];
+    std::vector<int> tensors[2];
+    for (const Named* named : {&inputs, &outputs})
+      for (const auto& [name, tensor] : *named) {
+        names[named == &outputs].push_back(name);
+        tensors[named == &outputs].push_back(tensor);
+      }
+    auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(), names[0], names[1]);
+    engine.add_node("TensorRT", std::move(made), tensors[0], tensors[1]);
+  }, nb::arg("engine"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"));
 }
 
 }  // namespace llmc::tensorrt

@@ -1,12 +1,9 @@
 #include "harness.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstring>
 #include <deque>
 
-#include "tensorrt.h"
 
 namespace llmc::tensorrt {
 namespace {
@@ -214,44 +211,13 @@ struct Pointers {
 
 }  // namespace
 
-Harness::Harness(const std::string& library) : handle_(dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
-  if (handle_ == nullptr) throw Error("llmc's plugins cannot be loaded: " + std::string(dlerror()));
-}
-
-template <typename Function>
-Function* Harness::symbol(const char* name) const {
-  void* found = dlsym(handle_, name);
-  if (found == nullptr) throw Error(std::string("the plugin library has no ") + name);
-  return reinterpret_cast<Function*>(found);
-}
-
-void Harness::expect(bool done) const {
-  if (!done) throw Error(symbol<const char*()>("llmcPluginError")());
-}
-
-void Harness::init(const std::string& name_space) const {
-  expect(symbol<bool(void*, const char*, void*)>("initLlmcPlugins")(nullptr, name_space.c_str(), nullptr));
-}
-
-std::vector<TensorRTCreator*> Harness::found() const {
-  int32_t count = 0;
-#if LLMC_PLUGIN_V2
-  const auto* all = symbol<IPluginCreator* const*(int32_t&)>("getPluginCreators")(count);
-#else
-  const auto* all = symbol<IPluginCreatorInterface* const*(int32_t&)>("getCreators")(count);
-#endif
-  std::vector<TensorRTCreator*> creators;
-  for (int32_t i = 0; i < count; ++i) creators.push_back(static_cast<TensorRTCreator*>(all[i]));
-  return creators;
-}
-
 std::vector<Harness::Creator> Harness::creators() const {
   static const std::map<PluginFieldType, std::string> kinds = {
       {PluginFieldType::kINT32, "int"},
       {PluginFieldType::kFLOAT32, "float"},
       {PluginFieldType::kCHAR, "str"}};
   std::vector<Creator> creators;
-  for (TensorRTCreator* creator : found()) {
+  for (TensorRTCreator* creator : library_.creators()) {
     Creator made{creator->getPluginName(), creator->getPluginVersion(), creator->getPluginNamespace(), {}};
     const PluginFieldCollection* fields = creator->getFieldNames();
     for (int32_t i = 0; i < fields->nbFields; ++i)
@@ -262,7 +228,7 @@ std::vector<Harness::Creator> Harness::creators() const {
 }
 
 TensorRTCreator& Harness::creator(const std::string& op) const {
-  for (TensorRTCreator* creator : found())
+  for (TensorRTCreator* creator : library_.creators())
     if (op == creator->getPluginName()) return *creator;
   throw Error("there is no plugin '" + op + "'");
 }
@@ -284,7 +250,7 @@ using Owned = std::unique_ptr<IPluginV2DynamicExt, Destroy>;
 Answers Harness::ask(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs) const {
   const Attributes attributes(fields);
   auto* created = creator(op).createPlugin("node", attributes.get());
-  expect(created != nullptr);
+  library_.expect(created != nullptr);
   const Owned first(static_cast<IPluginV2DynamicExt*>(created)), plugin(first->clone());
   const int count = static_cast<int>(inputs.size()), outputs = plugin->getNbOutputs();
   const std::vector<DataType> types = types_of(inputs);
@@ -293,7 +259,7 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
   Answers answers;
   for (int i = 0; i < outputs; ++i) {
     const DimsExprs shape = plugin->getOutputDimensions(i, dims.data(), count, exprs);
-    expect(shape.nbDims >= 0);
+    library_.expect(shape.nbDims >= 0);
     answers.outputs.push_back(
         {nullptr, from_tensorrt(plugin->getOutputDataType(i, types.data(), count)), value_of(shape)});
     answers.aliased.push_back(-1);
@@ -311,14 +277,14 @@ float Harness::run(const std::string& op, const Fields& fields, const std::vecto
                    const std::vector<Tensor>& outputs, int repeats) const {
   const Answers answers = ask(op, fields, inputs);
   auto* created = creator(op).deserializePlugin("node", answers.serialized.data(), answers.serialized.size());
-  expect(created != nullptr);
+  library_.expect(created != nullptr);
   const Owned first(static_cast<IPluginV2DynamicExt*>(created)), plugin(first->clone());
   plugin->attachToContext(nullptr, nullptr, nullptr);
-  expect(plugin->initialize() == 0);
+  library_.expect(plugin->initialize() == 0);
   const std::vector<PluginTensorDesc> in = describe(inputs), out = describe(outputs);
   const Pointers from(inputs), to(outputs);
   return measure(answers.workspace, repeats, [&](void* scratch, cudaStream_t stream) {
-    expect(plugin->enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch, stream) == 0);
+    library_.expect(plugin->enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch, stream) == 0);
   });
 }
 
@@ -334,8 +300,8 @@ Interface& capability(IPluginV3& plugin, PluginCapabilityType type) {
 }
 
 // Fields whose values went through bytes, as a plan's do.
-Bytes write(const PluginFieldCollection& fields) {
-  Bytes bytes;
+std::vector<char> write(const PluginFieldCollection& fields) {
+  std::vector<char> bytes;
   auto append = [&](const void* data, size_t count) {
     bytes.insert(bytes.end(), static_cast<const char*>(data), static_cast<const char*>(data) + count);
   };
@@ -349,7 +315,7 @@ Bytes write(const PluginFieldCollection& fields) {
   return bytes;
 }
 
-std::vector<PluginField> read(const Bytes& bytes) {
+std::vector<PluginField> read(const std::vector<char>& bytes) {
   std::vector<PluginField> fields;
   for (const char* at = bytes.data(); at < bytes.data() + bytes.size();) {
     PluginField field(at);
@@ -369,9 +335,9 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
   const Attributes attributes(fields);
   const std::unique_ptr<IPluginV3> first(
       creator(op).createPlugin("node", attributes.get(), TensorRTPhase::kBUILD));
-  expect(first != nullptr);
+  library_.expect(first != nullptr);
   const std::unique_ptr<IPluginV3> plugin(first->clone());
-  expect(plugin != nullptr);
+  library_.expect(plugin != nullptr);
   auto& core = capability<IPluginV3OneCore>(*plugin, PluginCapabilityType::kCORE);
   if (op != core.getPluginName() ||
       core.getPluginNamespace() != std::string(creator(op).getPluginNamespace()))
@@ -379,17 +345,17 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
   auto& build = capability<IPluginV3OneBuild>(*plugin, PluginCapabilityType::kBUILD);
   const int count = static_cast<int>(inputs.size()), outputs = build.getNbOutputs();
   std::vector<DataType> types(outputs);
-  expect(build.getOutputDataTypes(types.data(), outputs, types_of(inputs).data(), count) == 0);
+  library_.expect(build.getOutputDataTypes(types.data(), outputs, types_of(inputs).data(), count) == 0);
   Exprs exprs;
   std::vector<DimsExprs> shapes(outputs);
-  expect(build.getOutputShapes(express(inputs, exprs).data(), count, nullptr, 0, shapes.data(), outputs,
+  library_.expect(build.getOutputShapes(express(inputs, exprs).data(), count, nullptr, 0, shapes.data(), outputs,
                                exprs) == 0);
   Answers answers;
   for (int i = 0; i < outputs; ++i)
     answers.outputs.push_back({nullptr, from_tensorrt(types[i]), value_of(shapes[i])});
   const auto in = dynamic(describe(inputs)), out = dynamic(describe(answers.outputs));
   offer(build, in, out);
-  expect(build.configurePlugin(in.data(), count, out.data(), outputs) == 0);
+  library_.expect(build.configurePlugin(in.data(), count, out.data(), outputs) == 0);
   answers.workspace = static_cast<int64_t>(build.getWorkspaceSize(in.data(), count, out.data(), outputs));
 #if NV_TENSORRT_MAJOR > 10 || NV_TENSORRT_MINOR >= 3
   auto& aliasing = static_cast<IPluginV3OneBuildV2&>(build);
@@ -398,7 +364,7 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
 #endif
   auto& runtime = capability<IPluginV3OneRuntime>(*plugin, PluginCapabilityType::kRUNTIME);
   const PluginFieldCollection* serialized = runtime.getFieldsToSerialize();
-  expect(serialized != nullptr);
+  library_.expect(serialized != nullptr);
   answers.serialized = write(*serialized);
   return answers;
 }
@@ -410,17 +376,17 @@ float Harness::run(const std::string& op, const Fields& fields, const std::vecto
   const PluginFieldCollection collection{static_cast<int32_t>(serialized.size()), serialized.data()};
   const std::unique_ptr<IPluginV3> first(
       creator(op).createPlugin("node", &collection, TensorRTPhase::kRUNTIME));
-  expect(first != nullptr);
+  library_.expect(first != nullptr);
   auto& unattached = capability<IPluginV3OneRuntime>(*first, PluginCapabilityType::kRUNTIME);
   const std::unique_ptr<IPluginV3> plugin(unattached.attachToContext(nullptr));
-  expect(plugin != nullptr);
+  library_.expect(plugin != nullptr);
   auto& runtime = capability<IPluginV3OneRuntime>(*plugin, PluginCapabilityType::kRUNTIME);
   const std::vector<PluginTensorDesc> in = describe(inputs), out = describe(outputs);
-  expect(runtime.onShapeChange(in.data(), static_cast<int>(in.size()), out.data(),
+  library_.expect(runtime.onShapeChange(in.data(), static_cast<int>(in.size()), out.data(),
                                static_cast<int>(out.size())) == 0);
   const Pointers from(inputs), to(outputs);
   return measure(answers.workspace, repeats, [&](void* scratch, cudaStream_t stream) {
-    expect(runtime.enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch, stream) == 0);
+    library_.expect(runtime.enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch, stream) == 0);
   });
 }
 

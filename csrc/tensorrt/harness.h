@@ -1,32 +1,25 @@
 // Plays TensorRT's part with one plugin, through the same calls in the same order, where TensorRT is not.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
-#include "tensorrt.h"
+#include "plugin_library.h"
 
 namespace llmc::tensorrt {
-
-#if LLMC_PLUGIN_V2
-using TensorRTCreator = nvinfer1::IPluginCreator;
-#else
-using TensorRTCreator = nvinfer1::IPluginCreatorV3One;
-#endif
-using Bytes = std::vector<char>;
 
 // What a plugin says of the tensors it was shown, and what is left of it in a plan.
 struct Answers {
   std::vector<Tensor> outputs;  // without data
   std::vector<int> aliased;     // per output, the node's input that it is; -1: none. IPluginV2 does not tell
   int64_t workspace = 0;
-  Bytes serialized;
+  std::vector<char> serialized;
 };
 
 class Harness {
  public:
-  // Loads libllmc_plugins.so. Throws Error where it cannot be.
-  explicit Harness(const std::string& library);
+  explicit Harness(const std::string& library) : library_(library) {}
 
   struct Creator {
     std::string name, version, name_space;
@@ -34,11 +27,11 @@ class Harness {
   };
   std::vector<Creator> creators() const;
 
-  // initLlmcPlugins with this process's TensorRT. Throws Error with its reason where it fails.
-  void init(const std::string& name_space) const;
+  // initLlmcPlugins with this process's TensorRT.
+  void init(const std::string& name_space) const { library_.init(nullptr, name_space); }
 
-  // Create a plugin from fields, ask for its outputs, offer it dtypes and layouts, configure it, serialize
-  // it. Needs no GPU. Throws Error with the plugin's reason where it refuses.
+  // Create a plugin from fields, ask for its outputs, offer it dtypes and layouts, configure it, serialize it.
+  // Needs no GPU. Throws Error with the plugin's reason where it refuses.
   Answers ask(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs) const;
 
   // All of that, then create the plugin again from what was serialized and run it `repeats` times with
@@ -47,14 +40,9 @@ class Harness {
             const std::vector<Tensor>& outputs, int repeats) const;
 
  private:
-  template <typename Function>
-  Function* symbol(const char* name) const;
-  // Throws Error with what the plugin library says of the failure.
-  void expect(bool done) const;
-  std::vector<TensorRTCreator*> found() const;
   TensorRTCreator& creator(const std::string& op) const;
 
-  void* handle_;
+  PluginLibrary library_;
 };
 
 }  // namespace llmc::tensorrt

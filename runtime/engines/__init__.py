@@ -8,6 +8,7 @@ import numpy as np
 
 from llmc.runtime.attention.metadata import PackedBatch
 
+MAX_TOKENS = 4096  # packed tokens of a step, unless one prompt is longer
 MAX_LOGITS = 512  # rows of logits that every engine has room for in a step
 
 

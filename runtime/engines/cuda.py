@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.manifest import Chip, GraphStep, Manifest
 from llmc.runtime.schedule import Schedule, read_schedule
 
-_SIZES = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
+SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 _BLOCK = 128  # max_tokens is a multiple, so that every value of the arena is aligned
 
 
@@ -33,7 +33,8 @@ def extension() -> ModuleType:
     if find_spec("llmc._cuda") is None:
         raise LlmcError("this installation of llmc has no CUDA engine; install it from a checkout "
                         "where nvcc 13 is: pip install '.[cuda]'")
-    _load_libraries()
+    for path in _libraries():  # wherever on sys.path they are, the loader is to know them
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     try:
         from llmc import _cuda
     except ImportError as error:
@@ -43,14 +44,19 @@ def extension() -> ModuleType:
     return _cuda
 
 
-def _load_libraries() -> None:
-    """Make the libraries of NVIDIA's packages, wherever on sys.path, known to the loader."""
+def _libraries() -> Iterator[Path]:
+    """The libraries of NVIDIA's packages that the extension is linked with."""
     spec = find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
         for library in ("cu13/lib/libcublasLt.so.13", "nccl/lib/libnccl.so.2",
                         "cudnn/lib/libcudnn.so.9"):
             if (path := Path(root, library)).exists():
-                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+                yield path
+
+
+def library_directories() -> list[str]:
+    """Where those libraries are, for the library path of another process."""
+    return [str(path.parent) for path in _libraries()]
 
 
 def device_count() -> int:
@@ -84,22 +90,29 @@ class CudaEngine:
         self._errors = cuda.CudaError
         self._device = device
         self._state: tuple[np.ndarray, ...] | None = None
-        step = chip.steps[0]
-        assert isinstance(step, GraphStep)
         check_fit(cuda, manifest, device)
-        self._schedule = schedule = read_schedule(case_dir / step.path)
         self._vocab = manifest.dims.vocab_size
         self._max_logits = max(max_batch_size, min(MAX_LOGITS, max_tokens))
+        limits = dict(device=device, dtype=manifest.dtype, max_batch=max_batch_size,
+                      max_tokens=-(-max_tokens // _BLOCK) * _BLOCK,
+                      max_logits=-(-self._max_logits // 8) * 8,
+                      max_seq_len=manifest.dims.max_seq_len)
         try:
-            self._engine = cuda.Engine(
-                device=device, dtype=manifest.dtype, max_batch=max_batch_size,
-                max_tokens=-(-max_tokens // _BLOCK) * _BLOCK,
-                max_logits=-(-self._max_logits // 8) * 8, max_seq_len=manifest.dims.max_seq_len,
-                token_bytes=schedule.token_bytes, logit_bytes=schedule.logit_bytes)
-            _build(self._engine, schedule, self._vocab)
-            _load_weights(self._engine, schedule, case_dir / chip.path / "weights.safetensors")
+            self._engine = self._load(cuda, manifest, chip, case_dir, limits)
         except self._errors as error:
             raise LlmcError(f"the model cannot be loaded onto GPU {device}: {error}") from error
+
+    def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
+              limits: Mapping[str, Any]) -> Any:
+        """The extension's engine, its tensors and nodes declared and its weights there."""
+        step = chip.steps[0]
+        assert isinstance(step, GraphStep)
+        self._schedule = schedule = read_schedule(case_dir / step.path)
+        engine = cuda.Engine(**limits, token_bytes=schedule.token_bytes,
+                             logit_bytes=schedule.logit_bytes)
+        _build(engine, schedule, self._vocab)
+        _load_weights(engine, schedule, case_dir / chip.path / "weights.safetensors")
+        return engine
 
     def run(self, batch: PackedBatch) -> np.ndarray:
         self.submit(batch)
@@ -202,7 +215,7 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
     wanted = manifest.target.compute_capability
     if wanted not in (None, f"{major}.{minor}"):
         raise LlmcError(f"the model was compiled for compute capability {wanted}, GPU {device} has "
-                        f"{major}.{minor}; compile it again for this one, or for any")
+                        f"{major}.{minor}; compile it again for this one")
     built = [int(number) for number in re.findall(r"\d+", cuda.architectures)]
     if not any(number // 10 == major and number % 10 <= minor for number in built):
         raise LlmcError(f"the CUDA engine was built for compute capabilities "
@@ -219,8 +232,7 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
 def _build(engine: Any, schedule: Schedule, vocab_size: int) -> None:
     """Declare the schedule's tensors and nodes; the numbers are the schedule's own."""
     for number, tensor in enumerate(schedule.tensors):
-        shape = [_SIZES[dim] if isinstance(dim, str) and dim in _SIZES else dim
-                 for dim in tensor.shape]
+        shape = [SIZES.get(dim, dim) for dim in tensor.shape]
         if tensor.kind == "input":
             made = engine.add_input(tensor.name, tensor.dtype)
         elif tensor.kind == "weight":

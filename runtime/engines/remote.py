@@ -1,4 +1,4 @@
-"""A rank of the CUDA engine in a process of its own, which this module also is the program of."""
+"""A rank on a GPU in a process of its own, which this module also is the program of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.sampling import Draws
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.manifest import read_manifest
+from llmc.runtime.engines.tensorrt import TensorRTEngine
+from llmc.runtime.manifest import Manifest, read_manifest
+
+
+def load_engine(manifest: Manifest, rank: int, case_dir: Path, device: int, max_batch_size: int,
+                max_tokens: int) -> CudaEngine:
+    """A rank's engine on a GPU, of the kind that the model was compiled for."""
+    kind = TensorRTEngine if manifest.target.kind == "tensorrt" else CudaEngine
+    return kind(manifest, manifest.chips[rank], case_dir, device, max_batch_size, max_tokens)
 
 
 class RemoteEngine:
@@ -92,7 +100,7 @@ def _serve(pipe: Connection) -> None:
             if method == "load":
                 case_dir, rank, device, *limits = arguments
                 manifest = read_manifest(case_dir)
-                engine = CudaEngine(manifest, manifest.chips[rank], case_dir, device, *limits)
+                engine = load_engine(manifest, rank, case_dir, device, *limits)
             else:
                 result = getattr(engine, method)(*arguments)
         except LlmcError as error:

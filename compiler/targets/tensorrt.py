@@ -1,0 +1,258 @@
+"""The TensorRT target: an engine per rank, with llmc's ops as plugins.
+
+`graph.onnx` is what TensorRT's parser reads. A node of ours names its plugin in its attributes
+(`plugin_namespace`, `plugin_version`), has every field, its dtype, and in `present` the inputs that
+it has: TensorRT knows no absent ones, so they are left out. Its body travels in the file as for
+every target, so ONNX Runtime runs the file too. `polygraphy_inputs.py` beside it lets Polygraphy
+compare both.
+
+The builder runs in a process of its own, with this Python or one that has TensorRT: the newest
+TensorRT 8.6 on PyPI is for Python 3.10 only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from llmc import plugins
+from llmc.compiler.artifact import (
+    WEIGHTS_NAME,
+    describe_chip,
+    to_onnx,
+    write_onnx,
+    write_weights,
+)
+from llmc.compiler.rewrite import is_llmc
+from llmc.compiler.targets import Options, cuda
+from llmc.errors import LlmcError
+from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
+from llmc.runtime.engines.cuda import library_directories
+from llmc.runtime.engines.tensorrt import plugin_library
+from llmc.runtime.manifest import Chip, FileEntry, GraphStep, Target
+
+KIND = "tensorrt"
+DTYPES = ("float32", "float16", "bfloat16")
+ENGINE_NAME = "engine.plan"
+SCRIPT_NAME = "polygraphy_inputs.py"
+PYTHON = "LLMC_TENSORRT_PYTHON"
+_ALIGNMENT = 256  # TensorRT's, of the address of every input
+
+
+def describe(options: Options) -> Target:
+    """The builder's version and GPU, which must be the runtime's.
+
+    Raises:
+        LlmcError: there is no TensorRT, no GPU or no plugin library, or TensorRT lacks the dtype.
+    """
+    found = _build({"plugins": str(plugin_library())}, options)
+    if options.dtype == "bfloat16" and found["version"].startswith("8."):
+        raise LlmcError(f"TensorRT {found['version']} has no bfloat16; compile with --dtype "
+                        f"float16")
+    if options.compute_capability not in (None, found["compute_capability"]):
+        raise LlmcError(f"TensorRT builds for the GPU that is here, of compute capability "
+                        f"{found['compute_capability']}, not {options.compute_capability}")
+    return Target(kind="tensorrt", versions={"tensorrt": found["version"]}, gpu=found["gpu"],
+                  compute_capability=found["compute_capability"],
+                  max_batch_size=options.max_batch_size)
+
+
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
+        tuple[Chip, list[FileEntry]]:
+    """Write `chip<rank>/` and describe it.
+
+    Raises:
+        LlmcError: a kernel or TensorRT cannot do what the model asks, or the builder fails.
+    """
+    name = f"chip{rank}"
+    directory = case_dir / name
+    directory.mkdir()
+    cuda.prepare(graph, options.dtype)
+    _check(graph, options.dtype)
+    _narrow(graph)
+    places, weights = write_weights(graph, directory / WEIGHTS_NAME)
+    if options.dtype != "float32":
+        cuda.widen_elementwise(graph)
+    step = GraphStep(path=f"{name}/{ENGINE_NAME}", inputs=tuple(t.name for t in graph.inputs),
+                     outputs=tuple(t.name for t in graph.outputs))
+    chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
+    model = with_plugins(to_onnx(graph, places, KIND, options.dtype), options.dtype)
+    (directory / SCRIPT_NAME).write_text(_script(chip, options), encoding="utf-8")
+    files = [weights, write_onnx(model, directory / "graph.onnx")]
+    _build({"plugins": str(plugin_library()), "onnx": str(directory / "graph.onnx"),
+            "script": str(directory / SCRIPT_NAME), "plan": str(directory / ENGINE_NAME),
+            "timing_cache": str(options.timing_cache or os.devnull)}, options)
+    files += (_entry(directory / file) for file in (SCRIPT_NAME, ENGINE_NAME))
+    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
+                  for file in files]
+
+
+def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
+    """The model with llmc nodes as TensorRT's parser needs them, in place."""
+    functions = {(function.name, function.overload): function for function in model.functions}
+    for node in model.graph.node:
+        if node.domain != plugins.DOMAIN:
+            continue
+        op = plugins.registry()[node.op_type]
+        fields = op.complete({attribute.name: onnx.helper.get_attribute_value(attribute)
+                              if attribute.type != onnx.AttributeProto.STRING
+                              else attribute.s.decode() for attribute in node.attribute})
+        present = [name for name, tensor in zip(op.input_names, node.input, strict=False) if tensor]
+        node.input[:] = [tensor for tensor in node.input if tensor]
+        attributes = {**fields, "present": " ".join(present), "dtype": dtype,
+                      "plugin_namespace": plugins.DOMAIN, "plugin_version": str(op.version)}
+        del node.attribute[:]
+        node.attribute.extend(onnx.helper.make_attribute(key, value)
+                              for key, value in attributes.items())
+        if (node.op_type, node.overload) in functions:
+            functions[node.op_type, node.overload].input[:] = present
+    return model
+
+
+def _check(graph: gs.Graph, dtype: str) -> None:
+    """Refuse what a kernel or TensorRT cannot do."""
+    for node in graph.nodes:
+        if not is_llmc(node, "CausalAttention"):
+            continue
+        if node.attrs["head_dim"] % 8:
+            raise LlmcError(f"head_dim {node.attrs['head_dim']} is not a multiple of 8, which "
+                            f"attention kernels need; compile for --target cpu")
+        row = int(np.prod(node.inputs[1].shape[1:])) * (4 if dtype == "float32" else 2)
+        if row % _ALIGNMENT:
+            raise LlmcError(f"a cache row of {row} bytes is no multiple of {_ALIGNMENT}, at which "
+                            f"TensorRT wants its inputs; make max_seq_len a multiple of 16")
+
+
+def _narrow(graph: gs.Graph) -> None:
+    """Give token ids, positions and indices 32 bits: TensorRT 8 has no others."""
+    for tensor in graph.inputs:
+        if np.dtype(tensor.dtype) == np.int64:
+            tensor.dtype = np.int32
+
+
+def _profiles(chip: Chip, max_batch_size: int) -> list[dict[str, list[list[int]]]]:
+    """Least, usual and most of each input's shape, for prompts and for decoding."""
+    length = next(tensor for tensor in chip.inputs if tensor.name == "key_cache_0").shape[2]
+    assert isinstance(length, int)
+    some = min(8, max_batch_size)
+    tokens = max(MAX_TOKENS, length)
+    sizes = [{"batch": (1, some, max_batch_size), "num_tokens": (1, min(1024, tokens), tokens),
+              "num_logits": (1, some, max(MAX_LOGITS, max_batch_size))},
+             dict.fromkeys(("batch", "num_tokens", "num_logits"), (1, some, max_batch_size))]
+    profiles = []
+    for named in sizes:
+        named["batch_plus_1"] = tuple(size + 1 for size in named["batch"])  # type: ignore[assignment]
+        profiles.append({tensor.name: [[dim if isinstance(dim, int) else named[dim][which]
+                                        for dim in tensor.shape] for which in range(3)]
+                         for tensor in chip.inputs})
+    return profiles
+
+
+_SCRIPT = '''\
+"""For Polygraphy: the inputs of one step, and how TensorRT builds. With LLMC_LOAD_PLUGINS=1,
+
+    polygraphy run graph.onnx --onnxrt --trt --plugins libllmc_plugins.so \\
+        --data-loader-script polygraphy_inputs.py --trt-config-script polygraphy_inputs.py
+"""
+
+import numpy as np
+
+PROFILES = {profiles}
+DTYPES = {dtypes}
+
+
+def load_data():
+    """A prompt of four tokens."""
+    tokens = 4
+    given = {{"input_ids": np.arange(1, tokens + 1), "position_ids": np.arange(tokens),
+             "cu_seqlens": [0, tokens], "past_lens": [0], "logits_indices": [tokens - 1]}}
+    yield {{name: np.asarray(given[name], dtype) if name in given
+           else np.zeros(PROFILES[0][name][0], dtype) for name, dtype in DTYPES.items()}}
+
+
+def load_config(builder, network):
+    """A profile for prompts and one for decoding. No tactics but TensorRT's own."""
+    from polygraphy.backend.trt import CreateConfig, Profile
+    profiles = [Profile() for _ in PROFILES]
+    for profile, shapes in zip(profiles, PROFILES):
+        for name, (least, usual, most) in shapes.items():
+            profile.add(name, least, usual, most)
+    import tensorrt
+    old = int(tensorrt.__version__.split(".")[0]) < 10  # newer ones read dtypes off the network
+    return CreateConfig(profiles=profiles, fp16={half} if old else None, tactic_sources=[],
+                        max_aux_streams=0)(builder, network)
+'''
+
+
+def _script(chip: Chip, options: Options) -> str:
+    profiles = ",\n".join(
+        "    {" + ",\n     ".join(f"{name!r}: {shapes}" for name, shapes in profile.items()) + "}"
+        for profile in _profiles(chip, options.max_batch_size))
+    dtypes = {tensor.name: "float32" if tensor.dtype == "bfloat16" else tensor.dtype
+              for tensor in chip.inputs}
+    return _SCRIPT.format(profiles=f"[\n{profiles},\n]", dtypes=dtypes,
+                          half=options.dtype == "float16")
+
+
+def _entry(path: Path) -> FileEntry:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(path=path.name, size=path.stat().st_size, sha256=digest)
+
+
+def _build(work: dict[str, str], options: Options) -> dict[str, Any]:
+    """Have tensorrt_build.py do this work in a process of its own; what it answers.
+
+    Raises:
+        LlmcError: what it says went wrong, or that it ended.
+    """
+    python = os.environ.get(PYTHON) or sys.executable
+    if python == sys.executable and find_spec("tensorrt") is None:
+        raise LlmcError(f"target {KIND} needs the package tensorrt; install it with: pip install "
+                        f"tensorrt, or name a Python that has it and polygraphy in {PYTHON}")
+    paths = [*library_directories(), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
+                   "CUDA_MODULE_LOADING": "LAZY"}
+    environment.pop("LLMC_LOAD_PLUGINS", None)
+    read, write = os.pipe()
+    answer: dict[str, Any] = {}
+    with tempfile.TemporaryFile("w+") as log, open(read, encoding="utf-8") as answers:
+        try:
+            process = subprocess.Popen(
+                [python, str(Path(__file__).with_name("tensorrt_build.py")), str(write)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[write],
+                env=environment)
+        except OSError as error:
+            raise LlmcError(f"'{python}', named in {PYTHON}, cannot be run ({error})") from error
+        finally:
+            os.close(write)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(work))
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended, and the log says why
+        for line in answers:
+            answer = json.loads(line)
+            if "progress" in answer:
+                options.progress(answer["progress"])
+        code = process.wait()
+        log.seek(0)
+        said = [line for line in log.read().splitlines() if line.strip()]
+    if "error" in answer:
+        raise LlmcError(f"TensorRT cannot build the engine: {answer['error']}")
+    if code or "version" not in answer:
+        raise LlmcError(f"TensorRT's builder ended with exit code {code}"
+                        f"{': ' + said[-1] if said else ''}")
+    return answer

@@ -1,0 +1,109 @@
+"""The program that builds an engine with TensorRT. It runs in a Python that has `tensorrt` and
+`polygraphy`, perhaps an older one than llmc's, and imports nothing of llmc.
+
+Work comes as JSON on standard input: `plugins`, and to build `onnx`, `script`, `plan` and
+`timing_cache`, all paths. Answers go as lines of JSON to the file descriptor that is its argument:
+`progress` any number of times, then `error`, or `version`, `gpu` and `compute_capability`.
+"""
+
+import ctypes
+import json
+import os
+import runpy
+import sys
+
+
+def main(work, answer):
+    import tensorrt as trt
+    name, capability = gpu()
+    load_plugins(work["plugins"])
+    if "onnx" in work:
+        build(trt, work, answer)
+    answer(version=trt.__version__, gpu=name, compute_capability=capability)
+
+
+def gpu():
+    """Name and compute capability of the first GPU, from the driver."""
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0)
+    except OSError:  # no driver
+        found = False
+    if not found:
+        raise RuntimeError("there is no NVIDIA GPU here, and it builds only where one is")
+    driver.cuDeviceGetName(name, len(name), device)
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    return name.value.decode(), f"{major.value}.{minor.value}"
+
+
+def load_plugins(path):
+    library = ctypes.CDLL(path)
+    library.initLlmcPlugins.restype = ctypes.c_bool
+    library.llmcPluginError.restype = ctypes.c_char_p
+    if not library.initLlmcPlugins(None, b"llmc", None):
+        raise RuntimeError(library.llmcPluginError().decode())
+
+
+def build(trt, work, answer):
+    from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
+    strongly_typed = int(trt.__version__.split(".")[0]) >= 10
+    builder, network, parser = network_from_onnx_path(work["onnx"], strongly_typed=strongly_typed)
+    config = runpy.run_path(work["script"])["load_config"](builder, network)
+    if hasattr(trt, "PreviewFeature") and hasattr(trt.PreviewFeature, "ALIASED_PLUGIN_IO_10_03"):
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    if hasattr(trt, "IProgressMonitor"):
+        config.progress_monitor = make_monitor(trt, answer)
+    cache = b""
+    if os.path.exists(work["timing_cache"]):
+        with open(work["timing_cache"], "rb") as file:
+            cache = file.read()
+    timing = config.create_timing_cache(cache)
+    if timing is None:  # of another TensorRT or GPU
+        timing = config.create_timing_cache(b"")
+    config.set_timing_cache(timing, ignore_mismatch=False)
+    answer(progress="TensorRT builds")
+    plan = engine_bytes_from_network((builder, network, parser), config=config,
+                                     save_timing_cache=work["timing_cache"])
+    with open(work["plan"], "wb") as file:
+        file.write(plan)
+
+
+def make_monitor(trt, answer):
+    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]
+        """Tells of the builder's outermost phases, each tenth of them."""
+
+        def __init__(self):
+            super().__init__()
+            self.steps = {}
+
+        def phase_start(self, phase, parent, steps):
+            if parent is None:
+                self.steps[phase] = max(1, steps)
+
+        def step_complete(self, phase, step):
+            count = self.steps.get(phase)
+            if count and step * 10 // count != (step - 1) * 10 // count:
+                answer(progress=f"TensorRT: {phase}, {step} of {count}")
+            return True
+
+        def phase_finish(self, phase):
+            self.steps.pop(phase, None)
+
+    return Monitor()
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, which has a tensorrt.py too
+    with open(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
+        def answer(**said):
+            pipe.write(json.dumps(said) + "\n")
+            pipe.flush()
+
+        try:
+            main(json.load(sys.stdin), answer)
+        except Exception as error:
+            answer(error=" ".join(str(error).split()) or type(error).__name__)
+            sys.exit(1)

@@ -1,0 +1,37 @@
+// libllmc_plugins.so, loaded: what csrc/tensorrt/library.h offers, with its failures as Errors.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tensorrt.h"
+
+namespace llmc::tensorrt {
+
+#if LLMC_PLUGIN_V2
+using TensorRTCreator = nvinfer1::IPluginCreator;
+#else
+using TensorRTCreator = nvinfer1::IPluginCreatorV3One;
+#endif
+
+class PluginLibrary {
+ public:
+  // Throws Error where it cannot be loaded. It stays loaded: plugins may outlive this object.
+  explicit PluginLibrary(const std::string& path);
+
+  // Register its creators with this process's TensorRT.
+  void init(nvinfer1::ILogger* logger, const std::string& name_space) const;
+  void set_communicator(ncclComm_t communicator) const;
+  std::vector<TensorRTCreator*> creators() const;
+
+  // Throws Error with what the library says of the failure.
+  void expect(bool done) const;
+
+ private:
+  template <typename Function>
+  Function* symbol(const char* name) const;
+
+  void* handle_;
+};
+
+}  // namespace llmc::tensorrt

@@ -1,0 +1,121 @@
+"""TensorRT on an NVIDIA GPU: a plan as the one node of llmc's own engine.
+
+The engine keeps the inputs, the KV caches and the logits at fixed addresses, chooses tokens on the
+device and captures decoding in CUDA graphs, as for its own kernels; TensorRT runs the step between.
+A plan has a profile and an execution context for prompts and one for decoding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from llmc.errors import LlmcError
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.engines.cuda import SIZES, CudaEngine, extension
+from llmc.runtime.manifest import Chip, GraphStep, Manifest, Target
+
+LIBRARY = "LLMC_TENSORRT_LIBRARY"
+_PLUGINS = "libllmc_plugins.so"
+
+
+def plugin_library() -> Path:
+    """The library of llmc's TensorRT plugins.
+
+    Raises:
+        LlmcError: it was not built.
+    """
+    path = Path(str(extension().__file__)).with_name(_PLUGINS)
+    if not hasattr(extension(), "tensorrt") or not path.is_file():
+        raise LlmcError(f"this installation of llmc has no {_PLUGINS}; install it from a checkout, "
+                        f"with TensorRT's headers: TENSORRT_ROOT=… pip install '.[cuda]'")
+    return path
+
+
+def tensorrt_library(major: str) -> str:
+    """TensorRT's own library: as LLMC_TENSORRT_LIBRARY says, from its package, or the system's."""
+    name = f"libnvinfer.so.{major}"
+    wish = os.environ.get(LIBRARY)
+    if wish:
+        return os.path.join(wish, name) if os.path.isdir(wish) else wish
+    for package in ("tensorrt_libs", "tensorrt"):
+        spec = find_spec(package)
+        for root in (spec.submodule_search_locations or []) if spec else []:
+            if (path := Path(root, name)).exists():
+                return str(path)
+    return name
+
+
+class TensorRTEngine(CudaEngine):
+    """One rank on one GPU, as an engine that TensorRT built. See `CudaEngine`.
+
+    Raises:
+        LlmcError: there is no extension, plugin library or TensorRT, or they are not those that the
+            model was compiled with, or there is too little memory.
+    """
+
+    def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
+              limits: Mapping[str, Any]) -> Any:
+        step = chip.steps[0]
+        assert isinstance(step, GraphStep)
+        plugins = str(plugin_library())
+        check_plugins(manifest, {creator.name: int(creator.version)
+                                 for creator in cuda.tensorrt.Harness(plugins).creators})
+        major = cuda.tensorrt.version.split(".")[0]
+        check_version(manifest.target, cuda.tensorrt.load(tensorrt_library(major)))
+        width = 4 if manifest.dtype == "float32" else 2
+        engine = cuda.Engine(**limits, token_bytes=0,
+                             logit_bytes=manifest.dims.padded_vocab_size * width)
+        tensors = {}
+        for tensor in chip.inputs:
+            if "_cache_" in tensor.name:
+                tensors[tensor.name] = engine.add_cache(tensor.shape[1:])
+                tensors[f"{tensor.name}_out"] = tensors[tensor.name]
+            else:
+                wide = tensor.name not in ("cu_seqlens", "past_lens")
+                tensors[tensor.name] = engine.add_input(tensor.name, "int64" if wide else "int32")
+        logits = next(tensor for tensor in chip.outputs if tensor.name == "logits")
+        tensors["logits"] = engine.add_value(
+            logits.dtype, [SIZES.get(dim, dim) for dim in logits.shape], 0, True)
+        cuda.tensorrt.add_plan(engine, plugins, (case_dir / step.path).read_bytes(),
+                               [(name, tensors[name]) for name in step.inputs],
+                               [(name, tensors[name]) for name in step.outputs])
+        engine.set_logits(tensors["logits"], manifest.dims.vocab_size)
+        engine.finish()
+        return engine
+
+    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
+        """Execute a step; TensorRT hands out its logits alone."""
+        return {"logits": self.run(batch)}
+
+
+def check_plugins(manifest: Manifest, known: Mapping[str, int]) -> None:
+    """Compare the ops that the model uses with those of the plugin library.
+
+    Raises:
+        LlmcError: naming one that the library lacks or has in another version.
+    """
+    for name, version in manifest.ops.items():
+        if known.get(name) != version:
+            raise LlmcError(
+                f"the model uses version {version} of the plugin {name}, {_PLUGINS} has "
+                f"{f'version {known[name]}' if name in known else 'none'}; install the llmc that "
+                f"the model was compiled with, {manifest.llmc_version}, or compile it again")
+
+
+def check_version(target: Target, version: str) -> None:
+    """Compare the TensorRT that built the plan with the one here: a plan runs on no other.
+
+    Raises:
+        LlmcError: they differ.
+    """
+    built = target.versions.get("tensorrt", "")
+    if built.split(".")[:3] != version.split(".")[:3]:
+        raise LlmcError(f"the model was built by TensorRT {built}, here is TensorRT {version}; "
+                        f"install tensorrt=={built}, or compile the model again")

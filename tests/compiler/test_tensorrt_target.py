@@ -1,0 +1,236 @@
+"""The TensorRT target without TensorRT: its graph, its profiles, and what stands in its way. The
+builder is played; tests/gpu has the real one."""
+
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import families
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import llmc
+from llmc import plugins
+from llmc.compiler import api
+from llmc.compiler.targets import Options, tensorrt
+from llmc.runtime.engines import cuda
+from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
+from llmc.runtime.manifest import read_manifest
+
+FOUND = {"version": "8.6.0", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
+
+
+@pytest.fixture
+def builder(monkeypatch, tmp_path):
+    """What the builder was asked for; it makes plans of five bytes."""
+    asked = []
+
+    def build(work, options):
+        asked.append(work)
+        if "plan" in work:
+            Path(work["plan"]).write_bytes(b"plan!")
+            options.progress("TensorRT builds")
+        return FOUND
+
+    monkeypatch.setattr(tensorrt, "_build", build)
+    monkeypatch.setattr(tensorrt, "plugin_library", lambda: tmp_path / "libllmc_plugins.so")
+    return asked
+
+
+def compile(family, tmp_path, **options):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    return llmc.compile(hf, tmp_path / "case", target="tensorrt", **options)
+
+
+def test_the_manifest_says_what_the_plan_needs(builder, tmp_path):
+    said = []
+    compile("llama", tmp_path, dtype="float16", max_batch_size=4, progress=said.append)
+    manifest = read_manifest(tmp_path / "case")
+    target = manifest.target
+    assert (target.versions, target.compute_capability, target.gpu, target.max_batch_size) \
+        == ({"tensorrt": "8.6.0"}, "9.0", "NVIDIA H200", 4)
+    assert {entry.path for entry in manifest.files} >= {
+        "chip0/engine.plan", "chip0/graph.onnx", "chip0/weights.safetensors",
+        "chip0/polygraphy_inputs.py"}
+    assert manifest.chips[0].steps[0].path == "chip0/engine.plan"
+    assert builder[-1]["timing_cache"] == str(tmp_path / "case.timing_cache")
+    assert "TensorRT builds" in said
+
+
+def test_every_rank_gets_an_engine(builder, tmp_path):
+    manifest = compile("llama", tmp_path, tp_size=2)
+    assert [Path(work["plan"]).parent.name for work in builder[1:]] == ["chip0", "chip1"]
+    graph = onnx.load(tmp_path / "case" / "chip1" / "graph.onnx", load_external_data=False).graph
+    assert {"AllReduce", "AllGather"} <= {node.op_type for node in graph.node}
+    assert manifest.ops.keys() >= {"AllReduce", "AllGather", "CausalAttention"}
+
+
+@pytest.mark.parametrize(("family", "dtype", "tolerance"), [
+    ("llama", "float32", 1e-5), ("llama", "float16", 4e-3), ("gpt2", "float16", 4e-3),
+    ("gemma2", "float16", 4e-3), ("qwen3", "float32", 1e-5)])
+def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dtype, tolerance,
+                                                            tmp_path):
+    compile(family, tmp_path, dtype=dtype)
+    chip = tmp_path / "case" / "chip0"
+    model = onnx.load(chip / "graph.onnx", load_external_data=False)
+    onnx.checker.check_model(str(chip / "graph.onnx"))
+    session = ort.InferenceSession(str(chip / "graph.onnx"), providers=["CPUExecutionProvider"])
+    inputs, = runpy.run_path(str(chip / "polygraphy_inputs.py"))["load_data"]()
+    assert not {array.dtype for array in inputs.values()} & {np.dtype(np.int64)}
+    inputs = {value.name: inputs[value.name] for value in model.graph.input}
+    results = dict(zip([value.name for value in session.get_outputs()], session.run(None, inputs),
+                       strict=True))
+    model = families.tiny_model(family)
+    families.assert_close(results["logits"][:, :families.VOCAB].astype(np.float32),
+                          families.reference_logits(model, [1, 2, 3, 4])[-1:], tolerance)
+
+
+def attributes(node):
+    return {attribute.name: onnx.helper.get_attribute_value(attribute)
+            if attribute.type != onnx.AttributeProto.STRING else attribute.s.decode()
+            for attribute in node.attribute}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "phi3", "gpt_neox"])
+def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(builder, family, tmp_path):
+    """With attributes, dtypes and shapes as TensorRT's parser would hand them over."""
+    if find_spec("llmc._cuda") is None or not hasattr(cuda.extension(), "tensorrt"):
+        pytest.skip("llmc was built without TENSORRT_ROOT")
+    extension = cuda.extension()
+    harness = extension.tensorrt.Harness(
+        str(Path(extension.__file__).with_name("libllmc_plugins.so")))
+    compile(family, tmp_path, dtype="float16")
+    path = tmp_path / "case" / "chip0" / "graph.onnx"
+    model = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
+    sizes = {"num_tokens": 5, "batch": 3, "batch_plus_1": 4, "num_logits": 2}
+    known = {}
+    for value in (*model.input, *model.value_info, *model.output):
+        tensor = value.type.tensor_type
+        known[value.name] = (np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name,
+                             [sizes.get(dim.dim_param, dim.dim_value) for dim in tensor.shape.dim])
+    for tensor in model.initializer:
+        known[tensor.name] = (np.dtype(onnx.helper.tensor_dtype_to_np_dtype(
+            tensor.data_type)).name, list(tensor.dims))
+    ours = [node for node in model.node if node.domain == plugins.DOMAIN]
+    assert ours
+    for node in ours:
+        fields = attributes(node)
+        op = plugins.registry()[node.op_type]
+        assert all(node.input) and len(fields["present"].split()) == len(node.input)
+        assert (fields.pop("plugin_namespace"), fields.pop("plugin_version")) \
+            == ("llmc", str(op.version))
+        answers = harness.ask(node.op_type, fields, [(0, *known[name]) for name in node.input])
+        shapes = dict(zip(fields["present"].split(), (known[name][1] for name in node.input),
+                          strict=True))
+        declared = {name: fields[name] for name in op.fields}
+        assert [(kind, tuple(shape)) for kind, shape in answers.outputs] \
+            == [("float16", tuple(shape)) for shape in op.shapes(shapes, declared)]
+        for name, (_, shape) in zip(node.output, answers.outputs, strict=True):
+            known[name] = ("float16", shape)
+
+
+def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
+    compile("llama", tmp_path, max_batch_size=5, max_seq_len=48)
+    script = runpy.run_path(str(tmp_path / "case" / "chip0" / "polygraphy_inputs.py"))
+    prompts, decoding = script["PROFILES"]
+    assert prompts["input_ids"][0] == [1] and prompts["input_ids"][2] == [4096]
+    assert prompts["logits_indices"][2] == [512]
+    assert prompts["cu_seqlens"] == decoding["cu_seqlens"] == [[2], [6], [6]]
+    assert decoding["input_ids"] == decoding["logits_indices"] == [[1], [5], [5]]
+    assert decoding["key_cache_0"][2] == [5, *decoding["key_cache_0"][0][1:]]
+    for profile in (prompts, decoding):
+        for least, usual, most in profile.values():
+            assert all(a <= b <= c for a, b, c in zip(least, usual, most, strict=True))
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    (dict(dtype="bfloat16"), "TensorRT 8.6.0 has no bfloat16"),
+    (dict(compute_capability="8.0"), "of compute capability 9.0, not 8.0"),
+    (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
+    (dict(max_seq_len=37), "is no multiple of 256, .* make max_seq_len a multiple of 16"),
+])
+def test_what_cannot_be_is_refused(builder, options, match, tmp_path):
+    with pytest.raises(llmc.LlmcError, match=match):
+        compile("llama", tmp_path, **options)
+    assert not (tmp_path / "case").exists()
+
+
+def test_a_head_dim_without_a_kernel_is_refused(builder, tmp_path):
+    hf = families.save(families.tiny_model("llama", head_dim=12), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="head_dim 12 is not a multiple of 8"):
+        llmc.compile(hf, tmp_path / "case", target="tensorrt")
+
+
+def test_without_tensorrt_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensorrt, "plugin_library", lambda: tmp_path / "none.so")
+    monkeypatch.delenv("LLMC_TENSORRT_PYTHON", raising=False)
+    monkeypatch.setattr(tensorrt, "find_spec", lambda name: None)
+    with pytest.raises(llmc.LlmcError, match=r"pip install tensorrt, or name .* in LLMC_TENSORRT"):
+        api.TARGETS["tensorrt"].describe(Options())
+
+
+def stub(directory, text):
+    """A Python that imports this as tensorrt."""
+    (directory / "tensorrt.py").write_text(text)
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={directory} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.mark.parametrize(("text", "match"), [
+    ("raise ImportError('libcudnn.so.8 is not there')", "cannot build .*: libcudnn.so.8 is not"),
+    ("import os, sys; print('segment lost', file=sys.stderr); os._exit(139)",
+     "builder ended with exit code 139: segment lost"),
+    ("import os; os._exit(0)", "builder ended with exit code 0"),
+])
+def test_what_the_builder_s_process_says(monkeypatch, tmp_path, text, match):
+    monkeypatch.setenv("LLMC_TENSORRT_PYTHON", stub(tmp_path, text))
+    with pytest.raises(llmc.LlmcError, match=match):
+        tensorrt._build({"plugins": "none.so"}, Options())
+
+
+def test_a_python_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("LLMC_TENSORRT_PYTHON", "/none/python")
+    with pytest.raises(llmc.LlmcError, match=r"'/none/python', named in LLMC_TENSORRT_PYTHON"):
+        tensorrt._build({"plugins": "none.so"}, Options())
+
+
+def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):
+    manifest = compile("llama", tmp_path, max_batch_size=2)
+    check_version(manifest.target, "8.6.0")
+    with pytest.raises(llmc.LlmcError, match="built by TensorRT 8.6.0, here is TensorRT 8.6.1; "):
+        check_version(manifest.target, "8.6.1")
+    check_plugins(manifest, manifest.ops)
+    newer = manifest.model_copy(update={"ops": {**manifest.ops, "CausalAttention": 9}})
+    with pytest.raises(llmc.LlmcError, match="version 9 of the plugin CausalAttention, .* has "
+                                             "version 1; install"):
+        check_plugins(newer, manifest.ops)
+    with pytest.raises(llmc.LlmcError, match="has none; install"):
+        check_plugins(manifest, {})
+    with pytest.raises(llmc.LlmcError, match="max_batch_size 3 exceeds 2, for which the model"):
+        llmc.LLM(tmp_path / "case", max_batch_size=3)
+    plan = tmp_path / "case" / "chip0" / "engine.plan"
+    plan.write_bytes(plan.read_bytes()[:-1])
+    with pytest.raises(llmc.LlmcError, match="engine.plan' has 4 bytes, model_info.json says 5"):
+        llmc.LLM(tmp_path / "case")
+
+
+def test_where_tensorrt_s_library_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMC_TENSORRT_LIBRARY", str(tmp_path))
+    assert tensorrt_library("8") == str(tmp_path / "libnvinfer.so.8")
+    monkeypatch.setenv("LLMC_TENSORRT_LIBRARY", "/opt/libnvinfer.so.8")
+    assert tensorrt_library("8") == "/opt/libnvinfer.so.8"
+    monkeypatch.delenv("LLMC_TENSORRT_LIBRARY")
+    assert tensorrt_library("7") == "libnvinfer.so.7"
+
+
+def test_a_tensorrt_that_cannot_be_loaded_is_one_sentence(tmp_path):
+    if find_spec("llmc._cuda") is None or not hasattr(cuda.extension(), "tensorrt"):
+        pytest.skip("llmc was built without TENSORRT_ROOT")
+    with pytest.raises(cuda.extension().CudaError,
+                       match=r"TensorRT cannot be loaded \(.*none.*\); install it, or name"):
+        cuda.extension().tensorrt.load(str(tmp_path / "none.so"))
