@@ -4,6 +4,7 @@
     python bench/gpu.py WORK_DIR --model llama-8b
     python bench/gpu.py WORK_DIR --model gpt2-medium --grid     llmc alone, twelve sizes
     python bench/gpu.py WORK_DIR --model llama-8b --tp 1,2,4    llmc alone, on so many GPUs
+    python bench/gpu.py WORK_DIR --model gpt2-medium --tensorrt llmc's two targets, in float16
 
 transformers runs with a StaticCache, eager and under torch.compile's mode reduce-overhead.
 Milliseconds are medians of whole calls by the host's clock, tokens chosen. `limit` is what the
@@ -192,12 +193,45 @@ def grid(llm: llmc.LLM) -> None:
               f"{row.tgen_ms:.3f} |", flush=True)
 
 
+def targets(hf: Path, work: Path, name: str, repeats: int) -> None:
+    """The cuda target beside the tensorrt target, whose ops are the same kernels."""
+    sides = {}
+    for target in ("cuda", "tensorrt"):
+        case = work / f"{name}-{target}-float16"
+        started = time.perf_counter()
+        if not case.is_dir():
+            llmc.compile(hf, case, dtype="float16", target=target, max_seq_len=LENGTH)
+            print(f"compiled for {target} in {time.perf_counter() - started:.0f} s", flush=True)
+        sides[target] = llmc.LLM(case, max_batch_size=64, check_step=64, verify=False)
+    versions = sides["tensorrt"].manifest.target.versions
+    print(f"\n| batch, in, out | ms of | cuda | TensorRT {versions['tensorrt']} | ratio |\n"
+          "| --- | --- | --- | --- | --- |")
+    for row in ROWS[name]:
+        times: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+        for llm in list(sides.values()) * 2:  # captures, tunes
+            ours(llm)(*row)
+        for _ in range(repeats):
+            for label, llm in sides.items():
+                times[label].append(ours(llm)(*row))
+        for index, what in enumerate(("first token", "decode step")):
+            median = [statistics.median(t[index] for t in times[label]) for label in sides]
+            ratio = statistics.median(b[index] / a[index] for a, b
+                                      in zip(times["cuda"], times["tensorrt"], strict=True))
+            print(f"| {row[0]}, {row[1]}, {row[2]} | {what} | {median[0]:.3f} | {median[1]:.3f} | "
+                  f"{ratio:.2f} |", flush=True)
+    print("\nmicroseconds of a decode step (kernels):")
+    for label, llm in sides.items():
+        for batch, inputs, _ in ROWS[name]:
+            print(f"{label}, {breakdown(llm, batch, inputs)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--tensorrt", action="store_true")
     parser.add_argument("--tp", default="")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
@@ -206,6 +240,9 @@ def main() -> None:
     print(bench_model.environment("torch", "transformers"), torch.cuda.get_device_name(),
           "CUDA", torch.version.cuda, "\n", flush=True)
     hf = write_model(name, work / name)
+    if arguments.tensorrt:
+        targets(hf, work, name, arguments.runs)
+        return
     first: dict[int, tuple[float, float]] = {}
     notes: list[str] = []
     if arguments.tp:

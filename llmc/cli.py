@@ -155,7 +155,11 @@ def _sampling_options(command: Any) -> Any:
 
 
 def _engines() -> str:
-    return "cpu, cuda" if find_spec("llmc._cuda") else "cpu"
+    extension = find_spec("llmc._cuda")
+    if extension is None:
+        return "cpu"
+    plugins = Path(str(extension.origin)).with_name("libllmc_plugins.so")
+    return "cpu, cuda, tensorrt" if plugins.is_file() else "cpu, cuda"
 
 
 @click.group(cls=_Group, context_settings=_SETTINGS)

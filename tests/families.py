@@ -117,6 +117,14 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]
     return made
 
 
+def logits_on_gpu(hf: Path, tokens: list[list[int]], dtype: torch.dtype) -> np.ndarray:
+    """transformers' logits, float32 `[len(tokens), length, vocab]`, computed in `dtype`."""
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=dtype, attn_implementation="eager")
+    with torch.no_grad():
+        return model.cuda().eval()(torch.tensor(tokens).cuda(), use_cache=False).logits \
+            .float().cpu().numpy()
+
+
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
     """transformers' logits `[num_tokens, vocab]` in one uncached pass."""
     with torch.no_grad():

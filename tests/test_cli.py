@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -28,7 +29,10 @@ def run(*arguments, stdin=""):
 
 
 def test_version_says_which_engines_there_are():
-    engines = "cpu, cuda" if find_spec("llmc._cuda") else "cpu"
+    engines, extension = "cpu", find_spec("llmc._cuda")
+    if extension is not None:
+        plugins = Path(extension.origin).with_name("libllmc_plugins.so")
+        engines = "cpu, cuda, tensorrt" if plugins.exists() else "cpu, cuda"
     assert run("--version").stdout == f"llmc {__version__} (engines: {engines})\n"
 
 

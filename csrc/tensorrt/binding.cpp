@@ -53,7 +53,7 @@ void bind(nb::module_ m) {
            nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("repeats") = 1);
 
   m.def("load", &load_tensorrt, nb::arg("library"));
-  // Let an engine run a plan as one node: (name in the network, tensor of the engine) for each in- and output.
+  // Let an engine run a plan as a node: (name in the network, tensor of the engine) for each in- and output.
   using Named = std::vector<std::pair<std::string, int>>;
   m.def("add_plan", [](Engine& engine, const std::string& plugins, nb::bytes plan, const Named& inputs,
                        const Named& outputs) {

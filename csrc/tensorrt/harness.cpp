@@ -284,7 +284,8 @@ float Harness::run(const std::string& op, const Fields& fields, const std::vecto
   const std::vector<PluginTensorDesc> in = describe(inputs), out = describe(outputs);
   const Pointers from(inputs), to(outputs);
   return measure(answers.workspace, repeats, [&](void* scratch, cudaStream_t stream) {
-    library_.expect(plugin->enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch, stream) == 0);
+    library_.expect(plugin->enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch,
+                                    stream) == 0);
   });
 }
 
@@ -348,8 +349,8 @@ Answers Harness::ask(const std::string& op, const Fields& fields, const std::vec
   library_.expect(build.getOutputDataTypes(types.data(), outputs, types_of(inputs).data(), count) == 0);
   Exprs exprs;
   std::vector<DimsExprs> shapes(outputs);
-  library_.expect(build.getOutputShapes(express(inputs, exprs).data(), count, nullptr, 0, shapes.data(), outputs,
-                               exprs) == 0);
+  library_.expect(build.getOutputShapes(express(inputs, exprs).data(), count, nullptr, 0, shapes.data(),
+                                        outputs, exprs) == 0);
   Answers answers;
   for (int i = 0; i < outputs; ++i)
     answers.outputs.push_back({nullptr, from_tensorrt(types[i]), value_of(shapes[i])});
@@ -383,10 +384,11 @@ float Harness::run(const std::string& op, const Fields& fields, const std::vecto
   auto& runtime = capability<IPluginV3OneRuntime>(*plugin, PluginCapabilityType::kRUNTIME);
   const std::vector<PluginTensorDesc> in = describe(inputs), out = describe(outputs);
   library_.expect(runtime.onShapeChange(in.data(), static_cast<int>(in.size()), out.data(),
-                               static_cast<int>(out.size())) == 0);
+                                        static_cast<int>(out.size())) == 0);
   const Pointers from(inputs), to(outputs);
   return measure(answers.workspace, repeats, [&](void* scratch, cudaStream_t stream) {
-    library_.expect(runtime.enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch, stream) == 0);
+    library_.expect(runtime.enqueue(in.data(), out.data(), from.all.data(), to.all.data(), scratch,
+                                    stream) == 0);
   });
 }
 

@@ -30,7 +30,7 @@ class Harness {
   // initLlmcPlugins with this process's TensorRT.
   void init(const std::string& name_space) const { library_.init(nullptr, name_space); }
 
-  // Create a plugin from fields, ask for its outputs, offer it dtypes and layouts, configure it, serialize it.
+  // Create a plugin from fields, ask for its outputs, offer it dtypes and layouts, configure, serialize it.
   // Needs no GPU. Throws Error with the plugin's reason where it refuses.
   Answers ask(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs) const;
 

@@ -35,7 +35,7 @@ Function* find(const char* name) {
 int major_version() {
   auto* version = find<int32_t()>("getInferLibVersion");
   const int number = version == nullptr ? 0 : version();  // 8.6.1 is 8601, 10.3.0 is 100300
-  return number / (number < 10000 ? 1000 : 10000);
+  return number / 100 / (number < 10000 ? 10 : 100);
 }
 
 nvinfer1::ILogger* logger() {

@@ -56,15 +56,15 @@ std::string text_of(const nvinfer1::Dims& dims) {
 std::string load_tensorrt(const std::string& library) {
   handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_GLOBAL);  // GLOBAL: the plugins look for it
   if (handle == nullptr)
-    throw Error("TensorRT cannot be loaded (" + std::string(dlerror()) + "); install it, or name libnvinfer.so." +
-                std::to_string(NV_TENSORRT_MAJOR) + " in LLMC_TENSORRT_LIBRARY");
+    throw Error("TensorRT cannot be loaded (" + std::string(dlerror()) +
+                "); install it, or name libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR) +
+                " in LLMC_TENSORRT_LIBRARY");
   const int number = symbol<int32_t()>("getInferLibVersion")();  // 8.6.1 is 8601, 10.3.0 is 100300
-  const int unit = number < 10000 ? 10 : 100, major = number / (unit == 10 ? 1000 : 10000);
+  const int unit = number < 10000 ? 10 : 100, major = number / 100 / unit, minor = number / 100 % unit;
   if (major != NV_TENSORRT_MAJOR)
     throw Error("llmc was built for TensorRT " + std::to_string(NV_TENSORRT_MAJOR) + ", '" + library +
                 "' is version " + std::to_string(major) + "; build llmc with its headers in TENSORRT_ROOT");
-  const int minor = number / 100 % (unit == 10 ? 10 : 100), patch = number % 100;
-  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(number % 100);
 }
 
 struct Plan::Engine {
@@ -92,7 +92,8 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
   if (engine_->engine == nullptr) throw Error("TensorRT does not take the plan: " + logger().take());
   const ICudaEngine& engine = *engine_->engine;
   if (engine.getNbOptimizationProfiles() != 2)
-    throw Error("the plan has " + std::to_string(engine.getNbOptimizationProfiles()) + " profiles instead of 2");
+    throw Error("the plan has " + std::to_string(engine.getNbOptimizationProfiles()) +
+                " profiles instead of 2");
   for (int profile : {kPrefill, kDecode}) {
     auto& context = engine_->contexts[profile];
     context.reset(engine_->engine->createExecutionContext());
@@ -133,7 +134,8 @@ void Plan::enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out
     }
     if (!fits)
       throw Error("the step's " + inputs_[i] + " is " + text_of(dims) + ", the plan's profile for " +
-                  (context.decode ? "decoding" : "prompts") + " has " + text_of(least) + " to " + text_of(most) +
+                  (context.decode ? "decoding" : "prompts") + " has " + text_of(least) + " to " +
+                  text_of(most) +
                   "; compile the model again with a larger --max_batch_size or --max_seq_len");
     void* data = in[i].data;
     const auto narrow = engine_->narrow.find(inputs_[i]);

@@ -9,14 +9,14 @@
 
 namespace llmc::tensorrt {
 
-// TensorRT's library, and the version of what is loaded, such as "8.6.0". Throws Error where it cannot be, or is of
-// another major version than llmc was built for.
+// Loads TensorRT's library; its version, such as "8.6.0". Throws Error where it cannot be loaded, or is
+// of another major version than llmc was built for.
 std::string load_tensorrt(const std::string& library);
 
 class Plan : public Plugin {
  public:
-  // Deserializes a plan with the TensorRT that is loaded. Inputs and outputs are the network's, in the order in
-  // which enqueue is given them. Throws Error where TensorRT does not take it.
+  // Deserializes a plan with the TensorRT that is loaded. Inputs and outputs are the network's, in the order
+  // in which enqueue is given them. Throws Error where TensorRT does not take it.
   Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::vector<std::string> inputs,
        std::vector<std::string> outputs);
   ~Plan() override;

@@ -4,20 +4,11 @@ import families
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import llmc
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LENGTH, PROMPTS = 40, (25, 13)
-
-
-def references(hf, tokens, dtype):
-    """transformers' logits on the GPU, float32 [len(tokens), LENGTH, vocab]."""
-    model = AutoModelForCausalLM.from_pretrained(hf, dtype=dtype, attn_implementation="eager")
-    with torch.no_grad():
-        return model.cuda().eval()(torch.tensor(tokens).cuda(), use_cache=False).logits \
-            .float().cpu().numpy()
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -28,7 +19,7 @@ def test_logits_are_transformers(extension, family, tmp_path):
     except (KeyError, ValueError) as error:
         pytest.skip(f"this transformers has no {family}: {error}")
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, (2, LENGTH)).tolist()
-    truth = references(hf, tokens, torch.float32)
+    truth = families.logits_on_gpu(hf, tokens, torch.float32)
     span = np.ptp(truth)
     for name, dtype in DTYPES.items():
         llmc.compile(hf, tmp_path / name, target="cuda", dtype=name)
@@ -41,6 +32,6 @@ def test_logits_are_transformers(extension, family, tmp_path):
         ends = [np.arange(n - 1, n + LENGTH - max(PROMPTS)) for n in PROMPTS]
         ours, exact, theirs = (
             np.stack(rows, 1), *(np.stack([x[i, end] for i, end in enumerate(ends)])
-                                 for x in (truth, references(hf, tokens, dtype))))
+                                 for x in (truth, families.logits_on_gpu(hf, tokens, dtype))))
         allowed = 1e-5 * span if name == "float32" else 2 * np.abs(theirs - exact).max()
         assert np.abs(ours - exact).max() <= allowed, name

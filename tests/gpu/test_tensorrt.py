@@ -1,0 +1,139 @@
+"""Engines that real TensorRT builds and runs. LLMC_TENSORRT_PYTHON and LLMC_TENSORRT_LIBRARY may
+say where it is."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import torch
+
+import llmc
+from llmc.compiler.targets import Options, tensorrt
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+LENGTH, PROMPTS = 40, (25, 13)
+
+
+@pytest.fixture(scope="session")
+def found(extension):
+    """The target, as the builder describes it."""
+    try:
+        return tensorrt.describe(Options(dtype="float16"))
+    except llmc.LlmcError as error:
+        pytest.skip(str(error))
+
+
+def compile(hf, case, dtype="float16", **options):
+    return llmc.compile(hf, case, target="tensorrt", dtype=dtype, max_batch_size=4, **options)
+
+
+@pytest.fixture(scope="module")
+def compiled(found, tmp_path_factory):
+    """A tiny Llama in float16, for TensorRT and for llmc's own engine."""
+    directory = tmp_path_factory.mktemp("tensorrt")
+    hf = families.save(families.tiny_model("llama", max_position_embeddings=512),
+                       directory / "hf")
+    compile(hf, directory / "case")
+    llmc.compile(hf, directory / "cuda", target="cuda", dtype="float16")
+    return directory
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_logits_are_transformers(found, family, tmp_path):
+    """In float16 no further from the float32 truth than twice what transformers is."""
+    try:
+        hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    except (KeyError, ValueError) as error:
+        pytest.skip(f"this transformers has no {family}: {error}")
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, (2, LENGTH)).tolist()
+    truth = families.logits_on_gpu(hf, tokens, torch.float32)
+    for dtype in ("float16", *(["float32"] if family in ("llama", "gpt2") else [])):
+        compile(hf, tmp_path / dtype, dtype)
+        with llmc.LLM(tmp_path / dtype) as llm:
+            session = llm.session(2)
+            rows = [session.extend([t[:n] for t, n in zip(tokens, PROMPTS, strict=True)])]
+            for step in range(LENGTH - max(PROMPTS)):
+                rows.append(session.extend(
+                    [[t[n + step]] for t, n in zip(tokens, PROMPTS, strict=True)]))
+        ends = [np.arange(n - 1, n + LENGTH - max(PROMPTS)) for n in PROMPTS]
+        transformers = families.logits_on_gpu(hf, tokens, DTYPES[dtype])
+        ours, exact, theirs = (
+            np.stack(rows, 1), *(np.stack([x[i, end] for i, end in enumerate(ends)])
+                                 for x in (truth, transformers)))
+        allowed = 1e-5 * np.ptp(truth) if dtype == "float32" else 2 * np.abs(theirs - exact).max()
+        assert np.abs(ours - exact).max() <= allowed, dtype
+
+
+@pytest.mark.parametrize("sampling", [{}, dict(temperature=0.8, top_k=40, top_p=0.9, seed=5)],
+                         ids=["greedy", "sampled"])
+def test_tokens_are_the_cuda_target_s(compiled, sampling):
+    """Decoding in captured graphs, batches of several sizes, a cache row that moves."""
+    prompts = [[5, 6, 7], [8] * 40, [9, 10], [11] * 7, [12]]
+    results = []
+    for target in ("cuda", "case"):
+        with llmc.LLM(compiled / target, max_batch_size=3) as llm:
+            results.append(llm.generate(prompts, 50, ignore_eos=True, **sampling))
+    assert results[0] == results[1]
+
+
+def test_a_step_beyond_the_profile_is_one_sentence(compiled):
+    manifest = llmc.LLM(compiled / "case").manifest
+    engine = TensorRTEngine(manifest, manifest.chips[0], compiled / "case", 0, 8, 4096)
+    batch = PackedBatch.prepare([[1]] * 5, [0] * 5)
+    with pytest.raises(llmc.LlmcError, match=r"the step's .* is \[\d+.*\], the plan's profile for "
+                                             r"decoding has .*; compile the model again with"):
+        engine.run(batch)
+    assert np.isfinite(engine.run(PackedBatch.prepare([[1]] * 4, [0] * 4))).all()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "nonsense"])
+def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled, damage):
+    plan = (compiled / "case" / "chip0" / "engine.plan").read_bytes()
+    plan = {"truncated": plan[:len(plan) // 2], "nonsense": b"plan" * 100}[damage]
+    extension.tensorrt.load(tensorrt_library(extension.tensorrt.version.split(".")[0]))
+    engine = extension.Engine(device=0, dtype="float16", max_batch=1, max_tokens=128, max_logits=8,
+                              max_seq_len=16, token_bytes=0, logit_bytes=64)
+    with pytest.raises(extension.CudaError, match="TensorRT does not take the plan: "):
+        extension.tensorrt.add_plan(engine, str(plugin_library()), plan, [], [])
+
+
+def test_a_second_build_uses_the_timing_cache(compiled, tmp_path):
+    cache = compiled / "case.timing_cache"
+    assert cache.stat().st_size > 0
+    compile(compiled / "hf", compiled / "case")
+    with llmc.LLM(compiled / "case") as llm:
+        assert len(llm.generate([[1, 2, 3]], 4, ignore_eos=True)[0].token_ids) == 4
+
+
+def test_polygraphy_runs_the_graph_on_both(compiled):
+    python = os.environ.get("LLMC_TENSORRT_PYTHON")
+    command = [python, "-m", "polygraphy"] if python else ["polygraphy"]
+    chip = compiled / "case" / "chip0"
+    script = str(chip / "polygraphy_inputs.py")
+    library = Path(tensorrt_library("8")).parent
+    paths = [str(library), *tensorrt.library_directories(),
+             os.environ.get("LD_LIBRARY_PATH", "")]
+    done = subprocess.run(
+        [*command, "run", str(chip / "graph.onnx"), "--onnxrt", "--trt", "--plugins",
+         str(plugin_library()), "--data-loader-script", script, "--trt-config-script", script,
+         "--atol", "0.02"], capture_output=True, text=True,
+        env=os.environ | {"LLMC_LOAD_PLUGINS": "1", "LD_LIBRARY_PATH": os.pathsep.join(paths)})
+    if "onnxruntime" in done.stdout + done.stderr and "could not be imported" in done.stdout:
+        pytest.skip("that Python has no onnxruntime")
+    assert "PASSED" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+def test_two_ranks_give_the_tokens_of_one(found, compiled, tmp_path):
+    compile(compiled / "hf", tmp_path / "tp2", "float32", tp_size=2)
+    compile(compiled / "hf", tmp_path / "tp1", "float32")
+    results = []
+    for case in ("tp1", "tp2"):
+        with llmc.LLM(tmp_path / case) as llm:
+            results.append(llm.generate([[5, 6, 7], [8] * 40], 32, ignore_eos=True))
+    assert results[0] == results[1]
