@@ -224,6 +224,8 @@ def _build(work: dict[str, str], options: Options) -> dict[str, Any]:
     paths = [*library_directories(), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
                    "CUDA_MODULE_LOADING": "LAZY"}
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)  # its packages are this Python's
     environment.pop("LLMC_LOAD_PLUGINS", None)
     read, write = os.pipe()
     answer: dict[str, Any] = {}
