@@ -7,7 +7,8 @@ every one of them can be held against the raw export: that is how `bisect` finds
 tolerance. Weights are compared too, with what the reference gives for each chip, which names a
 damaged one.
 
-What is compiled for the cuda target runs on its engine, which hands out every value as it is made.
+What is compiled for the cuda target runs on its engine, which hands out every value as it is made;
+of the tensorrt target, TensorRT hands out the logits.
 The reference is float32 whatever the model's dtype, so 16 bits have wider tolerances, and their
 greedy tokens are shown but not judged: rounding decides between two that are almost as likely.
 """
@@ -43,7 +44,7 @@ from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import CollectiveStep, Manifest, hash_file, read_manifest
-from llmc.runtime.replica import Replica
+from llmc.runtime.replica import Replica, on_gpus
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.tokenizer import load_tokenizer
 
@@ -114,7 +115,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
     manifest = read_manifest(case_dir)
     root = Path(case_dir)
-    run = {"cpu": _run_compiled, "cuda": _trace}.get(manifest.target.kind)
+    run = {"cpu": _run_compiled, "cuda": _trace, "tensorrt": _trace}.get(manifest.target.kind)
     if run is None:
         raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
                         f"compile for cpu or cuda to compare")
@@ -358,7 +359,7 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
     lowered = api.lower(raw, manifest.tp_size, manifest.dims.max_seq_len)
     bad = []
     for rank, graph in enumerate(lowered.graphs):
-        if manifest.target.kind == "cuda":
+        if on_gpus(manifest):
             cuda.prepare(graph, manifest.dtype)
         with safe_open(root / f"chip{rank}" / "weights.safetensors", framework="np") as file:
             for tensor in graph.tensors().values():

@@ -253,7 +253,9 @@ def _build(work: dict[str, str], options: Options) -> dict[str, Any]:
         log.seek(0)
         said = [line for line in log.read().splitlines() if line.strip()]
     if "error" in answer:
-        raise LlmcError(f"TensorRT cannot build the engine: {answer['error']}")
+        reasons = [line.removeprefix("[E]").strip() for line in said if line.startswith("[E]")]
+        raise LlmcError(f"TensorRT cannot build the engine: {answer['error']}"
+                        f"{f' ({reasons[-1]})' if reasons else ''}")
     if code or "version" not in answer:
         raise LlmcError(f"TensorRT's builder ended with exit code {code}"
                         f"{': ' + said[-1] if said else ''}")

@@ -56,19 +56,19 @@ def build(trt, work, answer):
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     if hasattr(trt, "IProgressMonitor"):
         config.progress_monitor = make_monitor(trt, answer)
-    cache = b""
+    kept = b""
     if os.path.exists(work["timing_cache"]):
         with open(work["timing_cache"], "rb") as file:
-            cache = file.read()
-    timing = config.create_timing_cache(cache)
-    if timing is None:  # of another TensorRT or GPU
-        timing = config.create_timing_cache(b"")
-    config.set_timing_cache(timing, ignore_mismatch=False)
+            kept = file.read()
+    timing = config.create_timing_cache(kept)
+    if timing is None or not config.set_timing_cache(timing, ignore_mismatch=False):
+        timing = config.create_timing_cache(b"")  # the old one is of another TensorRT or GPU
+        config.set_timing_cache(timing, ignore_mismatch=False)
     answer(progress="TensorRT builds")
-    plan = engine_bytes_from_network((builder, network, parser), config=config,
-                                     save_timing_cache=work["timing_cache"])
-    with open(work["plan"], "wb") as file:
-        file.write(plan)
+    plan = engine_bytes_from_network((builder, network, parser), config=config)
+    for name, content in (("plan", plan), ("timing_cache", config.get_timing_cache().serialize())):
+        with open(work[name], "wb") as file:
+            file.write(content)
 
 
 def make_monitor(trt, answer):

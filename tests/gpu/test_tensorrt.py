@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import llmc
+from llmc.compiler.diff import diff
 from llmc.compiler.targets import Options, tensorrt
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library
@@ -100,6 +101,12 @@ def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled,
                               max_seq_len=16, token_bytes=0, logit_bytes=64)
     with pytest.raises(extension.CudaError, match="TensorRT does not take the plan: "):
         extension.tensorrt.add_plan(engine, str(plugin_library()), plan, [], [])
+
+
+def test_diff_compares_logits_weights_and_tokens(compiled):
+    report = diff(compiled / "case", compiled / "hf")
+    assert report.verdict is None and not report.weights
+    assert {layer.name for layer in report.layers} == {"logits"}
 
 
 def test_a_second_build_uses_the_timing_cache(compiled, tmp_path):
