@@ -18,6 +18,7 @@ from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 LENGTH, PROMPTS = 40, (25, 13)
+SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
 
 
 @pytest.fixture(scope="session")
@@ -75,10 +76,11 @@ def test_logits_are_transformers(found, family, tmp_path):
 def test_tokens_are_the_cuda_target_s(compiled, sampling):
     """Decoding in captured graphs, batches of several sizes, a cache row that moves."""
     prompts = [[5, 6, 7], [8] * 40, [9, 10], [11] * 7, [12]]
+    params = llmc.SamplingParams(max_tokens=50, ignore_eos=True, **sampling)
     results = []
     for target in ("cuda", "case"):
         with llmc.LLM(compiled / target, max_batch_size=3) as llm:
-            results.append(llm.generate(prompts, 50, ignore_eos=True, **sampling))
+            results.append(llm.generate(prompts, params))
     assert results[0] == results[1]
 
 
@@ -114,7 +116,7 @@ def test_a_second_build_uses_the_timing_cache(compiled, tmp_path):
     assert cache.stat().st_size > 0
     compile(compiled / "hf", compiled / "case")
     with llmc.LLM(compiled / "case") as llm:
-        assert len(llm.generate([[1, 2, 3]], 4, ignore_eos=True)[0].token_ids) == 4
+        assert len(llm.generate([1, 2, 3], SHORT)[0].token_ids) == SHORT.max_tokens
 
 
 def test_polygraphy_runs_the_graph_on_both(compiled):
@@ -142,5 +144,5 @@ def test_two_ranks_give_the_tokens_of_one(found, compiled, tmp_path):
     results = []
     for case in ("tp1", "tp2"):
         with llmc.LLM(tmp_path / case) as llm:
-            results.append(llm.generate([[5, 6, 7], [8] * 40], 32, ignore_eos=True))
+            results.append(llm.generate([[5, 6, 7], [8] * 40], SHORT))
     assert results[0] == results[1]
