@@ -375,11 +375,12 @@ void Engine::begin_decode(const int64_t* tokens, const int32_t* past_lens, int b
   for (int i = 0; i <= batch; ++i) starts[i] = i;
   if (tokens == nullptr)  // advance() counts a position
     for (int32_t& length : past) --length;
-  const std::vector<int64_t> positions(past.begin(), past.end());
+  const std::vector<int64_t> positions(past.begin(), past.end()), rows(starts.begin(), starts.end() - 1);
   if (tokens != nullptr) upload(input("input_ids"), tokens, 8ll * batch);
   upload(input("position_ids"), positions.data(), 8ll * batch);
   upload(input("cu_seqlens"), starts.data(), 4ll * (batch + 1));
   upload(input("past_lens"), past.data(), 4ll * batch);
+  upload(input("logits_indices"), rows.data(), 8ll * batch);  // a TensorRT plan gathers in every step
   upload(temperature_, sampling.temperature, 4ll * batch);
   upload(top_k_, sampling.top_k, 4ll * batch);
   upload(top_p_, sampling.top_p, 4ll * batch);

@@ -42,7 +42,7 @@ def test_tensorrt_gives_the_cuda_target_s_tokens_and_transformers_logits(smollm2
         llmc.compile(smollm2, tmp_path / target, target=target, dtype="float16", max_seq_len=256)
     assert tokens(tmp_path / "tensorrt") == tokens(tmp_path / "cuda")
     with llmc.LLM(tmp_path / "tensorrt") as llm:
-        prompt = llm.tokenizer.encode(PROMPTS[0])
+        prompt = llm.tokenizer.encode(PROMPTS[0]).ids
         ours = llm.logits(prompt)
     reference = load_reference(smollm2)
     with torch.inference_mode():
