@@ -7,8 +7,9 @@ every one of them can be held against the raw export: that is how `bisect` finds
 tolerance. Weights are compared too, with what the reference gives for each chip, which names a
 damaged one.
 
-What is compiled for the cuda target runs on its engine, which hands out every value as it is made;
-of the tensorrt target, TensorRT hands out the logits.
+What is compiled for the cuda target runs on its engine, which hands out every value as it is made.
+Of the tensorrt target the plan itself runs, and its plugins hand out theirs: whatever llmc's ops
+make, and the logits.
 The reference is float32 whatever the model's dtype, so 16 bits have wider tolerances, and their
 greedy tokens are shown but not judged: rounding decides between two that are almost as likely.
 """

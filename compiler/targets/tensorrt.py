@@ -111,6 +111,7 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
         present = [name for name, tensor in zip(op.input_names, node.input, strict=False) if tensor]
         node.input[:] = [tensor for tensor in node.input if tensor]
         attributes = {**fields, "present": " ".join(present), "dtype": dtype,
+                      "makes": " ".join(name or "-" for name in node.output),
                       "plugin_namespace": plugins.DOMAIN, "plugin_version": str(op.version)}
         del node.attribute[:]
         node.attribute.extend(onnx.helper.make_attribute(key, value)

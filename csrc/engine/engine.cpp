@@ -13,25 +13,6 @@ constexpr int64_t kMaxEndIds = 64;
 
 int64_t count_of(const Shape& shape) { return Tensor{nullptr, DType::kFloat32, shape}.size(); }
 
-void to_float(float* target, const char* source, int64_t count, DType dtype) {
-  if (dtype == DType::kFloat32) {
-    std::memcpy(target, source, 4 * count);
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    uint16_t bits;
-    std::memcpy(&bits, source + 2 * i, 2);
-    if (dtype == DType::kBFloat16) {
-      const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-      std::memcpy(target + i, &wide, 4);
-    } else {
-      __half_raw half;
-      half.x = bits;
-      target[i] = __half2float(__half(half));
-    }
-  }
-}
-
 // The rows of a tensor whose logits a step wants.
 class Gather : public Plugin {
  public:
@@ -79,6 +60,25 @@ class ElementwiseOp : public Plugin {
 };
 
 }  // namespace
+
+void to_float(float* target, const char* source, int64_t count, DType dtype) {
+  if (dtype == DType::kFloat32) {
+    std::memcpy(target, source, 4 * count);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, source + 2 * i, 2);
+    if (dtype == DType::kBFloat16) {
+      const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+      std::memcpy(target + i, &wide, 4);
+    } else {
+      __half_raw half;
+      half.x = bits;
+      target[i] = __half2float(__half(half));
+    }
+  }
+}
 
 struct Engine::Graph {
   cudaGraphExec_t executable = nullptr;

@@ -33,6 +33,9 @@ struct Sampling {
   const int64_t* drawn;
 };
 
+// Host values of a dtype, as float32.
+void to_float(float* target, const char* source, int64_t count, DType dtype);
+
 struct DeviceBuffer {
   DeviceBuffer(int64_t bytes, const char* what);
   ~DeviceBuffer();

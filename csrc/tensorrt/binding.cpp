@@ -24,6 +24,36 @@ std::vector<std::pair<std::string, Shape>> described(const std::vector<Tensor>& 
   return made;
 }
 
+// What plugins make, kept on the host. Plugins are watched by one at a time in a process.
+class Watch {
+ public:
+  explicit Watch(const std::string& plugins) : plugins_(plugins) { plugins_.watch(&Watch::keep, this); }
+  ~Watch() { end(); }
+  void end() { plugins_.watch(nullptr, nullptr); }
+  // (name, shape, float32 values), in the order in which they were made.
+  nb::list values() const {
+    nb::list all;
+    for (const auto& [name, shape, values] : kept_)
+      all.append(nb::make_tuple(name, shape, nb::bytes(values.data(), 4 * values.size())));
+    return all;
+  }
+
+ private:
+  static void keep(void* self, const char* name, const void* data, const char* dtype, const int64_t* shape,
+                   int rank, cudaStream_t stream) {
+    const Tensor made{nullptr, dtype_of(dtype), Shape(shape, shape + rank)};
+    std::vector<char> host(made.size() * width(made.dtype));
+    std::vector<float> values(made.size());
+    check(cudaMemcpyAsync(host.data(), data, host.size(), cudaMemcpyDeviceToHost, stream), "watching");
+    check(cudaStreamSynchronize(stream), "watching");
+    to_float(values.data(), host.data(), made.size(), made.dtype);
+    static_cast<Watch*>(self)->kept_.emplace_back(name, made.shape, std::move(values));
+  }
+
+  const PluginLibrary plugins_;
+  std::vector<std::tuple<std::string, Shape, std::vector<float>>> kept_;
+};
+
 }  // namespace
 
 void bind(nb::module_ m) {
@@ -51,6 +81,11 @@ void bind(nb::module_ m) {
              return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats);
            },
            nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("repeats") = 1);
+
+  nb::class_<Watch>(m, "Watch")
+      .def(nb::init<const std::string&>(), nb::arg("plugins"))
+      .def("end", &Watch::end)
+      .def("values", &Watch::values);
 
   m.def("load", &load_tensorrt, nb::arg("library"));
   // Let an engine run a plan as a node: (name in the network, tensor of the engine) for each in- and output.

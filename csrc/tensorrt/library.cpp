@@ -122,6 +122,8 @@ void llmcSetCommunicator(void* communicator) {
   });
 }
 
+void llmcWatch(LlmcWatcher watcher, void* user) { watch({watcher, user}); }
+
 void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { logger_finder = finder; }
 
 #if NV_TENSORRT_MAJOR < 11

@@ -19,6 +19,15 @@ LLMC_EXPORT const char* llmcPluginError();
 // The ncclComm_t of the ranks that share the model, for plugins that run on the current device.
 LLMC_EXPORT void llmcSetCommunicator(void* communicator);
 
+// A tensor that a plugin made: its name in the network, where it lies on the device, dtype ("float16") and shape.
+// What is to be read of it is to be enqueued on `stream` before the watcher returns.
+using LlmcWatcher = void (*)(void* user, const char* name, const void* data, const char* dtype,
+                             const int64_t* shape, int rank, cudaStream_t stream);
+
+// From now on call `watcher` for every tensor that a plugin makes, right after its kernels are enqueued, but for
+// caches; null: no more. Plugins know names from their field `makes`.
+LLMC_EXPORT void llmcWatch(LlmcWatcher watcher, void* user);
+
 // What IPluginRegistry::loadLibrary looks for.
 LLMC_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder);
 #if NV_TENSORRT_MAJOR < 11

@@ -29,6 +29,10 @@ void PluginLibrary::set_communicator(ncclComm_t communicator) const {
   symbol<void(void*)>("llmcSetCommunicator")(communicator);
 }
 
+void PluginLibrary::watch(LlmcWatcher watcher, void* user) const {
+  symbol<void(LlmcWatcher, void*)>("llmcWatch")(watcher, user);
+}
+
 std::vector<TensorRTCreator*> PluginLibrary::creators() const {
   int32_t count = 0;
 #if LLMC_PLUGIN_V2

@@ -16,6 +16,7 @@ using nvinfer1::PluginFieldType;
 
 constexpr const char* kPresent = "present";
 constexpr const char* kDType = "dtype";
+constexpr const char* kMakes = "makes";
 
 // One number of a field, whose `length` is to be 1.
 template <typename T>
@@ -70,6 +71,7 @@ Fields declared_fields(const PluginType& type) {
   Fields fields = type.fields;
   fields.emplace(kPresent, std::string());
   fields.emplace(kDType, std::string());
+  fields.emplace(kMakes, std::string());
   return fields;
 }
 
@@ -134,10 +136,10 @@ Shell::Shell(const PluginType& type, const Fields& fields, bool building)
     : type_(type), version_(std::to_string(type.version)), fields_(declared_fields(type)),
       building_(building) {
   Fields own = fields;
-  for (const char* name : {kPresent, kDType}) own.erase(name);
+  for (const char* name : {kPresent, kDType, kMakes}) own.erase(name);
   core_ = make_plugin(type.name, own);
   for (const auto& [name, value] : fields) {
-    if (fields_[name].index() != value.index())  // one of the two: make_plugin has looked at the op's own
+    if (fields_[name].index() != value.index())  // one of the three: make_plugin has looked at the op's own
       throw Error(type.name + "'s field '" + name + "' is not a str");
     fields_[name] = value;
   }
@@ -279,6 +281,20 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
   context.communicator = communicator();
   context.dense = true;
   core_->enqueue(in, out, workspace, context);
+  show(out, stream);
+}
+
+void Shell::show(const std::vector<Tensor>& outputs, cudaStream_t stream) const {
+  const Watching watching = tensorrt::watching();
+  if (watching.watcher == nullptr) return;
+  std::istringstream names(std::get<std::string>(fields_.at(kMakes)));
+  std::string name;
+  for (int i = 0; i < this->outputs() && names >> name; ++i) {
+    const Tensor& made = outputs[i];
+    if (aliased(i) < 0)
+      watching.watcher(watching.user, name.c_str(), made.data, name_of(made.dtype), made.shape.data(),
+                       static_cast<int>(made.shape.size()), stream);
+  }
 }
 
 }  // namespace llmc::tensorrt

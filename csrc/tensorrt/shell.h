@@ -1,10 +1,11 @@
 // An op as TensorRT sees it, whichever of its plugin interfaces wraps it. Nothing here names an op: what
 // TensorRT asks is answered from the op's declaration and its plugin core.
 //
-// Beside the op's own fields a plugin has two:
+// Beside the op's own fields a plugin has three:
 //   present  the names of the inputs that a node gives, in the op's order with spaces between, as TensorRT
 //            has no absent inputs; empty: the first ones
 //   dtype    what it computes in, such as float16; empty: what its inputs have
+//   makes    the names in the network of all its outputs, with spaces between, for llmcWatch; empty: not known
 #pragma once
 
 #include <memory>
@@ -76,6 +77,7 @@ class Shell {
   std::vector<int> given(int count) const;
   bool supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, const DType* computing) const;
   size_t workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) const;
+  void show(const std::vector<Tensor>& outputs, cudaStream_t stream) const;
 
   const PluginType& type_;
   const std::string version_;
@@ -86,7 +88,7 @@ class Shell {
   std::vector<int> given_;  // which of the op's inputs each of the node's inputs is; empty: not known yet
 };
 
-// An op's fields, with the two of every plugin.
+// An op's fields, with the three of every plugin.
 Fields declared_fields(const PluginType& type);
 
 // The fields that TensorRT hands to a creator. Throws Error for one of an impossible type or size.

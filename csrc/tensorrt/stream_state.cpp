@@ -6,6 +6,7 @@ namespace llmc::tensorrt {
 namespace {
 
 std::mutex mutex;
+Watching watched_by;
 
 int current_device() {
   int device = 0;
@@ -46,6 +47,16 @@ ncclComm_t communicator() {
 void set_communicator(ncclComm_t communicator) {
   const std::lock_guard<std::mutex> lock(mutex);
   communicators()[current_device()] = communicator;
+}
+
+Watching watching() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return watched_by;
+}
+
+void watch(const Watching& watching) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  watched_by = watching;
 }
 
 }  // namespace llmc::tensorrt

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "../plugins/common/plugin.h"
+#include "library.h"
 
 namespace llmc::tensorrt {
 
@@ -21,5 +22,13 @@ StreamState& state_of(cudaStream_t stream);
 // Of the ranks that share the model, on the current device; null until it is set.
 ncclComm_t communicator();
 void set_communicator(ncclComm_t communicator);
+
+// Who wants to see what plugins make; see llmcWatch.
+struct Watching {
+  LlmcWatcher watcher = nullptr;
+  void* user = nullptr;
+};
+Watching watching();
+void watch(const Watching& watching);
 
 }  // namespace llmc::tensorrt

@@ -106,10 +106,13 @@ def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled,
         extension.tensorrt.add_plan(engine, str(plugin_library()), plan, [], [])
 
 
-def test_diff_compares_logits_weights_and_tokens(compiled):
-    report = diff(compiled / "case", compiled / "hf")
-    assert report.verdict is None and not report.weights
-    assert {layer.name for layer in report.layers} == {"logits"}
+def test_diff_compares_layers_logits_weights_and_tokens(compiled):
+    """Of the plan that runs: its plugins hand out what they make."""
+    report = diff(compiled / "case", compiled / "hf", bisect=True)
+    assert report.verdict is None and report.first_op is None and not report.weights
+    assert {layer.name for layer in report.layers} == {
+        *(f"hidden_states.{i}" for i in range(families.FAMILIES["llama"]["num_hidden_layers"])),
+        "logits"}
 
 
 def test_a_second_build_uses_the_timing_cache(compiled, tmp_path):

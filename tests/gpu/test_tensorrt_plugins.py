@@ -99,6 +99,21 @@ def test_a_plugin_runs_again_and_again(harness):
                  repeats=20) < 1.0
 
 
+def test_what_a_plugin_makes_is_watched(harness, extension):
+    library = os.path.join(os.path.dirname(extension.__file__), "libllmc_plugins.so")
+    x, weight = torch.randn(3, 8, device="cuda").half(), torch.ones(8, device="cuda")
+    out = torch.empty_like(x)
+    arguments = ("RMSNorm", {"makes": "hidden_states.3"}, [describe(x), describe(weight)],
+                 [describe(out)])
+    watch = extension.tensorrt.Watch(library)
+    harness.run(*arguments)
+    watch.end()
+    harness.run(*arguments)
+    [(name, shape, data)] = watch.values()
+    assert (name, shape) == ("hidden_states.3", [3, 8])
+    assert np.array_equal(np.frombuffer(data, np.float32).reshape(shape), out.float().cpu().numpy())
+
+
 def test_ids_of_64_bits(harness, extension):
     if float(extension.tensorrt.version) < 9:
         pytest.skip("TensorRT 8 has no int64")

@@ -56,7 +56,7 @@ def test_every_op_has_a_creator(harness):
         creator = creators[name]
         assert (creator.version, creator.namespace) == (str(op.version), plugins.DOMAIN)
         assert creator.fields == {field: KINDS[type(value)] for field, value in op.fields.items()} \
-            | {"present": "str", "dtype": "str"}
+            | dict.fromkeys(("present", "dtype", "makes"), "str")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
