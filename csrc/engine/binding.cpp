@@ -8,6 +8,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "../plugins/common/timing.h"
 #include "binding.h"
 #include "engine.h"
 
@@ -34,7 +35,7 @@ using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
              const std::vector<Foreign>& outputs, bool decode, int repeats, int longest, int reach) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
-  static Sdpa* sdpa = new Sdpa;
+  static Sdpa* sdpa = new Sdpa(/*always=*/true);
   const auto plugin = make_plugin(name, fields);
   const std::vector<Tensor> in = tensors_of(inputs), out = tensors_of(outputs);
   const int64_t bytes = plugin->workspace(in);
@@ -49,22 +50,13 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   context.sdpa = sdpa;
   context.longest = longest;
   context.reach = reach;
-  cudaEvent_t start, end;
   check(cudaDeviceSynchronize(), "waiting");
   check(cudaStreamCreate(&context.stream), "a stream");
-  check(cudaEventCreate(&start), "an event");
-  check(cudaEventCreate(&end), "an event");
-  plugin->enqueue(in, out, workspace.data, context);
-  check(cudaEventRecord(start, context.stream), "an event");
-  for (int i = 1; i < repeats; ++i) plugin->enqueue(in, out, workspace.data, context);
-  check(cudaEventRecord(end, context.stream), "an event");
-  check(cudaStreamSynchronize(context.stream), name.c_str());
-  float milliseconds = 0;
-  cudaEventElapsedTime(&milliseconds, start, end);
-  cudaEventDestroy(start);
-  cudaEventDestroy(end);
+  const float milliseconds = time_on(context.stream, repeats - 1, [&] {
+    plugin->enqueue(in, out, workspace.data, context);
+  });
   cudaStreamDestroy(context.stream);
-  return milliseconds / std::max(1, repeats - 1);
+  return milliseconds;
 }
 
 std::vector<std::string> texts_of(const std::vector<Port>& ports) {

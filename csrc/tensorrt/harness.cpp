@@ -1,5 +1,7 @@
 #include "harness.h"
 
+#include "../plugins/common/timing.h"
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -180,26 +182,15 @@ std::vector<DataType> types_of(const std::vector<Tensor>& tensors) {
 template <typename Enqueue>
 float measure(int64_t bytes, int repeats, Enqueue&& enqueue) {
   cudaStream_t stream = nullptr;
-  cudaEvent_t start = nullptr, end = nullptr;
   void* scratch = nullptr;
   check(cudaDeviceSynchronize(), "waiting");
   check(cudaStreamCreate(&stream), "a stream");
-  check(cudaEventCreate(&start), "an event");
-  check(cudaEventCreate(&end), "an event");
   check(cudaMalloc(&scratch, std::max<int64_t>(bytes, 1)), "scratch");
   check(cudaMemsetAsync(scratch, 0xff, bytes, stream), "scratch");
-  enqueue(scratch, stream);
-  check(cudaEventRecord(start, stream), "an event");
-  for (int i = 1; i < repeats; ++i) enqueue(scratch, stream);
-  check(cudaEventRecord(end, stream), "an event");
-  check(cudaStreamSynchronize(stream), "the plugin");
-  float milliseconds = 0;
-  cudaEventElapsedTime(&milliseconds, start, end);
+  const float milliseconds = time_on(stream, repeats - 1, [&] { enqueue(scratch, stream); });
   cudaFree(scratch);
-  cudaEventDestroy(start);
-  cudaEventDestroy(end);
   cudaStreamDestroy(stream);
-  return milliseconds / static_cast<float>(std::max(1, repeats - 1));
+  return milliseconds;
 }
 
 struct Pointers {

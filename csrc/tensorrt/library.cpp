@@ -122,6 +122,13 @@ void llmcSetCommunicator(void* communicator) {
   });
 }
 
+void llmcSetLengths(int longest, int reach) {
+  guarded(false, [&] {
+    set_lengths({longest, reach});
+    return true;
+  });
+}
+
 void llmcWatch(LlmcWatcher watcher, void* user) { watch({watcher, user}); }
 
 void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { logger_finder = finder; }

@@ -19,6 +19,10 @@ LLMC_EXPORT const char* llmcPluginError();
 // The ncclComm_t of the ranks that share the model, for plugins that run on the current device.
 LLMC_EXPORT void llmcSetCommunicator(void* communicator);
 
+// What plugins on the current device may take for granted of what is enqueued next: a sequence has at most
+// `longest` new tokens, and `reach` with those before. 0: nothing is known, and then prompts go without cuDNN.
+LLMC_EXPORT void llmcSetLengths(int longest, int reach);
+
 // A tensor that a plugin made: its name in the network, where it lies on the device, dtype ("float16") and shape.
 // What is to be read of it is to be enqueued on `stream` before the watcher returns.
 using LlmcWatcher = void (*)(void* user, const char* name, const void* data, const char* dtype,

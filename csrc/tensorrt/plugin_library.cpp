@@ -29,6 +29,10 @@ void PluginLibrary::set_communicator(ncclComm_t communicator) const {
   symbol<void(void*)>("llmcSetCommunicator")(communicator);
 }
 
+void PluginLibrary::set_lengths(int longest, int reach) const {
+  symbol<void(int, int)>("llmcSetLengths")(longest, reach);
+}
+
 void PluginLibrary::watch(LlmcWatcher watcher, void* user) const {
   symbol<void(LlmcWatcher, void*)>("llmcWatch")(watcher, user);
 }

@@ -279,6 +279,9 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
   context.gemm = &state.gemm;
   context.counters = state.counters;
   context.communicator = communicator();
+  context.sdpa = &state.sdpa;
+  context.longest = lengths().longest;
+  context.reach = lengths().reach;
   context.dense = true;
   core_->enqueue(in, out, workspace, context);
   show(out, stream);

@@ -2,6 +2,8 @@
 
 #include <map>
 
+#include "../plugins/common/timing.h"
+
 namespace llmc::tensorrt {
 namespace {
 
@@ -14,8 +16,13 @@ int current_device() {
   return device;
 }
 
+// By device.
 std::map<int, ncclComm_t>& communicators() {
   static auto* all = new std::map<int, ncclComm_t>;
+  return *all;
+}
+std::map<int, Lengths>& known_lengths() {
+  static auto* all = new std::map<int, Lengths>;
   return *all;
 }
 
@@ -26,9 +33,7 @@ StreamState& state_of(cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex);
   auto& state = (*all)[{current_device(), stream}];
   if (state == nullptr) {
-    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &capturing), "asking for a stream's state");
-    if (capturing != cudaStreamCaptureStatusNone)
+    if (is_captured(stream))
       throw Error("a stream is captured before llmc's plugins ran there; run a step first");
     auto made = std::make_unique<StreamState>();
     check(cudaMalloc(&made->counters, kCounters * sizeof(int32_t)), "allocating counters");
@@ -47,6 +52,16 @@ ncclComm_t communicator() {
 void set_communicator(ncclComm_t communicator) {
   const std::lock_guard<std::mutex> lock(mutex);
   communicators()[current_device()] = communicator;
+}
+
+Lengths lengths() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return known_lengths()[current_device()];
+}
+
+void set_lengths(const Lengths& lengths) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  known_lengths()[current_device()] = lengths;
 }
 
 Watching watching() {

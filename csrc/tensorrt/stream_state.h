@@ -11,6 +11,7 @@ namespace llmc::tensorrt {
 // Of one stream: what is enqueued there runs in order, and so can share scratch.
 struct StreamState {
   Gemm gemm;
+  Sdpa sdpa;
   int32_t* counters = nullptr;
   std::mutex mutex;
 };
@@ -22,6 +23,13 @@ StreamState& state_of(cudaStream_t stream);
 // Of the ranks that share the model, on the current device; null until it is set.
 ncclComm_t communicator();
 void set_communicator(ncclComm_t communicator);
+
+// See llmcSetLengths.
+struct Lengths {
+  int longest = 0, reach = 0;
+};
+Lengths lengths();
+void set_lengths(const Lengths& lengths);
 
 // Who wants to see what plugins make; see llmcWatch.
 struct Watching {

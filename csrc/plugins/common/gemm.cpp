@@ -1,4 +1,4 @@
-#include "plugin.h"
+#include "timing.h"
 
 namespace llmc {
 namespace {
@@ -85,15 +85,10 @@ bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const vo
     check(status, "choosing a GEMM");
     if (count == 0) throw Error("cuBLASLt has no GEMM for this shape");
     made->algorithm = found[0].algo;
-    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &capturing), "choosing a GEMM");
     auto& best = best_[{static_cast<int>(dtype), rows <= kExactRows ? rows : (rows + 1023) / 1024 * 1024, in,
                         out, static_cast<int>(kind), residual != nullptr}];
-    if (best == nullptr && capturing == cudaStreamCaptureStatusNone) {
+    if (best == nullptr && !is_captured(stream)) {
       // Time what cuBLASLt proposes on the real operands; for many rows, once per 1024.
-      cudaEvent_t start, end;
-      check(cudaEventCreate(&start), "choosing a GEMM");
-      check(cudaEventCreate(&end), "choosing a GEMM");
       float shortest = 0;
       for (int i = 0; i < count; ++i) {
         auto run = [&] {
@@ -101,20 +96,15 @@ bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const vo
                                 residual != nullptr ? residual : y, made->y, y, made->y, &found[i].algo,
                                 workspace_, kWorkspace, stream);
         };
-        if (run() != CUBLAS_STATUS_SUCCESS) continue;
-        cudaEventRecord(start, stream);
-        for (int repeat = 0; repeat < kRepeats; ++repeat) run();
-        cudaEventRecord(end, stream);
-        check(cudaEventSynchronize(end), "choosing a GEMM");
-        float milliseconds = 0;
-        cudaEventElapsedTime(&milliseconds, start, end);
+        bool done = true;
+        const float milliseconds =
+            time_on(stream, kRepeats, [&] { done = done && run() == CUBLAS_STATUS_SUCCESS; });
+        if (!done) continue;
         if (best == nullptr || milliseconds < shortest) {
           shortest = milliseconds;
           best = std::make_unique<cublasLtMatmulAlgo_t>(found[i].algo);
         }
       }
-      cudaEventDestroy(start);
-      cudaEventDestroy(end);
     }
     cublasLtMatmulHeuristicResult_t checked{};
     if (best != nullptr &&

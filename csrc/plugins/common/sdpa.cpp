@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "plugin.h"
+#include "timing.h"
 
 namespace cudnn_frontend {
 void* cudnn_dlhandle = nullptr;
@@ -16,6 +16,8 @@ namespace llmc {
 namespace {
 
 namespace fe = cudnn_frontend;
+
+constexpr int kRepeats = 8;
 
 enum Name : int64_t { kQueries, kKeys, kValues, kOut, kNew, kAll, kStarts };
 
@@ -34,7 +36,7 @@ void check(fe::error_t status, const char* what) {
 
 struct Sdpa::State {
   struct Plan {
-    std::unique_ptr<fe::graph::Graph> graph;  // null where cuDNN has none
+    std::unique_ptr<fe::graph::Graph> graph;  // null where cuDNN has none, or a slow one
     int64_t workspace = 0;
   };
 
@@ -99,7 +101,7 @@ struct Sdpa::State {
   int64_t workspace_room = 0, lengths_room = 0;
 };
 
-Sdpa::Sdpa() : state_(new State) {
+Sdpa::Sdpa(bool always) : state_(new State), always_(always) {
   static void* library = fe::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
   if (library != nullptr && fe::detail::create_handle(&state_->handle) != CUDNN_STATUS_SUCCESS)
     state_->handle = nullptr;
@@ -118,18 +120,28 @@ bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int 
       {{static_cast<int>(dtype), batch, queries, keys, p.num_heads, p.num_kv_heads, p.head_dim, p.max_seq_len,
         p.window}, p.scale});
   if (fresh) found->second = s.make(dtype, p, batch, queries, keys);
-  const State::Plan& plan = found->second;
+  State::Plan& plan = found->second;
   if (plan.graph == nullptr) return false;
   State::grow(s.workspace, s.workspace_room, plan.workspace);
   const int room = (batch + 4) / 4 * 4;
   State::grow(s.lengths, s.lengths_room, 3ll * room);
   const kernels::Lengths lengths{s.lengths, s.lengths + room, s.lengths + 2 * room, batch};
-  llmc::check(kernels::sequence_lengths(lengths, p, stream), "CausalAttention");
   if (fe::detail::set_stream(s.handle, stream) != CUDNN_STATUS_SUCCESS) throw Error("cuDNN refused a stream");
   std::unordered_map<int64_t, void*> memory = {
       {kQueries, p.queries}, {kKeys, p.key_cache}, {kValues, p.value_cache}, {kOut, p.out},
       {kNew, lengths.fresh}, {kAll, lengths.all}, {kStarts, lengths.starts}};
-  check(plan.graph->execute(s.handle, memory, s.workspace), "cuDNN's attention");
+  auto enqueue = [&] {
+    llmc::check(kernels::sequence_lengths(lengths, p, stream), "CausalAttention");
+    check(plan.graph->execute(s.handle, memory, s.workspace), "cuDNN's attention");
+  };
+  if (fresh && !always_ && !is_captured(stream)) {
+    const float ours = time_on(stream, kRepeats, [&] {
+      llmc::check(kernels::attention(dtype, p, stream), "CausalAttention");
+    });
+    if (ours < time_on(stream, kRepeats, enqueue)) plan.graph.reset();
+  }
+  if (plan.graph == nullptr) return false;
+  enqueue();
   return true;
 }
 
