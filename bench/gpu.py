@@ -45,7 +45,7 @@ GRID = [(batch, *lengths) for lengths in ((64, 20), (128, 20), (64, 120), (128, 
 KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas",
          "attention": "decode_kernel|token_kernel|prefill_kernel|append_kernel",
          "norm": "norm_kernel", "NCCL": "nccl|interleave",
-         "sampling": "sample_kernel|advance_kernel"}
+         "sampling": "sample_kernel|advance_kernel|copy_kernel|rule_kernel|logprobs_kernel"}
 
 
 def write_model(name: str, directory: Path) -> Path:

@@ -17,7 +17,15 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch, follow, log_softmax
-from llmc.runtime.decoding.sampling import HOST_ONLY, Draws, Logprobs, Sampler, SamplingParams
+from llmc.runtime.decoding.rules import MAX_LOGPROBS
+from llmc.runtime.decoding.sampling import (
+    HOST_ONLY,
+    Draws,
+    Logprobs,
+    Sampler,
+    SamplingParams,
+    nothing_allowed,
+)
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
 from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
@@ -275,10 +283,14 @@ class LLM:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what this model, or what it runs on, cannot do."""
-        for name in HOST_ONLY if self.manifest.target.kind == "cuda" else ():
+        gpus = on_gpus(self.manifest)
+        for name in HOST_ONLY if gpus else ():
             if getattr(params, name) != getattr(SamplingParams(), name):
                 raise LlmcError(f"{name} is not there yet where GPUs choose the tokens; leave it "
                                 f"out, or compile with --target cpu")
+        if gpus and (params.logprobs or 0) > MAX_LOGPROBS:
+            raise LlmcError(f"logprobs {params.logprobs} exceeds {MAX_LOGPROBS}, the most where "
+                            f"GPUs choose the tokens; ask for fewer, or compile with --target cpu")
         if params.stop and self.tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
                             "which to find a stop string")
@@ -388,8 +400,7 @@ class LLM:
             draws = Draws.of([s.sampler for s in sequences], [len(s.tokens) for s in sequences])
             ends = frozenset.intersection(*(s.end_tokens for s in sequences))
             made = replica.decode(batch, draws, sorted(ends), self._steps(sequences))
-            for tokens in made.tolist():
-                yield [(token, None) for token in tokens]
+            yield from made.steps([s.params.logprobs for s in sequences])
             return
         logits = replica.run(batch)
         rows = self._share(replica, batch, sequences)
@@ -449,6 +460,8 @@ class LLM:
         for sequence, (token, logprobs) in zip(sequences, chosen, strict=True):
             if sequence.finished:
                 continue
+            if token < 0:
+                raise nothing_allowed(len(sequence.tokens))
             sequence.tokens.append(token)
             params, count = sequence.params, len(sequence.tokens)
             text = "" if token in sequence.end_tokens else \

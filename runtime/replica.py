@@ -11,7 +11,7 @@ import numpy as np
 
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.decoding.sampling import Draws
+from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.devices import Placement, pin
 from llmc.runtime.engines import Engine
 from llmc.runtime.engines.cpu import CpuEngine
@@ -74,8 +74,8 @@ class Replica:
         return logits[0][:, :self._vocab]
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
-            np.ndarray:
-        """Steps whose tokens GPUs choose, int64 [steps, batch]: see `CudaEngine.decode`."""
+            Choices:
+        """Steps whose tokens GPUs choose: see `CudaEngine.decode`."""
         if not self._threads:
             return self._gpu(0).decode(batch, draws, end_ids, steps)
         return self._on_all_ranks(lambda rank: self._guard(

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -59,6 +60,30 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   return milliseconds;
 }
 
+// Launch `repeats` times and wait; milliseconds per launch after the first.
+template <typename Launch>
+float timed(Launch&& launch, int repeats, const char* what) {
+  cudaEvent_t start, end;
+  check(cudaEventCreate(&start), "an event");
+  check(cudaEventCreate(&end), "an event");
+  check(launch(), what);
+  check(cudaEventRecord(start, nullptr), "an event");
+  for (int i = 1; i < repeats; ++i) check(launch(), what);
+  check(cudaEventRecord(end, nullptr), "an event");
+  check(cudaDeviceSynchronize(), what);
+  float milliseconds = 0;
+  cudaEventElapsedTime(&milliseconds, start, end);
+  cudaEventDestroy(start);
+  cudaEventDestroy(end);
+  return milliseconds / std::max(1, repeats - 1);
+}
+
+// counts [cache rows, vocab], tokens [cache rows, room] and lengths.
+kernels::Memory memory_of(const std::vector<Tensor>& t, size_t first, int vocab) {
+  return {static_cast<uint32_t*>(t[first].data), static_cast<int32_t*>(t[first + 1].data),
+          static_cast<int32_t*>(t[first + 2].data), vocab, static_cast<int>(t[first + 1].shape[1])};
+}
+
 std::vector<std::string> texts_of(const std::vector<Port>& ports) {
   std::vector<std::string> texts;
   for (const Port& port : ports) texts.push_back(port.text());
@@ -86,17 +111,40 @@ NB_MODULE(_cuda, m) {
     return types;
   }, nb::rv_policy::reference);
   m.def("make_plugin", [](const std::string& name, const Fields& fields) { make_plugin(name, fields); });
-  // kernels::sample on device tensors.
-  m.def("sample", [](const std::vector<Foreign>& tensors, int vocab) {
+  // The kernels that choose tokens, on device tensors: see kernels/launch.h.
+  m.def("sample", [](const std::vector<Foreign>& tensors, int vocab, int64_t none, bool draws, int repeats) {
     const std::vector<Tensor> t = tensors_of(tensors);
     const kernels::SampleParams p{
         static_cast<int64_t*>(t[0].data), t[1].data, static_cast<float*>(t[2].data),
-        static_cast<int32_t*>(t[3].data), static_cast<float*>(t[4].data), static_cast<uint64_t*>(t[5].data),
-        static_cast<int64_t*>(t[6].data), static_cast<int>(t[1].shape[0]), vocab,
-        static_cast<int>(t[1].shape[1])};
-    check(kernels::sample(t[1].dtype, p, nullptr), "sample");
-    check(cudaDeviceSynchronize(), "sample");
+        static_cast<int32_t*>(t[3].data), static_cast<float*>(t[4].data), static_cast<float*>(t[5].data),
+        static_cast<float*>(t[6].data), static_cast<uint64_t*>(t[7].data), static_cast<int64_t*>(t[8].data),
+        static_cast<int>(t[1].shape[0]), vocab, static_cast<int>(t[1].shape[1]), none, draws};
+    return timed([&] { return kernels::sample(t[1].dtype, p, nullptr); }, repeats, "sample");
+  }, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true, nb::arg("repeats") = 1);
+  m.def("process", [](const std::vector<Foreign>& tensors, int vocab, int first_row, int repeats) {
+    const std::vector<Tensor> t = tensors_of(tensors);
+    const kernels::ProcessParams p{
+        static_cast<float*>(t[0].data), t[1].data, static_cast<const kernels::Rule*>(t[2].data),
+        static_cast<const int32_t*>(t[3].data), static_cast<const int64_t*>(t[4].data), memory_of(t, 5, vocab),
+        static_cast<int>(t[1].shape[0]), vocab, static_cast<int>(t[1].shape[1]),
+        static_cast<int>(t[0].shape[1]), first_row};
+    return timed([&] { return kernels::process(t[1].dtype, p, nullptr); }, repeats, "process");
+  }, nb::arg("tensors"), nb::arg("vocab"), nb::arg("first_row") = 0, nb::arg("repeats") = 1);
+  m.def("remember", [](const std::vector<Foreign>& tensors, int vocab, int row, int rows) {
+    const kernels::Memory memory = memory_of(tensors_of(tensors), 0, vocab);
+    check(kernels::remember(memory, row, rows, nullptr), "remember");
+    check(cudaDeviceSynchronize(), "remember");
   });
+  m.def("logprobs", [](const std::vector<Foreign>& tensors, int vocab, int max_batch, int repeats) {
+    const std::vector<Tensor> t = tensors_of(tensors);
+    const kernels::LogprobsParams p{
+        static_cast<kernels::Logprobs*>(t[0].data), t[1].data, static_cast<const int64_t*>(t[2].data),
+        static_cast<const int32_t*>(t[3].data), static_cast<const int32_t*>(t[4].data),
+        static_cast<int>(t[1].shape[0]), vocab, static_cast<int>(t[1].shape[1]), max_batch};
+    return timed([&] { return kernels::logprobs(t[1].dtype, p, nullptr); }, repeats, "logprobs");
+  }, nb::arg("tensors"), nb::arg("vocab"), nb::arg("max_batch"), nb::arg("repeats") = 1);
+  m.attr("logprob_steps") = kernels::kLogprobSteps;
+  m.attr("record_bytes") = std::make_pair(sizeof(kernels::Rule), sizeof(kernels::Logprobs));
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("decode") = false, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0);
   // How many devices there are; where there is no driver, zero and why.
@@ -167,13 +215,38 @@ NB_MODULE(_cuda, m) {
            })
       .def("begin_decode",
            [](Engine& self, Array<int64_t> tokens, Array<int32_t> past_lens, Array<float> temperature,
-              Array<int32_t> top_k, Array<float> top_p, Array<uint64_t> seed, Array<int64_t> drawn,
-              const std::vector<int64_t>& end_ids) {
+              Array<int32_t> top_k, Array<float> top_p, Array<float> min_p, Array<float> typical_p,
+              Array<uint64_t> seed, Array<int64_t> drawn, const std::vector<int64_t>& end_ids,
+              std::optional<Array<uint8_t>> rules, std::optional<Array<int32_t>> lists,
+              std::optional<Array<int32_t>> logprobs, int first_row) {
+             Requests requests;
+             const size_t batch = past_lens.size();
+             if (rules && lists) {
+               if (rules->size() != batch * sizeof(kernels::Rule)) throw Error("there is not a rule for each row");
+               requests.rules = reinterpret_cast<const kernels::Rule*>(rules->data());
+               requests.lists = lists->data();
+               requests.list_size = static_cast<int64_t>(lists->size());
+             }
+             if (logprobs) requests.logprobs = logprobs->data();
+             requests.first_row = first_row;
              nb::gil_scoped_release release;
-             self.begin_decode(tokens.size() ? tokens.data() : nullptr, past_lens.data(),
-                               static_cast<int>(past_lens.size()),
-                               {temperature.data(), top_k.data(), top_p.data(), seed.data(), drawn.data()},
-                               end_ids);
+             self.begin_decode(tokens.size() ? tokens.data() : nullptr, past_lens.data(), static_cast<int>(batch),
+                               {temperature.data(), top_k.data(), top_p.data(), min_p.data(), typical_p.data(),
+                                seed.data(), drawn.data()}, requests, end_ids);
+           },
+           nb::arg("tokens"), nb::arg("past_lens"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"),
+           nb::arg("min_p"), nb::arg("typical_p"), nb::arg("seed"), nb::arg("drawn"), nb::arg("end_ids"),
+           nb::arg("rules") = nb::none(), nb::arg("lists") = nb::none(), nb::arg("logprobs") = nb::none(),
+           nb::arg("first_row") = 0)
+      .def("remember",
+           [](Engine& self, int first_row, Array<int32_t> tokens, const std::vector<int32_t>& lengths) {
+             nb::gil_scoped_release release;
+             self.remember(first_row, tokens.data(), lengths);
+           })
+      .def("read_logprobs",
+           [](Engine& self, int steps, nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu> out) {
+             nb::gil_scoped_release release;
+             self.read_logprobs(steps, reinterpret_cast<kernels::Logprobs*>(out.data()));
            })
       .def("decode", &Engine::decode, nb::call_guard<nb::gil_scoped_release>())
       .def("history", &Engine::history, nb::call_guard<nb::gil_scoped_release>())

@@ -122,6 +122,8 @@ Engine::Engine(int device, DType dtype, Limits limits, int64_t token_bytes, int6
   temperature_ = allocate<float>(limits.max_batch, "sampling");
   top_k_ = allocate<int32_t>(limits.max_batch, "sampling");
   top_p_ = allocate<float>(limits.max_batch, "sampling");
+  min_p_ = allocate<float>(limits.max_batch, "sampling");
+  typical_p_ = allocate<float>(limits.max_batch, "sampling");
   seed_ = allocate<uint64_t>(limits.max_batch, "sampling");
   drawn_ = allocate<int64_t>(limits.max_batch, "sampling");
 }
@@ -332,14 +334,28 @@ void Engine::read_watched(int tensor, float* out) const {
   to_float(out, found->second.data(), static_cast<int64_t>(found->second.size()) / width(dtype), dtype);
 }
 
-void Engine::choose(int rows) {
+void Engine::choose(int rows, int first_row) {
   const Tensor logits = resolve(logits_, last_);
-  const kernels::SampleParams p{chosen_, logits.data, temperature_, top_k_, top_p_, seed_, drawn_,
-                                rows, vocab_size_, static_cast<int>(logits.shape[1])};
-  check(kernels::sample(logits.dtype, p, stream_), "choosing tokens");
+  const int stride = static_cast<int>(logits.shape[1]);
+  kernels::SampleParams p{chosen_, logits.data, temperature_, top_k_, top_p_, min_p_, typical_p_, seed_, drawn_,
+                          rows, vocab_size_, stride, 0, draws_};
+  DType dtype = logits.dtype;
+  if (has_rules_) {
+    const int scores_stride = static_cast<int>(scores_width());
+    const kernels::ProcessParams process{scores_, logits.data, rules_, static_cast<const int32_t*>(lists_->data),
+                                         drawn_, memory_, rows, vocab_size_, stride, scores_stride, first_row};
+    check(kernels::process(dtype, process, stream_), "processing logits");
+    dtype = DType::kFloat32;
+    p.logits = scores_, p.stride = scores_stride, p.none = -1;
+  }
+  check(kernels::sample(dtype, p, stream_), "choosing tokens");
+  if (!reports_) return;
+  const kernels::LogprobsParams report{logprobs_, logits.data, chosen_, top_logprobs_, step_, rows, vocab_size_,
+                                       stride, limits_.max_batch};
+  check(kernels::logprobs(logits.dtype, report, stream_), "finding log-probabilities");
 }
 
-void Engine::advance(int batch) {
+void Engine::advance(int batch, int first_row) {
   kernels::AdvanceParams p{};
   p.input_ids = static_cast<int64_t*>(input("input_ids"));
   p.position_ids = static_cast<int64_t*>(input("position_ids"));
@@ -354,11 +370,76 @@ void Engine::advance(int batch) {
   p.max_batch = limits_.max_batch;
   p.num_end_ids = num_end_ids_;
   p.max_seq_len = limits_.max_seq_len;
+  p.rules = has_rules_ && memory_.counts != nullptr ? rules_ : nullptr;
+  p.memory = memory_;
+  p.first_row = first_row;
   check(kernels::advance(p, stream_), "counting a step");
 }
 
+// Allocate and upload what requests need, and note what a step has to do for them.
+void Engine::prepare(const Requests& requests, int batch) {
+  const int64_t rows = limits_.max_batch;
+  if (requests.rules != nullptr) {
+    if (rules_ == nullptr) rules_ = allocate<kernels::Rule>(rows, "sampling");
+    if (scores_ == nullptr)
+      scores_ = allocate<float>(rows * scores_width(), "the logits that sampling parameters change");
+    if (requests.list_size > lists_room_ || lists_ == nullptr) {
+      synchronize();
+      graphs_.clear();  // they know the old address
+      lists_.reset();
+      lists_room_ = 0;
+      const int64_t room = std::max<int64_t>(2 * requests.list_size, 1 << 14);
+      lists_ = std::make_unique<DeviceBuffer>(4 * room, "bad words and logit biases");
+      lists_room_ = room;
+    }
+    upload(rules_, requests.rules, sizeof(kernels::Rule) * batch);
+    upload(lists_->data, requests.lists, 4 * requests.list_size);
+  }
+  if (requests.logprobs != nullptr) {
+    if (top_logprobs_ == nullptr) top_logprobs_ = allocate<int32_t>(rows, "sampling");
+    if (logprobs_ == nullptr)
+      logprobs_ = allocate<kernels::Logprobs>(kernels::kLogprobSteps * rows, "log-probabilities");
+    upload(top_logprobs_, requests.logprobs, 4ll * batch);
+  }
+  has_rules_ = requests.rules != nullptr;
+  reports_ = requests.logprobs != nullptr;
+}
+
+void Engine::remember(int first_row, const int32_t* tokens, const std::vector<int32_t>& lengths) {
+  const int rows = static_cast<int>(lengths.size()), most = limits_.max_batch;
+  if (first_row + rows > most)
+    throw Error("cache rows up to " + std::to_string(first_row + rows) + " exceed max_batch_size " +
+                std::to_string(most));
+  check(cudaSetDevice(device_), "choosing a device");
+  constexpr const char* kWhat = "the tokens that penalties are for";
+  memory_.vocab = vocab_size_;
+  memory_.room = limits_.max_seq_len + 1;
+  if (memory_.lengths == nullptr) memory_.lengths = allocate<int32_t>(most, kWhat);
+  if (memory_.tokens == nullptr)
+    memory_.tokens = allocate<int32_t>(static_cast<int64_t>(most) * memory_.room, kWhat);
+  if (memory_.counts == nullptr) {
+    memory_.counts = allocate<uint32_t>(static_cast<int64_t>(most) * memory_.vocab, kWhat);
+    synchronize();
+    graphs_.clear();  // they know of no memory
+  }
+  remembered_.resize(most);
+  const int64_t counts = static_cast<int64_t>(memory_.vocab) * sizeof(uint32_t);
+  check(cudaMemsetAsync(memory_.counts + static_cast<int64_t>(first_row) * memory_.vocab, 0, rows * counts, stream_),
+        "forgetting tokens");
+  upload(memory_.lengths + first_row, lengths.data(), 4ll * rows);
+  for (int row = 0; row < rows; ++row) {
+    if (lengths[row] > memory_.room) throw Error("a prompt is longer than the cache");
+    upload(memory_.tokens + static_cast<int64_t>(first_row + row) * memory_.room, tokens, 4ll * lengths[row]);
+    tokens += lengths[row];
+    remembered_[first_row + row] = true;
+  }
+  check(kernels::remember(memory_, first_row, rows, stream_), "remembering prompts");
+  synchronize();  // the host's arrays end here
+}
+
 void Engine::begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch,
-                          const Sampling& sampling, const std::vector<int64_t>& end_ids) {
+                          const Sampling& sampling, const Requests& requests,
+                          const std::vector<int64_t>& end_ids) {
   if (batch > limits_.max_batch)
     throw Error("a batch of " + std::to_string(batch) + " exceeds max_batch_size " +
                 std::to_string(limits_.max_batch));
@@ -367,6 +448,8 @@ void Engine::begin_decode(const int64_t* tokens, const int32_t* past_lens, int b
     throw Error("the last step made " + std::to_string(last_.num_logits) + " rows of logits for " +
                 std::to_string(batch) + " sequences");
   check(cudaSetDevice(device_), "choosing a device");
+  prepare(requests, batch);
+  draws_ = std::any_of(sampling.temperature, sampling.temperature + batch, [](float t) { return t > 0; });
   num_end_ids_ = static_cast<int>(end_ids.size());
   decode_batch_ = batch;
   decode_steps_ = 0;
@@ -384,14 +467,16 @@ void Engine::begin_decode(const int64_t* tokens, const int32_t* past_lens, int b
   upload(temperature_, sampling.temperature, 4ll * batch);
   upload(top_k_, sampling.top_k, 4ll * batch);
   upload(top_p_, sampling.top_p, 4ll * batch);
+  upload(min_p_, sampling.min_p, 4ll * batch);
+  upload(typical_p_, sampling.typical_p, 4ll * batch);
   upload(seed_, sampling.seed, 8ll * batch);
   upload(drawn_, sampling.drawn, 8ll * batch);
   upload(step_, &zero, 4);
   upload(end_ids_, end_ids.data(), 8 * static_cast<int64_t>(end_ids.size()));
   check(cudaMemsetAsync(finished_, 0, limits_.max_batch, stream_), "starting to decode");
   if (tokens == nullptr) {
-    choose(batch);
-    advance(batch);
+    choose(batch, requests.first_row);
+    advance(batch, requests.first_row);
     decode_steps_ = 1;
   }
   synchronize();  // the host's arrays end here
@@ -404,10 +489,10 @@ void Engine::decode(int steps) {
   const Step step{decode_batch_, decode_batch_, decode_batch_, 0, true};
   auto work = [&] {
     enqueue(step);
-    choose(decode_batch_);
-    advance(decode_batch_);
+    choose(decode_batch_, 0);
+    advance(decode_batch_, 0);
   };
-  const std::pair<int, int> key{decode_batch_, num_end_ids_};
+  const std::tuple key{decode_batch_, num_end_ids_, draws_, has_rules_, reports_};
   decode_steps_ += steps;
   if (!graphs_.count(key)) {
     work();  // chooses GEMMs and loads kernels, which must not be while capturing
@@ -443,6 +528,17 @@ std::vector<int64_t> Engine::history(int steps) {
   return tokens;
 }
 
+void Engine::read_logprobs(int steps, kernels::Logprobs* out) {
+  if (!reports_) throw Error("no log-probabilities were asked for");
+  if (steps < 0 || steps > decode_steps_ || steps > kernels::kLogprobSteps)
+    throw Error("log-probabilities of " + std::to_string(steps) + " steps are not kept");
+  for (int step = decode_steps_ - steps; step < decode_steps_; ++step, out += decode_batch_)
+    check(cudaMemcpyAsync(out, logprobs_ + static_cast<int64_t>(step % kernels::kLogprobSteps) * limits_.max_batch,
+                          sizeof(kernels::Logprobs) * decode_batch_, cudaMemcpyDeviceToHost, stream_),
+          "reading log-probabilities");
+  synchronize();
+}
+
 std::string Engine::unique_id() {
   ncclUniqueId id;
   check(ncclGetUniqueId(&id), "making a communicator");
@@ -470,6 +566,15 @@ void Engine::copy_row(int source, int target, int length) {
                             place.data + source * place.shape[1] * head, head, length * position,
                             place.shape[1], cudaMemcpyDeviceToDevice, stream_), "copying a cache row");
   }
+  if (memory_.counts == nullptr || !remembered_[source]) return;
+  auto copy = [&](auto* rows, int64_t width) {
+    check(cudaMemcpyAsync(rows + target * width, rows + source * width, width * sizeof(*rows),
+                          cudaMemcpyDeviceToDevice, stream_), "copying what is remembered of a sequence");
+  };
+  copy(memory_.counts, memory_.vocab);
+  copy(memory_.tokens, memory_.room);
+  copy(memory_.lengths, 1);
+  remembered_[target] = true;
 }
 
 void Engine::synchronize() { check(cudaStreamSynchronize(stream_), "the engine"); }

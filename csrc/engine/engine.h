@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -29,8 +30,19 @@ struct Sampling {
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;
+  const float* min_p;
+  const float* typical_p;
   const uint64_t* seed;
   const int64_t* drawn;
+};
+
+// What else it asks for, on the host; null where no sequence of the batch does.
+struct Requests {
+  const kernels::Rule* rules = nullptr;  // [batch], and their lists
+  const int32_t* lists = nullptr;
+  int64_t list_size = 0;
+  const int32_t* logprobs = nullptr;     // [batch]: see kernels::LogprobsParams::top
+  int first_row = 0;                     // the cache row of sequence 0
 };
 
 // Host values of a dtype, as float32.
@@ -82,10 +94,15 @@ class Engine {
   // Decoding without the host. begin_decode: each sequence's newest token and the positions in its cache row
   // before it; without tokens, those that the last step's logits lead to. decode: that many steps, asynchronous.
   void begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch, const Sampling& sampling,
-                    const std::vector<int64_t>& end_ids);
+                    const Requests& requests, const std::vector<int64_t>& end_ids);
   void decode(int steps);
-  // The tokens of the last `steps` steps, [steps, batch]. Waits.
+  // The tokens of the last `steps` steps, [steps, batch]; -1 where no token was allowed. Waits.
   std::vector<int64_t> history(int steps);
+  // Log-probabilities of the last `steps` steps, at most kernels::kLogprobSteps, [steps, batch]. Waits.
+  void read_logprobs(int steps, kernels::Logprobs* out);
+  // The prompts of the sequences in the cache rows from `first_row` on, one behind the other, for rules that
+  // depend on them; from now on their new tokens are kept as well. Before the first begin_decode with them.
+  void remember(int first_row, const int32_t* tokens, const std::vector<int32_t>& lengths);
 
   // Join the ranks that share the model; `id` is one rank's unique_id(). Waits for all of them.
   void join(const std::string& id, int rank, int size);
@@ -117,8 +134,10 @@ class Engine {
   void* input(const char* name) const { return places_[inputs_.at(name)].data; }
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const Step& step);
-  void choose(int rows);
-  void advance(int batch);
+  void choose(int rows, int first_row);
+  void advance(int batch, int first_row);
+  void prepare(const Requests& requests, int batch);
+  int64_t scores_width() const { return (vocab_size_ + 3) / 4 * 4; }
   void upload(void* target, const void* source, int64_t bytes);
   std::vector<char> download(const Tensor& tensor);
 
@@ -145,11 +164,22 @@ class Engine {
   // The state of decoding, on the device.
   int64_t *chosen_ = nullptr, *history_ = nullptr, *end_ids_ = nullptr, *drawn_ = nullptr;
   int32_t *step_ = nullptr, *counters_ = nullptr, *top_k_ = nullptr;
-  float *temperature_ = nullptr, *top_p_ = nullptr;
+  float *temperature_ = nullptr, *top_p_ = nullptr, *min_p_ = nullptr, *typical_p_ = nullptr;
   uint64_t* seed_ = nullptr;
   uint8_t* finished_ = nullptr;
   int num_end_ids_ = 0, decode_batch_ = 0, decode_steps_ = 0;
-  std::map<std::pair<int, int>, std::unique_ptr<Graph>> graphs_;  // by batch and number of end tokens
+  bool draws_ = false, has_rules_ = false, reports_ = false;  // what some sequence of the batch asks for
+  // Allocated when it is first asked for.
+  kernels::Rule* rules_ = nullptr;
+  float* scores_ = nullptr;
+  kernels::Memory memory_{};
+  std::vector<bool> remembered_;  // by cache row
+  kernels::Logprobs* logprobs_ = nullptr;
+  int32_t* top_logprobs_ = nullptr;
+  std::unique_ptr<DeviceBuffer> lists_;
+  int64_t lists_room_ = 0;
+  // By batch, number of end tokens and what is asked for.
+  std::map<std::tuple<int, int, bool, bool, bool>, std::unique_ptr<Graph>> graphs_;
 };
 
 }  // namespace llmc

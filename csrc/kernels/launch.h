@@ -119,23 +119,81 @@ cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, con
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
                         cudaStream_t stream);
 
+// What was in each row of the cache: prompt and generated tokens, for what depends on them.
+constexpr uint32_t kInPrompt = 1u << 31;    // of a count: the token is in the prompt
+constexpr int32_t kRepeated = 1 << 30;      // of a token: it was there before
+struct Memory {
+  uint32_t* counts;  // [cache rows, vocab]: how often a token was generated, and kInPrompt
+  int32_t* tokens;   // [cache rows, room], in their order, and kRepeated
+  int32_t* lengths;  // [cache rows]
+  int vocab, room;
+};
+// Rows from `row` on, whose counts are zero and whose tokens are a prompt's: count them.
+cudaError_t remember(const Memory& memory, int row, int rows, cudaStream_t stream);
+
+// How a row's logits are changed before a token is chosen, as runtime/decoding/rules.py writes it. Its lists lie
+// behind one another: the biased tokens, their biases (float32 bits), the end tokens, where each bad word begins
+// and the last one ends (counted from the row's lists), the bad words' tokens.
+struct Rule {
+  double presence, frequency;
+  float repetition;
+  int32_t min_tokens, lists, num_biases, num_ends, num_words;
+  int32_t remembers;  // whether the row's Memory is kept
+};
+
+// scores[r, :vocab] = what runtime/decoding/processors.py makes of logits[r, :vocab]; logits T [rows, stride],
+// scores float32 [rows, scores_stride], whose stride is a multiple of 4. Row r of the logits has cache row
+// first_row + r.
+struct ProcessParams {
+  float* scores;
+  const void* logits;
+  const Rule* rules;       // [rows]
+  const int32_t* lists;
+  const int64_t* drawn;    // [rows], tokens that each sequence has generated
+  Memory memory;           // counts null where no row's is kept
+  int rows, vocab, stride, scores_stride, first_row;
+};
+cudaError_t process(DType dtype, const ProcessParams& params, cudaStream_t stream);
+
 // tokens[r]: the likeliest of logits[r, :vocab] where temperature is 0, else drawn from their softmax at the
-// temperature, cut to the top_k likeliest (0: all; ties stay) and of these to the fewest that have top_p of
-// the probability. The draw is number `drawn` of the sequence's seed. logits T [rows, stride].
+// temperature, cut to the top_k likeliest (0: all; ties stay), of these to the fewest that have top_p of the
+// probability, to those with at least min_p of the likeliest one's, and to the most typical that have typical_p
+// of what is left. The draw is number `drawn` of the sequence's seed. logits T [rows, stride].
 struct SampleParams {
   int64_t* tokens;
   const void* logits;
   const float* temperature;  // each [rows]
   const int32_t* top_k;
   const float* top_p;
+  const float* min_p;
+  const float* typical_p;
   const uint64_t* seed;
   const int64_t* drawn;
   int rows, vocab, stride;
+  int64_t none;  // the token of a row all of whose logits are -inf
+  bool draws;    // whether any temperature is above 0
 };
 cudaError_t sample(DType dtype, const SampleParams& params, cudaStream_t stream);
 
+// Log-probabilities, the log-softmax of logits[r, :vocab], of the chosen token and the top[r] likeliest ones,
+// likeliest first, of equal ones the lower id; nothing where top[r] is negative. logits T [rows, stride].
+constexpr int kTopLogprobs = 20, kLogprobSteps = 64;
+struct Logprobs {
+  float chosen, top[kTopLogprobs];
+  int32_t tokens[kTopLogprobs];
+};
+struct LogprobsParams {
+  Logprobs* history;        // [kLogprobSteps, max_batch]
+  const void* logits;
+  const int64_t* chosen;    // [rows]
+  const int32_t* top;       // [rows], at most kTopLogprobs
+  const int32_t* step;      // [1]: the row of history to write, modulo kLogprobSteps
+  int rows, vocab, stride, max_batch;
+};
+cudaError_t logprobs(DType dtype, const LogprobsParams& params, cudaStream_t stream);
+
 // After a step: write down the chosen tokens; for each sequence that has not ended, make its token the next
-// input and count a position.
+// input and count a position. A sequence whose token is negative ends.
 struct AdvanceParams {
   int64_t* input_ids;       // [batch]
   int64_t* position_ids;    // [batch]
@@ -147,6 +205,9 @@ struct AdvanceParams {
   uint8_t* finished;        // [batch]
   const int64_t* end_ids;   // [num_end_ids]
   int batch, max_batch, num_end_ids, max_seq_len;
+  const Rule* rules;        // [batch] or null: whose tokens go into the memory
+  Memory memory;
+  int first_row;            // the cache row of sequence 0
 };
 cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);
 

@@ -198,6 +198,16 @@ __global__ void narrow_kernel(NarrowParams p) {
     p.y[array][i] = static_cast<int32_t>(p.x[array][i]);
 }
 
+__device__ void remember_token(const Memory& memory, int row, int64_t token) {
+  const int length = memory.lengths[row];
+  uint32_t& count = memory.counts[static_cast<int64_t>(row) * memory.vocab + token];
+  if (length >= memory.room) return;
+  memory.tokens[static_cast<int64_t>(row) * memory.room + length] =
+      static_cast<int32_t>(token) | (count != 0 ? kRepeated : 0);
+  memory.lengths[row] = length + 1;
+  ++count;
+}
+
 __global__ void advance_kernel(AdvanceParams p) {
   wait_for_inputs();
   let_next_start();
@@ -206,6 +216,11 @@ __global__ void advance_kernel(AdvanceParams p) {
     const int64_t token = p.chosen[b];
     p.history[static_cast<int64_t>(step) * p.max_batch + b] = token;
     if (p.finished[b]) continue;
+    if (token < 0) {
+      p.finished[b] = 1;
+      continue;
+    }
+    if (p.rules != nullptr && p.rules[b].remembers) remember_token(p.memory, p.first_row + b, token);
     p.input_ids[b] = token;
     const int past = min(p.past_lens[b] + 1, p.max_seq_len - 1);
     p.past_lens[b] = past;

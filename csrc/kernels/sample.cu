@@ -1,12 +1,18 @@
 // Choose a token per row of logits: the likeliest, or one drawn from the softmax at a temperature, cut to the
-// top_k likeliest and of these to the fewest that together have top_p of the probability.
+// top_k likeliest, of these to the fewest that together have top_p of the probability, to those with min_p of the
+// likeliest one's, and to the most typical that have typical_p of what is left.
 //
 // A block takes a row; warp w a contiguous segment of it, so that the order of tokens is the order of warps.
 // Probabilities are integers, exp(x - max) · 2^31: sums do not depend on the order of atomics, and what is
 // cut is exact but for tokens less likely than 2^-31 of the likeliest, which never appear. A cut is the
-// largest key (bits of a logit, ordered as the logits are) at or above which enough tokens or probability
-// lie; it is found digit by digit in histograms of the keys. The row is read 2 times without cuts, and once
-// more per cut and digit: twice for 16-bit logits, three times for float32.
+// largest key (bits of a logit, ordered as the logits are; for typical_p, of its information's distance from the
+// entropy) at or above which enough tokens or probability lie; it is found digit by digit in histograms of the
+// keys.
+//
+// Where cuts leave none but likely tokens, these are first copied into shared memory, and all that follows is
+// done on the copy: the row is read 3 times in all. Where they may leave more than kListed, it is read 2 times, and
+// once more per cut and digit: twice for 16-bit logits, three times for float32 and for typical_p, which also
+// takes one to find the entropy.
 //
 // The random number of a draw is Philox4x64-10 of the sequence's seed and the number of tokens it drew
 // before, as numpy.random.Philox(key=seed, counter=drawn) makes it.
@@ -17,7 +23,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32, kDigit = 11, kBins = 1 << kDigit;
+constexpr int kThreads = 1024, kWarps = kThreads / 32, kDigit = 11, kBins = 1 << kDigit, kListed = 8192;
 
 __device__ uint64_t philox(uint64_t seed, uint64_t counter) {
   uint64_t c0 = counter + 1, c1 = 0, c2 = 0, c3 = 0, k0 = seed, k1 = 0;
@@ -42,6 +48,45 @@ __device__ __forceinline__ uint32_t key_of(T x) {
   return bits >> 15 ? ~bits & 0xffffu : bits | 0x8000u;
 }
 
+// The logit that has a key.
+template <typename T>
+__device__ __forceinline__ T logit_of(uint32_t key) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+  } else {
+    const auto bits = static_cast<uint16_t>(key >> 15 ? key & 0x7fffu : ~key);
+    return *reinterpret_cast<const T*>(&bits);
+  }
+}
+
+// f(x, place) for the places from begin to end of a row: kLanes neighbouring threads, all of a warp or of the
+// block, take turns of kVec neighbouring tokens each, kAhead turns of which are read at once.
+template <int kLanes, typename T, typename F>
+__device__ void for_each(const T* row, int begin, int end, F&& f) {
+  constexpr int kWidth = kVec<T>, kTurn = kLanes * kWidth, kAhead = 4;
+  const bool aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;
+  int i = begin + static_cast<int>(threadIdx.x % kLanes) * kWidth;
+  for (; aligned && i + (kAhead - 1) * kTurn + kWidth <= end; i += kAhead * kTurn) {
+    Vec<T, kWidth> read[kAhead];
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) read[turn] = load<T, kWidth>(row + i + turn * kTurn);
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) f(read[turn].data[k], i + turn * kTurn + k);
+    }
+  }
+  for (; i < end; i += kTurn) {
+    if (aligned && i + kWidth <= end) {
+      const auto read = load<T, kWidth>(row + i);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) f(read.data[k], i + k);
+    } else {
+      for (int k = 0; k < kWidth && i + k < end; ++k) f(row[i + k], i + k);
+    }
+  }
+}
+
 // The sum of `value` over the warps before the caller's and, in `total`, over all; value is one per warp.
 __device__ uint64_t scan_warps(uint64_t value, uint64_t* shared, uint64_t& total) {
   __syncthreads();
@@ -63,11 +108,25 @@ __device__ __forceinline__ uint64_t warp_total(uint64_t x) {
   return x;
 }
 
+// The sum over the block, in an order that does not change; x is a thread's.
+__device__ double block_total(double x, double* shared) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  double total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += shared[w];
+  return total;
+}
+
 // Inclusive, over the lanes of a warp.
-__device__ __forceinline__ uint64_t warp_scan(uint64_t x) {
+template <typename Number>
+__device__ __forceinline__ Number warp_scan(Number x) {
 #pragma unroll
   for (int step = 1; step < 32; step <<= 1) {
-    const uint64_t other = __shfl_up_sync(~0u, x, step);
+    const Number other = __shfl_up_sync(~0u, x, step);
     if (threadIdx.x % 32 >= step) x += other;
   }
   return x;
@@ -82,30 +141,26 @@ struct Cut {
 template <typename T>
 struct Row {
   const T* logits;
-  int vocab, begin, end;  // the warp's segment
-  float peak, scale;      // the greatest logit; log2(e) / temperature
+  int begin, end;     // the warp's segment
+  float peak, scale;  // the greatest logit; log2(e) / temperature
 
-  __device__ __forceinline__ uint32_t probability(float x) const {
+  __device__ __forceinline__ uint32_t probability(T x) const {
     float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaf(x, scale, 31 - peak * scale)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaf(to_float(x), scale, 31 - peak * scale)));
     return __float2uint_rz(power);
   }
+  // The logarithm to base 2 of a probability, of which the likeliest token's is 0.
+  __device__ __forceinline__ float logarithm(T x) const { return (to_float(x) - peak) * scale; }
 
-  // f(x, token), in turns of 32 lanes times kVec neighbouring tokens.
   template <typename F>
   __device__ void for_each(F&& f) const {
-    constexpr int kWidth = kVec<T>;
-    const bool whole = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
-    for (int start = begin; start < end; start += 32 * kWidth) {
-      const int i = start + static_cast<int>(threadIdx.x % 32) * kWidth;
-      if (whole && i + kWidth <= end) {
-        const auto v = load<T, kWidth>(logits + i);
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) f(v.data[k], i + k);
-      } else {
-        for (int k = 0; k < kWidth && i + k < end; ++k) f(logits[i + k], i + k);
-      }
-    }
+    kernels::for_each<32>(logits, begin, end, f);
+  }
+  // Share `count` places out among the warps, in whole turns.
+  __device__ void divide(int count) {
+    constexpr int kTurn = 32 * kVec<T>;
+    const int segment = (count + kWarps * kTurn - 1) / (kWarps * kTurn) * kTurn, warp = threadIdx.x / 32;
+    begin = min(count, warp * segment), end = min(count, (warp + 1) * segment);
   }
 };
 
@@ -116,25 +171,41 @@ struct Histogram {
   uint64_t above, count_above;
 };
 
-// The greatest key at or above which `target` tokens (or, for_mass, as much probability) lie, among the keys
-// from `floor` on.
-template <typename T>
-__device__ Cut find_cut(const Row<T>& row, Histogram& h, uint32_t floor, uint64_t target, bool for_mass) {
+// Tokens that are counted together: they have one key.
+struct Lump {
+  uint32_t key;
+  uint64_t count, mass;
+};
+
+// The greatest key at or above which `target` tokens (or, for_mass, as much probability) lie, among those of the
+// row for which counts(x) and, for_mass, which have any probability, and a lump. Keys have kBits bits.
+template <int kBits, typename T, typename Key, typename Counts>
+__device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool for_mass, Key&& key_at,
+                        Counts&& counts, Lump lump = {}) {
   Cut cut{};
   uint64_t found = 0;  // tokens, or probability, above the keys that begin with cut.key
-  for (int shift = 8 * sizeof(T), bits; shift > 0;) {
+  for (int shift = kBits, bits; shift > 0;) {
     const int before = shift;
     bits = min(kDigit, shift);
     shift -= bits;
+    auto bin_of = [&](uint32_t key) { return (key >> shift) & ((1u << bits) - 1); };
+    auto begins_alike = [&](uint32_t key) { return before >= kBits || key >> before == cut.key; };
     __syncthreads();
     for (int i = threadIdx.x; i < kBins; i += kThreads) h.count[i] = h.low[i] = h.high[i] = 0;
     __syncthreads();
+    if (threadIdx.x == 0 && lump.count > 0 && begins_alike(lump.key)) {
+      const uint32_t bin = bin_of(lump.key), low = static_cast<uint32_t>(lump.mass);
+      atomicAdd(&h.count[bin], static_cast<uint32_t>(lump.count));
+      const uint32_t old = atomicAdd(&h.low[bin], low);
+      atomicAdd(&h.high[bin], static_cast<uint32_t>(lump.mass >> 32) + (old + low < old));
+    }
     row.for_each([&](T x, int) {
-      const uint32_t key = key_of(x);
-      if (key < floor || (before < 8 * static_cast<int>(sizeof(T)) && key >> before != cut.key)) return;
-      const uint32_t bin = (key >> shift) & ((1u << bits) - 1);
-      const uint32_t mass = row.probability(to_float(x));
+      if (!counts(x)) return;
+      const uint32_t key = key_at(x);
+      if (!begins_alike(key)) return;
+      const uint32_t mass = row.probability(x);
       if (mass == 0 && for_mass) return;
+      const uint32_t bin = bin_of(key);
       atomicAdd(&h.count[bin], 1u);
       const uint32_t old = atomicAdd(&h.low[bin], mass);
       if (old + mass < old) atomicAdd(&h.high[bin], 1u);
@@ -176,28 +247,67 @@ __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint32_t floor, uint64_
   return cut;
 }
 
+// Copy the warp's tokens that have at least the key `likely`, in their order, to `at` and behind.
+template <typename T>
+__device__ void list_likely(const Row<T>& row, uint32_t likely, uint32_t at, T* listed, int32_t* token_of) {
+  constexpr int kWidth = kVec<T>, kTurn = 32 * kWidth, kAhead = 4;
+  const bool aligned = reinterpret_cast<uintptr_t>(row.logits) % 16 == 0;
+  const int first = row.begin + static_cast<int>(threadIdx.x % 32) * kWidth;
+  for (int start = 0; row.begin + start < row.end; start += kAhead * kTurn) {
+    Vec<T, kWidth> read[kAhead];
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) {
+      const int i = first + start + turn * kTurn;
+      if (aligned && i + kWidth <= row.end) read[turn] = load<T, kWidth>(row.logits + i);
+    }
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) {
+      const int i = first + start + turn * kTurn;
+      if (!aligned || i + kWidth > row.end)
+        for (int k = 0; k < kWidth && i + k < row.end; ++k) read[turn].data[k] = row.logits[i + k];
+      uint32_t own = 0;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        own |= (i + k < row.end && key_of(read[turn].data[k]) >= likely ? 1u : 0u) << k;
+      const uint32_t here = warp_scan(static_cast<uint32_t>(__popc(own)));
+      uint32_t place = at + here - __popc(own);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        if (own >> k & 1) listed[place] = read[turn].data[k], token_of[place++] = i + k;
+      at += __shfl_sync(~0u, here, 31);
+    }
+  }
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
+  extern __shared__ uint4 raw[];
+  T* listed = reinterpret_cast<T*>(raw);                             // [kListed], if any row is drawn for
+  int32_t* token_of = reinterpret_cast<int32_t*>(listed + kListed);  // [kListed]
   __shared__ Histogram h;
   __shared__ float best_of[kWarps], least_of[kWarps];
   __shared__ int index_of[kWarps];
   wait_for_inputs();
   let_next_start();
   const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int kTurn = 32 * kVec<T>;
-  const int segment = (p.vocab + kWarps * kTurn - 1) / (kWarps * kTurn) * kTurn;
-  Row<T> row{static_cast<const T*>(p.logits) + static_cast<int64_t>(r) * p.stride, p.vocab,
-             min(p.vocab, warp * segment), min(p.vocab, (warp + 1) * segment), 0, 0};
+  constexpr int kTurn = 32 * kVec<T>, kBits = 8 * sizeof(T);
+  Row<T> row{static_cast<const T*>(p.logits) + static_cast<int64_t>(r) * p.stride, 0, 0, 0, 0};
 
   float best = -INFINITY;
   int index = 0x7fffffff;
   auto keep = [&](float x, int at) {
     if (x > best || (x == best && at < index)) best = x, index = at;
   };
-  row.for_each([&](T x, int at) {
+  for_each<kThreads>(row.logits, 0, p.vocab, [&](T x, int at) {
     if (to_float(x) > best) best = to_float(x), index = at;
   });
-  float least = best;  // of the threads' greatest: at least kThreads tokens are as likely
+  // The least of the greatest that so many threads together have: at least `likely_count` tokens are as likely.
+  const float temperature = p.temperature[r];
+  const int top_k = p.top_k[r] < p.vocab ? p.top_k[r] : 0;
+  const int together = temperature <= 0 || top_k > kThreads / 2 ? 1 : top_k == 0 || top_k > kThreads / 4 ? 2 : 4;
+  const int likely_count = kThreads / together;
+  float least = best;
+  for (int mask = 1; mask < together; mask <<= 1) least = fmaxf(least, __shfl_xor_sync(~0u, least, mask));
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) least = fminf(least, __shfl_xor_sync(~0u, least, mask));
 #pragma unroll
@@ -211,43 +321,113 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     keep(__shfl_xor_sync(~0u, best, mask), __shfl_xor_sync(~0u, index, mask));
     least = fminf(least, __shfl_xor_sync(~0u, least, mask));
   }
-  if (p.temperature[r] <= 0 || index == 0x7fffffff) {
-    if (threadIdx.x == 0) p.tokens[r] = index == 0x7fffffff ? 0 : index;
+  if (temperature <= 0 || index == 0x7fffffff) {
+    if (threadIdx.x == 0) p.tokens[r] = index == 0x7fffffff ? p.none : index;
     return;
   }
   row.peak = best;
-  row.scale = 1.44269504f / p.temperature[r];
+  row.scale = 1.44269504f / temperature;
+  row.divide(p.vocab);
 
-  // Tokens below `likely` are left out of histograms where those from it on are enough.
+  // What the cuts can leave, as far as that is known before they are made: where no more than likely tokens,
+  // `narrow`, the least key that min_p leaves, and the probability that top_p is a part of.
   const uint32_t likely = key_of(from_float<T>(least));
-  const int top_k = p.top_k[r];
-  Cut cut{0, static_cast<uint64_t>(p.vocab), 0, 0};
-  uint64_t whole, enough = 0;  // the probability that top_p is a part of, and what of it is likely
-  if (top_k > 0 && top_k < p.vocab) {
-    cut = find_cut(row, h, top_k <= kThreads ? likely : 0, top_k, false);
-    whole = cut.above + cut.ties * cut.each;
-  } else {
-    uint64_t mass = 0, likely_mass = 0;
+  const float top_p = p.top_p[r], min_p = p.min_p[r], typical_p = p.typical_p[r];
+  auto part_of = [](float part, uint64_t mass) {
+    return max(static_cast<uint64_t>(static_cast<double>(part) * static_cast<double>(mass)), uint64_t{1});
+  };
+  uint32_t lowest = 0;
+  if (min_p > 0) {
+    const float edge = __double2float_ru(best + log(static_cast<double>(min_p)) * temperature);
+    const T near = from_float<T>(edge);
+    lowest = key_of(near) + (to_float(near) < edge ? 1 : 0);
+  }
+  const bool few = top_k > 0 && top_k <= likely_count;
+  bool by_mass = top_p < 1, narrow = few || (lowest >= likely && !(top_k > 0 && by_mass));
+  uint64_t whole = 0;
+  uint32_t count = 0;  // of the thread's likely tokens
+  if (top_k == 0 && by_mass) {
+    uint64_t mass = 0, likely_mass = 0, enough;
     row.for_each([&](T x, int) {
-      const uint32_t own = row.probability(to_float(x));
+      const uint32_t own = row.probability(x);
       mass += own;
-      if (key_of(x) >= likely) likely_mass += own;
+      if (key_of(x) >= likely) likely_mass += own, ++count;
     });
     scan_warps(warp_total(mass), h.warps, whole);
     scan_warps(warp_total(likely_mass), h.warps, enough);
+    if (part_of(top_p, whole) <= enough)
+      narrow = true;
+    else if (narrow)  // top_p leaves all likely tokens, and min_p no others
+      by_mass = false;
+  } else if (narrow) {
+    row.for_each([&](T x, int) { count += key_of(x) >= likely; });
   }
-  if (p.top_p[r] < 1) {
-    const auto target = static_cast<uint64_t>(static_cast<double>(p.top_p[r]) * static_cast<double>(whole));
-    const uint32_t floor = target < enough ? max(likely, cut.key) : cut.key;
-    cut = find_cut(row, h, floor, max(target, uint64_t{1}), true);
+  const int32_t* tokens = nullptr;
+  if (narrow) {
+    uint64_t size;
+    const auto at = static_cast<uint32_t>(scan_warps(warp_total(count), h.warps, size));
+    if (size <= kListed) {
+      list_likely(row, likely, at, listed, token_of);
+      __syncthreads();
+      row.logits = listed;
+      row.divide(static_cast<int>(size));
+      tokens = token_of;
+    }
   }
+
+  const uint32_t floor = narrow ? likely : 0;
+  auto key = [](T x) { return key_of(x); };
+  Cut cut{0, static_cast<uint64_t>(p.vocab), 0, 0};
+  if (top_k > 0) {
+    cut = find_cut<kBits>(row, h, top_k, false, key, [&](T x) { return key_of(x) >= floor; });
+    whole = cut.above + cut.ties * cut.each;
+  }
+  if (by_mass) {
+    const uint32_t from = max(floor, cut.key);
+    cut = find_cut<kBits>(row, h, part_of(top_p, whole), true, key,
+                          [&](T x) { return key_of(x) >= from; });
+  }
+  if (lowest > cut.key) cut = {lowest, static_cast<uint64_t>(p.vocab), 0, row.probability(logit_of<T>(lowest))};
+
+  // Of the nearest information to the entropy, in bits and counted from the likeliest token's.
+  float entropy = 0;
+  uint32_t nearest = 0;  // the least key that is typical enough
+  auto nearness = [&](T x) { return ~__float_as_uint(fabsf(row.logarithm(x) - entropy)); };
+  if (typical_p < 1) {
+    uint64_t mass = 0, ties = 0, all;
+    double information = 0;
+    row.for_each([&](T x, int) {
+      const uint32_t key = key_of(x), own = key < cut.key ? 0 : row.probability(x);
+      if (key == cut.key) ++ties;
+      if (key <= cut.key || own == 0) return;
+      mass += own;
+      information += static_cast<double>(own) * row.logarithm(x);
+    });
+    scan_warps(warp_total(ties), h.warps, all);
+    scan_warps(warp_total(mass), h.warps, whole);
+    information = block_total(information, reinterpret_cast<double*>(h.warps));
+    const T tie = logit_of<T>(cut.key);
+    Lump lump{0, min(all, cut.ties), 0};
+    if (lump.count > 0 && cut.each > 0) {
+      lump.mass = lump.count * cut.each;
+      whole += lump.mass;
+      information += static_cast<double>(lump.mass) * row.logarithm(tie);
+    } else {
+      lump.count = 0;
+    }
+    entropy = static_cast<float>(information / static_cast<double>(whole));
+    lump.key = nearness(tie);
+    nearest = find_cut<32>(row, h, part_of(typical_p, whole), true, nearness,
+                           [&](T x) { return key_of(x) > cut.key; }, lump).key;
+    if (lump.key < nearest) cut.ties = 0;
+  }
+  auto above = [&](T x) { return key_of(x) > cut.key && (nearest == 0 || nearness(x) >= nearest); };
 
   // Each warp's share of what is kept; ties are kept in the order of tokens.
   uint64_t mass = 0, ties = 0, all, total;
   row.for_each([&](T x, int) {
-    const uint32_t key = key_of(x);
-    if (key > cut.key) mass += row.probability(to_float(x));
-    if (key == cut.key) ++ties;
+    if (above(x)) mass += row.probability(x);
+    if (key_of(x) == cut.key) ++ties;
   });
   ties = warp_total(ties);
   const uint64_t ties_before = scan_warps(ties, h.warps, all);
@@ -266,9 +446,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     const uint64_t ties_here = warp_scan(own_ties);
     uint64_t tie = tied + ties_here - own_ties;
     auto part = [&](T x) -> uint64_t {
-      const uint32_t key = key_of(x);
-      if (key < cut.key || (key == cut.key && tie++ >= cut.ties)) return 0;
-      return row.probability(to_float(x));
+      if (key_of(x) == cut.key ? tie++ < cut.ties : above(x)) return row.probability(x);
+      return 0;
     };
     for (int k = 0; k < kVec<T> && i + k < row.end; ++k) own += part(row.logits[i + k]);
     const uint64_t here = warp_scan(own), at_end = passed + __shfl_sync(~0u, here, 31);
@@ -279,7 +458,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
       for (int k = 0; k < kVec<T> && i + k < row.end; ++k) {
         at += part(row.logits[i + k]);
         if (draw < at) {
-          p.tokens[r] = i + k;
+          p.tokens[r] = tokens != nullptr ? tokens[i + k] : i + k;
           return;
         }
       }
@@ -294,7 +473,11 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
 cudaError_t sample(DType dtype, const SampleParams& p, cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(sample_kernel<T>, p.rows, kThreads, 0, stream, p);
+    constexpr int kBytes = kListed * (sizeof(T) + sizeof(int32_t));
+    static const cudaError_t allowed =
+        cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (allowed != cudaSuccess) return allowed;
+    return launch(sample_kernel<T>, p.rows, kThreads, p.draws ? kBytes : 0, stream, p);
   });
 }
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding import processors
+from llmc.runtime.decoding.rules import Rule, Rules
 
 _BLOCK = 256  # random numbers made, and probabilities added up, at once
 MAX_STOP = 64  # each is looked for after every token
 # What an engine that chooses tokens itself, on a GPU, does not know.
-HOST_ONLY = ("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-             "bad_words", "min_tokens", "logit_bias", "logprobs", "beam_width")
+HOST_ONLY = ("beam_width",)
 # What beam search leaves no place for.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "logprobs")
 
@@ -174,15 +175,22 @@ class Sampler:
         prompt: token ids.
         end_tokens: what `min_tokens` keeps away.
         bad_words: as token ids.
+
+    Attributes:
+        number: no other sampler of this process has it.
     """
+
+    _numbers = itertools.count()
 
     def __init__(self, params: SamplingParams, sample: int = 0, prompt: Sequence[int] = (),
                  end_tokens: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = ()) -> None:
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.seed = (seed + sample) % 2**64
-        self._prompt = np.array(prompt, np.int64)
+        self.number = next(self._numbers)
+        self.prompt = np.array(prompt, np.int64)
         self._end_tokens = np.array(end_tokens, np.int64)
+        self._words = bad_words
         self._bad_words = processors.BadWords(bad_words) if bad_words else None
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._biases = np.array(list(params.logit_bias.values()), np.float32)
@@ -196,8 +204,7 @@ class Sampler:
         scores = self.process(logits, tokens)
         best = int(scores.argmax())
         if scores[best] == -np.inf:
-            raise LlmcError(f"no token is allowed after {len(tokens)} generated ones; forbid fewer "
-                            f"in bad_words and logit_bias")
+            raise nothing_allowed(len(tokens))
         if self.params.temperature == 0:
             return best
         token_ids, weights = _candidates(scores, self.params)
@@ -210,7 +217,7 @@ class Sampler:
         if len(self._biased):
             processors.logit_bias(scores, self._biased, self._biases)
         if params.repetition_penalty != 1 or self._bad_words:
-            context = np.concatenate([self._prompt, np.array(tokens, np.int64)])
+            context = np.concatenate([self.prompt, np.array(tokens, np.int64)])
         if params.repetition_penalty != 1:
             processors.repetition_penalty(scores, context, params.repetition_penalty)
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
@@ -221,6 +228,21 @@ class Sampler:
         processors.min_tokens(scores, len(tokens), params.min_tokens, self._end_tokens)
         return scores
 
+    @cached_property
+    def rule(self) -> Rule | None:
+        """What `process` does, for an engine that does it itself; None: nothing."""
+        params = self.params
+        return Rule.of(repetition=params.repetition_penalty, presence=params.presence_penalty,
+                       frequency=params.frequency_penalty, biased=self._biased,
+                       biases=self._biases, bad_words=self._words, min_tokens=params.min_tokens,
+                       end_tokens=self._end_tokens)
+
+
+def nothing_allowed(generated: int) -> LlmcError:
+    """The error where every token after so many generated ones is forbidden."""
+    return LlmcError(f"no token is allowed after {generated} generated ones; forbid fewer in "
+                     f"bad_words and logit_bias")
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -229,17 +251,35 @@ class Draws:
     temperature: np.ndarray  # float32
     top_k: np.ndarray  # int32
     top_p: np.ndarray  # float32
+    min_p: np.ndarray  # float32
+    typical_p: np.ndarray  # float32
     seed: np.ndarray  # uint64
     drawn: np.ndarray  # int64: tokens that each sequence drew before
+    sequences: np.ndarray  # int64: the samplers' numbers
+    rules: Rules | None  # what is done to the logits first; None: nothing
+    logprobs: np.ndarray | None  # int32: of so many likeliest tokens, -1: not of the chosen either
+    # Before the first token, where rules depend on it: the prompts, int32, one after the other, and
+    # how long they are.
+    prompts: tuple[np.ndarray, list[int]] | None
 
     @staticmethod
     def of(samplers: Sequence[Sampler], drawn: Sequence[int]) -> Draws:
         params = [sampler.params for sampler in samplers]
+        rules = Rules.of([sampler.rule for sampler in samplers])
+        asked = [-1 if p.logprobs is None else p.logprobs for p in params]
+        prompts = None
+        if rules is not None and rules.remember and not any(drawn):
+            prompts = (np.concatenate([sampler.prompt for sampler in samplers]).astype(np.int32),
+                       [len(sampler.prompt) for sampler in samplers])
         return Draws(np.array([p.temperature for p in params], np.float32),
                      np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
                      np.array([p.top_p for p in params], np.float32),
+                     np.array([p.min_p for p in params], np.float32),
+                     np.array([p.typical_p for p in params], np.float32),
                      np.array([sampler.seed for sampler in samplers], np.uint64),
-                     np.array(drawn, np.int64))
+                     np.array(drawn, np.int64),
+                     np.array([sampler.number for sampler in samplers], np.int64),
+                     rules, np.array(asked, np.int32) if max(asked) >= 0 else None, prompts)
 
 
 def probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -326,3 +366,25 @@ class Logprobs:
             top = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
         return Logprobs(float(logits[token]) - shift,
                         tuple((other, float(logits[other]) - shift) for other in top))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Tokens that an engine chose itself, int64 [steps, batch], -1 where none was allowed; their
+    LOGPROBS [steps, batch] where some sequence asks for them.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+
+    def steps(self, counts: Sequence[int | None]) -> Iterator[list[tuple[int, Logprobs | None]]]:
+        """Each step's tokens, and log-probabilities with so many of the likeliest."""
+        for step, tokens in enumerate(self.tokens.tolist()):
+            yield [(token, None if count is None else self._logprobs(step, row, count))
+                   for row, (token, count) in enumerate(zip(tokens, counts, strict=True))]
+
+    def _logprobs(self, step: int, row: int, count: int) -> Logprobs:
+        assert self.logprobs is not None
+        record = self.logprobs[step, row]
+        return Logprobs(float(record["chosen"]), tuple(zip(
+            record["tokens"][:count].tolist(), record["top"][:count].tolist(), strict=True)))

@@ -15,7 +15,8 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.sampling import Draws
+from llmc.runtime.decoding.rules import LOGPROBS
+from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.manifest import Chip, GraphStep, Manifest
 from llmc.runtime.schedule import Schedule, read_schedule
@@ -88,6 +89,7 @@ class CudaEngine:
                  max_batch_size: int, max_tokens: int) -> None:
         cuda = extension()
         self._errors = cuda.CudaError
+        self._logprob_steps: int = cuda.logprob_steps
         self._device = device
         self._state: tuple[np.ndarray, ...] | None = None
         check_fit(cuda, manifest, device)
@@ -156,33 +158,62 @@ class CudaEngine:
             raise LlmcError(f"the CUDA engine: {error}") from error
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
-            np.ndarray:
-        """A step, and the tokens that it and the steps after it lead to: int64 [steps, batch].
+            Choices:
+        """A step, and the tokens that it and the steps after it lead to.
 
-        All on the device; the host waits once, at the end. A sequence's tokens after an end token
-        mean nothing.
+        All on the device; the host waits once, at the end, and where log-probabilities are asked
+        for as often as there are no more kept. A sequence's tokens after an end token mean nothing.
         """
         lengths = np.diff(batch.cu_seqlens)
-        sampling = (draws.temperature, draws.top_k, draws.top_p, draws.seed, draws.drawn)
+        sampling = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.typical_p,
+                    draws.seed)
+        fixed = (*sampling, draws.sequences, np.array(end_ids))
+        goes_on = bool((lengths == 1).all()) and batch.first_row == 0
+        state = (batch.input_ids, batch.past_lens, draws.drawn, *fixed)
         try:
-            if (lengths == 1).all() and batch.first_row == 0:
-                state = (batch.input_ids, batch.past_lens, *sampling, np.array(end_ids))
-                if self._state is None or not all(map(np.array_equal, state, self._state)):
-                    self._engine.begin_decode(batch.input_ids, batch.past_lens, *sampling,
-                                              list(end_ids))
-                self._engine.decode(steps)
-            else:
+            if draws.prompts is not None:
+                self._engine.remember(batch.first_row, *draws.prompts)
+            if not goes_on:
                 self.submit(batch)
-                self._engine.begin_decode(np.empty(0, np.int64), batch.past_lens + lengths,
-                                          *sampling, list(end_ids))
-                self._engine.decode(steps - 1)
-            chosen = np.array(self._engine.history(steps), np.int64).reshape(steps, -1)
+                self._begin(np.empty(0, np.int64), batch.past_lens + lengths, draws, end_ids,
+                            batch.first_row)
+            elif self._state is None or not all(map(np.array_equal, state, self._state)):
+                self._begin(batch.input_ids, batch.past_lens, draws, end_ids, 0)
+            chosen = self._go_on(steps, 0 if goes_on else 1, draws)
         except self._errors as error:
             raise LlmcError(f"the CUDA engine: {error}") from error
         # What the device is ready to go on with, where no sequence has ended.
-        self._state = (chosen[-1], batch.past_lens + lengths + steps - 1, *sampling[:-1],
-                       draws.drawn + steps, np.array(end_ids))
+        self._state = (chosen.tokens[-1], batch.past_lens + lengths + steps - 1,
+                       draws.drawn + steps, *fixed)
         return chosen
+
+    def _begin(self, tokens: np.ndarray, past_lens: np.ndarray, draws: Draws,
+               end_ids: Sequence[int], first_row: int) -> None:
+        self._state = None
+        rules = draws.rules
+        self._engine.begin_decode(
+            tokens, past_lens, draws.temperature, draws.top_k, draws.top_p, draws.min_p,
+            draws.typical_p, draws.seed, draws.drawn, list(end_ids),
+            rules=None if rules is None else rules.rows.view(np.uint8),
+            lists=None if rules is None else rules.lists,
+            logprobs=draws.logprobs, first_row=first_row)
+
+    def _go_on(self, steps: int, made: int, draws: Draws) -> Choices:
+        """The last so many steps, of which some are made already."""
+        if draws.logprobs is None:
+            self._engine.decode(steps - made)
+            return Choices(self._tokens(steps))
+        parts = []
+        for start in range(0, steps, self._logprob_steps):
+            count = min(self._logprob_steps, steps - start)
+            self._engine.decode(count - made)
+            made = 0
+            parts.append(np.empty((count, len(draws.logprobs)), LOGPROBS))
+            self._engine.read_logprobs(count, parts[-1].view(np.uint8))
+        return Choices(self._tokens(steps), np.concatenate(parts))
+
+    def _tokens(self, steps: int) -> np.ndarray:
+        return np.array(self._engine.history(steps), np.int64).reshape(steps, -1)
 
     def join(self, communicator: bytes, rank: int, size: int) -> None:
         """Meet the other ranks; `communicator` is `unique_id()` of one of them."""

@@ -61,6 +61,102 @@ def test_tokens_are_the_cpu_target_s_for_every_setting(extension, compiled, chec
             assert list(result.token_ids) == wanted[:stop]
 
 
+MIXED = [
+    dict(), dict(repetition_penalty=1.4), dict(presence_penalty=0.8, frequency_penalty=0.4),
+    dict(logit_bias={7: 3.0, 9: -2.5, 11: float("-inf")}, logprobs=3),
+    dict(min_tokens=12, logprobs=0), dict(bad_words=[[5], [8, 8], [10, 6, 7]], logprobs=20),
+    dict(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.3, min_tokens=4,
+         bad_words=[[3, 4], [30]], logit_bias={20: 1.5}, logprobs=5)]
+SAMPLED = [dict(temperature=0.9, min_p=0.02), dict(temperature=1.2, typical_p=0.8),
+           dict(temperature=0.8, top_k=30, top_p=0.9), dict(temperature=1.0), dict(),
+           dict(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, typical_p=0.9),
+           dict(temperature=1.5, top_p=0.8)]
+
+
+def same_completions(actual, expected):
+    """The same tokens, texts and reasons, and log-probabilities that differ by rounding."""
+    for ours, wanted in zip(actual, expected, strict=True):
+        what = f"prompt {wanted.index}, completion {wanted.sample}"
+        assert ours.token_ids == wanted.token_ids, what
+        assert ours.finish_reason == wanted.finish_reason, what
+        assert (ours.logprobs is None) == (wanted.logprobs is None), what
+        for place, (a, b) in enumerate(zip(ours.logprobs or (), wanted.logprobs or (),
+                                           strict=True)):
+            assert abs(a.chosen - b.chosen) < 1e-4, f"{what}, token {place}"
+            assert [t for t, _ in a.top] == [t for t, _ in b.top], f"{what}, token {place}"
+            np.testing.assert_allclose([p for _, p in a.top], [p for _, p in b.top], atol=1e-4,
+                                       err_msg=f"{what}, token {place}")
+        if wanted.logprobs:
+            assert abs(ours.cumulative_logprob - wanted.cumulative_logprob) < 1e-2
+
+
+@pytest.mark.parametrize("check_step", [1, 3, 8])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_every_parameter_does_what_it_does_on_the_cpu(extension, compiled, check_step, sampled):
+    """One parameter set per prompt, all in one batch, whose rows move as others end; prompts of one
+    token, and lengths that end at different steps."""
+    prompts = [[5, 6, 7, 5, 6], [8] * 40, [9, 10, 6], [12], [10, 6, 7, 8, 20, 30, 3], [30, 31],
+               list(range(3, 90))]
+    params = [llmc.SamplingParams(**rule, **(cuts if sampled else {}), max_tokens=14 + 5 * row,
+                                  seed=row, ignore_eos=False)
+              for row, (rule, cuts) in enumerate(zip(MIXED, SAMPLED, strict=True))]
+    more = [llmc.SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=9, logprobs=2,
+                                repetition_penalty=1.2)]
+    results = {}
+    for name, options in (("cpu", {}), ("float32", dict(check_step=check_step))):
+        with llmc.LLM(compiled / name, max_batch_size=3, **options) as llm:
+            greedy = llm.generate(prompts, llmc.SamplingParams(max_tokens=25, ignore_eos=True))
+            object.__setattr__(llm.manifest.tokenizer, "eos_token_ids",
+                               (greedy[0].token_ids[7], greedy[3].token_ids[3]))
+            results[name] = (greedy, llm.generate(prompts, params),
+                             llm.generate(prompts[:1], more),
+                             llm.generate(prompts[::-1], params[::-1]),
+                             llm.generate(prompts, llmc.SamplingParams(max_tokens=25)))
+    for ours, expected in zip(results["float32"], results["cpu"], strict=True):
+        same_completions(ours, expected)
+
+
+def test_log_probabilities_of_many_steps_at_once(extension, compiled):
+    """More steps between two looks than the device keeps log-probabilities of."""
+    params = llmc.SamplingParams(max_tokens=180, logprobs=2, ignore_eos=True)
+    with llmc.LLM(compiled / "cpu") as llm:
+        expected = llm.generate([[5, 6], [7]], params)
+    with llmc.LLM(compiled / "float32", check_step=100, skip_step=150) as llm:
+        same_completions(llm.generate([[5, 6], [7]], params), expected)
+
+
+def test_longer_lists_than_before_move_to_new_memory(extension, compiled):
+    """The captured graphs know the old address."""
+    rng = np.random.default_rng(0)
+    few = llmc.SamplingParams(max_tokens=9, bad_words=[[5]], ignore_eos=True)
+    many = dataclasses.replace(few, bad_words=[
+        rng.integers(3, families.VOCAB, 5).tolist() for _ in range(4000)] + [[5], [6]])
+    results = []
+    for name in ("cpu", "float32"):
+        with llmc.LLM(compiled / name) as llm:
+            results.append([llm.generate([[5, 6, 7]], params) for params in (few, many, few)])
+    for ours, expected in zip(*results[::-1], strict=True):
+        same_completions(ours, expected)
+
+
+@pytest.mark.parametrize("check_step", [1, 8])
+def test_a_sequence_without_an_allowed_token_is_one_sentence(extension, compiled, check_step):
+    everything = [[token] for token in range(families.VOCAB) if token != 50]
+    params = llmc.SamplingParams(max_tokens=20, bad_words=[*everything, [50, 50, 50, 50]],
+                                 ignore_eos=True)
+    with llmc.LLM(compiled / "float32", check_step=check_step) as llm:
+        with pytest.raises(llmc.LlmcError, match="^no token is allowed after 3 generated ones"):
+            llm.generate([[5, 6]], params)
+        ended = dataclasses.replace(params, max_tokens=3)
+        assert llm.generate([[5, 6]], ended)[0].token_ids == (50, 50, 50)
+
+
+def test_more_log_probabilities_than_the_device_finds_are_refused(extension, compiled):
+    with llmc.LLM(compiled / "float32") as llm, \
+            pytest.raises(llmc.LlmcError, match="logprobs 21 exceeds 20, the most where GPUs"):
+        llm.generate([[5]], llmc.SamplingParams(logprobs=21))
+
+
 def test_too_little_memory_is_said_in_numbers(extension, compiled):
     with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed"):
         llmc.LLM(compiled / "float32", max_batch_size=10**7)

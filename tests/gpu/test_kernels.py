@@ -5,19 +5,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from on_device import DTYPES, describe
 
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
-from llmc.runtime.decoding.sampling import SamplingParams, probabilities
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None]
-
-
-def describe(tensor):
-    return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def check(extension, op, fields, inputs, dtype, decode=False):
@@ -180,53 +175,3 @@ def test_any_attention(extension, data, heads, dim, dtype, decode, window, softc
                      max_seq_len=-(-length // 64) * 64, **more)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
           decode)
-
-
-def draw(extension, logits, dtype, vocab=None, **sampling):
-    """Tokens that the sampling kernel takes from logits [rows, stride], and what it was given."""
-    rows, stride = logits.shape
-    given = {"temperature": (torch.float32, 1.0), "top_k": (torch.int32, 0),
-             "top_p": (torch.float32, 1.0), "seed": (torch.int64, 0), "drawn": (torch.int64, 0)}
-    tensors = [torch.full((rows,), -1, device="cuda"), logits.to(DTYPES[dtype]).cuda()]
-    for name, (kind, default) in given.items():
-        value = sampling.get(name, default)
-        tensors.append(torch.as_tensor(np.broadcast_to(value, rows).copy()).to(kind).cuda())
-    extension.sample([describe(tensor) for tensor in tensors], vocab or stride)
-    return tensors[0].cpu().numpy(), tensors[1].float().cpu().numpy()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "vocab", "stride"), [
-    (1, 1, 64), (3, 1000, 1024), (64, 50257, 50304), (2, 128256, 128256), (5, 37, 37)])
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [
-    (1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.9), (1.0, 50, 0.8), (2.0, 3000, 0.3), (0.0, 0, 1.0),
-    (1.0, 0, 1e-6)])
-def test_draws_are_the_host_s(extension, rows, vocab, stride, temperature, top_k, top_p, dtype):
-    """The same seed gives the host's token, or where the number falls on an edge, a neighbour."""
-    torch.manual_seed(0)
-    tokens, logits = draw(extension, torch.randn(rows, stride) * 3, dtype, vocab,
-                          temperature=temperature, top_k=top_k, top_p=top_p,
-                          seed=np.arange(rows, dtype=np.int64), drawn=np.arange(rows) * 3)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    for row, token in enumerate(tokens):
-        if not temperature:
-            assert token == logits[row, :vocab].argmax()
-            continue
-        chances = probabilities(logits[row, :vocab], params)
-        assert chances[token] > 0
-        number = np.random.Philox(key=row, counter=row * 3).random_raw() * 2.0**-64
-        below = chances[:token].sum()
-        assert below - 1e-4 <= number <= below + chances[token] + 1e-4
-
-
-def test_the_drawn_distribution_is_the_exact_one(extension):
-    from scipy.stats import chisquare
-    torch.manual_seed(1)
-    logits = torch.randn(300) * 2
-    rows = 100_000
-    tokens, seen = draw(extension, logits.expand(rows, 300), "float16", temperature=0.9, top_k=40,
-                        top_p=0.95, seed=7, drawn=np.arange(rows))
-    chances = probabilities(seen[0], SamplingParams(temperature=0.9, top_k=40, top_p=0.95))
-    counts = np.bincount(tokens, minlength=300)
-    assert (counts[chances == 0] == 0).all()
-    assert chisquare(counts[chances > 0], chances[chances > 0] * rows).pvalue > 1e-3

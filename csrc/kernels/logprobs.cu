@@ -1,0 +1,145 @@
+// Log-probabilities of the chosen and the likeliest tokens.
+//
+// A block takes a row and reads it once: a thread keeps the greatest of its logits and adds up exponentials
+// relative to it. Of the n greatest that threads have, the least is a bound that n tokens reach, all of them
+// those n threads'; the warps of these read their tokens again, and what reaches the bound is ranked.
+#include "device.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr float kLog2E = 1.44269504f;
+
+__device__ __forceinline__ uint64_t max_of_warp(uint64_t x) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) x = max(x, static_cast<uint64_t>(__shfl_xor_sync(~0u, x, mask)));
+  return x;
+}
+
+// A logit and its token as a number above 0, greater for greater logits and of equal ones for lower tokens.
+__device__ __forceinline__ uint64_t rank_of(float x, int token) {
+  const uint32_t bits = __float_as_uint(x);
+  return static_cast<uint64_t>(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | static_cast<uint32_t>(~token);
+}
+__device__ __forceinline__ int token_of(uint64_t rank) { return ~static_cast<int>(rank); }
+__device__ __forceinline__ float logit_of(uint64_t rank) {
+  const auto key = static_cast<uint32_t>(rank >> 32);
+  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
+// Tokens that a thread has, at most: kVec neighbouring ones in turn with the block's other threads.
+template <typename T>
+__host__ __device__ int per_thread(int vocab) {
+  return (vocab + kThreads * kVec<T> - 1) / (kThreads * kVec<T>) * kVec<T>;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
+  extern __shared__ uint64_t near[];  // [kTopLogprobs * per_thread]
+  __shared__ uint64_t of_warp[2][kWarps];
+  __shared__ double sums[kWarps];
+  __shared__ int found;
+  wait_for_inputs();
+  let_next_start();
+  const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = min(p.top[r], kTopLogprobs);
+  if (top < 0) return;
+  constexpr int kWidth = kVec<T>, kAhead = 4, kTurn = kThreads * kWidth;
+  const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(r) * p.stride;
+  const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+  const int first = static_cast<int>(threadIdx.x) * kWidth;
+
+  float best = -INFINITY, sum = 0;
+  int index = first;
+  auto take = [&](const T* x, int count, int at) {
+    float most = best;
+    for (int k = 0; k < count; ++k) most = fmaxf(most, to_float(x[k]));
+    if (most == -INFINITY) return;
+    if (most > best) {
+      sum *= exp2f((best - most) * kLog2E);
+      for (int k = count - 1; k >= 0; --k)
+        if (to_float(x[k]) == most) index = at + k;
+      best = most;
+    }
+    for (int k = 0; k < count; ++k) sum += exp2f((to_float(x[k]) - best) * kLog2E);
+  };
+  for (int start = first; start < p.vocab; start += kAhead * kTurn) {
+    Vec<T, kWidth> read[kAhead];
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) {
+      const int at = start + turn * kTurn;
+      if (aligned && at + kWidth <= p.vocab) read[turn] = load<T, kWidth>(logits + at);
+    }
+#pragma unroll
+    for (int turn = 0; turn < kAhead; ++turn) {
+      const int at = start + turn * kTurn;
+      if (aligned && at + kWidth <= p.vocab)
+        take(read[turn].data, kWidth, at);
+      else if (at < p.vocab)
+        take(logits + at, min(kWidth, p.vocab - at), at);
+    }
+  }
+
+  // The block's greatest logit and the sum relative to it.
+  const uint64_t mine = first < p.vocab ? rank_of(best, index) : 0;
+  uint64_t greatest = max_of_warp(mine);
+  if (lane == 0) of_warp[1][warp] = greatest;
+  if (threadIdx.x == 0) found = 0;
+  __syncthreads();
+  const float peak = logit_of(max_of_warp(of_warp[1][lane]));
+  double total = best == -INFINITY ? 0 : static_cast<double>(sum * exp2f((best - peak) * kLog2E));
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
+  if (lane == 0) sums[warp] = total;
+  __syncthreads();
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += sums[w];
+  const double shift = peak + log(total);
+  Logprobs& out = p.history[static_cast<int64_t>(*p.step % kLogprobSteps) * p.max_batch + r];
+  if (threadIdx.x == 0) {
+    const int64_t token = p.chosen[r];
+    out.chosen = token < 0 ? -INFINITY : static_cast<float>(to_float(logits[token]) - shift);
+  }
+
+  uint64_t left = mine, bound = 0;
+  for (int round = 0; round < top; ++round) {
+    greatest = max_of_warp(left);
+    if (lane == 0) of_warp[round % 2][warp] = greatest;
+    __syncthreads();
+    bound = max_of_warp(of_warp[round % 2][lane]);
+    if (left == bound) left = 0;
+  }
+  if (top > 0 && __any_sync(~0u, mine != 0 && mine >= bound)) {
+    for (int start = first; start < p.vocab; start += kTurn)
+      for (int k = 0; k < kWidth && start + k < p.vocab; ++k) {
+        const uint64_t rank = rank_of(to_float(logits[start + k]), start + k);
+        if (rank >= bound) near[atomicAdd(&found, 1)] = rank;
+      }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; top > 0 && i < found; i += kThreads) {
+    int place = 0;
+    for (int other = 0; other < found && place < top; ++other) place += near[other] > near[i];
+    if (place >= top) continue;
+    out.top[place] = static_cast<float>(logit_of(near[i]) - shift);
+    out.tokens[place] = token_of(near[i]);
+  }
+}
+
+}  // namespace
+
+cudaError_t logprobs(DType dtype, const LogprobsParams& p, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const size_t bytes = sizeof(uint64_t) * kTopLogprobs * per_thread<T>(p.vocab);
+    const cudaError_t allowed = cudaFuncSetAttribute(
+        logprobs_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (allowed != cudaSuccess) return allowed;
+    return launch(logprobs_kernel<T>, p.rows, kThreads, bytes, stream, p);
+  });
+}
+
+}  // namespace llmc::kernels

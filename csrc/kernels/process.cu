@@ -1,0 +1,127 @@
+// What sampling parameters do to logits before a token is chosen, in the order and the arithmetic of
+// runtime/decoding/sampling.py: logit biases, repetition penalty, presence and frequency penalty, bad words, end
+// tokens that come too early.
+//
+// Two kernels: one copies the logits as float32, at the speed of memory; of the other a block takes a row and
+// changes what the row's rule names. Penalties are for tokens that the row's memory holds, so the work is
+// in the sequence's length, not the vocabulary's.
+#include "device.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kCopyThreads = 256, kCopyVectors = 4, kRuleThreads = 512;
+
+// A block copies kCopyVectors times kCopyThreads vectors of a row.
+template <typename T>
+__global__ void copy_kernel(float* y, const T* x, int vocab, int stride, int y_stride) {
+  wait_for_inputs();
+  let_next_start();
+  constexpr int kWidth = kVec<T>;
+  x += static_cast<int64_t>(blockIdx.y) * stride;
+  y += static_cast<int64_t>(blockIdx.y) * y_stride;
+  const bool aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0;
+  Vec<T, kWidth> read[kCopyVectors];
+  auto place = [&](int turn) {
+    return ((static_cast<int>(blockIdx.x) * kCopyVectors + turn) * kCopyThreads + static_cast<int>(threadIdx.x)) *
+           kWidth;
+  };
+#pragma unroll
+  for (int turn = 0; turn < kCopyVectors; ++turn)
+    if (aligned && place(turn) + kWidth <= vocab) read[turn] = load<T, kWidth>(x + place(turn));
+#pragma unroll
+  for (int turn = 0; turn < kCopyVectors; ++turn) {
+    const int at = place(turn);
+    if (aligned && at + kWidth <= vocab) {
+#pragma unroll
+      for (int part = 0; part < kWidth; part += 4) {
+        Vec<float, 4> four;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) four.data[k] = to_float(read[turn].data[part + k]);
+        store(y + at + part, four);
+      }
+    } else {
+      for (int i = at; i < min(vocab, at + kWidth); ++i) y[i] = to_float(x[i]);
+    }
+  }
+}
+
+__global__ void rule_kernel(ProcessParams p) {
+  wait_for_inputs();
+  let_next_start();
+  const int r = blockIdx.x;
+  const Rule rule = p.rules[r];
+  float* scores = p.scores + static_cast<int64_t>(r) * p.scores_stride;
+  const int32_t* biased = p.lists + rule.lists;
+  const int32_t* biases = biased + rule.num_biases;
+  const int32_t* ends = biases + rule.num_biases;
+  const int32_t* words = ends + rule.num_ends;
+  for (int i = threadIdx.x; i < rule.num_biases; i += kRuleThreads)
+    scores[biased[i]] = __fadd_rn(scores[biased[i]], __int_as_float(biases[i]));
+  __syncthreads();
+
+  const int64_t row = p.first_row + r;
+  const int32_t* tokens = nullptr;
+  int length = 0;
+  if (rule.remembers && p.memory.counts != nullptr) {
+    tokens = p.memory.tokens + row * p.memory.room;
+    length = p.memory.lengths[row];
+    const uint32_t* counts = p.memory.counts + row * p.memory.vocab;
+    const bool repeats = rule.repetition != 1, counted = rule.presence != 0 || rule.frequency != 0;
+    for (int i = threadIdx.x; i < length && (repeats || counted); i += kRuleThreads) {
+      const int32_t token = tokens[i];
+      if (token & kRepeated) continue;
+      float score = scores[token];
+      if (repeats) score = score < 0 ? __fmul_rn(score, rule.repetition) : __fdiv_rn(score, rule.repetition);
+      const uint32_t times = counts[token] & ~kInPrompt;
+      if (counted && times > 0)
+        score = static_cast<float>(__dsub_rn(
+            static_cast<double>(score),
+            __dadd_rn(rule.presence, __dmul_rn(rule.frequency, static_cast<double>(times)))));
+      scores[token] = score;
+    }
+  }
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < rule.num_words; i += kRuleThreads) {
+    const int32_t* word = biased + words[i];
+    const int before = words[i + 1] - words[i] - 1;  // tokens that the context must end with
+    bool found = before <= length;
+    for (int k = 0; k < before && found; ++k)
+      found = (tokens[length - before + k] & ~kRepeated) == word[k];
+    if (found) scores[word[before]] = -INFINITY;
+  }
+  if (p.drawn[r] < rule.min_tokens)
+    for (int i = threadIdx.x; i < rule.num_ends; i += kRuleThreads) scores[ends[i]] = -INFINITY;
+}
+
+// A block per row.
+__global__ void remember_kernel(Memory memory, int first_row) {
+  wait_for_inputs();
+  let_next_start();
+  const int64_t row = first_row + static_cast<int>(blockIdx.x);
+  int32_t* tokens = memory.tokens + row * memory.room;
+  uint32_t* counts = memory.counts + row * memory.vocab;
+  for (int i = threadIdx.x; i < memory.lengths[row]; i += blockDim.x)
+    if (atomicOr(&counts[tokens[i]], kInPrompt) != 0) tokens[i] |= kRepeated;
+}
+
+}  // namespace
+
+cudaError_t process(DType dtype, const ProcessParams& p, cudaStream_t stream) {
+  const cudaError_t status = with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const dim3 grid(blocks_for(p.vocab, kCopyThreads * kCopyVectors * kVec<T>), p.rows);
+    return launch(copy_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
+                  p.vocab, p.stride, p.scores_stride);
+  });
+  return status != cudaSuccess ? status : launch(rule_kernel, p.rows, kRuleThreads, 0, stream, p);
+}
+
+cudaError_t remember(const Memory& memory, int row, int rows, cudaStream_t stream) {
+  return launch(remember_kernel, rows, 256, 0, stream, memory, row);
+}
+
+}  // namespace llmc::kernels

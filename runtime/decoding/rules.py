@@ -1,0 +1,76 @@
+"""What sampling parameters do to logits, as an engine that chooses tokens itself, on a GPU, reads
+it: records as csrc/kernels/launch.h declares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+MAX_LOGPROBS = 20  # likeliest tokens whose log-probabilities such an engine tells
+RULE = np.dtype([("presence", np.float64), ("frequency", np.float64), ("repetition", np.float32),
+                 ("min_tokens", np.int32), ("lists", np.int32), ("num_biases", np.int32),
+                 ("num_ends", np.int32), ("num_words", np.int32), ("remembers", np.int32)],
+                align=True)
+LOGPROBS = np.dtype([("chosen", np.float32), ("top", np.float32, MAX_LOGPROBS),
+                     ("tokens", np.int32, MAX_LOGPROBS)])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One sequence's: a RULE and its lists, int32, of which `lists` in it is not the place yet."""
+
+    record: np.ndarray
+    lists: np.ndarray
+
+    @staticmethod
+    def of(*, repetition: float, presence: float, frequency: float, biased: np.ndarray,
+           biases: np.ndarray, bad_words: Sequence[Sequence[int]], min_tokens: int,
+           end_tokens: np.ndarray) -> Rule | None:
+        """None where nothing is done to the logits."""
+        if not min_tokens:
+            end_tokens = end_tokens[:0]
+        remembers = repetition != 1 or presence != 0 or frequency != 0 or \
+            any(len(word) > 1 for word in bad_words)
+        if not remembers and not len(biased) and not len(bad_words) and not len(end_tokens):
+            return None
+        fixed = 2 * len(biased) + len(end_tokens)
+        starts = accumulate(map(len, bad_words),
+                            initial=fixed + len(bad_words) + 1) if bad_words else ()
+        lists = [biased, biases.astype(np.float32).view(np.int32), end_tokens, [*starts],
+                 *bad_words]
+        record = np.array((presence, frequency, repetition, min_tokens, 0, len(biased),
+                           len(end_tokens), len(bad_words), remembers), RULE)
+        return Rule(record, np.concatenate([np.asarray(part, np.int32) for part in lists]))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A batch's: RULE [batch], and the lists of all, int32."""
+
+    rows: np.ndarray
+    lists: np.ndarray
+
+    @staticmethod
+    def of(rules: Sequence[Rule | None]) -> Rules | None:
+        """None where no sequence has one."""
+        if not any(rules):
+            return None
+        rows = np.zeros(len(rules), RULE)
+        rows["repetition"] = 1
+        place, lists = 0, []
+        for row, rule in enumerate(rules):
+            if rule is not None:
+                rows[row] = rule.record
+                rows[row]["lists"] = place
+                lists.append(rule.lists)
+                place += len(rule.lists)
+        return Rules(rows, np.concatenate(lists))
+
+    @property
+    def remember(self) -> bool:
+        """Whether any depends on the tokens before."""
+        return bool(self.rows["remembers"].any())

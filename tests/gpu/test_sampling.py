@@ -1,0 +1,295 @@
+"""How tokens are chosen on the device: every kernel against runtime/decoding on the same logits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from on_device import DTYPES, describe
+
+from llmc.runtime.decoding.rules import LOGPROBS, MAX_LOGPROBS, RULE, Rules
+from llmc.runtime.decoding.sampling import Logprobs, Sampler, SamplingParams, probabilities
+
+GIVEN = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32,
+         "min_p": torch.float32, "typical_p": torch.float32, "seed": torch.int64,
+         "drawn": torch.int64}
+# (vocabulary, stride of the logits in elements)
+SIZES = [(1, 64), (37, 37), (101, 104), (1000, 1024), (32000, 32000), (50257, 50304),
+         (128256, 128256)]
+
+
+def random_logits(rows, stride, dtype, seed=0):
+    """Heavy-tailed, with tokens that tie."""
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.standard_normal((rows, stride)) * 3)
+    return logits.to(DTYPES[dtype]).cuda()
+
+
+def draw(extension, logits, vocab, params, drawn=0, repeats=1, draws=True):
+    """The sampling kernel's tokens from logits [rows, stride]; params of all rows, or of each."""
+    rows = len(logits)
+    listed = params if isinstance(params, list) else [params] * rows
+    tokens = torch.full((rows,), -7, device="cuda")
+    tensors = [tokens, logits]
+    for name, kind in GIVEN.items():
+        values = np.broadcast_to(drawn, rows).copy() if name == "drawn" else \
+            np.array([getattr(p, name) or 0 for p in listed])
+        tensors.append(torch.from_numpy(values).to(kind).cuda())
+    time = extension.sample([describe(tensor) for tensor in tensors], vocab, none=-1, draws=draws,
+                            repeats=repeats)
+    return (tokens.cpu().numpy(), time) if repeats > 1 else tokens.cpu().numpy()
+
+
+def as_float32(params):
+    """With the numbers that the kernel is given."""
+    return dataclasses.replace(params, **{
+        name: float(np.float32(getattr(params, name)))
+        for name in ("temperature", "top_p", "min_p", "typical_p")})
+
+
+def check_draw(token, scores, params, number, what):
+    """The token is the host's, or where a number falls on an edge, a neighbour."""
+    chances = probabilities(scores, as_float32(params))
+    below = chances[:token].sum()
+    chance = chances[token]
+    if chance == 0:  # of a cut's edge: as likely, or as typical, as one that is kept
+        loose = dataclasses.replace(
+            as_float32(params), top_p=min(1.0, params.top_p + 1e-5),
+            typical_p=min(1.0, params.typical_p + 1e-5), min_p=params.min_p * (1 - 1e-6))
+        assert probabilities(scores, loose)[token] > 0, \
+            f"{what}: token {token} is cut off; kept are {np.flatnonzero(chances)[:20]}"
+        chance = 1e-4
+    assert below - 2e-4 <= number <= below + chance + 2e-4, \
+        f"{what}: token {token} is for {below} to {below + chance}, the number was {number}"
+
+
+CUTS = [dict(), dict(temperature=0.7, top_k=5), dict(temperature=1.5, top_p=0.9),
+        dict(top_k=50, top_p=0.8), dict(temperature=2.0, top_k=3000, top_p=0.3), dict(top_p=1e-6),
+        dict(temperature=0.5, top_p=0.99), dict(top_k=300), dict(top_k=700, top_p=0.95),
+        dict(min_p=0.1), dict(min_p=1.0), dict(temperature=0.6, min_p=1e-4),
+        dict(top_p=0.999, min_p=0.02), dict(top_k=2000, min_p=0.05), dict(top_k=3, min_p=1e-5),
+        dict(typical_p=0.9), dict(typical_p=0.2), dict(temperature=0.8, typical_p=1e-4),
+        dict(top_k=100, typical_p=0.5), dict(top_p=0.9, typical_p=0.9),
+        dict(top_k=50, top_p=0.9, min_p=0.01, typical_p=0.7)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "stride"), SIZES)
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: " ".join(f"{k}={v}" for k, v in
+                                                                  cuts.items()) or "none")
+def test_draws_are_the_host_s(extension, vocab, stride, cuts, dtype):
+    rows = 4
+    logits = random_logits(rows, stride, dtype)
+    listed = [SamplingParams(**{"temperature": 1.0, **cuts}, seed=row) for row in range(rows)]
+    tokens = draw(extension, logits, vocab, listed, np.arange(rows) * 3)
+    seen = logits.float().cpu().numpy()[:, :vocab]
+    for row, token in enumerate(tokens.tolist()):
+        assert 0 <= token < vocab
+        number = np.random.Philox(key=row, counter=row * 3).random_raw() * 2.0**-64
+        check_draw(token, seen[row], listed[row], number, f"row {row}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: " ".join(f"{k}={v}" for k, v in
+                                                                  cuts.items()) or "none")
+@pytest.mark.parametrize("shape", ["flat", "two values", "sorted", "half forbidden"])
+def test_draws_from_odd_logits_are_the_host_s(extension, shape, cuts, dtype):
+    """Where everything ties, or the likely tokens are neighbours or few."""
+    vocab, rows = 20000, 2
+    logits = {"flat": np.zeros(vocab), "two values": np.arange(vocab) % 2 * 2.0,
+              "sorted": np.linspace(-8, 8, vocab),
+              "half forbidden": np.where(np.arange(vocab) < vocab // 2, -np.inf,
+                                         np.sin(np.arange(vocab)))}[shape]
+    tensor = torch.from_numpy(np.tile(logits, (rows, 1))).to(DTYPES[dtype]).cuda()
+    params = SamplingParams(**{"temperature": 1.0, **cuts}, seed=3)
+    tokens = draw(extension, tensor, vocab, params, np.arange(rows))
+    seen = tensor.float().cpu().numpy()
+    for row, token in enumerate(tokens.tolist()):
+        number = np.random.Philox(key=3, counter=row).random_raw() * 2.0**-64
+        check_draw(token, seen[row], params, number, f"row {row}")
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "stride"), SIZES)
+def test_greedy_is_the_first_of_the_likeliest(extension, vocab, stride, dtype, draws):
+    logits = random_logits(64, stride, dtype)
+    logits[:, vocab:] = 100
+    tokens = draw(extension, logits, vocab, SamplingParams(), draws=draws)
+    np.testing.assert_array_equal(tokens, logits.float().cpu().numpy()[:, :vocab].argmax(1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_an_allowed_token_gets_none(extension, temperature):
+    logits = torch.full((2, 1024), -torch.inf, device="cuda")
+    logits[1, 77] = -5
+    tokens = draw(extension, logits, 1000, SamplingParams(temperature=temperature))
+    assert tokens.tolist() == [-1, 77]
+
+
+def test_rows_of_a_batch_have_their_own_parameters(extension):
+    vocab = 5000
+    listed = [SamplingParams(**{"temperature": 1.0, **cuts}, seed=row)
+              for row, cuts in enumerate(CUTS)] + [SamplingParams()]
+    logits = random_logits(len(listed), vocab, "float32")
+    together = draw(extension, logits, vocab, listed, 5)
+    alone = [draw(extension, logits[row:row + 1], vocab, [params], 5)[0]
+             for row, params in enumerate(listed)]
+    assert together.tolist() == alone
+    assert together[-1] == logits[-1].argmax().item()
+
+
+@pytest.mark.parametrize("cuts", [
+    dict(temperature=0.9, top_k=40, top_p=0.95), dict(temperature=1.3), dict(min_p=0.05),
+    dict(typical_p=0.8), dict(top_k=100, top_p=0.97, min_p=0.01, typical_p=0.9)],
+    ids=lambda cuts: " ".join(f"{k}={v}" for k, v in cuts.items()))
+def test_the_drawn_distribution_is_the_exact_one(extension, cuts):
+    from scipy.stats import chisquare
+    torch.manual_seed(1)
+    rows, vocab = 100_000, 300
+    logits = (torch.randn(vocab) * 2).to(torch.float16).cuda().expand(rows, vocab).contiguous()
+    params = SamplingParams(**{"temperature": 1.0, **cuts}, seed=7)
+    tokens = draw(extension, logits, vocab, params, np.arange(rows))
+    chances = probabilities(logits[0].float().cpu().numpy(), as_float32(params))
+    counts = np.bincount(tokens, minlength=vocab)
+    assert (counts[chances == 0] == 0).all()
+    assert chisquare(counts[chances > 0], chances[chances > 0] * rows).pvalue > 1e-3
+
+
+def test_records_have_the_size_that_the_kernels_read(extension):
+    assert extension.record_bytes == (RULE.itemsize, LOGPROBS.itemsize)
+
+
+class Device:
+    """What an engine keeps of some sequences, as the kernels want it."""
+
+    def __init__(self, extension, vocab, room, rows):
+        self.extension, self.vocab = extension, vocab
+        self.counts = torch.zeros(rows, vocab, dtype=torch.int32, device="cuda")
+        self.tokens = torch.zeros(rows, room, dtype=torch.int32, device="cuda")
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
+
+    @property
+    def memory(self):
+        return [describe(t) for t in (self.counts, self.tokens, self.lengths)]
+
+    def remember(self, first_row, contexts):
+        """As if all of each context were its prompt."""
+        for row, context in enumerate(contexts, first_row):
+            self.tokens[row, :len(context)] = torch.tensor(context, dtype=torch.int32)
+            self.lengths[row] = len(context)
+        self.extension.remember(self.memory, self.vocab, first_row, len(contexts))
+
+    def generate(self, row, tokens):
+        """As advance() writes a token down."""
+        for token in tokens:
+            repeated = 1 << 30 if self.counts[row, token] != 0 else 0
+            self.tokens[row, self.lengths[row]] = token | repeated
+            self.lengths[row] += 1
+            self.counts[row, token] += 1
+
+    def process(self, logits, samplers, drawn, first_row=0, repeats=1):
+        rules = Rules.of([sampler.rule for sampler in samplers])
+        scores = torch.full((len(samplers), -(-self.vocab // 4) * 4), torch.nan, device="cuda")
+        rows = torch.from_numpy(rules.rows.view(np.int32).reshape(len(samplers), -1)).cuda()
+        lists = torch.from_numpy(rules.lists).cuda()
+        drawn = torch.tensor(drawn, dtype=torch.int64).cuda()
+        time = self.extension.process(
+            [*map(describe, (scores, logits, rows, lists, drawn)), *self.memory], self.vocab,
+            first_row=first_row, repeats=repeats)
+        result = scores[:, :self.vocab].cpu().numpy()
+        return (result, time) if repeats > 1 else result
+
+
+RULES = {
+    "repetition_penalty": [1.3, 0.8], "presence_penalty": [0.7, -1.5],
+    "frequency_penalty": [0.3, -0.2], "min_tokens": [9, 4],
+    "logit_bias": [{3: 2.5, 5: -1.25, 0: -np.inf}, {7: 0.1}],
+}
+WORDS = [[[4]], [[5, 6], [7, 8, 9], [11, 3], [2, 1]]]
+
+
+def samplers(kinds, prompts, vocab, seed=0):
+    """One per prompt, with some of the parameters; every third with none."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for row, prompt in enumerate(prompts):
+        which = [] if row % 3 == 2 else kinds
+        given = {name: RULES[name][row % 2] for name in which if name in RULES}
+        words = [*WORDS[row % 2], prompt[-3:]] if "bad_words" in which else []
+        if "logit_bias" in which:
+            given["logit_bias"] = {int(token) % vocab: float(bias) for token, bias in zip(
+                rng.integers(0, vocab, 40), rng.standard_normal(40), strict=True)} | {
+                token % vocab: bias for token, bias in given["logit_bias"].items()}
+        made.append(Sampler(SamplingParams(**given), 0, prompt, [1, 2], [
+            [token % vocab for token in word] for word in words]))
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "stride"), [(101, 104), (101, 101), (32000, 32000),
+                                               (128256, 128256)])
+@pytest.mark.parametrize("kinds", [*([name] for name in RULES), ["bad_words"],
+                                   [*RULES, "bad_words"]], ids="+".join)
+def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dtype):
+    """To the bit, for prompts and generated tokens of several lengths, in rows of the cache that
+    are not those of the logits."""
+    rng = np.random.default_rng(4)
+    rows, first = 7, 2
+    prompts = [rng.integers(0, min(vocab, 300), size).tolist() for size in (1, 2, 3, 40, 900, 5, 7)]
+    generated = [rng.integers(0, min(vocab, 60), size).tolist() for size in (0, 1, 5, 30, 700, 3,
+                                                                            8)]
+    generated[5][-1] = prompts[5][-1]
+    generated[1] = [5 % vocab]  # then 6 is a bad word's end
+    device = Device(extension, vocab, 2000, rows + first)
+    device.remember(first, prompts)
+    for row, tokens in enumerate(generated):
+        device.generate(first + row, tokens)
+    logits = random_logits(rows, stride, dtype)
+    made = samplers(kinds, prompts, vocab)
+    scores = device.process(logits, made, [len(tokens) for tokens in generated], first)
+    seen = logits.float().cpu().numpy()[:, :vocab]
+    for row, sampler in enumerate(made):
+        expected = sampler.process(seen[row], generated[row])
+        wrong = np.flatnonzero(scores[row] != expected)
+        assert len(wrong) == 0, \
+            f"row {row}: token {wrong[0]}, logit {seen[row, wrong[0]]}, is " \
+            f"{scores[row, wrong[0]]} and not {expected[wrong[0]]}, as are {len(wrong)} tokens; " \
+            f"{(generated[row].count(wrong[0]), prompts[row].count(wrong[0]))} in generated, prompt"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "stride"), [(25, 32), (101, 104), (101, 101), (32000, 32000),
+                                               (128256, 128256), (262144, 262144)])
+@pytest.mark.parametrize("shape", ["random", "flat", "sorted"])
+def test_log_probabilities_are_the_host_s(extension, shape, vocab, stride, dtype):
+    rows, max_batch, step = 6, 9, 130
+    counts = [-1, 0, 1, 5, MAX_LOGPROBS, MAX_LOGPROBS]
+    logits = random_logits(rows, stride, dtype)
+    if shape == "flat":
+        logits[:] = 0.5
+    if shape == "sorted":
+        logits = (torch.arange(stride).expand(rows, stride) / 1000).to(DTYPES[dtype]).cuda()
+    chosen = np.random.default_rng(0).integers(0, vocab, rows)
+    steps = extension.logprob_steps
+    history = torch.full((steps, max_batch, LOGPROBS.itemsize // 4), -1, dtype=torch.int32,
+                         device="cuda")
+    tensors = [history, logits, torch.from_numpy(chosen).cuda(),
+               torch.tensor(counts, dtype=torch.int32).cuda(),
+               torch.tensor([step], dtype=torch.int32).cuda()]
+    extension.logprobs([describe(tensor) for tensor in tensors], vocab, max_batch)
+    written = history.cpu().numpy()
+    records = written[step % steps].copy().view(LOGPROBS)[:, 0]
+    seen = logits.float().cpu().numpy()[:, :vocab]
+    for row, count in enumerate(counts):
+        if count < 0:
+            assert (written[step % steps, row] == -1).all()
+            continue
+        expected = Logprobs.of(seen[row], int(chosen[row]), count)
+        assert abs(records[row]["chosen"] - expected.chosen) < 2e-5, f"row {row}: chosen"
+        assert records[row]["tokens"][:count].tolist() == [token for token, _ in expected.top], \
+            f"row {row}: the tokens of the {count} likeliest"
+        np.testing.assert_allclose(records[row]["top"][:count], [p for _, p in expected.top],
+                                   atol=2e-5, err_msg=f"row {row}")
+    written[step % steps] = -1
+    assert (written == -1).all(), "another step was written to"
