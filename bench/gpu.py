@@ -5,6 +5,7 @@
     python bench/gpu.py WORK_DIR --model gpt2-medium --grid     llmc alone, twelve sizes
     python bench/gpu.py WORK_DIR --model llama-8b --tp 1,2,4    llmc alone, on so many GPUs
     python bench/gpu.py WORK_DIR --model gpt2-medium --tensorrt llmc's two targets, in float16
+    python bench/gpu.py WORK_DIR --model llama-8b --sampling    what sampling costs, at batch 64
 
 transformers runs with a StaticCache, eager and under torch.compile's mode reduce-overhead.
 Milliseconds are medians of whole calls by the host's clock, tokens chosen. `limit` is what the
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import bench_model
 import numpy as np
@@ -42,10 +44,26 @@ MODELS = {"gpt2-medium": "float16", "llama-8b": "bfloat16"}
 ROWS = {"gpt2-medium": [(1, 64, 120), (64, 128, 120)], "llama-8b": [(1, 128, 64), (64, 128, 64)]}
 GRID = [(batch, *lengths) for lengths in ((64, 20), (128, 20), (64, 120), (128, 120))
         for batch in (1, 8, 64)]
+# What a step is timed with, beside greedy.
+PENALTIES = dict(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2,
+                 bad_words=[[token, token + 1] for token in range(100, 150)], min_tokens=40,
+                 end_id=2, logit_bias=dict.fromkeys(range(200, 300), -1.0))
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": dict(temperature=1.0),
+    "top_k 50, top_p 0.9": dict(temperature=1.0, top_k=50, top_p=0.9),
+    "min_p 0.05": dict(temperature=1.0, min_p=0.05),
+    "top_p 0.9": dict(temperature=1.0, top_p=0.9),
+    "top_k 50, typical_p 0.9": dict(temperature=1.0, top_k=50, typical_p=0.9),
+    "typical_p 0.9": dict(temperature=1.0, typical_p=0.9),
+    "penalties": PENALTIES,
+    "logprobs 5": dict(logprobs=5),
+    "penalties, top_k 50, top_p 0.9, logprobs 5":
+        dict(temperature=1.0, top_k=50, top_p=0.9, logprobs=5, **PENALTIES),
+}
 KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas",
          "attention": "decode_kernel|token_kernel|prefill_kernel|append_kernel",
          "norm": "norm_kernel", "NCCL": "nccl|interleave",
-         "sampling": "sample_kernel|advance_kernel|copy_kernel|rule_kernel|logprobs_kernel"}
+         "sampling": "sample_kernel|advance_kernel|score_kernel|rule_kernel|logprobs_kernel"}
 
 
 def write_model(name: str, directory: Path) -> Path:
@@ -123,19 +141,29 @@ def ours(llm: llmc.LLM) -> Callable[[int, int, int], tuple[float, float]]:
     return run
 
 
-def breakdown(llm: llmc.LLM, batch: int, inputs: int, steps: int = 16) -> str:
-    """Microseconds of a decode step by kind of kernel, on the first rank."""
+def steps_of(llm: llmc.LLM, batch: int, inputs: int, params: SamplingParams | None = None) -> \
+        Callable[[int], object]:
+    """Prefill a batch; a function that makes so many decode steps for it."""
     replica = llm._replicas[0]
-    samplers = [Sampler(SamplingParams())] * batch
+    prompt = np.random.default_rng(0).integers(5, 50000, inputs).tolist()
+    samplers = [Sampler(params or SamplingParams(), 0, prompt, [2],
+                        (params or SamplingParams()).bad_words) for _ in range(batch)]
     for start in range(0, batch, 32):  # prompts as the scheduler sizes them
-        part = PackedBatch.prepare([[7] * inputs] * min(32, batch - start),
-                                   [0] * min(32, batch - start), start)
-        replica.decode(part, Draws.of(samplers[:part.batch_size], [0] * part.batch_size), [], 1)
+        own = samplers[start:start + 32]
+        replica.decode(PackedBatch.prepare([prompt] * len(own), [0] * len(own), start),
+                       Draws.of(own, [0] * len(own)), [], 1)
     newest = PackedBatch.prepare([[7]] * batch, [inputs] * batch)
     draws = Draws.of(samplers, [1] * batch)
-    replica.decode(newest, draws, [], 4)
+    return lambda steps: replica.decode(newest, draws, [], steps)
+
+
+def breakdown(llm: llmc.LLM, batch: int, inputs: int, steps: int = 16,
+              params: SamplingParams | None = None) -> str:
+    """Microseconds of a decode step by kind of kernel, on the first rank."""
+    decode = steps_of(llm, batch, inputs, params)
+    decode(4)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        replica.decode(newest, draws, [], steps)
+        decode(steps)
     events = sorted((e for e in profile.events() if e.device_type.name == "CUDA"
                      and not e.name.startswith("Mem")), key=lambda e: e.time_range.end)
     per_step = len(events) // steps
@@ -193,6 +221,42 @@ def grid(llm: llmc.LLM) -> None:
               f"{row.tgen_ms:.3f} |", flush=True)
 
 
+def sampling(llm: llmc.LLM, name: str, runs: int) -> None:
+    """What choosing tokens costs in a step at the largest batch, in turn with greedy: of the steps
+    alone, which the device makes without the host, and of whole generations.
+    """
+    batch, inputs, outputs = ROWS[name][-1]
+    print("| chosen by | step (ms) | more than greedy | of it | generation, a step (ms) | "
+          "more than greedy |\n| --- | --- | --- | --- | --- | --- |")
+    kinds = {label: SamplingParams(**given, max_tokens=64, seed=0)
+             for label, given in SAMPLING.items()}
+    for label, params in kinds.items():
+        alone: dict[bool, list[float]] = {False: [], True: []}
+        whole: dict[bool, list[float]] = {False: [], True: []}
+        for run in range(runs + 1):
+            for chosen in (False, True):
+                decode = steps_of(llm, batch, inputs, params if chosen else None)
+                decode(4)  # captures
+                start = time.perf_counter()
+                decode(outputs)
+                alone[chosen].append((time.perf_counter() - start) * 1e3 / outputs)
+                row = measure(llm, batch, inputs, outputs, runs=1, warmup=0,
+                              params=params if chosen else None)
+                whole[chosen].append(row.tgen_ms)
+            if not run:  # warms up
+                for times in (*alone.values(), *whole.values()):
+                    times.clear()
+        more, share, slower = (statistics.median(values) for values in (
+            [b - a for a, b in zip(*alone.values(), strict=True)],
+            [b / a - 1 for a, b in zip(*alone.values(), strict=True)],
+            [b / a - 1 for a, b in zip(*whole.values(), strict=True)]))
+        print(f"| {label} | {statistics.median(alone[True]):.3f} | {more * 1e3:.0f} µs | "
+              f"{share:.1%} | {statistics.median(whole[True]):.3f} | {slower:.1%} |", flush=True)
+    print("\nmicroseconds of a decode step (kernels):")
+    for label, params in {"greedy": None, **kinds}.items():
+        print(f"{label}, {breakdown(llm, batch, inputs, params=params)}")
+
+
 def targets(hf: Path, work: Path, name: str, repeats: int) -> None:
     """The cuda target beside the tensorrt target, whose ops are the same kernels."""
     sides = {}
@@ -232,6 +296,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--tensorrt", action="store_true")
+    parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--tp", default="")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
@@ -259,6 +324,8 @@ def main() -> None:
         with llmc.LLM(case, max_batch_size=64, check_step=64, verify=False) as llm:
             if arguments.grid:
                 grid(llm)
+            elif arguments.sampling:
+                sampling(llm, name, arguments.runs)
             elif not arguments.tp:
                 pairs(llm, hf, name, arguments.runs)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -50,11 +51,14 @@ def parse_grid(batch_size: str, input_output_len: str) -> list[tuple[int, int, i
 
 
 def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs: int = 3,
-            warmup: int = 1) -> Row:
-    """Generate `output_length` tokens for `batch` random prompts, `runs` times after `warmup`."""
+            warmup: int = 1, params: SamplingParams | None = None) -> Row:
+    """Generate `output_length` tokens for `batch` random prompts, `runs` times after `warmup`,
+    greedily or as `params` choose them.
+    """
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, llm.manifest.dims.vocab_size, (batch, input_length)).tolist()
-    params = SamplingParams(max_tokens=output_length, ignore_eos=True)
+    params = dataclasses.replace(params or SamplingParams(), max_tokens=output_length,
+                                 ignore_eos=True)
     totals, firsts, laters = [], [], []
     for run in range(warmup + runs):
         start = time.perf_counter()

@@ -16,7 +16,7 @@ constexpr int kCopyThreads = 256, kCopyVectors = 4, kRuleThreads = 512;
 
 // A block copies kCopyVectors times kCopyThreads vectors of a row.
 template <typename T>
-__global__ void copy_kernel(float* y, const T* x, int vocab, int stride, int y_stride) {
+__global__ void score_kernel(float* y, const T* x, int vocab, int stride, int y_stride) {
   wait_for_inputs();
   let_next_start();
   constexpr int kWidth = kVec<T>;
@@ -114,7 +114,7 @@ cudaError_t process(DType dtype, const ProcessParams& p, cudaStream_t stream) {
   const cudaError_t status = with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const dim3 grid(blocks_for(p.vocab, kCopyThreads * kCopyVectors * kVec<T>), p.rows);
-    return launch(copy_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
+    return launch(score_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
                   p.vocab, p.stride, p.scores_stride);
   });
   return status != cudaSuccess ? status : launch(rule_kernel, p.rows, kRuleThreads, 0, stream, p);

@@ -188,6 +188,7 @@ __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool f
     const int before = shift;
     bits = min(kDigit, shift);
     shift -= bits;
+    const bool counted = !for_mass || shift == 0;  // how many there are matters at last
     auto bin_of = [&](uint32_t key) { return (key >> shift) & ((1u << bits) - 1); };
     auto begins_alike = [&](uint32_t key) { return before >= kBits || key >> before == cut.key; };
     __syncthreads();
@@ -206,7 +207,7 @@ __device__ Cut find_cut(const Row<T>& row, Histogram& h, uint64_t target, bool f
       const uint32_t mass = row.probability(x);
       if (mass == 0 && for_mass) return;
       const uint32_t bin = bin_of(key);
-      atomicAdd(&h.count[bin], 1u);
+      if (counted) atomicAdd(&h.count[bin], 1u);
       const uint32_t old = atomicAdd(&h.low[bin], mass);
       if (old + mass < old) atomicAdd(&h.high[bin], 1u);
     });
@@ -474,8 +475,8 @@ cudaError_t sample(DType dtype, const SampleParams& p, cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kBytes = kListed * (sizeof(T) + sizeof(int32_t));
-    static const cudaError_t allowed =
-        cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const cudaError_t allowed = p.draws ? cudaFuncSetAttribute(
+        sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) : cudaSuccess;
     if (allowed != cudaSuccess) return allowed;
     return launch(sample_kernel<T>, p.rows, kThreads, p.draws ? kBytes : 0, stream, p);
   });

@@ -18,6 +18,9 @@ RULE = np.dtype([("presence", np.float64), ("frequency", np.float64), ("repetiti
 LOGPROBS = np.dtype([("chosen", np.float32), ("top", np.float32, MAX_LOGPROBS),
                      ("tokens", np.int32, MAX_LOGPROBS)])
 
+_PLAIN = np.array((0, 0, 1, 0, 0, 0, 0, 0, 0), RULE)
+_PLAIN_LISTS = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -59,15 +62,9 @@ class Rules:
         """None where no sequence has one."""
         if not any(rules):
             return None
-        rows = np.zeros(len(rules), RULE)
-        rows["repetition"] = 1
-        place, lists = 0, []
-        for row, rule in enumerate(rules):
-            if rule is not None:
-                rows[row] = rule.record
-                rows[row]["lists"] = place
-                lists.append(rule.lists)
-                place += len(rule.lists)
+        rows = np.stack([_PLAIN if rule is None else rule.record for rule in rules])
+        lists = [_PLAIN_LISTS if rule is None else rule.lists for rule in rules]
+        rows["lists"] = np.cumsum([0, *map(len, lists[:-1])])
         return Rules(rows, np.concatenate(lists))
 
     @property

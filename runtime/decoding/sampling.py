@@ -56,7 +56,7 @@ class SamplingParams:
         ignore_eos: go on after the end token.
         end_id: the end token, instead of the model's own.
         logprobs: return log-probabilities of each token and of this many likeliest ones; None
-            returns none.
+            returns none. At most 20 where GPUs choose the tokens.
         beam_width: sequences to search with at once; above 1, the completion is the best that beam
             search finds, as transformers searches, and `LLM.beam_search` gives all.
         length_penalty: a sequence's score is the sum of its tokens' log-probabilities divided by
@@ -379,12 +379,14 @@ class Choices:
 
     def steps(self, counts: Sequence[int | None]) -> Iterator[list[tuple[int, Logprobs | None]]]:
         """Each step's tokens, and log-probabilities with so many of the likeliest."""
-        for step, tokens in enumerate(self.tokens.tolist()):
-            yield [(token, None if count is None else self._logprobs(step, row, count))
-                   for row, (token, count) in enumerate(zip(tokens, counts, strict=True))]
-
-    def _logprobs(self, step: int, row: int, count: int) -> Logprobs:
-        assert self.logprobs is not None
-        record = self.logprobs[step, row]
-        return Logprobs(float(record["chosen"]), tuple(zip(
-            record["tokens"][:count].tolist(), record["top"][:count].tolist(), strict=True)))
+        if self.logprobs is None:
+            for tokens in self.tokens.tolist():
+                yield [(token, None) for token in tokens]
+            return
+        most = max(count or 0 for count in counts)
+        parts = (self.tokens, self.logprobs["chosen"], self.logprobs["tokens"][..., :most],
+                 self.logprobs["top"][..., :most])
+        for step in zip(*(part.tolist() for part in parts), strict=True):
+            yield [(token, None if count is None else
+                    Logprobs(chosen, tuple(zip(near[:count], top[:count], strict=True))))
+                   for count, token, chosen, near, top in zip(counts, *step, strict=True)]

@@ -72,8 +72,11 @@ def test_logits_are_transformers(found, family, tmp_path):
         assert np.abs(ours - exact).max() <= allowed, dtype
 
 
-@pytest.mark.parametrize("sampling", [{}, dict(temperature=0.8, top_k=40, top_p=0.9, seed=5)],
-                         ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [
+    {}, dict(temperature=0.8, top_k=40, top_p=0.9, seed=5),
+    dict(temperature=0.9, min_p=0.02, typical_p=0.9, seed=5, repetition_penalty=1.2,
+         frequency_penalty=0.3, logit_bias={7: 2.0}, bad_words=[[8, 8], [9]], min_tokens=20)],
+    ids=["greedy", "sampled", "processed"])
 def test_tokens_are_the_cuda_target_s(compiled, sampling):
     """Decoding in captured graphs, batches of several sizes, a cache row that moves."""
     prompts = [[5, 6, 7], [8] * 40, [9, 10], [11] * 7, [12]]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import llmc
-from llmc.runtime.decoding.sampling import HOST_ONLY
 from llmc.runtime.decoding.stopping import TextStream
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 51], [120, 3, 3, 3, 88]]
@@ -239,14 +238,15 @@ def test_bad_requests_are_refused(llm, prompts, params, match):
         llm.generate(prompts, params)
 
 
-@pytest.mark.parametrize("name", HOST_ONLY)
-def test_gpus_refuse_what_their_engine_cannot_do_yet(llm, name, monkeypatch):
-    target = llm.manifest.target.model_copy(update={"kind": "cuda"})
+@pytest.mark.parametrize("kind", ["cuda", "tensorrt"])
+@pytest.mark.parametrize(("params", "match"), [
+    (dict(beam_width=2), "^beam_width is not there yet where GPUs"),
+    (dict(logprobs=21), "^logprobs 21 exceeds 20, the most where GPUs")])
+def test_gpus_refuse_what_their_engine_cannot_do_yet(llm, kind, params, match, monkeypatch):
+    target = llm.manifest.target.model_copy(update={"kind": kind})
     monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"target": target}))
-    value = {"bad_words": ["the"], "logit_bias": {5: 1.0}, "min_tokens": 1, "logprobs": 0,
-             "beam_width": 2}
-    with pytest.raises(llmc.LlmcError, match=f"^{name} is not there yet where GPUs"):
-        llm.generate([[5]], tokens(3, **{name: value.get(name, 0.5)}))
+    with pytest.raises(llmc.LlmcError, match=match):
+        llm.generate([[5]], tokens(3, **params))
 
 
 def test_replicas_give_the_same_as_one(case_tp2):
