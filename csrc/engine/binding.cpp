@@ -31,6 +31,8 @@ namespace {
 
 template <typename T>
 using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Output = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 
 // Run one op on device tensors `repeats` times and wait; milliseconds per run after the first.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
@@ -145,6 +147,26 @@ NB_MODULE(_cuda, m) {
   }, nb::arg("tensors"), nb::arg("vocab"), nb::arg("max_batch"), nb::arg("repeats") = 1);
   m.attr("logprob_steps") = kernels::kLogprobSteps;
   m.attr("record_bytes") = std::make_pair(sizeof(kernels::Rule), sizeof(kernels::Logprobs));
+  // kernels::candidates on device tensors, `repeats` times.
+  m.def("candidates", [](const std::vector<Foreign>& tensors, int vocab, int repeats) {
+    const std::vector<Tensor> t = tensors_of(tensors);
+    const int rows = static_cast<int>(t[2].shape[0]), count = static_cast<int>(t[0].shape[1]);
+    DeviceBuffer scratch(kernels::candidates_scratch(rows, vocab, count), "scratch");
+    const kernels::CandidatesParams p{
+        static_cast<int32_t*>(t[0].data), static_cast<float*>(t[1].data), t[2].data, scratch.data, rows, vocab,
+        static_cast<int>(t[2].shape[1]), count};
+    for (int i = 0; i < repeats; ++i) check(kernels::candidates(t[2].dtype, p, nullptr), "candidates");
+    check(cudaDeviceSynchronize(), "candidates");
+  }, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
+  // kernels::follow on device tensors, in the order of its parameters.
+  m.def("follow", [](const std::vector<Foreign>& tensors, int batch, int beam) {
+    const std::vector<Tensor> t = tensors_of(tensors);
+    auto ints = [&](int i) { return static_cast<int32_t*>(t[i].data); };
+    auto longs = [&](int i) { return static_cast<int64_t*>(t[i].data); };
+    check(kernels::follow({longs(0), longs(1), ints(2), ints(3), ints(4), longs(5), ints(6), ints(7), ints(8),
+                           batch, beam, static_cast<int>(t[4].shape[1])}, nullptr), "follow");
+    check(cudaDeviceSynchronize(), "follow");
+  });
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("decode") = false, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0);
   // How many devices there are; where there is no driver, zero and why.
@@ -196,12 +218,12 @@ NB_MODULE(_cuda, m) {
       .def("run",
            [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids,
               Array<int32_t> cu_seqlens, Array<int32_t> past_lens, Array<int64_t> logits_indices,
-              int first_row, bool decode) {
+              Array<int32_t> indirection, int first_row, bool decode) {
              const Step step{static_cast<int>(input_ids.size()), static_cast<int>(logits_indices.size()),
                              static_cast<int>(past_lens.size()), first_row, decode};
              nb::gil_scoped_release release;
              self.run(input_ids.data(), position_ids.data(), cu_seqlens.data(), past_lens.data(),
-                      logits_indices.data(), step);
+                      logits_indices.data(), indirection.size() ? indirection.data() : nullptr, step);
            })
       .def("read_logits",
            [](Engine& self, nb::ndarray<float, nb::c_contig, nb::device::cpu> out) {
@@ -250,6 +272,20 @@ NB_MODULE(_cuda, m) {
            })
       .def("decode", &Engine::decode, nb::call_guard<nb::gil_scoped_release>())
       .def("history", &Engine::history, nb::call_guard<nb::gil_scoped_release>())
+      .def("candidates",
+           [](Engine& self, Output<int32_t> tokens, Output<float> log_probs) {
+             nb::gil_scoped_release release;
+             self.candidates(static_cast<int>(tokens.shape(1)), tokens.data(), log_probs.data());
+           })
+      .def("follow",
+           [](Engine& self, Array<int64_t> tokens, Array<int32_t> parents, Array<int32_t> past,
+              Array<int32_t> prompts, Output<int32_t> next_tokens, Output<float> log_probs) {
+             const BeamStep step{tokens.data(), parents.data(), past.data(), prompts.data(),
+                                 static_cast<int>(tokens.shape(0)), static_cast<int>(tokens.shape(1)),
+                                 static_cast<int>(next_tokens.shape(1))};
+             nb::gil_scoped_release release;
+             self.follow(step, next_tokens.data(), log_probs.data());
+           })
       .def("join",
            [](Engine& self, nb::bytes id, int rank, int size) {
              const std::string copy(id.c_str(), id.size());

@@ -80,13 +80,6 @@ void to_float(float* target, const char* source, int64_t count, DType dtype) {
   }
 }
 
-struct Engine::Graph {
-  cudaGraphExec_t executable = nullptr;
-  ~Graph() {
-    if (executable != nullptr) cudaGraphExecDestroy(executable);
-  }
-};
-
 DeviceBuffer::DeviceBuffer(int64_t bytes, const char* what) {
   const cudaError_t status = cudaMalloc(&data, std::max<int64_t>(bytes, 1));
   if (status == cudaErrorMemoryAllocation) {
@@ -132,6 +125,7 @@ Engine::~Engine() {
   cudaSetDevice(device_);
   cudaStreamSynchronize(stream_);
   graphs_.clear();
+  beams_.reset();
   if (communicator_ != nullptr) ncclCommDestroy(communicator_);
   gemm_.reset();
   sdpa_.reset();
@@ -158,9 +152,13 @@ int Engine::add_input(const std::string& name, DType dtype) {
                                                     {"position_ids", kNumTokens},
                                                     {"cu_seqlens", kBatchPlus1},
                                                     {"past_lens", kBatch},
-                                                    {"logits_indices", kNumLogits}};
+                                                    {"logits_indices", kNumLogits},
+                                                    {kIndirection, kBatch}};
   const auto found = sizes.find(name);
   if (found == sizes.end()) throw Error("there is no engine input '" + name + "'");
+  if (name == kIndirection)
+    return inputs_[name] = place(false, dtype, {kBatch, limits_.max_seq_len}, allocate<char>(
+        static_cast<int64_t>(limits_.max_batch) * limits_.max_seq_len * width(dtype), "inputs"));
   const int most = found->second == kNumTokens ? limits_.max_tokens
       : found->second == kNumLogits ? limits_.max_logits : limits_.max_batch + 1;
   return inputs_[name] =
@@ -232,6 +230,7 @@ void Engine::finish() {
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
   if (tensor < 0) return {};
+  if (!step.indirect && inputs_.count(kIndirection) && inputs_.at(kIndirection) == tensor) return {};
   const Place& place = places_[tensor];
   Tensor made{place.data, place.dtype, place.shape};
   for (int64_t& dim : made.shape) {
@@ -290,7 +289,8 @@ std::vector<char> Engine::download(const Tensor& tensor) {
 }
 
 void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
-                 const int32_t* past_lens, const int64_t* logits_indices, const Step& step) {
+                 const int32_t* past_lens, const int64_t* logits_indices, const int32_t* indirection,
+                 const Step& step) {
   if (step.num_tokens > limits_.max_tokens || step.num_logits > limits_.max_logits ||
       step.first_row + step.batch > limits_.max_batch)
     throw Error("a step of " + std::to_string(step.num_tokens) + " tokens, " +
@@ -305,6 +305,11 @@ void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const in
   upload(input("past_lens"), past_lens, 4ll * step.batch);
   upload(input("logits_indices"), logits_indices, 8ll * step.num_logits);
   Step measured = step;
+  measured.indirect = indirection != nullptr;
+  if (measured.indirect) {
+    check_beams();
+    upload(input(kIndirection), indirection, 4ll * step.batch * limits_.max_seq_len);
+  }
   for (int i = 0; i < step.batch; ++i) {
     const int fresh = cu_seqlens[i + 1] - cu_seqlens[i];
     measured.longest = std::max(measured.longest, fresh);
@@ -494,27 +499,7 @@ void Engine::decode(int steps) {
   };
   const std::tuple key{decode_batch_, num_end_ids_, draws_, has_rules_, reports_};
   decode_steps_ += steps;
-  if (!graphs_.count(key)) {
-    work();  // chooses GEMMs and loads kernels, which must not be while capturing
-    --steps;
-    cudaGraph_t captured = nullptr;
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing");
-    try {
-      work();
-    } catch (...) {
-      cudaStreamEndCapture(stream_, &captured);
-      if (captured != nullptr) cudaGraphDestroy(captured);
-      throw;
-    }
-    check(cudaStreamEndCapture(stream_, &captured), "capturing");
-    auto made = std::make_unique<Graph>();
-    const cudaError_t status = cudaGraphInstantiate(&made->executable, captured, 0);
-    cudaGraphDestroy(captured);
-    check(status, "making a CUDA graph");
-    graphs_[key] = std::move(made);
-  }
-  for (int i = 0; i < steps; ++i)
-    check(cudaGraphLaunch(graphs_[key]->executable, stream_), "a decode step");
+  graphs_[key].run(stream_, steps, work);
   last_ = step;
 }
 

@@ -9,8 +9,12 @@
 #include <vector>
 
 #include "../plugins/common/plugin.h"
+#include "graph.h"
 
 namespace llmc {
+
+// The input that says where beams' pasts lie; see CausalAttention.
+inline constexpr const char* kIndirection = "cache_indirection";
 
 // A dimension below zero is one of these sizes of a step.
 enum Size : int64_t { kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4 };
@@ -23,6 +27,16 @@ struct Step {
   int num_tokens, num_logits, batch, first_row;
   bool decode;  // every sequence has exactly one new token, and all of their logits are wanted
   int longest = 0, reach = 0;  // see Context
+  bool indirect = false;       // without it ops do not get the input kIndirection: each row has its own past
+};
+
+// A step of beam search, on the host: see kernels::FollowParams. [batch * beam] each.
+struct BeamStep {
+  const int64_t* tokens;
+  const int32_t* parents;
+  const int32_t* past;
+  const int32_t* prompts;
+  int batch, beam, count;  // count: candidates wanted of each row
 };
 
 // How each sequence of a batch chooses its tokens, on the host: see kernels::SampleParams. [batch] each.
@@ -80,9 +94,11 @@ class Engine {
   // After the last add_node: allocates scratch.
   void finish();
 
-  // One step, asynchronous; its logits stay on the device. The arrays are on the host.
+  // One step, asynchronous; its logits stay on the device. The arrays are on the host; indirection, [batch,
+  // max_seq_len], may be null.
   void run(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
-           const int32_t* past_lens, const int64_t* logits_indices, const Step& step);
+           const int32_t* past_lens, const int64_t* logits_indices, const int32_t* indirection,
+           const Step& step);
   // The last step's logits as float32 [num_logits, vocab_size] on the host.
   void read_logits(float* logits);
   // From now on, keep what each of these values holds right after the node that makes it, before its memory
@@ -103,6 +119,13 @@ class Engine {
   // The prompts of the sequences in the cache rows from `first_row` on, one behind the other, for rules that
   // depend on them; from now on their new tokens are kept as well. Before the first begin_decode with them.
   void remember(int first_row, const int32_t* tokens, const std::vector<int32_t>& lengths);
+
+  // Beam search. candidates: the likeliest tokens of each row of the last step's logits, and their
+  // log-probabilities, [rows, count] each on the host; see kernels::CandidatesParams. follow: the next step of
+  // batch * beam rows and its candidates. The past of its rows is this engine's: it must be prompts, each in
+  // its first beam's row, or what the step before it left. Both wait.
+  void candidates(int count, int32_t* tokens, float* log_probs);
+  void follow(const BeamStep& beams, int32_t* tokens, float* log_probs);
 
   // Join the ranks that share the model; `id` is one rank's unique_id(). Waits for all of them.
   void join(const std::string& id, int rank, int size);
@@ -126,7 +149,16 @@ class Engine {
     std::unique_ptr<Plugin> plugin;
     std::vector<int> inputs, outputs;
   };
-  struct Graph;
+  // Beam search's own memory, with room for so many candidates of each row, and the graphs that know it.
+  struct Beams {
+    Beams(int rows, int vocab, int count);
+    ~Beams();
+
+    int count;
+    DeviceBuffer given, found, scratch;
+    void *host_given = nullptr, *host_found = nullptr;  // pinned
+    std::map<std::tuple<int, int, int>, Graph> graphs;  // by batch, beam and count
+  };
 
   template <typename T>
   T* allocate(int64_t count, const char* what);
@@ -138,6 +170,10 @@ class Engine {
   void advance(int batch, int first_row);
   void prepare(const Requests& requests, int batch);
   int64_t scores_width() const { return (vocab_size_ + 3) / 4 * 4; }
+  void check_beams() const;
+  void reserve_beams(int count);
+  void enqueue_candidates(int rows, int count);
+  void read_candidates(int rows, int count, int32_t* tokens, float* log_probs) const;
   void upload(void* target, const void* source, int64_t bytes);
   std::vector<char> download(const Tensor& tensor);
 
@@ -179,7 +215,8 @@ class Engine {
   std::unique_ptr<DeviceBuffer> lists_;
   int64_t lists_room_ = 0;
   // By batch, number of end tokens and what is asked for.
-  std::map<std::tuple<int, int, bool, bool, bool>, std::unique_ptr<Graph>> graphs_;
+  std::map<std::tuple<int, int, bool, bool, bool>, Graph> graphs_;
+  std::unique_ptr<Beams> beams_;
 };
 
 }  // namespace llmc

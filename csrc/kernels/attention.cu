@@ -1,5 +1,5 @@
-// Attention one query token at a time, where no tensor-core kernel serves: float32, and prompts of an odd
-// head_dim.
+// Attention one query token at a time, where no tensor-core kernel serves: float32, prompts of an odd head_dim,
+// and prompts that continue what beams share.
 //
 // A block takes one token, one KV head and up to kHeads of its query heads, over one part of the cached
 // positions (flash-decoding). A key is read by kLanes threads, 8 elements each; every group of kLanes
@@ -115,7 +115,8 @@ cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
 }
 
 // kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
-template <typename T, int kLanes, int kHeads, bool kFused>
+// Rows: where cached positions lie.
+template <typename T, int kLanes, int kHeads, bool kFused, typename Rows>
 __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, int parts) {
   constexpr int kGroups = 32 / kLanes, kTurns = 4;
   extern __shared__ float shared[];
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
 
-  const CacheRows row(p, sequence, kv_head);
+  const Rows row(p, sequence, kv_head);
   T* keys = static_cast<T*>(p.key_cache);
   T* values = static_cast<T*>(p.value_cache);
   if constexpr (kFused) {
@@ -234,13 +235,13 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
            {part, used, parts});
 }
 
-template <typename T, int kLanes, int kHeads, bool kFused>
+template <typename T, int kLanes, int kHeads, bool kFused, typename Rows>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
   const int parts = parts_for(blocks, p.max_seq_len, kMinKeys);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
-  auto kernel = token_kernel<T, kLanes, kHeads, kFused>;
+  auto kernel = token_kernel<T, kLanes, kHeads, kFused, Rows>;
   if (shared > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -249,19 +250,19 @@ cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   return launch(kernel, dim3(parts, columns, p.num_tokens), kWarps * 32, shared, stream, p, parts);
 }
 
-template <typename T, int kLanes, bool kFused>
+template <typename T, int kLanes, bool kFused, typename Rows>
 cudaError_t tokens_of_lanes(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
-  if (group == 1) return run_tokens<T, kLanes, 1, kFused>(p, stream);
-  if (group == 2) return run_tokens<T, kLanes, 2, kFused>(p, stream);
-  return run_tokens<T, kLanes, 4, kFused>(p, stream);
+  if (group == 1) return run_tokens<T, kLanes, 1, kFused, Rows>(p, stream);
+  if (group == 2) return run_tokens<T, kLanes, 2, kFused, Rows>(p, stream);
+  return run_tokens<T, kLanes, 4, kFused, Rows>(p, stream);
 }
 
-template <typename T, bool kFused>
+template <typename T, bool kFused, typename Rows>
 cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 64) return tokens_of_lanes<T, 8, kFused>(p, stream);
-  if (p.head_dim <= 128) return tokens_of_lanes<T, 16, kFused>(p, stream);
-  return tokens_of_lanes<T, 32, kFused>(p, stream);
+  if (p.head_dim <= 64) return tokens_of_lanes<T, 8, kFused, Rows>(p, stream);
+  if (p.head_dim <= 128) return tokens_of_lanes<T, 16, kFused, Rows>(p, stream);
+  return tokens_of_lanes<T, 32, kFused, Rows>(p, stream);
 }
 
 }  // namespace
@@ -283,11 +284,15 @@ cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& p, c
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
+  if (p.cache_indirection != nullptr && p.block_table != nullptr) return cudaErrorInvalidValue;
+  if (p.decode && dtype != DType::kFloat32) return decode(dtype, p, stream);
+  if (p.decode)
+    return p.cache_indirection != nullptr ? tokens<float, true, SharedRows>(p, stream)
+                                          : tokens<float, true, CacheRows>(p, stream);
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (p.decode)
-      return dtype == DType::kFloat32 ? tokens<T, true>(p, stream) : decode(dtype, p, stream);
-    return can_prefill(dtype, p.head_dim) ? prefill(dtype, p, stream) : tokens<T, false>(p, stream);
+    if (p.cache_indirection != nullptr) return tokens<T, false, SharedRows>(p, stream);
+    return can_prefill(dtype, p.head_dim) ? prefill(dtype, p, stream) : tokens<T, false, CacheRows>(p, stream);
   });
 }
 

@@ -85,6 +85,25 @@ struct CacheRows {
   int dim, shift = 0, mask = 0x7fffffff;
 };
 
+// The same where beams share what they have in common: p.cache_indirection says in which row a position lies
+// that is before the new ones, which are in the sequence's own.
+struct SharedRows {
+  __device__ SharedRows(const AttentionParams& p, int sequence, int kv_head)
+      : rows(p.cache_indirection + static_cast<int64_t>(sequence) * p.max_seq_len),
+        stride(static_cast<int64_t>(p.num_kv_heads) * p.max_seq_len * p.head_dim),
+        first(static_cast<int64_t>(kv_head) * p.max_seq_len * p.head_dim),
+        own(sequence), past(p.past_lens[sequence]), dim(p.head_dim) {}
+
+  __device__ __forceinline__ int64_t operator()(int position) const {
+    const int row = position < past ? __ldg(rows + position) : own;
+    return first + row * stride + static_cast<int64_t>(position) * dim;
+  }
+
+  const int32_t* rows;
+  int64_t stride, first;
+  int own, past, dim;
+};
+
 // Where fewer blocks than kPartedBlocks would run, cached positions are divided into parts, so there are never
 // twice as many blocks.
 constexpr int kPartedBlocks = kernels::kAttentionCounters, kMaxParts = 32;

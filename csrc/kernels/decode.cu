@@ -26,8 +26,8 @@ __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   return turned;
 }
 
-// kSteps: head_dim in units of 32, rounded up.
-template <typename T, int kSteps, int kWarps>
+// kSteps: head_dim in units of 32, rounded up. Rows: where cached positions lie.
+template <typename T, int kSteps, int kWarps, typename Rows>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, int parts) {
   constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
   // The first keys and values are read before the kernel ahead has ended, where registers suffice. (Reading
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   const int used = min(parts, (count + kDecodeKeys - 1) / kDecodeKeys), part = blockIdx.x;
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
-  const CacheRows row_of(p, sequence, kv_head);
+  const Rows row_of(p, sequence, kv_head);
   T* keys = static_cast<T*>(p.key_cache);
   T* values = static_cast<T*>(p.value_cache);
   const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -190,12 +190,12 @@ constexpr size_t shared_bytes(int steps, int warps) {
   return sizeof(T) * kHeads * (steps * 32 + 8) + sizeof(float) * warps * kHeads * steps * 32;
 }
 
-template <typename T, int kSteps, int kWarps>
+template <typename T, int kSteps, int kWarps, typename Rows>
 cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
   constexpr size_t kShared = shared_bytes<T>(kSteps, kWarps);
   const int blocks = columns * p.batch;
   const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys);
-  auto kernel = decode_kernel<T, kSteps, kWarps>;
+  auto kernel = decode_kernel<T, kSteps, kWarps, Rows>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
@@ -203,29 +203,34 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
 }
 
 // Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer.
-template <typename T, int kSteps>
+template <typename T, int kSteps, typename Rows>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
   const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   if (kSteps <= 4 && static_cast<unsigned>(columns * p.batch) <= multiprocessors())
-    return run_warps<T, kSteps, 8>(p, columns, stream);
+    return run_warps<T, kSteps, 8, Rows>(p, columns, stream);
   static const unsigned resident = [] {
     int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<T, kSteps, 4>, 4 * 32,
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<T, kSteps, 4, Rows>, 4 * 32,
                                                   shared_bytes<T>(kSteps, 4));
     return blocks * multiprocessors();
   }();
-  if (static_cast<unsigned>(columns * p.batch) > resident) return run_warps<T, kSteps, 2>(p, columns, stream);
-  return run_warps<T, kSteps, 4>(p, columns, stream);
+  if (static_cast<unsigned>(columns * p.batch) > resident) return run_warps<T, kSteps, 2, Rows>(p, columns, stream);
+  return run_warps<T, kSteps, 4, Rows>(p, columns, stream);
+}
+
+template <typename T, typename Rows>
+cudaError_t run_rows(const AttentionParams& p, cudaStream_t stream) {
+  if (p.head_dim <= 32) return run<T, 1, Rows>(p, stream);
+  if (p.head_dim <= 64) return run<T, 2, Rows>(p, stream);
+  if (p.head_dim <= 96) return run<T, 3, Rows>(p, stream);
+  if (p.head_dim <= 128) return run<T, 4, Rows>(p, stream);
+  return run<T, 8, Rows>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const AttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 32) return run<T, 1>(p, stream);
-  if (p.head_dim <= 64) return run<T, 2>(p, stream);
-  if (p.head_dim <= 96) return run<T, 3>(p, stream);
-  if (p.head_dim <= 128) return run<T, 4>(p, stream);
-  return run<T, 8>(p, stream);
+  return p.cache_indirection != nullptr ? run_rows<T, SharedRows>(p, stream) : run_rows<T, CacheRows>(p, stream);
 }
 
 }  // namespace

@@ -95,6 +95,8 @@ struct AttentionParams {
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
   float scale, softcap, norm_epsilon;
+  // [batch, max_seq_len] or null, not with a block table: the cache row of each position before the new ones.
+  const int32_t* cache_indirection;
 };
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
@@ -191,6 +193,36 @@ struct LogprobsParams {
   int rows, vocab, stride, max_batch;
 };
 cudaError_t logprobs(DType dtype, const LogprobsParams& params, cudaStream_t stream);
+
+// For each row of logits, T [rows, stride], the `count` likeliest of its first `vocab` tokens and their
+// log-probabilities, the likeliest first, equally likely ones in the order of tokens. count is at most vocab.
+struct CandidatesParams {
+  int32_t* tokens;     // [rows, count]
+  float* log_probs;    // [rows, count]
+  const void* logits;
+  void* scratch;       // candidates_scratch() bytes
+  int rows, vocab, stride, count;
+};
+cudaError_t candidates(DType dtype, const CandidatesParams& params, cudaStream_t stream);
+int64_t candidates_scratch(int rows, int vocab, int count);
+
+// Before a step of beam search: make the chosen tokens the next input, and let each beam continue its parent.
+// What a beam has in the cache before its newest position lies where its parent's does, the newest in the
+// parent's own row. Beam k of prompt b is row b * beam + k; a prompt lies in its first beam's row.
+struct FollowParams {
+  int64_t* input_ids;          // [rows], rows = batch * beam
+  int64_t* position_ids;       // [rows]
+  int32_t* past_lens;          // [rows]
+  int32_t* cu_seqlens;         // [rows + 1]
+  int32_t* cache_indirection;  // [rows, max_seq_len]
+  const int64_t* tokens;       // [rows]
+  const int32_t* parents;      // [rows], each a beam of the same prompt
+  const int32_t* past;         // [rows]: positions in the cache, the same for all beams of a prompt
+  const int32_t* prompts;      // [rows]: how many of them are the prompt's
+  int batch, beam, max_seq_len;
+};
+constexpr int kMaxBeams = 384;
+cudaError_t follow(const FollowParams& params, cudaStream_t stream);
 
 // After a step: write down the chosen tokens; for each sequence that has not ended, make its token the next
 // input and count a position. A sequence whose token is negative ends.

@@ -51,8 +51,6 @@ class CausalAttention : public Plugin {
     const float** tables[] = {&p.cos, &p.sin, &p.q_norm, &p.k_norm};
     for (size_t i = 0; i < 4; ++i)
       if (const Tensor* table = optional(in, 5 + i)) *tables[i] = static_cast<const float*>(table->data);
-    if (optional(in, 10) != nullptr)
-      throw Error("CausalAttention has no kernel for cache_indirection yet; leave that input out");
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
@@ -64,13 +62,18 @@ class CausalAttention : public Plugin {
         throw Error("CausalAttention's block size " + std::to_string(p.block_size) +
                     " is not a power of two");
     }
+    if (const Tensor* rows = optional(in, 10)) {
+      p.cache_indirection = static_cast<const int32_t*>(rows->data);
+      if (p.block_table != nullptr)
+        throw Error("CausalAttention takes block_table or cache_indirection, not both");
+    }
     p.decode = context.decode || (context.dense && p.num_tokens == p.batch);
     p.scratch = workspace;
     p.counters = context.counters;
     p.queries = static_cast<char*>(workspace) + scratch();
     if (!p.decode) {
       check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
-      if (context.sdpa != nullptr && context.longest > 0 &&
+      if (context.sdpa != nullptr && context.longest > 0 && p.cache_indirection == nullptr &&
           context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
         return;
     }

@@ -1,0 +1,32 @@
+#include "graph.h"
+
+#include "../plugins/common/plugin.h"
+
+namespace llmc {
+
+Graph::~Graph() {
+  if (executable_ != nullptr) cudaGraphExecDestroy(executable_);
+}
+
+void Graph::run(cudaStream_t stream, int times, const std::function<void()>& work) {
+  if (executable_ == nullptr) {
+    work();  // chooses GEMMs and loads kernels, which must not be while capturing
+    --times;
+    cudaGraph_t captured = nullptr;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
+    try {
+      work();
+    } catch (...) {
+      cudaStreamEndCapture(stream, &captured);
+      if (captured != nullptr) cudaGraphDestroy(captured);
+      throw;
+    }
+    check(cudaStreamEndCapture(stream, &captured), "capturing");
+    const cudaError_t status = cudaGraphInstantiate(&executable_, captured, 0);
+    cudaGraphDestroy(captured);
+    check(status, "making a CUDA graph");
+  }
+  for (int i = 0; i < times; ++i) check(cudaGraphLaunch(executable_, stream), "a decode step");
+}
+
+}  // namespace llmc

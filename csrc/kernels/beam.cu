@@ -1,0 +1,219 @@
+// Beam search between two steps: the likeliest continuations of each row, and where their pasts lie.
+//
+// Candidates: a block takes kSegment logits of a row, which its threads keep in registers, and leaves its
+// greatest logit, the sum of exponentials relative to it, and its `count` greatest keys in order: one maximum
+// of the block after the other. A warp then merges a row's sorted lists. A key is a logit's bits, ordered as
+// logits are, above the complement of its token: no two are equal, and of equal logits the first token's is
+// greatest. Reads the logits once.
+#include "device.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 256, kWarps = kThreads / 32, kEach = 16, kSegment = kThreads * kEach;
+constexpr int kPositions = 32;  // of one prompt's beams, in a block of follow_kernel
+
+int parts_of(int vocab) { return (vocab + kSegment - 1) / kSegment; }
+
+// Never 0, which stands for no token.
+__device__ __forceinline__ uint64_t key_of(float logit, int token) {
+  const uint32_t bits = __float_as_uint(logit == 0 ? 0.f : logit);  // -0 is 0
+  const uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(token);
+}
+__device__ __forceinline__ float logit_of(uint64_t key) {
+  const uint32_t ordered = static_cast<uint32_t>(key >> 32);
+  return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
+}
+__device__ __forceinline__ int token_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+
+// The greatest key of a warp, in every lane.
+__device__ __forceinline__ uint64_t warp_max(uint64_t key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32), most = __reduce_max_sync(~0u, high);
+  const uint32_t low = __reduce_max_sync(~0u, high == most ? static_cast<uint32_t>(key) : 0u);
+  return static_cast<uint64_t>(most) << 32 | low;
+}
+
+struct Partial {
+  uint64_t* keys;  // [rows, parts, count], 0 behind the last
+  float* peaks;    // [rows, parts]
+  float* sums;     // [rows, parts]: of exp(logit - peak)
+};
+
+Partial partial_of(const CandidatesParams& p) {
+  const int64_t lists = static_cast<int64_t>(p.rows) * parts_of(p.vocab);
+  auto* keys = static_cast<uint64_t*>(p.scratch);
+  auto* peaks = reinterpret_cast<float*>(keys + lists * p.count);
+  return {keys, peaks, peaks + lists};
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) part_kernel(CandidatesParams p, Partial partial) {
+  __shared__ uint64_t best_of[2][kWarps];
+  __shared__ float sum_of[kWarps];
+  wait_for_inputs();
+  let_next_start();
+  constexpr int kWidth = kVec<T>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t list = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(blockIdx.y) * p.stride;
+  const int first = blockIdx.x * kSegment + threadIdx.x * kWidth;  // a thread's tokens: see token()
+  auto token = [&](int i) { return first + i / kWidth * kThreads * kWidth + i % kWidth; };
+
+  float held[kEach];
+  const bool whole = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+#pragma unroll
+  for (int turn = 0; turn < kEach / kWidth; ++turn) {
+    const int at = token(turn * kWidth);
+    if (whole && at + kWidth <= p.vocab) {
+      const auto v = load<T, kWidth>(logits + at);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) held[turn * kWidth + k] = to_float(v.data[k]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        held[turn * kWidth + k] = at + k < p.vocab ? to_float(logits[at + k]) : -INFINITY;
+    }
+  }
+  // This thread's greatest key below another.
+  auto best_below = [&](uint64_t limit) {
+    uint64_t best = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint64_t key = token(i) < p.vocab ? key_of(held[i], token(i)) : 0;
+      if (key < limit && key > best) best = key;
+    }
+    return best;
+  };
+  uint64_t best = best_below(~0ull), most = warp_max(best);
+  if (lane == 0) best_of[0][warp] = most;
+  __syncthreads();
+
+  float peak = -INFINITY;
+  for (int i = 0; i < p.count; ++i) {
+    uint64_t winner = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) winner = max(winner, best_of[i % 2][w]);
+    if (i == 0) peak = logit_of(winner);  // a block has at least one token
+    if (threadIdx.x == 0) partial.keys[list * p.count + i] = winner;
+    if (winner == most && winner != 0) {  // it is this warp's
+      if (winner == best) best = best_below(winner);
+      most = warp_max(best);
+    }
+    if (lane == 0) best_of[(i + 1) % 2][warp] = most;
+    __syncthreads();
+  }
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+    if (held[i] != -INFINITY) sum += expf(held[i] - peak);
+  sum = block_sum<kThreads>(sum, sum_of);
+  if (threadIdx.x == 0) partial.peaks[list] = peak, partial.sums[list] = sum;
+}
+
+__global__ void __launch_bounds__(32) merge_kernel(CandidatesParams p, Partial partial, int parts) {
+  extern __shared__ int taken[];  // [parts]: of each list, only by the lane that has it
+  wait_for_inputs();
+  let_next_start();
+  const int lane = threadIdx.x;
+  const int64_t first_list = static_cast<int64_t>(blockIdx.x) * parts;
+  const uint64_t* lists = partial.keys + first_list * p.count;
+  float peak = -INFINITY;
+  for (int part = lane; part < parts; part += 32) {
+    peak = fmaxf(peak, partial.peaks[first_list + part]);
+    taken[part] = 0;
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, mask));
+  double total = 0;
+  for (int part = lane; part < parts; part += 32)
+    total += static_cast<double>(partial.sums[first_list + part]) * exp(partial.peaks[first_list + part] - peak);
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
+  const float log_total = static_cast<float>(log(total));
+
+  uint64_t best = 0;
+  int from = 0;  // the list that it is from
+  auto choose = [&] {
+    best = 0;
+    for (int part = lane; part < parts; part += 32) {
+      const uint64_t key = taken[part] < p.count ? lists[static_cast<int64_t>(part) * p.count + taken[part]] : 0;
+      if (key > best) best = key, from = part;
+    }
+  };
+  choose();
+  for (int i = 0; i < p.count; ++i) {
+    const uint64_t winner = warp_max(best);
+    if (best != winner || winner == 0) continue;
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * p.count + i;
+    p.tokens[at] = token_of(winner);
+    p.log_probs[at] = logit_of(winner) - peak - log_total;
+    ++taken[from];
+    choose();
+  }
+}
+
+// A block takes kPositions positions of all beams of a prompt, so it may write where it has read.
+__global__ void follow_kernel(FollowParams p) {
+  extern __shared__ int32_t rows[];  // [beam][kPositions]
+  wait_for_inputs();
+  let_next_start();
+  const int first = blockIdx.y * p.beam, past = p.past[first], prompt = p.prompts[first];
+  if (blockIdx.x == 0) {
+    for (int row = first + threadIdx.x; row < first + p.beam; row += blockDim.x) {
+      p.input_ids[row] = p.tokens[row];
+      p.position_ids[row] = past;
+      p.past_lens[row] = past;
+      p.cu_seqlens[row + 1] = row + 1;
+      if (row == 0) p.cu_seqlens[0] = 0;
+    }
+  }
+  const int begin = blockIdx.x * kPositions;
+  if (begin >= past) return;
+  int32_t* table = p.cache_indirection + static_cast<int64_t>(first) * p.max_seq_len;
+  for (int i = threadIdx.x; i < p.beam * kPositions; i += blockDim.x) {
+    const int position = begin + i % kPositions;
+    if (position >= prompt && position < past - 1)
+      rows[i] = table[static_cast<int64_t>(i / kPositions) * p.max_seq_len + position];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.beam * kPositions; i += blockDim.x) {
+    const int beam = i / kPositions, position = begin + i % kPositions;
+    if (position >= past) continue;
+    const int parent = p.parents[first + beam];
+    table[static_cast<int64_t>(beam) * p.max_seq_len + position] =
+        position < prompt ? first
+        : position == past - 1 ? first + parent : rows[parent * kPositions + i % kPositions];
+  }
+}
+
+}  // namespace
+
+int64_t candidates_scratch(int rows, int vocab, int count) {
+  return static_cast<int64_t>(rows) * parts_of(vocab) *
+         (static_cast<int64_t>(sizeof(uint64_t)) * count + 2 * static_cast<int64_t>(sizeof(float)));
+}
+
+cudaError_t candidates(DType dtype, const CandidatesParams& p, cudaStream_t stream) {
+  if (p.count < 1 || p.count > p.vocab) return cudaErrorInvalidValue;
+  const int parts = parts_of(p.vocab);
+  const Partial partial = partial_of(p);
+  const cudaError_t error = with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(part_kernel<T>, dim3(parts, p.rows), kThreads, 0, stream, p, partial);
+  });
+  if (error != cudaSuccess) return error;
+  return launch(merge_kernel, p.rows, 32, parts * sizeof(int), stream, p, partial, parts);
+}
+
+cudaError_t follow(const FollowParams& p, cudaStream_t stream) {
+  if (p.beam < 1 || p.beam > kMaxBeams) return cudaErrorInvalidValue;
+  const dim3 grid(blocks_for(p.max_seq_len, kPositions), p.batch);
+  // Not by launch(): what is before it in the stream is a copy, not a kernel that it could overlap.
+  follow_kernel<<<grid, 256, sizeof(int32_t) * p.beam * kPositions, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace llmc::kernels
