@@ -84,9 +84,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         raise LlmcError(f"tp_size {tp_size} is below 1")
     if max_beam_width < 1:
         raise LlmcError(f"max_beam_width {max_beam_width} is below 1; 1 is no beam search")
-    if max_beam_width > 1 and target != cpu.KIND:
+    if max_beam_width > 1 and target not in (cpu.KIND, cuda.KIND):
         raise LlmcError(f"max_beam_width {max_beam_width} is not there yet for target '{target}'; "
-                        f"leave it out, or compile with --target cpu")
+                        f"leave it out, or compile with --target cpu or cuda")
     if max_batch_size < 1:
         raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
     output = Path(output)

@@ -16,10 +16,9 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.beam_search import Beams, BeamSearch, follow, log_softmax
+from llmc.runtime.decoding.beam_search import Beams, BeamSearch
 from llmc.runtime.decoding.rules import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import (
-    HOST_ONLY,
     Draws,
     Logprobs,
     Sampler,
@@ -32,6 +31,7 @@ from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.replica import Replica, on_gpus
+from llmc.runtime.searching import DeviceSteps, HostSteps, Steps
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
 
 _MAX_BATCH_SIZE = 16
@@ -283,12 +283,7 @@ class LLM:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what this model, or what it runs on, cannot do."""
-        gpus = on_gpus(self.manifest)
-        for name in HOST_ONLY if gpus else ():
-            if getattr(params, name) != getattr(SamplingParams(), name):
-                raise LlmcError(f"{name} is not there yet where GPUs choose the tokens; leave it "
-                                f"out, or compile with --target cpu")
-        if gpus and (params.logprobs or 0) > MAX_LOGPROBS:
+        if on_gpus(self.manifest) and (params.logprobs or 0) > MAX_LOGPROBS:
             raise LlmcError(f"logprobs {params.logprobs} exceeds {MAX_LOGPROBS}, the most where "
                             f"GPUs choose the tokens; ask for fewer, or compile with --target cpu")
         if params.stop and self.tokenizer is None:
@@ -515,33 +510,19 @@ class LLM:
             yield batch, self._search(replica, batch, search)
 
     def _search(self, replica: Replica, sequences: list[_Sequence], search: BeamSearch) -> Beams:
-        """Read each prompt once, into its first beam's row; then a token for every beam."""
-        (batch, beam), room = search.cum_log_probs.shape, self.manifest.dims.max_seq_len
-        lengths = np.array([len(s.prompt) for s in sequences])
-        first_rows = np.arange(batch)[:, None] * beam
-        logits = np.concatenate([replica.run(PackedBatch.prepare([s.prompt], [0], row))
-                                 for s, row in zip(sequences, first_rows[:, 0], strict=True)])
-        logits = np.repeat(logits, beam, axis=0)
-        indirection = np.empty((batch, beam, room), np.int32)
-        indirection[:] = first_rows[:, :, None]
-        written: np.ndarray | None = None
-        histories: list[list[int]] = [[] for _ in range(batch * beam)]
+        """Read the prompts; then a token for every beam, until no search goes on."""
+        beam, dims = search.cum_log_probs.shape[1], self.manifest.dims
+        prompts, samplers = ([getattr(s, name) for s in sequences] for name in ("prompt", "sampler"))
+        sizes = beam, min(search.candidates, dims.vocab_size), dims.max_seq_len
+        steps: Steps = HostSteps(replica, prompts, samplers, *sizes)
+        if replica.on_gpus and all(sampler.rule is None for sampler in samplers):
+            steps = DeviceSteps(replica, prompts, *sizes)
+        candidates = steps.begin()
         while True:
-            scores = np.stack([sequences[row // beam].sampler.process(own, histories[row])
-                               for row, own in enumerate(log_softmax(logits))])
-            tokens, parents = search.step(scores.reshape(batch, beam, -1))
+            tokens, parents = search.step(candidates)
             if not search.running.any():
                 return search.beams()
-            chosen = tokens.reshape(-1).tolist()
-            histories = [[*histories[row], token] for row, token in
-                         zip((first_rows + parents).flat, chosen, strict=True)]
-            indirection = follow(indirection, parents, written)
-            written = np.minimum(lengths + len(histories[0]), room) - 1
-            logits = replica.run(PackedBatch.prepare(
-                [[token] if search.running[row // beam] else [] for row, token
-                 in enumerate(chosen)],
-                np.repeat(written, beam).tolist(),
-                cache_indirection=indirection.reshape(batch * beam, room)))
+            candidates = steps.go_on(tokens, parents, search.running)
 
     def _decode_on_all(self, sequences: list[_Sequence]) -> Iterator[Piece]:
         """Deal the sequences to the replicas, each in its own thread."""

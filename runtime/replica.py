@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.attention.metadata import BeamStep, PackedBatch
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.devices import Placement, pin
 from llmc.runtime.engines import Engine
@@ -80,6 +81,19 @@ class Replica:
             return self._gpu(0).decode(batch, draws, end_ids, steps)
         return self._on_all_ranks(lambda rank: self._guard(
             self._gpu(rank).decode, batch, draws, end_ids, steps))[0]
+
+    def likeliest(self, batch: PackedBatch, count: int) -> Candidates:
+        """A step on GPUs: the likeliest tokens [num_logits, count] of each row of its logits."""
+        if not self._threads:
+            return self._gpu(0).likeliest(batch, count)
+        return self._on_all_ranks(lambda rank: self._guard(
+            self._gpu(rank).likeliest, batch, count))[0]
+
+    def follow(self, step: BeamStep) -> Candidates:
+        """A step of beam search on GPUs: candidates [batch * beam, count]."""
+        if not self._threads:
+            return self._gpu(0).follow(step)
+        return self._on_all_ranks(lambda rank: self._guard(self._gpu(rank).follow, step))[0]
 
     def trace(self, batch: PackedBatch) -> list[dict[str, np.ndarray]]:
         """A step on GPUs, and every value that each rank makes in it, by name."""

@@ -58,3 +58,25 @@ class PackedBatch:
         if self.cache_indirection is not None:
             return self.cache_indirection
         return np.repeat(np.arange(self.batch_size, dtype=np.int32)[:, None], max_seq_len, axis=1)
+
+
+@dataclass(frozen=True)
+class BeamStep:
+    """A decode step of beam search for an engine that keeps the indirection of its beams itself.
+
+    Beam k of prompt b has cache row b * beam + k. The step before was the same prompts', or read
+    each into its first beam's row.
+
+    Args:
+        tokens: int64 [batch, beam], what each beam goes on with.
+        parents: int32 [batch, beam], the beam of the step before that each continues.
+        past_lens: int32 [batch, beam], positions already in the cache; beams of a prompt are alike.
+        prompt_lens: int32 [batch, beam], how many of them are the prompt's.
+        count: candidates wanted of each beam.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    past_lens: np.ndarray
+    prompt_lens: np.ndarray
+    count: int

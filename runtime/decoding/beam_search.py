@@ -48,6 +48,38 @@ class Beams:
               for name in ("cum_log_probs", "scores", "sequence_length")))
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """What beams may go on with: their likeliest next tokens, the likeliest first and equally
+    likely ones in the order of tokens.
+
+    Args:
+        tokens: int32 [..., count].
+        log_probs: float32 [..., count].
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+
+    @staticmethod
+    def of(scores: np.ndarray, count: int) -> Candidates:
+        """From all log-probabilities, float32 [..., vocab]; `count` of each, or all there are."""
+        *shape, vocab = scores.shape
+        kept = min(count, vocab)
+        rows = scores.reshape(-1, vocab)
+        tokens = np.empty((len(rows), kept), np.int32)
+        for row, own, edge in zip(tokens, rows, np.partition(rows, vocab - kept)[:, vocab - kept],
+                                  strict=True):
+            near = np.flatnonzero(own >= edge)
+            row[:] = near[np.argsort(-own[near], kind="stable")[:kept]]
+        log_probs = np.take_along_axis(rows, tokens, axis=1)
+        return Candidates(tokens, log_probs).reshape(*shape)
+
+    def reshape(self, *shape: int) -> Candidates:
+        """The same of rows that are counted otherwise."""
+        return Candidates(self.tokens.reshape(*shape, -1), self.log_probs.reshape(*shape, -1))
+
+
 class BeamSearch:
     """The state of a search for several prompts at once.
 
@@ -59,6 +91,8 @@ class BeamSearch:
         length_penalty, diversity_rate, early_stopping: see `SamplingParams`.
 
     Attributes:
+        candidates: what a step needs of each beam: so many of its likeliest tokens that beam_width
+            of them are no end tokens.
         cum_log_probs: float32 [batch, beam] of the beams to go on with.
         running: bool [batch], prompts whose search goes on.
     """
@@ -70,9 +104,12 @@ class BeamSearch:
         self.cum_log_probs = np.full(shape, _NEVER)
         self.cum_log_probs[:, 0] = 0  # all begin alike, so only one may be chosen from
         self.running = np.ones(batch, bool)
+        self._prompts = np.arange(batch)[:, None]
         self._limits = np.array(limits)
-        self._end_ids = [np.array(ids, np.int64) for ids in end_ids]
-        self._candidates = max(2, 1 + max(map(len, end_ids))) * beam_width
+        self.candidates = beam_width + max(map(len, end_ids))
+        self._end_ids = np.full((batch, max(1, *map(len, end_ids))), -1)  # -1: no token
+        for row, ids in zip(self._end_ids, end_ids, strict=True):
+            row[:len(ids)] = ids
         self._length_penalty = length_penalty
         self._diversity_rate = diversity_rate
         self._early_stopping = early_stopping
@@ -84,32 +121,32 @@ class BeamSearch:
         self._sums = np.full(shape, _NEVER)
         self._lengths, self._parents, self._tokens = (np.zeros(shape, np.int64) for _ in range(3))
 
-    def step(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def step(self, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
         """Choose what to go on with.
 
         Args:
-            scores: float32 [batch, beam, vocab], each beam's log-probabilities of the next token.
+            candidates: [batch, beam, count] with a count of `candidates`, or of the vocabulary
+                where that is less.
 
-        Returns the next tokens and the beams that they continue, both int64 [batch, beam].
+        Returns the next tokens, int32, and the beams that they continue, int64; [batch, beam] each.
 
         Raises:
             LlmcError: no token is allowed.
         """
-        beam_width = scores.shape[1]
-        tokens, parents, sums = expand(scores, self.cum_log_probs, self._candidates,
-                                       self._diversity_rate)
+        beam_width = self.cum_log_probs.shape[1]
+        tokens, parents, sums = expand(candidates, self.cum_log_probs, self._diversity_rate)
         if (sums[self.running].max(axis=1) == -np.inf).any():
             raise LlmcError(f"no token is allowed after {self._steps} generated ones; forbid fewer "
                             f"in bad_words and logit_bias")
         self._steps += 1
-        ended = np.stack([np.isin(row, ids) for row, ids in
-                          zip(tokens, self._end_ids, strict=True)])
+        ended = (tokens[:, :, None] == self._end_ids[:, None]).any(axis=2)
         ended |= (self._steps >= self._limits)[:, None]
-        self._finish(tokens[:, :beam_width], parents[:, :beam_width], sums[:, :beam_width],
-                     ended[:, :beam_width] & self.running[:, None])
-        going_on = np.argsort(ended, axis=1, kind="stable")[:, :beam_width]
-        tokens, parents, self.cum_log_probs = (
-            np.take_along_axis(values, going_on, axis=1) for values in (tokens, parents, sums))
+        ending = ended[:, :beam_width] & self.running[:, None]
+        if ending.any():
+            self._finish(tokens[:, :beam_width], parents[:, :beam_width], sums[:, :beam_width],
+                         ending)
+        going_on = self._prompts, np.argsort(ended, axis=1, kind="stable")[:, :beam_width]
+        tokens, parents, self.cum_log_probs = tokens[going_on], parents[going_on], sums[going_on]
         self._output_ids[self._steps - 1] = tokens
         self._parent_ids[self._steps - 1] = parents
         self.running = self.running & self._may_improve()
@@ -119,14 +156,13 @@ class BeamSearch:
         """What was found."""
         whole = self._scores > _NEVER
         lengths = np.where(whole, self._lengths, 0)
-        ends = np.array([ids[0] if len(ids) else -1 for ids in self._end_ids])[:, None]
 
         def paths(table: np.ndarray, last: np.ndarray, end_id: int | np.ndarray) -> np.ndarray:
             path = gather_tree(table, self._parent_ids, lengths - 1, end_id, self._parents)
             path[lengths[whole] - 1, *np.nonzero(whole)] = last[whole]
             return path
 
-        return Beams(paths(self._output_ids, self._tokens, ends),
+        return Beams(paths(self._output_ids, self._tokens, self._end_ids[:, :1]),
                      paths(self._parent_ids, self._parents, -1), self._sums, self._scores,
                      lengths.astype(np.int32))
 
@@ -135,11 +171,11 @@ class BeamSearch:
         """Keep the best of the finished sequences and of those that end now, [batch, beam] each."""
         own = np.where(ended, sums / np.float32(self._steps ** self._length_penalty), _NEVER)
         scores = np.concatenate([self._scores, own], axis=1)
-        best = np.argsort(-scores, axis=1, kind="stable")[:, :tokens.shape[1]]
+        best = self._prompts, np.argsort(-scores, axis=1, kind="stable")[:, :tokens.shape[1]]
         lengths = np.full(tokens.shape, self._steps)
-        self._scores = np.take_along_axis(scores, best, axis=1)
+        self._scores = scores[best]
         self._tokens, self._parents, self._sums, self._lengths = (
-            np.take_along_axis(np.concatenate(pair, axis=1), best, axis=1)
+            np.concatenate(pair, axis=1)[best]
             for pair in ((self._tokens, tokens), (self._parents, parents), (self._sums, sums),
                          (self._lengths, lengths)))
 
@@ -157,32 +193,26 @@ class BeamSearch:
         return (~full | (hope > self._scores[:, -1])) & (self._steps < self._limits)
 
 
-def expand(scores: np.ndarray, cum_log_probs: np.ndarray, count: int,
-           diversity_rate: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best continuations of each prompt's beams, best first.
+def expand(candidates: Candidates, cum_log_probs: np.ndarray, diversity_rate: float = 0.0) -> \
+        tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All candidates of each prompt's beams, best first.
 
     Args:
-        scores: float32 [batch, beam, vocab], log-probabilities of the next token.
+        candidates: [batch, beam, count].
         cum_log_probs: float32 [batch, beam].
-        count: continuations wanted.
         diversity_rate: taken from a continuation, for this choice only, once for each better one
             of the same beam (Li et al. 2016, "A Simple, Fast Diverse Decoding Algorithm").
 
-    Returns tokens and the beams that they continue, int64, and the sums of log-probabilities,
-    float32; each [batch, count].
+    Returns tokens, int32, the beams that they continue, int64, and the sums of log-probabilities,
+    float32; each [batch, beam * count].
     """
-    batch, beam, vocab = scores.shape
-    kept = min(count, vocab)
-    total = scores + cum_log_probs[:, :, None]
-    tokens = np.argpartition(total, vocab - kept, axis=2)[:, :, vocab - kept:]
-    sums = np.take_along_axis(total, tokens, axis=2)
-    order = np.argsort(-sums, axis=2, kind="stable")
-    tokens, sums = (np.take_along_axis(a, order, axis=2).reshape(batch, beam * kept)
-                    for a in (tokens, sums))
-    ranked = sums - np.tile(np.float32(diversity_rate) * np.arange(kept, dtype=np.float32), beam)
-    best = np.argsort(-ranked, axis=1, kind="stable")[:, :count]
-    return (np.take_along_axis(tokens, best, axis=1), best // kept,
-            np.take_along_axis(sums, best, axis=1))
+    batch, beam, count = candidates.tokens.shape
+    sums = candidates.log_probs + cum_log_probs[:, :, None]
+    ranked = sums - np.float32(diversity_rate) * np.arange(count, dtype=np.float32)
+    best = np.argsort(-ranked.reshape(batch, -1), axis=1, kind="stable")
+    prompts = np.arange(batch)[:, None]
+    return (candidates.tokens.reshape(batch, -1)[prompts, best], best // count,
+            sums.reshape(batch, -1)[prompts, best])
 
 
 def gather_tree(output_ids: np.ndarray, parent_ids: np.ndarray, sequence_length: np.ndarray,

@@ -18,8 +18,6 @@ from llmc.runtime.decoding.rules import Rule, Rules
 
 _BLOCK = 256  # random numbers made, and probabilities added up, at once
 MAX_STOP = 64  # each is looked for after every token
-# What an engine that chooses tokens itself, on a GPU, does not know.
-HOST_ONLY = ("beam_width",)
 # What beam search leaves no place for.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "logprobs")
 

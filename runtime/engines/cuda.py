@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.attention.metadata import BeamStep, PackedBatch
+from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.rules import LOGPROBS
 from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.engines import MAX_LOGITS
@@ -148,14 +149,35 @@ class CudaEngine:
         """Start a step; its logits stay on the device."""
         self._state = None
         lengths = np.diff(batch.cu_seqlens)
+        indirection = np.empty(0) if batch.cache_indirection is None else batch.cache_indirection
         decode = not prefill and bool((lengths == 1).all()) and \
             len(batch.logits_indices) == len(lengths)
         try:
             self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
-                             np.ascontiguousarray(batch.logits_indices, np.int64), batch.first_row,
-                             decode)
+                             np.ascontiguousarray(batch.logits_indices, np.int64),
+                             np.ascontiguousarray(indirection, np.int32), batch.first_row, decode)
         except self._errors as error:
             raise LlmcError(f"the CUDA engine: {error}") from error
+
+    def likeliest(self, batch: PackedBatch, count: int) -> Candidates:
+        """Execute a step: the `count` likeliest tokens of each of its rows of logits."""
+        self.submit(batch)
+        return self._candidates(len(batch.logits_indices), count, self._engine.candidates)
+
+    def follow(self, step: BeamStep) -> Candidates:
+        """Execute a step of beam search; see `BeamStep`."""
+        self._state = None
+        return self._candidates(step.tokens.size, step.count, self._engine.follow, step.tokens,
+                                step.parents, step.past_lens, step.prompt_lens)
+
+    def _candidates(self, rows: int, count: int, find: Callable[..., None],
+                    *given: np.ndarray) -> Candidates:
+        found = Candidates(np.empty((rows, count), np.int32), np.empty((rows, count), np.float32))
+        try:
+            find(*given, found.tokens, found.log_probs)
+        except self._errors as error:
+            raise LlmcError(f"the CUDA engine: {error}") from error
+        return found
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
             Choices:

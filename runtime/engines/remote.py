@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.attention.metadata import BeamStep, PackedBatch
 from llmc.runtime.decoding.sampling import Draws
 from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.engines.tensorrt import TensorRTEngine
@@ -59,6 +59,12 @@ class RemoteEngine:
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> None:
         self._call("decode", batch, draws, end_ids, steps)
+
+    def likeliest(self, batch: PackedBatch, count: int) -> None:
+        self._call("likeliest", batch, count)
+
+    def follow(self, step: BeamStep) -> None:
+        self._call("follow", step)
 
     def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
         return self._call("trace", batch)

@@ -10,7 +10,14 @@ from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.diff import diff
-from llmc.runtime.decoding.beam_search import expand, follow, gather_tree, log_softmax
+from llmc.runtime.decoding.beam_search import (
+    BeamSearch,
+    Candidates,
+    expand,
+    follow,
+    gather_tree,
+    log_softmax,
+)
 from llmc.runtime.manifest import read_manifest
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 51], [100, 3, 3, 3, 88]]
@@ -228,13 +235,14 @@ def test_only_a_model_compiled_for_beams_has_the_indirection(case, case_tp1):
 
 def test_diversity_keeps_continuations_of_one_beam_from_taking_all():
     scores = np.log(np.array([[[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]]], np.float32))
+    candidates = Candidates.of(scores, 2)
     sums = np.log(np.array([[0.9, 0.1]], np.float32))
-    tokens, parents, totals = expand(scores, sums, 2)
-    assert (tokens.tolist(), parents.tolist()) == ([[0, 1]], [[0, 0]])
-    np.testing.assert_allclose(totals, np.log([[0.45, 0.27]]), rtol=1e-6)
-    tokens, parents, totals = expand(scores, sums, 2, diversity_rate=2.0)  # 0.27 · e⁻² < 0.06
-    assert (tokens.tolist(), parents.tolist()) == ([[0, 0]], [[0, 1]])
-    np.testing.assert_allclose(totals, np.log([[0.45, 0.06]]), rtol=1e-6)
+    tokens, parents, totals = expand(candidates, sums)
+    assert (tokens.tolist(), parents.tolist()) == ([[0, 1, 0, 1]], [[0, 0, 1, 1]])
+    np.testing.assert_allclose(totals, np.log([[0.45, 0.27, 0.06, 0.03]]), rtol=1e-6)
+    tokens, parents, totals = expand(candidates, sums, 2.0)  # 0.27 · e⁻² < 0.06
+    assert (tokens.tolist(), parents.tolist()) == ([[0, 0, 1, 1]], [[0, 1, 0, 1]])
+    np.testing.assert_allclose(totals, np.log([[0.45, 0.06, 0.27, 0.03]]), rtol=1e-6)
 
 
 def test_diversity_changes_what_is_found(llm):
@@ -259,6 +267,44 @@ def test_a_beam_follows_its_parent_s_rows_and_finds_the_newest_position_in_the_p
     table = np.array([[[0, 0, 1, 9], [0, 1, 0, 9]], [[2, 3, 9, 9], [2, 2, 9, 9]]], np.int32)
     moved = follow(table, np.array([[1, 1], [1, 0]]), np.array([3, 2]))
     assert moved.tolist() == [[[0, 1, 0, 1], [0, 1, 0, 1]], [[2, 2, 3, 9], [2, 3, 2, 9]]]
+
+
+@pytest.mark.parametrize("levels", [7, 40, 10**6], ids=["many ties", "ties", "no ties"])
+def test_a_beam_s_candidates_are_its_likeliest_tokens_and_of_equal_ones_the_first(levels):
+    rng = np.random.default_rng(0)
+    for vocab, count in ((101, 5), (101, 101), (3, 8), (32000, 12)):
+        scores = np.log(rng.integers(1, levels + 1, (2, 3, vocab)) / levels).astype(np.float32)
+        found = Candidates.of(scores, count)
+        tokens = np.lexsort((np.broadcast_to(np.arange(vocab), scores.shape), -scores), axis=-1)
+        assert np.array_equal(found.tokens, tokens[..., :count])
+        assert np.array_equal(found.log_probs,
+                              np.take_along_axis(scores, tokens[..., :count], axis=-1))
+
+
+def searched(rng, more):
+    """A search over random scores, with ties, given `more` candidates than it asks for."""
+    batch, beam, vocab = int(rng.integers(1, 4)), int(rng.integers(2, 7)), int(rng.integers(5, 60))
+    limits = rng.integers(1, 12, batch).tolist()
+    ends = [rng.choice(vocab, rng.integers(0, 4), replace=False).tolist() for _ in range(batch)]
+    search = BeamSearch(beam, 12, limits, ends, length_penalty=float(rng.choice([1, 0, -1, 2])),
+                        diversity_rate=float(rng.choice([0, 0, 0.7])),
+                        early_stopping=[False, True, "never"][rng.integers(3)])
+    chosen = []
+    while search.running.any():
+        levels = int(rng.choice([4, 10**6]))
+        logits = rng.integers(0, levels, (batch, beam, vocab)).astype(np.float32) * (6 / levels)
+        chosen.append(search.step(Candidates.of(log_softmax(logits), search.candidates + more)))
+    return search.beams(), chosen
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_candidates_that_a_search_asks_for_are_enough(seed):
+    """Nothing changes with the whole vocabulary in their place, with any end tokens and ties."""
+    few, whole = (searched(np.random.default_rng(seed), more) for more in (0, 10**6))
+    for name in ("output_ids", "parent_ids", "cum_log_probs", "scores", "sequence_length"):
+        assert np.array_equal(getattr(few[0], name), getattr(whole[0], name)), name
+    for own, other in zip(few[1], whole[1], strict=True):
+        assert all(map(np.array_equal, own, other))
 
 
 def test_log_softmax_is_that_of_torch():
@@ -312,8 +358,9 @@ def test_a_model_without_beams_says_how_to_compile_it(case_tp1):
 
 @pytest.mark.parametrize(("options", "match"), [
     (dict(max_beam_width=0), "max_beam_width 0 is below 1"),
-    (dict(max_beam_width=4, target="cuda"),
-     "max_beam_width 4 is not there yet for target 'cuda'; leave it out, or compile with"),
+    (dict(max_beam_width=4, target="tensorrt", dtype="float16"),
+     "max_beam_width 4 is not there yet for target 'tensorrt'; leave it out, or compile with "
+     "--target cpu or cuda"),
     (dict(max_beam_width=2, target="tensorrt_rtx"), "max_beam_width 2 is not there yet"),
 ])
 def test_what_cannot_be_compiled_for_beams_is_refused(hf_dir, tmp_path, options, match):
