@@ -62,8 +62,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use; at most the model's, at most 4096 by default.
-        max_beam_width: beams of a prompt, at most; above 1 attention reads the KV cache through an
-            indirection, which is slower.
+        max_beam_width: beams of a prompt, at most; above 1 attention can read the KV cache through
+            an indirection, for which the cpu target has a slower attention in every step. The
+            tensorrt targets have no beam search.
         max_batch_size: sequences of a step; only the tensorrt target has such a limit.
         progress: called with what is about to happen.
 

@@ -512,7 +512,7 @@ class LLM:
     def _search(self, replica: Replica, sequences: list[_Sequence], search: BeamSearch) -> Beams:
         """Read the prompts; then a token for every beam, until no search goes on."""
         beam, dims = search.cum_log_probs.shape[1], self.manifest.dims
-        prompts, samplers = ([getattr(s, name) for s in sequences] for name in ("prompt", "sampler"))
+        prompts, samplers = [s.prompt for s in sequences], [s.sampler for s in sequences]
         sizes = beam, min(search.candidates, dims.vocab_size), dims.max_seq_len
         steps: Steps = HostSteps(replica, prompts, samplers, *sizes)
         if replica.on_gpus and all(sampler.rule is None for sampler in samplers):

@@ -97,6 +97,6 @@ class DeviceSteps:
     def go_on(self, tokens: np.ndarray, parents: np.ndarray, running: np.ndarray) -> Candidates:
         self._made += 1
         return self._replica.follow(BeamStep(
-            tokens.astype(np.int64), parents.astype(np.int32),
+            np.ascontiguousarray(tokens, np.int64), np.ascontiguousarray(parents, np.int32),
             np.minimum(self._lengths + self._made, self._room) - 1, self._lengths,
             self._count)).reshape(*tokens.shape)

@@ -88,6 +88,8 @@ class Interpreter:
                 op = plugins.registry()[node.op]
                 given = {name: read(number) for name, number
                          in zip(op.input_names, node.inputs, strict=False) if number >= 0}
+                if given.get("cache_indirection", 0) is None:
+                    del given["cache_indirection"]
                 results = op.reference(node.fields, given)
             for number, result in zip(node.outputs, results, strict=True):
                 if number >= 0:

@@ -28,7 +28,7 @@ Engine::Beams::~Beams() {
 }
 
 void Engine::check_beams() const {
-  if (!inputs_.count(kIndirection))
+  if (indirection_ < 0)
     throw Error("the model was not compiled for beam search; compile it with --max_beam_width");
 }
 

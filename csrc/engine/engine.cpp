@@ -156,9 +156,11 @@ int Engine::add_input(const std::string& name, DType dtype) {
                                                     {kIndirection, kBatch}};
   const auto found = sizes.find(name);
   if (found == sizes.end()) throw Error("there is no engine input '" + name + "'");
-  if (name == kIndirection)
-    return inputs_[name] = place(false, dtype, {kBatch, limits_.max_seq_len}, allocate<char>(
-        static_cast<int64_t>(limits_.max_batch) * limits_.max_seq_len * width(dtype), "inputs"));
+  if (name == kIndirection) {
+    const int64_t bytes = static_cast<int64_t>(limits_.max_batch) * limits_.max_seq_len * width(dtype);
+    indirection_ = place(false, dtype, {kBatch, limits_.max_seq_len}, allocate<char>(bytes, "inputs"));
+    return inputs_[name] = indirection_;
+  }
   const int most = found->second == kNumTokens ? limits_.max_tokens
       : found->second == kNumLogits ? limits_.max_logits : limits_.max_batch + 1;
   return inputs_[name] =
@@ -229,8 +231,7 @@ void Engine::finish() {
 }
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
-  if (tensor < 0) return {};
-  if (!step.indirect && inputs_.count(kIndirection) && inputs_.at(kIndirection) == tensor) return {};
+  if (tensor < 0 || (tensor == indirection_ && !step.indirect)) return {};
   const Place& place = places_[tensor];
   Tensor made{place.data, place.dtype, place.shape};
   for (int64_t& dim : made.shape) {

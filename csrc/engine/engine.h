@@ -194,7 +194,7 @@ class Engine {
   char* logit_arena_ = nullptr;
   void* scratch_ = nullptr;
   void* pinned_ = nullptr;
-  int logits_ = -1, vocab_size_ = 0;
+  int logits_ = -1, vocab_size_ = 0, indirection_ = -1;
   Step last_{};
   std::map<int, std::vector<char>> watched_;
   // The state of decoding, on the device.

@@ -206,7 +206,7 @@ def expand(candidates: Candidates, cum_log_probs: np.ndarray, diversity_rate: fl
     Returns tokens, int32, the beams that they continue, int64, and the sums of log-probabilities,
     float32; each [batch, beam * count].
     """
-    batch, beam, count = candidates.tokens.shape
+    batch, _, count = candidates.tokens.shape
     sums = candidates.log_probs + cum_log_probs[:, :, None]
     ranked = sums - np.float32(diversity_rate) * np.arange(count, dtype=np.float32)
     best = np.argsort(-ranked.reshape(batch, -1), axis=1, kind="stable")

@@ -85,6 +85,27 @@ def onnx_logits(graph, directory, tokens):
     return session.run_with_ort_values(["logits_float32"], feeds)[0].numpy()
 
 
+def test_a_schedule_for_beams_hands_the_indirection_to_every_attention(tmp_path):
+    model = families.tiny_model("llama")
+    hf = families.save(model, tmp_path / "hf")
+    schedules = {}
+    for width in (1, 4):
+        case = tmp_path / f"width{width}"
+        manifest = llmc.compile(hf, case, target="cuda", max_beam_width=width)
+        assert manifest.max_beam_width == width
+        schedules[width] = read_schedule(case / "chip0" / "schedule.json")
+    number, tensor = next((number, tensor) for number, tensor in enumerate(schedules[4].tensors)
+                          if tensor.name == "cache_indirection")
+    assert (tensor.kind, tensor.dtype, tensor.shape) == ("input", "int32", ("batch", 64))
+    attention = [node for node in schedules[4].nodes if node.op == "CausalAttention"]
+    assert len(attention) == 3 and {node.inputs[10] for node in attention} == {number}
+    assert "cache_indirection" not in {tensor.name for tensor in schedules[1].tensors}
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    interpreter = Interpreter(tmp_path / "width4")
+    first, then = interpreter.run(tokens[:8], 0), interpreter.run(tokens[8:], 8)
+    families.assert_close(np.concatenate([first, then]), families.reference_logits(model, tokens))
+
+
 def test_16_bit_weights_and_exact_tables(tiny_hf, tiny_model, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="float16")
     weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")

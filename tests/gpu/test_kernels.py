@@ -9,6 +9,7 @@ from on_device import DTYPES, describe
 
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
+from llmc.runtime.decoding.beam_search import follow
 
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -50,7 +51,9 @@ def check(extension, op, fields, inputs, dtype, decode=False):
                 for row, length in enumerate(total):
                     actual[row, :, length:] = array[row, :, length:]
             assert np.isfinite(actual).all()
-            assert np.abs(actual - array).max() <= TOLERANCE[dtype] * np.abs(array).max()
+            error = np.abs(actual - array)
+            assert error.max() <= TOLERANCE[dtype] * np.abs(array).max(), \
+                f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,18 +62,17 @@ def test_an_op_s_samples(extension, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
         decode = False
         if op.name == "CausalAttention":
-            if sample.fields["head_dim"] % 8 or "cache_indirection" in sample.inputs:
+            if sample.fields["head_dim"] % 8:
                 continue
             decode = bool((np.diff(sample.inputs["cu_seqlens"]) == 1).all())
         check(extension, op, sample.fields, sample.inputs, dtype, decode)
 
 
-def test_attention_refuses_an_indirection_that_it_has_no_kernel_for(extension):
-    op = plugins.registry()["CausalAttention"]
-    sample = next(s for s in op.samples(np.random.default_rng(0))
-                  if "cache_indirection" in s.inputs)
-    with pytest.raises(extension.CudaError, match="has no kernel for cache_indirection yet"):
-        check(extension, op, sample.fields, sample.inputs, "float32")
+def test_attention_takes_one_way_to_say_where_positions_lie(extension):
+    sample = _sample(np.random.default_rng(0), (1, 1), (9, 9), 16, block_size=4)
+    with pytest.raises(extension.CudaError, match="block_table or cache_indirection, not both"):
+        check(extension, plugins.registry()["CausalAttention"], sample.fields,
+              sample.inputs | {"cache_indirection": np.zeros((2, 16), np.int32)}, "float32", True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,12 +94,39 @@ def test_attention_refuses_an_indirection_that_it_has_no_kernel_for(extension):
     ((1,) * 2, (511, 64), 64, 4, 4, {"block_size": 256, "window": 100}),
     ((130, 3, 64), (0, 50, 10), 128, 8, 2, {"block_size": 32}),
     ((20, 9), (5, 0), 72, 4, 2, {"block_size": 8}),
+    ((30, 1, 9), (50, 300, 300), 128, 8, 2, {"indirect": True}),
+    ((7, 0, 70), (5, 90, 90), 96, 4, 4, {"indirect": True, "window": 40}),
 ])
 def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
                      max_seq_len=2048, rotary_dim=dim, **more)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
           decode=all(count == 1 for count in new))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 2, 16, 65, 300, 1025, 4096])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)],
+                         ids=["MHA", "GQA", "MQA"])
+def test_beams_read_each_position_from_the_row_that_the_indirection_names(
+        extension, heads, kv_heads, dim, length, dtype):
+    """Four beams of one prompt and two of another, their positions in any order of rows."""
+    past = (length - 1,) * 4 + ((length - 1) // 2,) * 2
+    sample = _sample(np.random.default_rng(length), (1,) * 6, past, dim, heads=heads,
+                     kv_heads=kv_heads, max_seq_len=max(16, length), rotary_dim=dim, indirect=True)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
+          decode=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 24, 80, 200])
+def test_beams_of_any_batch_are_read_alike(extension, batch, dtype):
+    """How many warps a block has, and into how many parts a sequence is cut, depends on it."""
+    sample = _sample(np.random.default_rng(batch), (1,) * batch, (333,) * batch, 64, heads=8,
+                     kv_heads=4, max_seq_len=400, rotary_dim=64, indirect=True, window=200)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
+          decode=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,18 +189,91 @@ def test_any_linear(extension, rows, width, out, dtype, seed, name, activation):
 @given(data=st.data(), heads=HEADS, dim=st.sampled_from([64, 80, 96, 128, 256]), dtype=DTYPE,
        decode=st.booleans(), window=st.sampled_from([0, 0, 1, 33, 500]),
        softcap=st.sampled_from([0.0, 0.0, 5.0]), rotary=st.booleans(),
-       block_size=st.sampled_from([0, 0, 16, 64]), seed=st.integers(0, 99))
-def test_any_attention(extension, data, heads, dim, dtype, decode, window, softcap, rotary,
-                       block_size, seed):
+       where=st.sampled_from([{}, {}, {"block_size": 16}, {"block_size": 64}, {"indirect": True}]),
+       seed=st.integers(0, 99))
+def test_any_attention(extension, data, heads, dim, dtype, decode, window, softcap, rotary, where,
+                       seed):
     length = data.draw(st.integers(1, 4096), label="length")
     most = max(1, 2**23 // (length * heads[1] * dim))
     batch = data.draw(st.integers(1, min(64 if decode else 4, most)), label="batch")
     new = [1] * batch if decode else data.draw(
         st.lists(st.integers(1, min(length, 150)), min_size=batch, max_size=batch), label="new")
     past = [data.draw(st.integers(0, length - count), label="past") for count in new]
-    more = {"rotary_dim": dim} if rotary else {}
+    more = where | ({"rotary_dim": dim} if rotary else {})
     sample = _sample(np.random.default_rng(seed), new, past, dim, *heads, window=window,
-                     softcap=softcap, block_size=block_size,
-                     max_seq_len=-(-length // 64) * 64, **more)
+                     softcap=softcap, max_seq_len=-(-length // 64) * 64, **more)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
           decode)
+
+
+def logits_of(kind, rows, vocab, stride):
+    """What may be hard to order; behind the vocabulary, what would win."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((rows, stride)) * 4
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "equal":
+        logits[:] = 1.5
+    elif kind == "zeros":
+        logits = -np.abs(logits)
+        logits[:, ::3], logits[:, ::6] = 0.0, -0.0
+    elif kind == "-inf":
+        logits[rng.random(logits.shape) < 0.5] = -np.inf
+        logits[:, vocab // 2] = 1
+    elif kind == "a peak":
+        logits[:, vocab // 2] = 80
+    logits[:, vocab:] = 1e4
+    return torch.from_numpy(logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "zeros", "-inf", "a peak"])
+@pytest.mark.parametrize(("rows", "vocab", "stride", "count"), [
+    (4, 101, 128, 6), (1, 1, 64, 1), (2, 101, 101, 101), (3, 4097, 4160, 40), (8, 32000, 32000, 12),
+    (4, 128256, 128256, 7), (64, 50257, 50304, 72), (1, 300007, 300007, 5)])
+def test_candidates_are_the_likeliest_tokens_in_order(extension, rows, vocab, stride, count, kind,
+                                                      dtype):
+    logits = logits_of(kind, rows, vocab, stride).to(DTYPES[dtype]).cuda()
+    tokens = torch.full((rows, count), -7, dtype=torch.int32, device="cuda")
+    log_probs = torch.full((rows, count), float("nan"), device="cuda")
+    extension.candidates([describe(t) for t in (tokens, log_probs, logits)], vocab)
+    seen = logits[:, :vocab].double().cpu().numpy()
+    expected = np.lexsort((np.broadcast_to(np.arange(vocab), seen.shape), -seen))[:, :count]
+    wrong = np.argwhere(tokens.cpu().numpy() != expected)
+    assert not len(wrong), f"row {wrong[0][0]}, candidate {wrong[0][1]} of {len(wrong)} wrong ones"
+    shifted = seen - seen.max(axis=1, keepdims=True)
+    truth = np.take_along_axis(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)),
+                               expected, axis=1)
+    np.testing.assert_allclose(log_probs.cpu().numpy(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "beam", "room"), [(1, 4, 300), (3, 2, 70), (2, 8, 33),
+                                                     (1, 40, 100), (1, 384, 64), (5, 1, 40)])
+def test_beams_follow_their_parents_as_on_the_host(extension, batch, beam, room):
+    rng = np.random.default_rng(beam)
+    prompts, rows = rng.integers(1, room - 20, batch), batch * beam
+    table = torch.full((rows, room), -99, dtype=torch.int32, device="cuda")
+    host = np.empty((batch, beam, room), np.int32)
+    host[:] = (np.arange(batch) * beam)[:, None, None]
+    written = None
+    for step in range(20):
+        parents, tokens = rng.integers(0, beam, (batch, beam)), rng.integers(0, 10**6, rows)
+        host = follow(host, parents, written)
+        past = written = prompts + step
+        each = np.repeat(past, beam)
+        made = [torch.full((size,), -1, dtype=kind, device="cuda") for size, kind in
+                ((rows, torch.int64), (rows, torch.int64), (rows, torch.int32),
+                 (rows + 1, torch.int32))]
+        given = [torch.from_numpy(tokens).cuda(), *(
+            torch.from_numpy(array.astype(np.int32).reshape(-1)).cuda()
+            for array in (parents, each, np.repeat(prompts, beam)))]
+        extension.follow([describe(t) for t in (*made, table, *given)], batch, beam)
+        for name, tensor, truth in zip(("input_ids", "position_ids", "past_lens", "cu_seqlens"),
+                                       made, (tokens, each, each, np.arange(rows + 1)),
+                                       strict=True):
+            assert np.array_equal(tensor.cpu().numpy(), truth), f"{name} of step {step}"
+        actual = table.cpu().numpy().reshape(batch, beam, room)
+        for b in range(batch):
+            wrong = np.argwhere(actual[b, :, :past[b]] != host[b, :, :past[b]])
+            assert not len(wrong), f"step {step}, prompt {b} of {prompts[b]}: (beam, position) " \
+                                   f"{wrong[0]}"

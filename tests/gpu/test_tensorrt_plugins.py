@@ -73,8 +73,7 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_an_op_s_samples(harness, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
-        if op.name != "CausalAttention" or (sample.fields["head_dim"] % 8 == 0
-                                            and "cache_indirection" not in sample.inputs):
+        if op.name != "CausalAttention" or sample.fields["head_dim"] % 8 == 0:
             check(harness, op, sample, dtype)
 
 

@@ -6,10 +6,12 @@ import families
 import numpy as np
 import pytest
 import torch
+from beams import PROMPTS, assert_equal, end_with, search
 from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.diff import diff
+from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.beam_search import (
     BeamSearch,
     Candidates,
@@ -20,7 +22,6 @@ from llmc.runtime.decoding.beam_search import (
 )
 from llmc.runtime.manifest import read_manifest
 
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 51], [100, 3, 3, 3, 88]]
 KINDS = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
 
 
@@ -54,57 +55,6 @@ def case(request, hf_dir):
 def llm(case):
     with llmc.LLM(case, max_batch_size=12) as loaded:
         yield loaded
-
-
-def search(beam_width, max_tokens=12, **params):
-    return llmc.SamplingParams(beam_width=beam_width, max_tokens=max_tokens, **params)
-
-
-def end_with(llm, monkeypatch, ends):
-    """Make these the model's end tokens."""
-    tokenizer = llm.manifest.tokenizer.model_copy(update={"eos_token_ids": tuple(ends)})
-    monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"tokenizer": tokenizer}))
-
-
-def transformers_beams(model, prompt, params, ends, **options):
-    """Per beam: tokens, the beam that each continued, and the score; None where there is none."""
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-            num_beams=params.beam_width, num_return_sequences=params.beam_width,
-            max_new_tokens=params.max_tokens, length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping, eos_token_id=list(ends) or None, pad_token_id=0,
-            return_dict_in_generate=True, output_scores=True, **options)
-    found = []
-    for tokens, parents, score in zip(out.sequences, out.beam_indices, out.sequences_scores,
-                                      strict=True):
-        count = int((parents >= 0).sum())
-        found.append(None if score < -1e8 else (
-            tokens[len(prompt):len(prompt) + count].tolist(), parents[:count].tolist(),
-            float(score)))
-    return found
-
-
-def assert_equal(llm, model, prompts, params, ends=(), **options):
-    """All beams of all prompts are those of transformers."""
-    beams = llm.beam_search(prompts, params)
-    for b, prompt in enumerate(prompts):
-        expected = transformers_beams(model, prompt, params, ends, **options)
-        for k, truth in enumerate(expected):
-            length = beams.sequence_length[b, k]
-            if truth is None:
-                assert length == 0
-                continue
-            tokens, parents, score = truth
-            assert beams.output_ids[:length, b, k].tolist() == tokens
-            assert beams.parent_ids[:length, b, k].tolist() == parents
-            assert abs(beams.scores[b, k] - score) <= 2e-5 * max(1, abs(score))
-            total = beams.scores[b, k] * length ** params.length_penalty
-            assert abs(beams.cum_log_probs[b, k] - total) <= 1e-5 * abs(total)
-            assert (beams.output_ids[length:, b, k] == (min(ends) if ends else -1)).all()
-            assert (beams.parent_ids[length:, b, k] == -1).all()
-    return beams
 
 
 @pytest.mark.parametrize("beam_width", [2, 3, 4, 8])
@@ -146,6 +96,50 @@ def test_smollm2_gives_transformers_beams(tmp_path):
         beams = assert_equal(llm, model, prompts, search(4, 16),
                              llm.manifest.tokenizer.eos_token_ids)
     assert (beams.sequence_length > 1).all()
+
+
+class Gpus:
+    """A replica on CPUs that does what one on GPUs does."""
+
+    on_gpus = True
+
+    def __init__(self, replica):
+        self.run, self.close, self.follows = replica.run, replica.close, 0
+
+    def likeliest(self, batch, count):
+        return Candidates.of(log_softmax(self.run(batch)), count)
+
+    def follow(self, step):
+        """Keep the indirection from step to step; see `FollowParams` in csrc/kernels/launch.h."""
+        batch, beam = step.tokens.shape
+        written = step.past_lens[:, 0] - 1
+        if (step.past_lens == step.prompt_lens).all():
+            self.table = np.full((batch, beam, 64), np.arange(batch)[:, None, None] * beam)
+            written = None
+        self.table = follow(self.table, step.parents, written).astype(np.int32)
+        self.follows += 1
+        return self.likeliest(PackedBatch.prepare(
+            [[token] for token in step.tokens.flat], step.past_lens.reshape(-1).tolist(),
+            cache_indirection=self.table.reshape(-1, 64)), step.count)
+
+
+def test_gpus_are_asked_for_what_gives_the_host_s_beams(case, llm, model, monkeypatch):
+    with llmc.LLM(case, max_batch_size=24) as other:
+        gpus = other._replicas[0] = Gpus(other._replicas[0])
+        plain = llm.beam_search(PROMPTS, search(4, ignore_eos=True)).output_ids
+        for ends in ([], [int(plain[3, 0, 0])], sorted({int(t) for t in plain[2:4, :, 1].flat})):
+            end_with(other, monkeypatch, ends)
+            assert_equal(other, model, PROMPTS, search(4), ends)
+        assert gpus.follows > 20
+        prompts, params = [[5] * 58, [7, 8], [9] * 30], search(3, 20, ignore_eos=True)
+        found, expected = (each.beam_search(prompts, params) for each in (other, llm))
+        assert found.sequence_length.tolist() == [[7] * 3, [20] * 3, [20] * 3]  # one row is full
+        assert np.array_equal(found.output_ids, expected.output_ids)
+        assert np.array_equal(found.scores, expected.scores)
+        before = gpus.follows
+        params = search(4, repetition_penalty=1.3, ignore_eos=True)
+        assert_equal(other, model, PROMPTS, params, repetition_penalty=1.3)
+        assert gpus.follows == before  # the host needs the logits
 
 
 def test_processors_are_those_of_transformers(llm, model, monkeypatch):

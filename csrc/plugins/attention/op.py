@@ -414,9 +414,10 @@ def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, 
             .astype(np.int32)
     if indirect:  # in any row that has it filled; behind that, nothing that is a row
         table = places["cache_indirection"] = np.full((len(new), max_seq_len), 99, np.int32)
+        fullest = np.argsort(past)[::-1]
+        holders = (np.array(past)[:, None] > np.arange(max_seq_len)).sum(axis=0)
         for b, length in enumerate(past):
-            table[b, :length] = [rng.choice([row for row, filled in enumerate(past) if filled > p])
-                                 for p in range(length)]
+            table[b, :length] = fullest[rng.integers(0, holders[:length])]
     inputs = {"qkv": normal(sum(new), (heads + 2 * kv_heads) * dim),
               "key_cache": normal(*cache), "value_cache": normal(*cache),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),

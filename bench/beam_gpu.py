@@ -1,0 +1,90 @@
+"""A step of beam search beside a greedy step of as many rows, on one GPU with random weights.
+
+    python bench/beam_gpu.py WORK_DIR
+    python bench/beam_gpu.py WORK_DIR --tp 2
+
+The model is Llama-3.1-8B's shape in bfloat16, compiled for beams. Milliseconds are medians by the
+host's clock. A greedy step is one of many that the GPU makes without the host; a step of beam
+search has the host's choice in it, which is in brackets. The two are run in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import bench_model
+import gpu
+import numpy as np
+import torch
+
+import llmc
+from llmc.runtime.benchmark import measure
+
+ROWS = [(1, 4, 128, 64), (1, 4, 512, 256), (1, 2, 128, 64), (4, 4, 128, 64)]
+
+
+def beam_step(llm: llmc.LLM, batch: int, beam: int, inputs: int, outputs: int) -> \
+        tuple[float, float]:
+    """Milliseconds of a step, and of it those in which the GPU waits for the host."""
+    replica = llm._replicas[0]
+    starts, ends = [], []
+    follow = replica.follow
+
+    def timed(step):
+        starts.append(time.perf_counter())
+        found = follow(step)
+        ends.append(time.perf_counter())
+        return found
+
+    replica.follow = timed
+    try:
+        prompts = np.random.default_rng(0).integers(5, 50000, (batch, inputs)).tolist()
+        llm.beam_search(prompts, llmc.SamplingParams(beam_width=beam, max_tokens=outputs,
+                                                     ignore_eos=True))
+    finally:
+        del replica.follow
+    assert len(starts) == outputs - 1
+    return (starts[-1] - starts[0]) * 1e3 / (len(starts) - 1), \
+        statistics.median(b - a for a, b in zip(ends, starts[1:], strict=False)) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=7)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    print(bench_model.environment("torch"), torch.cuda.get_device_name(), "\n", flush=True)
+    hf = gpu.write_model("llama-8b", arguments.work / "llama-8b")
+    case = arguments.work / f"llama-8b-beams-tp{arguments.tp}"
+    if not case.is_dir():
+        started = time.perf_counter()
+        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=gpu.LENGTH,
+                     tp_size=arguments.tp, max_beam_width=4)
+        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    with llmc.LLM(case, max_batch_size=16, check_step=64, verify=False) as llm:
+        print("| batch, beam, in, out | greedy step of batch · beam (ms) | beam step (host) | "
+              "ratio |\n| --- | --- | --- | --- |")
+        for batch, beam, inputs, outputs in ROWS:
+            greedy, searched = [], []
+            for run in range(-2, arguments.runs):  # two to capture and to tune
+                pair = (measure(llm, batch * beam, inputs, outputs, runs=1, warmup=0).tgen_ms,
+                        beam_step(llm, batch, beam, inputs, outputs))
+                if run >= 0:
+                    greedy.append(pair[0])
+                    searched.append(pair[1])
+            step, host = (statistics.median(parts) for parts in zip(*searched, strict=True))
+            ratio = statistics.median(own[0] / other for own, other
+                                      in zip(searched, greedy, strict=True))
+            print(f"| {batch}, {beam}, {inputs}, {outputs} | {statistics.median(greedy):.3f} | "
+                  f"{step:.3f} ({host:.3f}) | {ratio:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Beam search on GPUs: the sequences, parents and scores of transformers and of the cpu target."""
+
+from dataclasses import replace
+
+import families
+import numpy as np
+import pytest
+import torch
+from beams import PROMPTS, assert_equal, end_with, search
+
+import llmc
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.beam_search import log_softmax
+
+KINDS = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
+LENGTH = 700
+TOLERANCE = 1e-4  # of scores
+
+
+def compile_both(kind, directory, **changes):
+    """A tiny model, and its cases for both targets in float32."""
+    model = families.tiny_model(kind, **changes)
+    hf = families.save(model, directory / "hf")
+    for target in ("cpu", "cuda"):
+        llmc.compile(hf, directory / target, target=target, max_beam_width=8,
+                     max_seq_len=changes.get("max_position_embeddings"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """A tiny Llama with room for prompts that attention divides among blocks."""
+    directory = tmp_path_factory.mktemp("long")
+    model = compile_both("llama", directory, max_position_embeddings=LENGTH)
+    for dtype in ("float16", "bfloat16"):
+        llmc.compile(directory / "hf", directory / dtype, target="cuda", dtype=dtype,
+                     max_beam_width=8)
+    return directory, model
+
+
+@pytest.fixture(scope="module")
+def llm(extension, long):
+    with llmc.LLM(long[0] / "cuda", max_batch_size=24) as loaded:
+        yield loaded
+
+
+def assert_same(found, expected):
+    """Both targets find the same beams."""
+    for name in ("sequence_length", "output_ids", "parent_ids"):
+        wrong = np.argwhere(getattr(found, name) != getattr(expected, name))
+        assert not len(wrong), \
+            f"{name} differs first at {wrong[0]}; scores {found.scores} on the GPU, " \
+            f"{expected.scores} on the CPU"
+    for name in ("cum_log_probs", "scores"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=TOLERANCE,
+                                   atol=TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_targets_find_transformers_beams(extension, kind, tmp_path, monkeypatch):
+    model = compile_both(kind, tmp_path)
+    with llmc.LLM(tmp_path / "cpu", max_batch_size=24) as host, \
+            llmc.LLM(tmp_path / "cuda", max_batch_size=24) as gpu:
+        for seed in range(6):
+            rng = np.random.default_rng(seed)
+            prompts = [rng.integers(3, 101, rng.integers(1, 10)).tolist()
+                       for _ in range([1, 3][seed % 2])]
+            params = search(int(rng.choice([2, 4])), int(rng.integers(5, 16)),
+                            length_penalty=float(rng.choice([1.0, 0.0, -1.0, 2.0])),
+                            early_stopping=[False, True, "never"][seed % 3])
+            plain = host.beam_search(prompts, replace(params, ignore_eos=True)).output_ids
+            ends = sorted({int(t) for t in rng.choice(plain.reshape(-1), rng.integers(0, 4))})
+            for llm in (host, gpu):
+                end_with(llm, monkeypatch, ends)
+            assert_same(gpu.beam_search(prompts, params), host.beam_search(prompts, params))
+            assert_equal(gpu, model, prompts, params, ends, TOLERANCE)
+
+
+@pytest.mark.parametrize("beam_width", [2, 4, 8])
+def test_long_prompts_of_unequal_lengths(long, llm, beam_width):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 101, length).tolist() for length in (330, 3, 150)]
+    params = search(beam_width, 40, ignore_eos=True)
+    with llmc.LLM(long[0] / "cpu", max_batch_size=24) as host:
+        assert_same(llm.beam_search(prompts, params), host.beam_search(prompts, params))
+
+
+def test_searches_of_other_sizes_may_come_in_turn(long, llm, monkeypatch):
+    """Each has a graph of its own; with many end tokens there is no room yet for the candidates."""
+    for ends, width, prompts in (((), 2, 3), ((), 4, 1), (range(40, 60), 8, 2), ((), 2, 3),
+                                 ((7,), 4, 1), (range(40, 60), 8, 3)):
+        end_with(llm, monkeypatch, ends)
+        assert_equal(llm, long[1], PROMPTS[:prompts], search(width, 10), list(ends),
+                     TOLERANCE)
+
+
+def test_greedy_and_sampled_requests_between_searches(long, llm):
+    """What decoding left on the device is not what a search goes on with, nor the reverse."""
+    requests = [search(4, 9, ignore_eos=True), llmc.SamplingParams(max_tokens=20, ignore_eos=True),
+                llmc.SamplingParams(max_tokens=9, temperature=0.8, seed=3, ignore_eos=True)]
+    with llmc.LLM(long[0] / "cpu", max_batch_size=24) as host:
+        expected = host.generate(PROMPTS, requests)
+    for _ in range(3):
+        assert llm.generate(PROMPTS, requests) == expected
+
+
+def test_a_search_may_fill_the_cache(long, llm):
+    with llmc.LLM(long[0] / "cpu", max_batch_size=24) as host:
+        prompts, params = [[5] * (LENGTH - 4), [7, 8]], search(4, 30, ignore_eos=True)
+        beams = llm.beam_search(prompts, params)
+        assert_same(beams, host.beam_search(prompts, params))
+    assert beams.sequence_length.tolist() == [[5] * 4, [30] * 4]
+
+
+def test_scores_that_are_changed_come_from_the_host(long, llm):
+    params = search(4, 12, repetition_penalty=1.3, bad_words=[[7], [41, 36]], logit_bias={9: 1.5},
+                    ignore_eos=True)
+    with llmc.LLM(long[0] / "cpu", max_batch_size=24) as host:
+        assert_same(llm.beam_search(PROMPTS, params), host.beam_search(PROMPTS, params))
+    assert_equal(llm, long[1], PROMPTS, params, (), TOLERANCE, repetition_penalty=1.3,
+                 bad_words_ids=[[7], [41, 36]], sequence_bias={(9,): 1.5})
+
+
+def test_no_cache_row_is_copied(llm, monkeypatch):
+    def copy(source, target, length):
+        raise AssertionError("a cache row is copied")
+
+    monkeypatch.setattr(llm._replicas[0], "copy_row", copy)
+    llm.beam_search(PROMPTS, search(4, 6, ignore_eos=True))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_16_bits_a_beam_s_score_is_that_of_its_tokens(extension, long, dtype):
+    """Read from the start, without beams: another row's past would give other log-probabilities."""
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(3, 101, length).tolist() for length in (300, 40)]
+    with llmc.LLM(long[0] / dtype, max_batch_size=8) as llm:
+        beams = llm.beam_search(prompts, search(4, 40, ignore_eos=True))
+        for b, prompt in enumerate(prompts):
+            for k in range(4):
+                tokens = beams.output_ids[:40, b, k].tolist()
+                logits = llm.logits(prompt + tokens)[len(prompt) - 1:-1]
+                each = log_softmax(logits)[np.arange(40), tokens]
+                near = {"float16": 2e-3, "bfloat16": 2e-2}[dtype] * np.ptp(logits) * 40**0.5
+                assert abs(beams.cum_log_probs[b, k] - each.sum()) <= near, \
+                    f"prompt {b}, beam {k}: {beams.cum_log_probs[b, k]}, read anew {each.sum()}"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+def test_two_ranks_find_the_same_beams(extension, long, tmp_path):
+    llmc.compile(long[0] / "hf", tmp_path / "tp2", target="cuda", tp_size=2, max_beam_width=4)
+    with llmc.LLM(tmp_path / "tp2", max_batch_size=12) as llm:
+        for _ in range(2):
+            assert_equal(llm, long[1], PROMPTS, search(4, 16, ignore_eos=True), (), TOLERANCE)
+
+
+def test_a_model_compiled_without_beams_refuses_an_indirection(extension, tmp_path):
+    hf = families.save(families.tiny_model("llama"), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda")
+    with llmc.LLM(tmp_path / "case") as llm:
+        step = PackedBatch.prepare([[5]], [0], cache_indirection=np.zeros((1, 64), np.int32))
+        with pytest.raises(llmc.LlmcError, match="was not compiled for beam search"):
+            llm._replicas[0].run(step)
