@@ -293,7 +293,11 @@ NB_MODULE(_cuda, m) {
              self.join(copy, rank, size);
            })
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
-      .def_static("unique_id", [] { const std::string id = Engine::unique_id(); return nb::bytes(id.data(), id.size()); })
+      .def_static("unique_id",
+                  [] {
+                    const std::string id = Engine::unique_id();
+                    return nb::bytes(id.data(), id.size());
+                  })
       .def("copy_row", &Engine::copy_row)
       .def("synchronize", &Engine::synchronize, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("bytes_allocated", &Engine::bytes_allocated);

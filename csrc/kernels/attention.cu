@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   constexpr int kGroups = 32 / kLanes, kTurns = 4;
   extern __shared__ float shared[];
   float* queries = shared;                            // [kHeads][head_dim]
-  float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim], then 2 more per head
+  float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   wait_for_inputs();
   let_next_start();

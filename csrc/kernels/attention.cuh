@@ -107,7 +107,6 @@ struct SharedRows {
 // Where fewer blocks than kPartedBlocks would run, cached positions are divided into parts, so there are never
 // twice as many blocks.
 constexpr int kPartedBlocks = kernels::kAttentionCounters, kMaxParts = 32;
-constexpr float kLog2E = 1.44269504f;
 
 // Into how many parts of at least `keys` positions a launch of `blocks` blocks divides a sequence at most.
 inline int parts_for(int blocks, int max_seq_len, int keys) {

@@ -1,10 +1,8 @@
 // Beam search between two steps: the likeliest continuations of each row, and where their pasts lie.
 //
 // Candidates: a block takes kSegment logits of a row, which its threads keep in registers, and leaves its
-// greatest logit, the sum of exponentials relative to it, and its `count` greatest keys in order: one maximum
-// of the block after the other. A warp then merges a row's sorted lists. A key is a logit's bits, ordered as
-// logits are, above the complement of its token: no two are equal, and of equal logits the first token's is
-// greatest. Reads the logits once.
+// greatest logit, the sum of exponentials relative to it, and its `count` greatest ranks in order: one maximum
+// of the block after the other. A warp then merges a row's sorted lists. Reads the logits once.
 #include "device.cuh"
 
 namespace llmc::kernels {
@@ -17,36 +15,17 @@ constexpr int kPositions = 32;  // of one prompt's beams, in a block of follow_k
 
 int parts_of(int vocab) { return (vocab + kSegment - 1) / kSegment; }
 
-// Never 0, which stands for no token.
-__device__ __forceinline__ uint64_t key_of(float logit, int token) {
-  const uint32_t bits = __float_as_uint(logit == 0 ? 0.f : logit);  // -0 is 0
-  const uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(token);
-}
-__device__ __forceinline__ float logit_of(uint64_t key) {
-  const uint32_t ordered = static_cast<uint32_t>(key >> 32);
-  return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
-}
-__device__ __forceinline__ int token_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
-
-// The greatest key of a warp, in every lane.
-__device__ __forceinline__ uint64_t warp_max(uint64_t key) {
-  const uint32_t high = static_cast<uint32_t>(key >> 32), most = __reduce_max_sync(~0u, high);
-  const uint32_t low = __reduce_max_sync(~0u, high == most ? static_cast<uint32_t>(key) : 0u);
-  return static_cast<uint64_t>(most) << 32 | low;
-}
-
 struct Partial {
-  uint64_t* keys;  // [rows, parts, count], 0 behind the last
+  uint64_t* ranks;  // [rows, parts, count], 0 behind the last
   float* peaks;    // [rows, parts]
   float* sums;     // [rows, parts]: of exp(logit - peak)
 };
 
 Partial partial_of(const CandidatesParams& p) {
   const int64_t lists = static_cast<int64_t>(p.rows) * parts_of(p.vocab);
-  auto* keys = static_cast<uint64_t*>(p.scratch);
-  auto* peaks = reinterpret_cast<float*>(keys + lists * p.count);
-  return {keys, peaks, peaks + lists};
+  auto* ranks = static_cast<uint64_t*>(p.scratch);
+  auto* peaks = reinterpret_cast<float*>(ranks + lists * p.count);
+  return {ranks, peaks, peaks + lists};
 }
 
 template <typename T>
@@ -77,13 +56,13 @@ __global__ void __launch_bounds__(kThreads) part_kernel(CandidatesParams p, Part
         held[turn * kWidth + k] = at + k < p.vocab ? to_float(logits[at + k]) : -INFINITY;
     }
   }
-  // This thread's greatest key below another.
+  // This thread's greatest rank below another.
   auto best_below = [&](uint64_t limit) {
     uint64_t best = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const uint64_t key = token(i) < p.vocab ? key_of(held[i], token(i)) : 0;
-      if (key < limit && key > best) best = key;
+      const uint64_t rank = token(i) < p.vocab ? rank_of(held[i], token(i)) : 0;
+      if (rank < limit && rank > best) best = rank;
     }
     return best;
   };
@@ -97,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) part_kernel(CandidatesParams p, Part
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) winner = max(winner, best_of[i % 2][w]);
     if (i == 0) peak = logit_of(winner);  // a block has at least one token
-    if (threadIdx.x == 0) partial.keys[list * p.count + i] = winner;
+    if (threadIdx.x == 0) partial.ranks[list * p.count + i] = winner;
     if (winner == most && winner != 0) {  // it is this warp's
       if (winner == best) best = best_below(winner);
       most = warp_max(best);
@@ -119,7 +98,7 @@ __global__ void __launch_bounds__(32) merge_kernel(CandidatesParams p, Partial p
   let_next_start();
   const int lane = threadIdx.x;
   const int64_t first_list = static_cast<int64_t>(blockIdx.x) * parts;
-  const uint64_t* lists = partial.keys + first_list * p.count;
+  const uint64_t* lists = partial.ranks + first_list * p.count;
   float peak = -INFINITY;
   for (int part = lane; part < parts; part += 32) {
     peak = fmaxf(peak, partial.peaks[first_list + part]);
@@ -139,8 +118,8 @@ __global__ void __launch_bounds__(32) merge_kernel(CandidatesParams p, Partial p
   auto choose = [&] {
     best = 0;
     for (int part = lane; part < parts; part += 32) {
-      const uint64_t key = taken[part] < p.count ? lists[static_cast<int64_t>(part) * p.count + taken[part]] : 0;
-      if (key > best) best = key, from = part;
+      const uint64_t rank = taken[part] < p.count ? lists[static_cast<int64_t>(part) * p.count + taken[part]] : 0;
+      if (rank > best) best = rank, from = part;
     }
   };
   choose();

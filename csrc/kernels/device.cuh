@@ -66,6 +66,28 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
   return total;
 }
 
+constexpr float kLog2E = 1.44269504f;
+
+// A logit and its token as one number: greater for greater logits, of equal ones (0 and -0 are) for lower
+// tokens. Never 0, which may stand for no token.
+__device__ __forceinline__ uint64_t rank_of(float logit, int token) {
+  const uint32_t bits = __float_as_uint(logit == 0 ? 0.f : logit);
+  const uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(token);
+}
+__device__ __forceinline__ float logit_of(uint64_t rank) {
+  const auto ordered = static_cast<uint32_t>(rank >> 32);
+  return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
+}
+__device__ __forceinline__ int token_of(uint64_t rank) { return static_cast<int>(~static_cast<uint32_t>(rank)); }
+
+// The greatest of a warp, in every lane.
+__device__ __forceinline__ uint64_t warp_max(uint64_t x) {
+  const auto high = static_cast<uint32_t>(x >> 32), most = __reduce_max_sync(~0u, high);
+  const uint32_t low = __reduce_max_sync(~0u, high == most ? static_cast<uint32_t>(x) : 0u);
+  return static_cast<uint64_t>(most) << 32 | low;
+}
+
 __device__ __forceinline__ float activate(float x, Activation kind) {
   switch (kind) {
     case Activation::kNone: return x;

@@ -11,24 +11,6 @@ namespace {
 using namespace device;
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr float kLog2E = 1.44269504f;
-
-__device__ __forceinline__ uint64_t max_of_warp(uint64_t x) {
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) x = max(x, static_cast<uint64_t>(__shfl_xor_sync(~0u, x, mask)));
-  return x;
-}
-
-// A logit and its token as a number above 0, greater for greater logits and of equal ones for lower tokens.
-__device__ __forceinline__ uint64_t rank_of(float x, int token) {
-  const uint32_t bits = __float_as_uint(x);
-  return static_cast<uint64_t>(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | static_cast<uint32_t>(~token);
-}
-__device__ __forceinline__ int token_of(uint64_t rank) { return ~static_cast<int>(rank); }
-__device__ __forceinline__ float logit_of(uint64_t rank) {
-  const auto key = static_cast<uint32_t>(rank >> 32);
-  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
-}
 
 // Tokens that a thread has, at most: kVec neighbouring ones in turn with the block's other threads.
 template <typename T>
@@ -84,11 +66,11 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
 
   // The block's greatest logit and the sum relative to it.
   const uint64_t mine = first < p.vocab ? rank_of(best, index) : 0;
-  uint64_t greatest = max_of_warp(mine);
+  uint64_t greatest = warp_max(mine);
   if (lane == 0) of_warp[1][warp] = greatest;
   if (threadIdx.x == 0) found = 0;
   __syncthreads();
-  const float peak = logit_of(max_of_warp(of_warp[1][lane]));
+  const float peak = logit_of(warp_max(of_warp[1][lane]));
   double total = best == -INFINITY ? 0 : static_cast<double>(sum * exp2f((best - peak) * kLog2E));
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
@@ -106,10 +88,10 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
 
   uint64_t left = mine, bound = 0;
   for (int round = 0; round < top; ++round) {
-    greatest = max_of_warp(left);
+    greatest = warp_max(left);
     if (lane == 0) of_warp[round % 2][warp] = greatest;
     __syncthreads();
-    bound = max_of_warp(of_warp[round % 2][lane]);
+    bound = warp_max(of_warp[round % 2][lane]);
     if (left == bound) left = 0;
   }
   if (top > 0 && __any_sync(~0u, mine != 0 && mine >= bound)) {

@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     return;
   }
   row.peak = best;
-  row.scale = 1.44269504f / temperature;
+  row.scale = kLog2E / temperature;
   row.divide(p.vocab);
 
   // What the cuts can leave, as far as that is known before they are made: where no more than likely tokens,

@@ -16,8 +16,8 @@ class Sdpa {
   Sdpa& operator=(const Sdpa&) = delete;
 
   // Attention of p.queries over the caches, both already written, as kernels::attention: returns false, with
-  // nothing of use done, where cuDNN does not serve it, or for this shape was slower than that. `longest`: new tokens of a sequence, at most; `reach`: tokens
-  // that a sequence has with them, at most.
+  // nothing of use done, where cuDNN does not serve it, or for this shape was slower than that. `longest`: new
+  // tokens of a sequence, at most; `reach`: tokens that a sequence has with them, at most.
   bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream);
 
  private:
