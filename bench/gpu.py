@@ -6,6 +6,7 @@
     python bench/gpu.py WORK_DIR --model llama-8b --tp 1,2,4    llmc alone, on so many GPUs
     python bench/gpu.py WORK_DIR --model gpt2-medium --tensorrt llmc's two targets, in float16
     python bench/gpu.py WORK_DIR --model llama-8b --sampling    what sampling costs, at batch 64
+    python bench/gpu.py WORK_DIR --model gpt2-medium --checks   what it costs to look at tokens
 
 transformers runs with a StaticCache, eager and under torch.compile's mode reduce-overhead.
 Milliseconds are medians of whole calls by the host's clock, tokens chosen. `limit` is what the
@@ -23,7 +24,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,28 @@ def limits(llm: llmc.LLM, batch: int, inputs: int, outputs: int) -> tuple[float,
     return max(2 * batch * (inputs * layers + head) / FLOPS_PER_MS, read / BYTES_PER_MS), decode
 
 
-def ours(llm: llmc.LLM) -> Callable[[int, int, int], tuple[float, float]]:
+Side = Callable[[int, int, int], tuple[float, float]]  # ms to the first token, and of a step
+
+
+def in_turn(sides: Mapping[str, Side], row: tuple[int, int, int], repeats: int) -> \
+        Iterator[tuple[str, dict[str, float], dict[str, float]]]:
+    """Time each side in turn: what is timed, the median of each, and its ratio to the first."""
+    times: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    for side in list(sides.values()) * 2:  # compiles, captures, tunes
+        side(*row)
+    for _ in range(repeats):
+        for label, side in sides.items():
+            times[label].append(side(*row))
+    first = times[next(iter(sides))]
+    for index, what in enumerate(("first token", "decode step")):
+        yield (what, {label: statistics.median(t[index] for t in rows)
+                      for label, rows in times.items()},
+               {label: statistics.median(b[index] / a[index]
+                                         for a, b in zip(first, rows, strict=True))
+                for label, rows in times.items()})
+
+
+def ours(llm: llmc.LLM) -> Side:
     def run(batch: int, inputs: int, outputs: int) -> tuple[float, float]:
         row = measure(llm, batch, inputs, outputs, runs=1, warmup=0)
         return row.tctx_ms, row.tgen_ms
@@ -191,20 +213,11 @@ def pairs(llm: llmc.LLM, hf: Path, name: str, repeats: int) -> None:
     print("| batch, in, out | ms of | llmc | eager | compiled | compiled / llmc | limit |\n"
           "| --- | --- | --- | --- | --- | --- | --- |")
     for row in ROWS[name]:
-        times: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
-        for side in list(sides.values()) * 2:  # compiles, captures, tunes
-            side(*row)
-        for _ in range(repeats):
-            for label, side in sides.items():
-                times[label].append(side(*row))
-        for index, what in enumerate(("first token", "decode step")):
-            median = {label: statistics.median(t[index] for t in rows)
-                      for label, rows in times.items()}
-            ratio = statistics.median(theirs[index] / mine[index] for mine, theirs
-                                      in zip(times["llmc"], times["compiled"], strict=True))
+        for (what, median, ratio), limit in zip(in_turn(sides, row, repeats), limits(llm, *row),
+                                                strict=True):
             print(f"| {row[0]}, {row[1]}, {row[2]} | {what} | " + " | ".join(
                 f"{median[side]:.3f}" for side in sides)
-                + f" | {ratio:.2f} | {limits(llm, *row)[index]:.3f} |", flush=True)
+                + f" | {ratio['compiled']:.2f} | {limit:.3f} |", flush=True)
     print("\nmicroseconds of a decode step (kernels):")
     for batch, inputs, _ in ROWS[name]:
         print(breakdown(llm, batch, inputs))
@@ -257,9 +270,28 @@ def sampling(llm: llmc.LLM, name: str, runs: int) -> None:
         print(f"{label}, {breakdown(llm, batch, inputs, params=params)}")
 
 
+def checks(llm: llmc.LLM, name: str, repeats: int) -> None:
+    """A decode step where the host looks at its tokens after every one, or after several."""
+    def looking(check_step: int) -> Side:
+        def run(batch: int, inputs: int, outputs: int) -> tuple[float, float]:
+            llm._check_step = check_step
+            return ours(llm)(batch, inputs, outputs)
+        return run
+
+    sides = {str(steps): looking(steps) for steps in (1, 2, 4, 8, 64)}
+    print("| batch, in, out | " + " | ".join(f"check_step {label} (ms)" for label in sides)
+          + " | 8 / 1 |\n" + "| --- " * (len(sides) + 2) + "|")
+    for row in ROWS[name]:
+        for what, median, ratio in in_turn(sides, row, repeats):
+            if what == "decode step":
+                print(f"| {row[0]}, {row[1]}, {row[2]} | " + " | ".join(
+                    f"{median[label]:.3f}" for label in sides) + f" | {ratio['8']:.2f} |",
+                    flush=True)
+
+
 def targets(hf: Path, work: Path, name: str, repeats: int) -> None:
     """The cuda target beside the tensorrt target, whose ops are the same kernels."""
-    sides = {}
+    sides: dict[str, llmc.LLM] = {}
     for target in ("cuda", "tensorrt"):
         case = work / f"{name}-{target}-float16"
         started = time.perf_counter()
@@ -271,18 +303,10 @@ def targets(hf: Path, work: Path, name: str, repeats: int) -> None:
     print(f"\n| batch, in, out | ms of | cuda | TensorRT {versions['tensorrt']} | ratio |\n"
           "| --- | --- | --- | --- | --- |")
     for row in ROWS[name]:
-        times: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
-        for llm in list(sides.values()) * 2:  # captures, tunes
-            ours(llm)(*row)
-        for _ in range(repeats):
-            for label, llm in sides.items():
-                times[label].append(ours(llm)(*row))
-        for index, what in enumerate(("first token", "decode step")):
-            median = [statistics.median(t[index] for t in times[label]) for label in sides]
-            ratio = statistics.median(b[index] / a[index] for a, b
-                                      in zip(times["cuda"], times["tensorrt"], strict=True))
-            print(f"| {row[0]}, {row[1]}, {row[2]} | {what} | {median[0]:.3f} | {median[1]:.3f} | "
-                  f"{ratio:.2f} |", flush=True)
+        runs = {label: ours(llm) for label, llm in sides.items()}
+        for what, median, ratio in in_turn(runs, row, repeats):
+            print(f"| {row[0]}, {row[1]}, {row[2]} | {what} | {median['cuda']:.3f} | "
+                  f"{median['tensorrt']:.3f} | {ratio['tensorrt']:.2f} |", flush=True)
     print("\nmicroseconds of a decode step (kernels):")
     for label, llm in sides.items():
         for batch, inputs, _ in ROWS[name]:
@@ -297,6 +321,7 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--tensorrt", action="store_true")
     parser.add_argument("--sampling", action="store_true")
+    parser.add_argument("--checks", action="store_true")
     parser.add_argument("--tp", default="")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
@@ -324,6 +349,8 @@ def main() -> None:
         with llmc.LLM(case, max_batch_size=64, check_step=64, verify=False) as llm:
             if arguments.grid:
                 grid(llm)
+            elif arguments.checks:
+                checks(llm, name, arguments.runs)
             elif arguments.sampling:
                 sampling(llm, name, arguments.runs)
             elif not arguments.tp:
