@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import llmc
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.sampling import Choices
 from llmc.runtime.decoding.stopping import TextStream
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50, 51], [120, 3, 3, 3, 88]]
@@ -341,3 +343,43 @@ def test_what_only_looks_like_a_stop_string_is_shown(llm):
 def test_bad_steps_are_refused(case_tp1, arguments, match):
     with pytest.raises(llmc.LlmcError, match=match):
         llmc.LLM(case_tp1, **arguments)
+
+
+class DecodingReplica:
+    """A replica on CPUs in the place of one on GPUs: it makes several greedy steps at a time."""
+
+    on_gpus = True
+
+    def __init__(self, replica):
+        self.replica, self.steps = replica, 0
+
+    def decode(self, batch, draws, end_ids, steps):
+        lengths = batch.past_lens + np.diff(batch.cu_seqlens)
+        made = []
+        for step in range(steps):
+            made.append(self.replica.run(batch).argmax(1))
+            batch = PackedBatch.prepare(made[-1][:, None].tolist(), lengths + step,
+                                        batch.first_row)
+        self.steps += steps
+        return Choices(np.stack(made))
+
+    def __getattr__(self, name):
+        return getattr(self.replica, name)
+
+
+@pytest.mark.parametrize("skip_step", [0, 3, 9])
+@pytest.mark.parametrize("check_step", [1, 2, 5, 8, 100])
+def test_looking_seldom_changes_nothing_and_wastes_few_steps(
+        case_tp1, tiny_model, monkeypatch, check_step, skip_step):
+    """At most check_step - 1 of them behind the longest completion, or up to skip_step."""
+    wholes = [greedy(tiny_model, prompt, 30) for prompt in PROMPTS]
+    with llmc.LLM(case_tp1, max_batch_size=4, check_step=check_step, skip_step=skip_step) as llm:
+        replica = DecodingReplica(llm._replicas[0])
+        monkeypatch.setattr(llm, "_replicas", [replica])
+        for end in {whole[place] for whole in wholes for place in (0, 4, 9, 29)}:
+            replica.steps = 0
+            results = llm.generate(PROMPTS, llmc.SamplingParams(max_tokens=30, end_id=end))
+            wanted = [whole[:whole.index(end) + 1] if end in whole else whole for whole in wholes]
+            assert [result.token_ids for result in results] == wanted
+            needed = max(len(tokens) for tokens in wanted)
+            assert replica.steps <= min(30, max(needed + check_step - 1, 1 + skip_step)), needed
