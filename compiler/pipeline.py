@@ -11,9 +11,9 @@ from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.norm import add_norm, norm
-from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
+from llmc.compiler.passes.packing import ATTENTION, pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.sdpa import sdpa
-from llmc.compiler.rewrite import Report, Settings, tidy, verify
+from llmc.compiler.rewrite import Report, Settings, is_llmc, tidy, verify
 from llmc.errors import LlmcError
 
 Pass = Callable[[gs.Graph, Settings, Report], None]
@@ -33,6 +33,9 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("select_tokens", select_tokens),
     ("pad_vocabulary", pad_vocabulary),
 )
+
+ENCODER_PASSES = tuple((name, run) for name, run in PASSES
+                       if name not in ("select_tokens", "pad_vocabulary"))  # it has no logits
 
 
 def run_passes(graph: gs.Graph, settings: Settings,
@@ -59,10 +62,11 @@ def _require_attention(graph: gs.Graph, reports: list[Report]) -> None:
     """Refuse a model whose attention was not fused."""
     refusals = [text for report in reports if report.name in ("sdpa", "attention")
                 for text in report.refusals]
-    if any(node.op == "CausalAttention" and node.domain == "llmc" for node in graph.nodes) \
+    if any(is_llmc(node, *ATTENTION) for node in graph.nodes) \
             and not any(node.op in ("Sdpa", "Softmax") for node in graph.nodes):
         return
     why = refusals[0] if refusals else "the graph has neither Softmax nor Attention nodes"
     more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
     raise LlmcError(f"attention was not recognised: {why}{more}; llmc compiles causal self-"
-                    f"attention with optional rotary embedding, GQA, sliding window and soft-cap")
+                    f"attention with optional rotary embedding, GQA, sliding window and soft-cap, "
+                    f"and plain attention in and to an encoder, both with biases by distance")

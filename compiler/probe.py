@@ -19,6 +19,7 @@ import onnxruntime as ort
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
+from llmc.compiler.frontend.raw import ENCODER_OUTPUT
 from llmc.compiler.rewrite import NoMatch, is_llmc, producer
 from llmc.compiler.weights import Weight
 
@@ -37,15 +38,25 @@ LAYOUT = frozenset({
 ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "ScatterElements"}
 
 
-def data_tensors(graph: gs.Graph) -> set[int]:
+def data_tensors(graph: gs.Graph, sources: Sequence[str] = ("input_ids", ENCODER_OUTPUT)) -> \
+        set[int]:
     """The ids of tensors that depend on what the tokens are, not just on how many and where."""
-    data = {id(tensor) for tensor in graph.inputs if tensor.name == "input_ids"}
+    data = {id(tensor) for tensor in graph.inputs if tensor.name in sources}
     for node in graph.nodes:
         if node.op in ("Shape", "Size"):
             continue
         if any(id(tensor) in data for tensor in node.inputs):
             data.update(id(tensor) for tensor in node.outputs)
     return data
+
+
+def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \
+        dict[str, np.ndarray]:
+    """The graph's inputs for tokens that are all alike, at positions [seq], 0 on by default."""
+    positions = np.arange(seq) if positions is None else positions
+    return {"input_ids": np.zeros((batch, seq), np.int64),
+            "position_ids": np.tile(positions.astype(np.int64), (batch, 1)),
+            ENCODER_OUTPUT: np.zeros((batch, seq, 1), np.float32)}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """Export a transformers causal LM without its weights, a few layers of it, and repeat them.
 
+An encoder-decoder model is exported as two graphs: its encoder, and its decoder, which takes what
+the encoder makes as an input.
+
 Attention goes through transformers' own interface: a null mask and a function that becomes one
 `Sdpa` node, so nothing about masks, windows or scale is left to guess. Models that bypass the
 interface are exported with eager attention, for the passes to recognise.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import logging
@@ -31,14 +35,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedModel,
     masking_utils,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutput
 
-from llmc.compiler.frontend.raw import HIDDEN_STATE
+from llmc.compiler.frontend.raw import ENCODER_OUTPUT, HIDDEN_STATE
 from llmc.compiler.passes.fold import fold_constants
 from llmc.compiler.rewrite import describe, tidy
 from llmc.compiler.weights import Weight
@@ -53,8 +59,30 @@ class _CannotRepeat(Exception):
     """Why the layers cannot be cloned."""
 
 
-def _sdpa(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-          sliding_window=None, softcap=None, is_causal=None, **others):
+@dataclass(frozen=True)
+class _Part:
+    """What is exported: a causal LM, or the encoder or the decoder of an encoder-decoder model.
+
+    Args:
+        layers: what configs call the number of its layers.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+
+    @property
+    def causal(self) -> bool:
+        """Whether its self-attention is."""
+        return self.name != "encoder"
+
+
+_CAUSAL_LM = _Part("causal LM", ("num_hidden_layers",))
+_ENCODER = _Part("encoder", ("encoder_layers", "num_hidden_layers"))
+_DECODER = _Part("decoder", ("decoder_layers", "num_decoder_layers"))
+
+
+def _sdpa(part, module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+          sliding_window=None, softcap=None, is_causal=None, position_bias=None, **others):
     """transformers' attention function: one symbolic node, heads as they are."""
     neutral = {"position_ids", "output_attentions", "use_cache", "cache_position", "head_mask",
                "output_router_logits", "logits_to_keep", "return_dict", "num_items_in_batch",
@@ -65,29 +93,31 @@ def _sdpa(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                             f"llmc::CausalAttention does not have")
     if attention_mask is not None:
         raise LlmcError(f"{type(module).__name__} passes a mask of its own to its attention")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
+    if part is _CAUSAL_LM and (is_causal is False or getattr(module, "is_causal", True) is False):
         raise LlmcError(f"{type(module).__name__} is not causal")
     batch, heads, seq, head_dim = query.shape
     scale = float(head_dim**-0.5 if scaling is None else scaling)
     out = torch.onnx.ops.symbolic(
-        "llmc::Sdpa", (query, key, value),
+        "llmc::Sdpa", (query, key, value, *([] if position_bias is None else [position_bias])),
         {"scale": scale, "window": int(sliding_window or 0), "softcap": float(softcap or 0.0),
-         "layer": int(module.layer_idx)},
+         "causal": int(part.causal), "layer": int(module.layer_idx if part.causal else -1)},
         dtype=query.dtype, shape=(batch, heads, seq, value.shape[-1]), version=1)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_mask(rule: Callable[..., torch.Tensor]) -> None:
+def _check_mask(rule: Callable[..., torch.Tensor], part: _Part) -> None:
     """Evaluate which keys a model lets a query see; refuse what the attention node does not do."""
     queries = torch.tensor([0, 1, 6, 100, 1000, 5000, 9001])[:, None]
     keys = torch.arange(9002)[None]
     visible = rule(torch.tensor(0), torch.tensor(0), queries, keys)
+    if part is not _CAUSAL_LM and visible.all():
+        return  # an encoder, or what a decoder sees of one
     window = visible.sum(1).max()
-    if not torch.equal(visible, (keys <= queries) & (keys > queries - window)):
+    if not part.causal or not torch.equal(visible, (keys <= queries) & (keys > queries - window)):
         raise LlmcError("the model asks for a mask that is neither causal nor a window")
 
 
-AttentionInterface.register(_ATTENTION, _sdpa)
+AttentionInterface.register(_ATTENTION, functools.partial(_sdpa, _CAUSAL_LM))
 
 
 class _Stateless(torch.nn.Module):
@@ -103,17 +133,43 @@ class _Stateless(torch.nn.Module):
         return self.model(input_ids=input_ids, use_cache=False, return_dict=False, **positions)[0]
 
 
+class _Encoder(torch.nn.Module):
+    """input_ids to what the decoder sees of them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model.get_encoder()(input_ids=input_ids)[0]
+
+
+class _Decoder(torch.nn.Module):
+    """input_ids of the decoder and what the encoder made to logits."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, encoder_output):
+        return self.model(encoder_outputs=BaseModelOutput(last_hidden_state=encoder_output),
+                          decoder_input_ids=input_ids, use_cache=False, return_dict=False)[0]
+
+
 @dataclass
 class Exported:
-    """The raw graph and what is known about how it was made."""
+    """The raw graph, of an encoder-decoder model the decoder's and the encoder's, and what is known
+    about how they were made.
+    """
 
     graph: gs.Graph
     notes: list[str] = field(default_factory=list)
+    encoder: gs.Graph | None = None
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
            trust_remote_code: bool = False) -> Exported:
-    """Export the causal LM that `config` describes.
+    """Export the causal LM or the encoder-decoder model that `config` describes.
 
     Args:
         config: a transformers config.
@@ -130,23 +186,47 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     notes: list[str] = []
+    names: dict[int, str] = {}
+    parts = (_DECODER, _ENCODER) if config.is_encoder_decoder else (_CAUSAL_LM,)
     with _quiet():
-        try:
-            plan = _plan_layers(config, trust_remote_code)
-        except _CannotRepeat as reason:
-            notes.append(f"all layers were exported: {reason}")
-            plan = None
-        if plan is not None:
-            try:
-                graph, model = _export_graph(plan.config, plan.layers_name, trust_remote_code)
-                graph = _repeat(graph, plan)
-                _attach_weights(graph, model, tensors, origin)
-                return Exported(graph, notes)
-            except _CannotRepeat as reason:
-                notes.append(f"all layers were exported: {reason}")
-        graph, model = _export_graph(config, None, trust_remote_code)
-        _attach_weights(graph, model, tensors, origin)
-        return Exported(graph, notes)
+        if config.is_encoder_decoder:
+            tensors = _completed(config, tensors, trust_remote_code)
+        graphs = [_export_part(copy.deepcopy(config), part, tensors, origin, trust_remote_code,
+                               names, notes) for part in parts]
+    return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
+
+
+def _export_part(config: Any, part: _Part, tensors: Mapping[str, Weight], origin: str,
+                 trust_remote_code: bool, names: dict[int, str], notes: list[str]) -> gs.Graph:
+    """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
+    try:
+        plan = _plan_layers(config, part, trust_remote_code)
+        graph, model = _export_graph(plan.config, part, plan.layers_name, tensors,
+                                     trust_remote_code)
+        graph = _repeat(graph, plan)
+    except _CannotRepeat as reason:
+        notes.append(f"all layers were exported: {reason}")
+        graph, model = _export_graph(config, part, None, tensors, trust_remote_code)
+    _attach_weights(graph, model, tensors, origin, names)
+    return graph
+
+
+def _completed(config: Any, tensors: Mapping[str, Weight], trust_remote_code: bool) -> \
+        dict[str, Weight]:
+    """The tensors, with those that checkpoints leave out because the model computes them itself,
+    such as sinusoidal positions.
+    """
+    with torch.device("meta"):
+        model: Any = _build(copy.deepcopy(config), _DECODER, trust_remote_code)
+    made = dict(tensors)
+    for name in sorted(model._keys_to_ignore_on_save or ()):
+        owner, _, leaf = name.rpartition(".")
+        if name in tensors or getattr(model.get_submodule(owner), leaf, None) is None:
+            continue
+        module = model.get_submodule(owner).to_empty(device="cpu", recurse=False)
+        model._init_weights(module)
+        made[name] = Weight.of(getattr(module, leaf).detach().float().numpy(), name)
+    return made
 
 
 @contextlib.contextmanager
@@ -186,21 +266,23 @@ def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _build(config: Any, trust_remote_code: bool) -> torch.nn.Module:
+def _build(config: Any, part: _Part, trust_remote_code: bool) -> torch.nn.Module:
+    kind, auto = ("causal LM", AutoModelForCausalLM) if part is _CAUSAL_LM else \
+        ("encoder-decoder LM", AutoModelForSeq2SeqLM)
     try:
         try:
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = auto.from_config(config, trust_remote_code=trust_remote_code)
         except KeyError as error:
             if error.args != (_ATTENTION,):
                 raise
             # The model looks its attention up in a table of its own.
             config._attn_implementation = "eager"
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = auto.from_config(config, trust_remote_code=trust_remote_code)
         return model.eval()
     except (ValueError, KeyError, ImportError, TypeError, AssertionError, AttributeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as a "
-                        f"causal LM: {first}") from error
+        raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
+                        f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}") from error
 
 
 def _find_layers(model: torch.nn.Module, count: int) -> tuple[str, torch.nn.ModuleList]:
@@ -225,13 +307,15 @@ def _signature(module: torch.nn.Module) -> tuple:
     return type(module).__qualname__, settings, tensors, children
 
 
-def _plan_layers(config: Any, trust_remote_code: bool) -> _LayerPlan:
+def _plan_layers(config: Any, part: _Part, trust_remote_code: bool) -> _LayerPlan:
+    if part is not _CAUSAL_LM:
+        raise _CannotRepeat("not yet")
     text = _text_config(config)
     count = getattr(text, "num_hidden_layers", None)
     if not isinstance(count, int) or count < 1:
         raise _CannotRepeat("the config has no num_hidden_layers")
     with torch.device("meta"):
-        full = _build(config, trust_remote_code)
+        full = _build(config, part, trust_remote_code)
     name, layers = _find_layers(full, count)
     signatures = [_signature(layer) for layer in layers]
     kinds = list(dict.fromkeys(signatures))
@@ -245,7 +329,7 @@ def _plan_layers(config: Any, trust_remote_code: bool) -> _LayerPlan:
             setattr(short_text, key, type(value)(value[i] for i in picked))
     short_text.num_hidden_layers = len(picked)
     with torch.device("meta"):
-        _, few = _find_layers(_build(short, trust_remote_code), len(picked))
+        _, few = _find_layers(_build(short, part, trust_remote_code), len(picked))
     if [_signature(layer) for layer in few] != [signatures[i] for i in picked]:
         raise _CannotRepeat("a layer's settings depend on more than the config's lists")
     return _LayerPlan(short, name, picked, group)
@@ -253,7 +337,8 @@ def _plan_layers(config: Any, trust_remote_code: bool) -> _LayerPlan:
 
 # The export itself.
 
-def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool) -> \
+def _export_graph(config: Any, part: _Part, layers_name: str | None,
+                  tensors: Mapping[str, Weight], trust_remote_code: bool) -> \
         tuple[gs.Graph, torch.nn.Module]:
     """The graph with constants folded, weights as placeholders, and layers in the nodes' names;
     and the model that was exported, whose parameters are fake.
@@ -262,7 +347,7 @@ def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool)
     for implementation in (_ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
-            program, model = _run_exporter(config, trust_remote_code)
+            program, model = _run_exporter(config, part, tensors, trust_remote_code)
         except LlmcError as error:
             if "transformers cannot build" in str(error):
                 raise
@@ -272,7 +357,9 @@ def _export_graph(config: Any, layers_name: str | None, trust_remote_code: bool)
             reasons.append(_root_cause(error))
             continue
         graph = _to_graph(program, layers_name)
-        count = _text_config(config).num_hidden_layers
+        text = _text_config(config)
+        count = next(getattr(text, key) for key in part.layers if hasattr(text, key)) \
+            * (2 if part is _DECODER else 1)
         if implementation == _ATTENTION and sum(n.op == "Sdpa" for n in graph.nodes) < count:
             reasons.append("the model bypasses transformers' attention interface")
             continue
@@ -293,12 +380,15 @@ def _root_cause(error: BaseException) -> str:
     return lines[0].split(". Failure message:")[0][:200] if lines else type(error).__name__
 
 
-def _run_exporter(config: Any, trust_remote_code: bool) -> tuple[Any, Any]:
+def _run_exporter(config: Any, part: _Part, tensors: Mapping[str, Weight],
+                  trust_remote_code: bool) -> tuple[Any, Any]:
+    AttentionInterface.register(_ATTENTION, functools.partial(_sdpa, part))
     with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
-        model: Any = _build(config, trust_remote_code)
+        model: Any = _build(config, part, trust_remote_code)
     rules: list[Callable[..., torch.Tensor]] = []  # no mask is built: the node knows which
     AttentionMaskInterface.register(
         _ATTENTION, lambda *args, mask_function, **others: rules.append(mask_function))
+    _load_buffers(model, tensors)
     _freeze_rotary(model)
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -311,19 +401,40 @@ def _run_exporter(config: Any, trust_remote_code: bool) -> tuple[Any, Any]:
                         replaced[id(parameter)] = torch.nn.Parameter(
                             torch.empty(parameter.shape, dtype=torch.float32), requires_grad=False)
                     module._parameters[name] = replaced[id(parameter)]
-        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        ids = torch.zeros((2, 5), dtype=torch.int64)
-        positions = torch.arange(5)[None].expand(2, 5).clone()
-        names = ["input_ids", "position_ids"] if takes_positions else ["input_ids"]
-        shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq")}
+        wrapped, inputs, output = _wrap(model, part)
+        dims = {name: torch.export.Dim(name) for name in ("batch", "seq", "mem_seq")}
         program = torch.onnx.export(
-            _Stateless(model, takes_positions).eval(),
-            (ids, positions) if takes_positions else (ids,), dynamo=True, opset_version=_OPSET,
-            optimize=False, verbose=False, input_names=names, output_names=["logits"],
-            dynamic_shapes=(shape, shape) if takes_positions else (shape,))
+            wrapped.eval(), tuple(value for value, _ in inputs.values()), dynamo=True,
+            opset_version=_OPSET, optimize=False, verbose=False, input_names=list(inputs),
+            output_names=[output], dynamic_shapes=tuple(
+                {0: dims["batch"], 1: dims[length]} for _, length in inputs.values()))
     for rule in rules:
-        _check_mask(rule)
+        _check_mask(rule, part)
     return program, model
+
+
+def _wrap(model: Any, part: _Part) -> \
+        tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]], str]:
+    """What to export: a module, its inputs by name, each with the name of axis 1, and its output.
+    """
+    ids = torch.zeros((2, 5), dtype=torch.int64), "seq"
+    if part is _ENCODER:
+        return _Encoder(model), {"input_ids": ids}, ENCODER_OUTPUT
+    if part is _DECODER:
+        memory = torch.zeros((2, 7, model.config.hidden_size)), "mem_seq"
+        return _Decoder(model), {"input_ids": ids, ENCODER_OUTPUT: memory}, "logits"
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
+    return _Stateless(model, takes_positions), \
+        {"input_ids": ids} | ({"position_ids": positions} if takes_positions else {}), "logits"
+
+
+def _load_buffers(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
+    """Give buffers that are in the checkpoint their values from there."""
+    renamed = _renamed(model, tensors)
+    for name, buffer in model.named_buffers():
+        if name in renamed and renamed[name].shape == tuple(buffer.shape):
+            buffer.copy_(torch.from_numpy(renamed[name].load()))
 
 
 def _freeze_rotary(model: torch.nn.Module) -> None:
@@ -387,8 +498,9 @@ def _unread(start: int, stop: int) -> np.ndarray:
 
 
 def _attach_weights(graph: gs.Graph, model: torch.nn.Module, tensors: Mapping[str, Weight],
-                    origin: str) -> None:
-    """Give each parameter its `Weight` and its own name."""
+                    origin: str, names: dict[int, str]) -> None:
+    """Give each parameter its `Weight` and its own name; one that is in `names` has it from there.
+    """
     renamed = _renamed(model, tensors)
     aliases = _aliases(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -408,7 +520,8 @@ def _attach_weights(graph: gs.Graph, model: torch.nn.Module, tensors: Mapping[st
                 raise LlmcError(f"tensor '{name}' in '{origin}' has shape {list(found.shape)}, "
                                 f"its config asks for {list(shape)}")
             made[name] = found
-        tensor.name, tensor._values = name, made[name]
+        tensor.name = names.setdefault(id(made[name]), name)
+        tensor._values = made[name]
 
 
 def _renamed(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> dict[str, Weight]:

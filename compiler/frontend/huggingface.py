@@ -33,7 +33,7 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     exported = export(config, tensors, str(directory), trust_remote_code=trust_remote_code)
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
                     lambda target: copy_tokenizer(directory, target), _generation(directory),
-                    tuple(exported.notes))
+                    tuple(exported.notes), exported.encoder)
 
 
 def find_directory(model: str | Path) -> Path:

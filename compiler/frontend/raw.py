@@ -12,6 +12,7 @@ from typing import Any
 import onnx_graphsurgeon as gs
 
 HIDDEN_STATE = "hidden_states.{}"
+ENCODER_OUTPUT = "encoder_output"
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,16 @@ class RawModel:
     Args:
         graph: inputs `input_ids` and perhaps `position_ids`, int64 [batch, seq]; output `logits`
             float32 [batch, seq, vocab_size]; parameters are constants that hold a `Weight`.
-            Attention is a node `Sdpa` (domain llmc; q, k, v as [batch, heads, seq, head_dim];
-            scale, window, softcap, layer) where the model let the exporter say so. The hidden
-            state after layer i is named `hidden_states.i` where the frontend knows it.
+            Attention is a node `Sdpa` (domain llmc; q, k, v as [batch, heads, seq, head_dim],
+            perhaps a bias of the scores; scale, window, softcap, causal, layer) where the model let
+            the exporter say so. The hidden state after layer i is named `hidden_states.i` where the
+            frontend knows it. Of an encoder-decoder model, the decoder: it also has an input
+            `encoder_output` float32 [batch, mem_seq, hidden_size].
         config: the Hugging Face config as plain data.
         kind: huggingface, gguf or onnx.
         save_tokenizer: writes tokenizer files into a directory.
         notes: what the user may want to know, such as why all layers were exported.
+        encoder: of an encoder-decoder model, the graph from `input_ids` to `encoder_output`.
     """
 
     graph: gs.Graph
@@ -36,6 +40,7 @@ class RawModel:
     save_tokenizer: Callable[[Path], None]
     generation: dict[str, Any]
     notes: tuple[str, ...] = ()
+    encoder: gs.Graph | None = None
 
     @property
     def architecture(self) -> str:

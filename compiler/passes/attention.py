@@ -8,6 +8,12 @@ Result:  CausalAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, c
          past_lens, cos, sin, q_norm, k_norm), and the graph takes and returns the KV cache;
          with cache_indirection where beams are to share it
 
+Given:   Sdpa of an encoder, or of a decoder with keys and values made from the encoder's output
+Result:  BidirectionalAttention(q, k, v, cu_seqlens); the decoder's also takes memory_starts and
+         encoder_sequence_length, which say where in k and v a sequence's are
+
+A bias of the scores must depend on the distance of key and query alone: it becomes a table.
+
 What lies between a projection and Sdpa is run, not compared with a drawing. Running it on ones and
 on column numbers tells which column of the projection each element of each head comes from, so
 fused, interleaved and repeated layouts all become a choice of rows of the weight. Running it on
@@ -25,7 +31,15 @@ from functools import lru_cache
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import LAYOUT, ROTARY, Piece, close, cone, data_tensors
+from llmc.compiler.probe import (
+    LAYOUT,
+    ROTARY,
+    Piece,
+    close,
+    cone,
+    data_tensors,
+    token_feeds,
+)
 from llmc.compiler.rewrite import (
     NoMatch,
     Report,
@@ -43,6 +57,7 @@ from llmc.compiler.rewrite import (
 from llmc.compiler.weights import Weight
 
 _CHUNK = 512
+_BIAS_LENGTH = 512  # at which a bias is evaluated
 
 
 @dataclass(frozen=True)
@@ -90,20 +105,38 @@ class _Attention:
     value: _Branch
     num_kv_heads: int
     output: gs.Tensor
+    bias: gs.Constant | None
+
+
+@dataclass(frozen=True)
+class _CrossAttention(_Attention):
+    """Keys and values come from the encoder."""
 
 
 def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     data = data_tensors(graph)
+    tokens = data_tensors(graph, ("input_ids",))
     shared: dict[bytes, tuple[gs.Constant, gs.Constant]] = {}
-    rule = Rule("attention", frozenset({"Sdpa"}),
-                lambda node, settings: _check(graph, node, data, settings),
-                lambda graph, match, settings: _rewrite(graph, match, settings, shared))
-    apply_rules(graph, [rule], settings, report)
+    biases: dict[int, gs.Constant | NoMatch | None] = {}
+
+    def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
+        cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
+        match = _check(graph, node, data, settings, biases, cross)
+        plain = isinstance(match, NoMatch) or (node.attrs["causal"] and not cross)
+        return match if plain else _check_bidirectional(match)
+
+    def rewrite(graph: gs.Graph, match: _Attention, settings: Settings) -> None:
+        if match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
+            _rewrite(graph, match, settings, shared)
+        else:
+            _rewrite_bidirectional(graph, match)
+
+    apply_rules(graph, [Rule("attention", frozenset({"Sdpa"}), check, rewrite)], settings, report)
 
 
-def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings) -> \
-        _Attention | NoMatch:
+def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
+           biases: dict[int, gs.Constant | NoMatch | None], cross: bool) -> _Attention | NoMatch:
     branches = []
     for tensor in node.inputs[:3]:
         branch = _trace(tensor, data, settings)
@@ -135,7 +168,70 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings) -
     output = _output(graph, node, num_heads, key.heads.columns.shape[1], data)
     if isinstance(output, NoMatch):
         return output
-    return _Attention(node, query, key, value, num_kv_heads, output)
+    bias = None
+    if len(node.inputs) > 3:
+        tensor = node.inputs[3]
+        if id(tensor) not in biases:
+            biases[id(tensor)] = _distance_bias(tensor, num_heads, data, settings,
+                                                bool(node.attrs["causal"]), cross)
+        bias = biases[id(tensor)]
+        if isinstance(bias, NoMatch):
+            return bias
+    return (_CrossAttention if cross else _Attention)(node, query, key, value, num_kv_heads, output,
+                                                      bias)
+
+
+def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
+    """Refuse what llmc::BidirectionalAttention does not have."""
+    attrs = match.node.attrs
+    for what, there in (("a rotary embedding", match.query.heads.rotary is not None),
+                        ("norms of its heads", match.query.norm or match.key.norm),
+                        ("a sliding window", attrs["window"]), ("a soft-cap", attrs["softcap"])):
+        if there:
+            return NoMatch(f"attention in or to an encoder with {what}, which "
+                           f"llmc::BidirectionalAttention does not have", match.node)
+    return match
+
+
+def _distance_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: Settings,
+                   causal: bool, cross: bool) -> gs.Constant | NoMatch | None:
+    """What is added to the scores as a table by distance, see the attention ops; None for zeros.
+
+    It is evaluated at one length. Beyond, it must have stopped changing by half of that.
+    """
+    piece = cone(tensor, data, frozenset()) if id(tensor) not in data else \
+        NoMatch("the bias of the scores depends on the tokens", tensor)
+    if isinstance(piece, NoMatch):
+        return piece
+    length = min(_BIAS_LENGTH, settings.max_seq_len)
+    weights = {t.name: weight(t).load() for t in piece.inputs if isinstance(t, gs.Constant)}
+    try:
+        bias = piece.run({**token_feeds(1, length), **weights})
+    except RuntimeError as error:
+        return NoMatch(f"the bias of the scores cannot be evaluated ({str(error)[:120]})", tensor)
+    if not bias.any():
+        return None
+    if cross or bias.ndim != 4 or bias.shape[0] != 1 or bias.shape[1] not in (1, num_heads) \
+            or bias.shape[2:] != (length, length):
+        return NoMatch(f"the bias of the scores has shape {list(bias.shape)}, not [1, {num_heads}, "
+                       f"{length}, {length}] of self-attention", tensor)
+    last = length - 1
+    ahead = bias[0, :, 0, 1:] if not causal else bias[0, :, 0, :0]  # of keys after the query
+    table = np.concatenate([bias[0, :, last], ahead], axis=1)  # by key - query, from -last on
+    distance = np.arange(length) - np.arange(length)[:, None]
+    seen = distance <= 0 if causal else np.full(distance.shape, True)
+    if not np.array_equal(bias[0, :, seen], table[:, last + distance[seen]].T):
+        return NoMatch("the bias of the scores is not one by the distance of key and query", tensor)
+    reach = max((d for d in range(1, length) for edge, sign in ((0, -1), (-1, 1))
+                 if (sign < 0 or not causal)
+                 and (table[:, last + sign * (d - 1)] != table[:, edge]).any()), default=0)
+    if settings.max_seq_len > length and reach > length // 2:
+        return NoMatch(f"the bias of the scores still changes at distance {reach}; compile with "
+                       f"--max_seq_len of at most {length}", tensor)
+    table = np.broadcast_to(table, (num_heads, table.shape[1]))
+    table = table[:, last - reach:last + 1][:, ::-1] if causal \
+        else table[:, last - reach:last + reach + 1]
+    return gs.Constant(f"distance_bias.{tensor.name}", Weight.of(np.ascontiguousarray(table)))
 
 
 def _unique(columns: np.ndarray) -> np.ndarray:
@@ -153,7 +249,7 @@ def _trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> _Branch | N
     piece = cone(tensor, data, ROTARY, _per_head_norm)
     if isinstance(piece, NoMatch):
         return piece
-    sources = [t for t in piece.inputs if id(t) in data and t.name != "input_ids"]
+    sources = [t for t in piece.inputs if id(t) in data and producer(t) is not None]
     norms = [node for node in piece.nodes if is_llmc(node)]
     if len(sources) != 1 or len(norms) > 1:
         return NoMatch(f"it comes from {len(sources)} projections through {len(norms)} norms",
@@ -185,9 +281,7 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: gs.Node, 
     gain = constant(norm.inputs[1])
     if gain is None:
         gain = rng.standard_normal((dim,)).astype(np.float32)
-    actual = piece.run({source.name: x, norm.inputs[1].name: gain,
-                        "input_ids": np.zeros((1, seq), np.int64),
-                        "position_ids": np.arange(seq)[None]})
+    actual = piece.run({**token_feeds(1, seq), source.name: x, norm.inputs[1].name: gain})
     chosen = x[..., heads.columns].astype(np.float64)  # [batch, seq, heads, head_dim]
     scale = np.sqrt((chosen**2).mean(-1, keepdims=True) + norm.attrs["epsilon"])
     plain = Heads(np.arange(heads.columns.size).reshape(heads.columns.shape), heads.gain,
@@ -218,11 +312,8 @@ class _Linear:
 
     def __call__(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """`[batch, heads, seq, head_dim]` for x `[batch, seq, width]`, positions `[seq]`."""
-        batch = len(x)
-        return self.piece.run({
-            self.source: x.astype(np.float32),
-            "input_ids": np.zeros(x.shape[:2], np.int64),
-            "position_ids": np.tile(positions.astype(np.int64), (batch, 1))})
+        return self.piece.run({**token_feeds(*x.shape[:2], positions),
+                               self.source: x.astype(np.float32)})
 
 
 @lru_cache(maxsize=256)
@@ -340,10 +431,8 @@ def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data:
     seq = 3
     numbers = np.arange(num_heads * seq * head_dim, dtype=np.float32)
     x = numbers.reshape(1, num_heads, seq, head_dim)
-    feeds = {node.outputs[0].name: x, "input_ids": np.zeros((1, seq), np.int64),
-             "position_ids": np.arange(seq)[None]}
     try:
-        joined = piece.run(feeds)
+        joined = piece.run({**token_feeds(1, seq), node.outputs[0].name: x})
     except RuntimeError as error:
         return NoMatch(f"it cannot be evaluated ({str(error)[:160]})", result)
     if not np.array_equal(joined.reshape(-1), x.transpose(0, 2, 1, 3).reshape(-1)) \
@@ -386,8 +475,42 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
             [_merged_projection(graph, match), *caches,
              _input(graph, "cu_seqlens", ("batch_plus_1",)), _input(graph, "past_lens", ("batch",)),
              *tables, *(norm.inputs[1] if norm is not None else None for norm in norms),
-             None, indirection],
+             None, indirection, match.bias],
             [match.output, *updated], attrs)
+
+
+def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
+    query, key, value = match.query, match.key, match.value
+    where = [_input(graph, name, ("batch",)) if isinstance(match, _CrossAttention) else None
+             for name in ("memory_starts", "encoder_sequence_length")]
+    replace(graph, "BidirectionalAttention",
+            [_projection(graph, query, query.heads.columns, match.output),
+             *(_projection(graph, branch, _unique(branch.heads.columns), match.output)
+               for branch in (key, value)),
+             _input(graph, "cu_seqlens", ("batch_plus_1",)), *where, match.bias], [match.output],
+            dict(num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
+                 head_dim=query.heads.columns.shape[1],
+                 scale=match.node.attrs["scale"] * query.heads.gain * key.heads.gain))
+
+
+def _projection(graph: gs.Graph, branch: _Branch, columns: np.ndarray, output: gs.Tensor) -> \
+        gs.Tensor:
+    """Columns of a projection, by another GEMM where they are not all of one, in order."""
+    rows, gemm = columns.reshape(-1), producer(branch.projected)
+    if np.array_equal(rows, np.arange(branch.projected.shape[-1])):
+        return branch.projected
+    shape = [*branch.projected.shape[:-1], len(rows)]
+    part = gs.Variable(f"{branch.projected.name}.{int(rows[0])}.{output.name}", np.float32, shape)
+    if is_llmc(gemm, "GemmBiasAct") and gemm.attrs.get("activation", "none") == "none":
+        inputs = [gemm.inputs[0], *(
+            gs.Constant(f"{tensor.name}.{part.name}", weight(tensor).take_rows(rows))
+            for tensor in gemm.inputs[1:])]
+        replace(graph, "GemmBiasAct", inputs, [part])
+    else:
+        graph.nodes.append(gs.Node(
+            op="Gather", name=part.name, attrs={"axis": -1}, outputs=[part],
+            inputs=[branch.projected, gs.Constant(f"{part.name}.index", rows)]))
+    return part
 
 
 def _input(graph: gs.Graph, name: str, shape: tuple[str | int, ...]) -> gs.Variable:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import ELEMENTWISE, LAYOUT, cone, data_tensors
+from llmc.compiler.probe import ELEMENTWISE, LAYOUT, cone, data_tensors, token_feeds
 from llmc.compiler.rewrite import (
     NoMatch,
     Report,
@@ -84,8 +84,7 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
     if isinstance(piece, NoMatch):
         return piece
     length = min(8, settings.max_seq_len)
-    feeds = {"input_ids": np.zeros((1, length), np.int64),
-             "position_ids": np.arange(length, dtype=np.int64)[None]}
+    feeds = token_feeds(1, length)
     rows = feeds["position_ids"] if not piece.nodes else piece.run(feeds)
     offset = int(rows.reshape(-1)[0])
     if not np.array_equal(rows.reshape(-1), np.arange(length) + offset):

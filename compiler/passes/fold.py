@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.frontend.raw import ENCODER_OUTPUT
 from llmc.compiler.probe import Piece
 from llmc.compiler.rewrite import (
     NoMatch,
@@ -34,6 +35,8 @@ _MAX_ELEMENTS = 1 << 20
 _SAME_DTYPE = {"Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Sigmoid", "Softplus", "Sqrt",
                "Sub", "Tanh"}
 _INT_MAX = 2**31 - 1
+# The input and its axis that a dimension is known from.
+_DIMENSIONS = {"batch": ("input_ids", 0), "seq": ("input_ids", 1), "mem_seq": (ENCODER_OUTPUT, 1)}
 
 
 def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -232,18 +235,17 @@ WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", *_ARITHMETIC
 
 
 def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | None:
-    """A Shape of a computed tensor whose dimensions are all numbers or input_ids' own."""
+    """A Shape of a computed tensor whose dimensions are all numbers or an input's own."""
     tensor = node.inputs[0]
     if not tensor.inputs or tensor.shape is None:
         return None
-    if all(isinstance(dim, int) or dim in ("batch", "seq") for dim in tensor.shape):
+    if all(isinstance(dim, int) or dim in _DIMENSIONS for dim in tensor.shape):
         return node
     return None
 
 
 def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
     dims = list(node.inputs[0].shape)[node.attrs.get("start", 0):node.attrs.get("end", None)]
-    ids = next(tensor for tensor in graph.inputs if tensor.name == "input_ids")
     name = node.outputs[0].name
     if all(isinstance(dim, int) for dim in dims):
         node.inputs.clear()
@@ -254,9 +256,10 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
         if isinstance(dim, int):
             parts.append(gs.Constant(f"{name}/{index}", np.array([dim], dtype=np.int64)))
             continue
-        axis = 0 if dim == "batch" else 1
+        known, axis = _DIMENSIONS[dim]
+        source = next(tensor for tensor in graph.inputs if tensor.name == known)
         part = gs.Variable(f"{name}/{index}", dtype=np.int64, shape=(1,))
-        graph.nodes.append(gs.Node(op="Shape", name=part.name, inputs=[ids], outputs=[part],
+        graph.nodes.append(gs.Node(op="Shape", name=part.name, inputs=[source], outputs=[part],
                                    attrs={"start": axis, "end": axis + 1}))
         parts.append(part)
     result = node.outputs[0]

@@ -114,14 +114,22 @@ def _check_bias(graph: gs.Graph, node: gs.Node) -> _Bias | None:
         source = producer(linear)
         if is_llmc(source, "GemmBiasAct") and len(source.inputs) == 2 \
                 and weight(bias) is not None and len(consumers(graph, linear)) == 1 \
-                and tuple(bias.shape) == weight(source.inputs[1]).shape[:1] \
+                and tuple(bias.shape) in _bias_shapes(source) \
                 and not source.attrs.get("activation"):
             return _Bias(source, bias, node.outputs[0])
     return None
 
 
+def _bias_shapes(gemm: gs.Node) -> tuple[tuple[int, ...], ...]:
+    width = weight(gemm.inputs[1]).shape[0]
+    return (width,), (1, width), (1, 1, width)
+
+
 def _rewrite_bias(graph: gs.Graph, match: _Bias, settings: Settings) -> None:
-    replace(graph, "GemmBiasAct", [*match.gemm.inputs, match.bias], [match.output])
+    bias = match.bias
+    if len(bias.shape) > 1:
+        bias = gs.Constant(f"{bias.name}.flat", Weight.of(weight(bias).load().reshape(-1)))
+    replace(graph, "GemmBiasAct", [*match.gemm.inputs, bias], [match.output])
 
 
 @dataclass(frozen=True)

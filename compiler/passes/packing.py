@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.frontend.raw import ENCODER_OUTPUT
 from llmc.compiler.probe import ELEMENTWISE
 from llmc.compiler.rewrite import (
     Report,
@@ -25,6 +26,7 @@ from llmc.compiler.rewrite import (
 )
 from llmc.errors import LlmcError
 
+ATTENTION = ("CausalAttention", "BidirectionalAttention")
 _LAST_AXIS = frozenset({"Gather", "Concat", "Slice", "Split", "Softmax"})
 
 
@@ -47,6 +49,8 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in graph.inputs:
         if tensor.name in ("input_ids", "position_ids"):
             tensor.shape = ("num_tokens",)
+        elif tensor.name == ENCODER_OUTPUT:
+            tensor.shape = ("num_tokens", tensor.shape[-1])
 
 
 def _check_row_wise(node: gs.Node) -> None:
@@ -82,10 +86,10 @@ def _from_the_end(node: gs.Node) -> None:
 def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Keep only the rows whose logits are wanted, from the last attention on.
 
-    Given:   CausalAttention → row-wise nodes → logits
-    Result:  CausalAttention → Gather(rows of logits_indices) → row-wise nodes → logits
+    Given:   attention → row-wise nodes → logits
+    Result:  attention → Gather(rows of logits_indices) → row-wise nodes → logits
     """
-    last = [node for node in graph.nodes if is_llmc(node, "CausalAttention")][-1]
+    last = [node for node in graph.nodes if is_llmc(node, *ATTENTION)][-1]
     after: set[int] = {id(last.outputs[0])}
     nodes = []
     for node in graph.nodes:

@@ -2,7 +2,7 @@
 
 Given:   Softmax(Q·Kᵀ · scale (softcap) + mask) · V, from eager or sdpa attention, or
          Attention(Q, K, V, mask) of ONNX
-Result:  Sdpa(Q, K, V) {scale, window, softcap, layer}; Q, K, V are [batch, heads, seq, head_dim]
+Result:  Sdpa(Q, K, V) {scale, window, softcap, causal, layer}; Q, K, V are [batch, heads, seq, head_dim]
 
 The frontend emits Sdpa itself where a model lets it. Elsewhere the mask is evaluated at several
 lengths and must be causal, perhaps with a sliding window; anything else is refused.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors
+from llmc.compiler.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors, token_feeds
 from llmc.compiler.rewrite import (
     NoMatch,
     Report,
@@ -211,8 +211,7 @@ def _evaluate_mask(pieces: list[Piece], settings: Settings, causal: bool) -> int
         if causal:
             allowed = np.tril(allowed)
         for piece in pieces:
-            feeds = {"input_ids": np.zeros((1, length), np.int64),
-                     "position_ids": np.arange(length, dtype=np.int64)[None]}
+            feeds = token_feeds(1, length)
             for tensor in piece.inputs:
                 if tensor.name not in feeds:
                     feeds[tensor.name] = np.zeros((1, 1, length, length), np.float32)
@@ -256,4 +255,5 @@ def _rewrite(graph: gs.Graph, match: _Sdpa, settings: Settings) -> None:
                                    attrs={"perm": [*range(rank - 2), rank - 1, rank - 2]}))
         key = straight
     replace(graph, "Sdpa", [match.query, key, match.value], [match.output],
-            {"scale": match.scale, "window": match.window, "softcap": match.softcap, "layer": -1})
+            {"scale": match.scale, "window": match.window, "softcap": match.softcap, "causal": 1,
+             "layer": -1})

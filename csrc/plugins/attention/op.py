@@ -16,6 +16,8 @@ anything between are the same op with other lengths.
                             With it position p < past_lens[b] of sequence b is in cache row
                             cache_indirection[b, p], which had it filled before; what it says of
                             later positions is not read, and new tokens go to row b
+    distance_bias           [num_heads, distances], added to the score of query i and key j in column
+                            i - j, or where there are not so many, in the last; absent: nothing
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
@@ -46,7 +48,6 @@ _TOKENS = "\n".join([
     "one = Constant<value_int=1>()",
     "minus_one = Constant<value_int=-1>()",
     "cu = Cast<to=7>(cu_seqlens)",
-    "past = Cast<to=7>(past_lens)",
     "starts = Slice(cu, c0, last)",
     "ends = Slice(cu, c1, int_max)",
     "starts_column = Unsqueeze(starts, c1)",
@@ -67,6 +68,8 @@ _TOKENS = "\n".join([
     "first_place = Mul(sequence, longest)",
     "place = Add(first_place, offset)",  # [T]: each token's place in the padded [B * S]
 ])
+
+_PAST = "past = Cast<to=7>(past_lens)"
 
 _POSITIONS = "\n".join([
     "past_of_token = Gather(past, sequence)",
@@ -154,7 +157,7 @@ def _body(fields, present):
     if paged and indirect:
         raise ValueError("CausalAttention takes block_table or cache_indirection, not both")
     lines = [
-        _TOKENS, _POSITIONS, *split,
+        _TOKENS, _PAST, _POSITIONS, *split,
         # Append to the caches. Indices [T, kv_heads, 1, (sequence, head, position)].
         _ints("c12", 1, 2), _ints("c123", 1, 2, 3),
         "token_shape = Shape(token)",
@@ -191,7 +194,7 @@ def _body(fields, present):
         "j = Range(zero, fullest_scalar, one)",
         "past_column = Unsqueeze(past, c1)",
         "padded_position = Add(past_column, step)",
-        *_weights(fields, "padded_position"),
+        *_weights(fields, present, "padded_position"),
         "attended = MatMul(weights, values_grouped)",
         "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
         _ints("rows_shape", -1, heads * dim),
@@ -201,7 +204,7 @@ def _body(fields, present):
     return "\n".join(lines)
 
 
-def _weights(fields, position):
+def _weights(fields, present, position):
     """From products to weights: what the queries at `position`, [B, S], see of the positions j."""
     lines = [f"scale = Constant<value_float={float(_scale(fields))!r}>()",
              "scaled = Mul(products, scale)"]
@@ -212,6 +215,9 @@ def _weights(fields, position):
                   "capped = Mul(bounded, cap)"]
         scores = "capped"
     lines += [f"i = Unsqueeze({position}, c2)", "causal = LessOrEqual(j, i)"]
+    if "distance_bias" in present:
+        lines += [*_distance_bias(fields), f"biased = Add({scores}, bias)"]
+        scores = "biased"
     if fields["window"]:
         lines += [f"window = Constant<value_int={fields['window']}>()",
                   "edge = Sub(i, window)", "recent = Greater(j, edge)",
@@ -221,6 +227,22 @@ def _weights(fields, position):
             "never = Constant<value_float=-1e30>()",
             f"masked = Where(visible, {scores}, never)",
             "weights = Softmax<axis=-1>(masked)"]
+
+
+def _distance_bias(fields):
+    """The bias of queries i, [B, S, 1], and positions j, [L]: [B, kv_heads, heads / kv_heads, S, L].
+    """
+    return ["ahead = Sub(i, j)", "distance = Max(ahead, zero)",
+            "distances = Shape<start=1, end=2>(distance_bias)",
+            "farthest = Sub(distances, c1)", "column = Min(distance, farthest)",  # [B, S, L]
+            "bias_by_head = Gather<axis=1>(distance_bias, column)",
+            "bias_by_sequence = Transpose<perm=[1, 0, 2, 3]>(bias_by_head)",
+            _ints("bias_kv_heads", fields["num_kv_heads"]),
+            _ints("bias_group", fields["num_heads"] // fields["num_kv_heads"]),
+            "bias_dims = Shape<start=2>(bias_by_sequence)",
+            "bias_batch = Shape<end=1>(bias_by_sequence)",
+            "bias_shape = Concat<axis=0>(bias_batch, bias_kv_heads, bias_group, bias_dims)",
+            "bias = Reshape(bias_by_sequence, bias_shape)"]
 
 
 def _uniform(fields, present):
@@ -259,7 +281,7 @@ def _uniform(fields, present):
         "products = MatMul(queries, keys_t)",
         "room = Shape<start=2, end=3>(key_cache)", "room_scalar = Squeeze(room)",
         "j = Range(zero, room_scalar, one)",
-        *_weights(fields, "places"),
+        *_weights(fields, present, "places"),
         "attended = MatMul(weights, values_grouped)",
         "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
         _ints("rows_shape", -1, heads * dim),
@@ -282,11 +304,11 @@ def _cpu(fields, present):
     done before it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 8 or present & {"block_table", "cache_indirection"}:
+    if dim % 8 or present & {"block_table", "cache_indirection", "distance_bias"}:
         return None
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0
     rotate = "cos" in present and not kernel_rotates
-    lines, qkv = [_TOKENS], "qkv"
+    lines, qkv = [_TOKENS, _PAST], "qkv"
     if rotate or present & {"q_norm", "k_norm"}:
         split, q, k = _heads(fields, present, rotate)
         lines += [*([_POSITIONS] if rotate else []), *split,
@@ -362,6 +384,10 @@ def _reference(fields, inputs):
                 scores = scores * _scale(fields)
                 if fields["softcap"]:
                     scores = np.tanh(scores / fields["softcap"]) * fields["softcap"]
+                if "distance_bias" in inputs:
+                    farthest = inputs["distance_bias"].shape[1] - 1
+                    scores = scores + inputs["distance_bias"][
+                        h, np.minimum(position - seen, farthest)]
                 weights = np.exp(scores - scores.max())
                 out[token, h * dim:(h + 1) * dim] = \
                     weights / weights.sum() @ values[blocks, kv, places]
@@ -397,11 +423,14 @@ def _samples(rng):
         {"new": (1,) * 4, "past": (9, 9, 9, 3)} | {"dim": 16, "rotary_dim": 16, "indirect": True},
         decode | {"dim": 6, "norms": "qk", "window": 4, "indirect": True},
         mixed | {"dim": 24, "rotary_dim": 8, "softcap": 2.0, "indirect": True},
+        prompts | {"dim": 16, "biased": 16},
+        decode | {"dim": 8, "biased": 4, "indirect": True},
+        mixed | {"dim": 16, "rotary_dim": 16, "softcap": 2.0, "window": 5, "biased": 3},
     )]
 
 
 def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, block_size=0,
-            indirect=False, **fields):
+            indirect=False, biased=0, **fields):
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -426,6 +455,8 @@ def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, 
         angle = np.outer(np.arange(max_seq_len), 0.3 ** np.arange(fields["rotary_dim"] // 2))
         inputs |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
     inputs |= {f"{name}_norm": normal(dim) for name in norms} | places
+    if biased:
+        inputs["distance_bias"] = normal(heads, biased)
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
@@ -433,7 +464,7 @@ OP = Op(
     name="CausalAttention",
     version=1,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
-            "q_norm?", "k_norm?", "block_table?", "cache_indirection?"),
+            "q_norm?", "k_norm?", "block_table?", "cache_indirection?", "distance_bias?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6},
@@ -444,7 +475,7 @@ OP = Op(
     body=_body,
     bodies={"cpu": _cpu, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
-    float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm"}),
+    float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "distance_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "cache_indirection"}),
     reference=_reference,
     samples=_samples,

@@ -51,6 +51,8 @@ class CausalAttention : public Plugin {
     const float** tables[] = {&p.cos, &p.sin, &p.q_norm, &p.k_norm};
     for (size_t i = 0; i < 4; ++i)
       if (const Tensor* table = optional(in, 5 + i)) *tables[i] = static_cast<const float*>(table->data);
+    if (optional(in, 11) != nullptr)
+      throw Error("CausalAttention has no kernel for distance_bias yet; leave that input out");
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
@@ -95,7 +97,7 @@ void register_attention() {
       {"CausalAttention", 1,
        {"qkv", "key_cache", "value_cache", "cu_seqlens: int32", "past_lens: int32", "cos?: float32",
         "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32",
-        "cache_indirection?: int32"},
+        "cache_indirection?: int32", "distance_bias?: float32"},
        {"out", "key_cache_out = key_cache", "value_cache_out = value_cache"},
        {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
         {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},
