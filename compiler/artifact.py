@@ -20,6 +20,7 @@ from llmc.compiler.weights import Weight
 from llmc.runtime.manifest import (
     Chip,
     CollectiveStep,
+    EncoderProgram,
     FileEntry,
     GraphStep,
     LayerCache,
@@ -40,13 +41,13 @@ class Placed:
     length: int
 
 
-def write_weights(graph: gs.Graph, path: Path) -> tuple[dict[str, Placed], FileEntry]:
-    """Stream every weight of the graph into a safetensors file, a block of rows at a time.
+def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Placed], FileEntry]:
+    """Stream every weight of a chip's graphs into a safetensors file, a block of rows at a time.
 
     Returns where each lies, and the file's size and hash under the name `path.name`.
     """
     weights: dict[str, Weight] = {}
-    for node in graph.nodes:
+    for node in (node for graph in graphs for node in graph.nodes):
         for tensor in node.inputs:
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 present = weights.setdefault(tensor.name, tensor._values)
@@ -153,7 +154,7 @@ def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
 
 
 def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
-                  weight_bytes: int) -> Chip:
+                  weight_bytes: int, encoder: EncoderProgram | None = None) -> Chip:
     """What the manifest says of a rank, whatever the target."""
     attention = [node for node in graph.nodes if is_llmc(node, "CausalAttention")]
     return Chip(
@@ -162,7 +163,14 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
         cache=tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
                                head_dim=node.attrs["head_dim"]) for node in attention),
         num_heads=tuple(node.attrs["num_heads"] for node in attention),
-        weight_bytes=weight_bytes)
+        weight_bytes=weight_bytes, encoder=encoder)
+
+
+def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \
+        EncoderProgram:
+    """What the manifest says of a rank's encoder."""
+    return EncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
+                          steps=steps)
 
 
 def _describe(tensors: Sequence[gs.Tensor]) -> tuple[TensorInfo, ...]:

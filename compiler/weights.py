@@ -32,6 +32,7 @@ class Weight(LazyValues):
         self.name = name
         self._rows = rows
         self._transposed: Weight | None = None
+        self._padded: dict[int, Weight] = {}
 
     @property
     def nbytes(self) -> int:
@@ -107,10 +108,12 @@ class Weight(LazyValues):
                       lambda start, stop: self.rows(start, stop)[:, index], self.name)
 
     def pad_rows(self, count: int) -> Weight:
-        """The weight with zero rows appended up to `count` rows."""
+        """The weight with zero rows appended up to `count` rows; the same each time."""
         have = self.shape[0]
         if count == have:
             return self
+        if count in self._padded:
+            return self._padded[count]
 
         def rows(start: int, stop: int) -> np.ndarray:
             block = np.zeros((stop - start, *self.shape[1:]), self.dtype)
@@ -119,7 +122,8 @@ class Weight(LazyValues):
                 block[:len(filled)] = filled
             return block
 
-        return Weight((count, *self.shape[1:]), self.dtype, rows, self.name)
+        self._padded[count] = Weight((count, *self.shape[1:]), self.dtype, rows, self.name)
+        return self._padded[count]
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Weight:
         """An elementwise function of the weight, computed in float32 where it is narrower."""

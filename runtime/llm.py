@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.attention.metadata import Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch
 from llmc.runtime.decoding.rules import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import (
@@ -82,11 +82,15 @@ class Piece:
 
 @dataclass
 class _Sequence:
-    """One completion on its way through a replica."""
+    """One completion on its way through a replica.
+
+    `prompt` is what its decoder reads, `source` what the encoder of an encoder-decoder model does.
+    """
 
     index: int
     sample: int
     prompt: list[int]
+    source: list[int]
     params: SamplingParams
     sampler: Sampler
     text: TextStream
@@ -204,16 +208,30 @@ class LLM:
         """
         return self._stream(self._sequences(prompts, params))
 
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """float32 [num_tokens, vocab_size] for one sequence from its start."""
-        return self.session(1).extend([list(token_ids)], all_logits=True)
+    def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
+        """float32 [num_tokens, vocab_size] for one sequence from its start; of an encoder-decoder
+        model, for the decoder's tokens where its encoder reads `source`.
+        """
+        return self.session(1, None if source is None else [source]).extend(
+            [list(token_ids)], all_logits=True)
 
-    def session(self, batch_size: int) -> Session:
-        """Step by step access to the first replica, for checks and experiments."""
+    def session(self, batch_size: int, sources: Sequence[Sequence[int]] | None = None) -> Session:
+        """Step by step access to the first replica, for checks and experiments. An encoder-decoder
+        model's encoder reads `sources`, one of token ids for each sequence.
+        """
+        if (sources is None) != (self.manifest.encoder is None):
+            raise LlmcError(f"'{self.manifest.source.architecture}' has "
+                            f"{'an' if sources is None else 'no'} encoder: "
+                            f"{'give' if sources is None else 'leave out'} what it is to read")
+        for source in sources or ():
+            self._check_prompt(source)
+        if sources is not None and len(sources) != batch_size:
+            raise LlmcError(f"there are {len(sources)} sources for batch_size {batch_size}; give "
+                            f"one for each sequence")
         if not 1 <= batch_size <= self._max_batch_size:
             raise LlmcError(f"batch_size {batch_size} is not from 1 to max_batch_size "
                             f"{self._max_batch_size}")
-        return Session(self, batch_size)
+        return Session(self, batch_size, sources)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt],
                     params: SamplingParams | Sequence[SamplingParams]) -> Beams:
@@ -249,6 +267,10 @@ class LLM:
         Raises:
             LlmcError: the model has no chat template, or it refuses the messages.
         """
+        if self.manifest.encoder is not None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
+                            f"which does not chat; give what its encoder is to read as the prompt, "
+                            f"without --chat")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = render_chat(self.manifest, self.case_dir, messages)
@@ -275,11 +297,28 @@ class LLM:
             self._check_params(own)
             ends = self._end_tokens(own)
             bad_words = self._bad_words(own, ends)
-            sequences += [_Sequence(index, sample, ids, own,
-                                    Sampler(own, sample, ids, sorted(ends), bad_words),
-                                    TextStream(self.tokenizer, ids, own.stop), ends)
+            encoder = self.manifest.encoder
+            read = ids if encoder is None else [encoder.decoder_start_token_id]
+            forced = self._forced_tokens(own, self._limit(own, read))
+            sequences += [_Sequence(index, sample, read, ids, own,
+                                    Sampler(own, sample, read, sorted(ends), bad_words, forced),
+                                    TextStream(self.tokenizer, () if encoder else ids, own.stop),
+                                    ends)
                           for sample in range(own.n)]
         return sequences
+
+    def _limit(self, params: SamplingParams, prompt: Sequence[int]) -> int:
+        """New tokens, at most: what is asked for, or the KV cache has room for."""
+        return min(params.max_tokens, self.manifest.dims.max_seq_len - len(prompt) + 1)
+
+    def _forced_tokens(self, params: SamplingParams, limit: int) -> dict[int, tuple[int, ...]]:
+        """Tokens that an encoder-decoder model must generate, by the number of those before."""
+        encoder, forced = self.manifest.encoder, {}
+        if encoder is not None and encoder.forced_bos_token_ids:
+            forced[0] = encoder.forced_bos_token_ids
+        if encoder is not None and encoder.forced_eos_token_ids and not params.ignore_eos:
+            forced[limit - 1] = encoder.forced_eos_token_ids
+        return forced
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what this model, or what it runs on, cannot do."""
@@ -323,15 +362,33 @@ class LLM:
                     problem = "the end token; give min_tokens or ignore_eos" if ids else "no token"
                     raise LlmcError(f"bad word {word!r} is {problem}")
             words += ways
+        if self.manifest.encoder is not None:
+            words += [word for word in self.manifest.encoder.bad_words
+                      if len(word) != 1 or word[0] not in ends]
         return words
 
-    def _check_tokens(self, token_ids: Iterable[int]) -> None:
-        vocab_size = self.manifest.dims.vocab_size
+    def _check_tokens(self, token_ids: Iterable[int], vocab_size: int | None = None) -> None:
+        vocab_size = vocab_size or self.manifest.dims.vocab_size
         bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if bad is not None:
             raise LlmcError(f"token id {bad} is not in the vocabulary of {vocab_size}")
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that is empty, too long, or has tokens that there are not."""
+        encoder = self.manifest.encoder
+        if encoder is None:
+            self._check_tokens_read(ids)
+            return
+        if not len(ids):
+            raise LlmcError("the prompt is empty; give at least one token")
+        if len(ids) > encoder.max_seq_len:
+            raise LlmcError(f"the prompt has {len(ids)} tokens, the encoder takes "
+                            f"{encoder.max_seq_len}; shorten it, or compile with a larger "
+                            f"--mem_max_seq_len")
+        self._check_tokens(ids, encoder.vocab_size)
+
+    def _check_tokens_read(self, ids: Sequence[int]) -> None:
+        """Refuse what a decoder cannot read."""
         dims = self.manifest.dims
         if not ids:
             raise LlmcError("the prompt is empty; give at least one token")
@@ -364,7 +421,7 @@ class LLM:
 
     def _complete(self, sequences: list[_Sequence],
                   progress: Callable[[Piece], object]) -> Iterator[Completion]:
-        prompts = {sequence.index: sequence.prompt for sequence in sequences}
+        prompts = {sequence.index: sequence.source for sequence in sequences}
         pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
         for piece in self._stream(sequences):
             progress(piece)
@@ -382,11 +439,40 @@ class LLM:
                 yield from self._postprocess([sequence], [(token, None)])
         waiting = deque(s for s in sequences if s.params.beam_width == 1)
         active: list[_Sequence] = []
+        rows: dict[int, int] = {}
         while waiting or active:
             first, batch = self._schedule(waiting, active, share=not replica.on_gpus)
+            if self.manifest.encoder is not None:
+                batch = self._with_memory(replica, batch, active[first:], rows)
             for chosen in self._run(replica, batch, active[first:]):
                 yield from self._postprocess(active[first:], chosen)
             self._retire(replica, active)
+            needed = {sequence.index for sequence in (*active, *list(waiting)[:1])}
+            rows = {index: row for index, row in rows.items() if index in needed}
+
+    def _with_memory(self, replica: Replica, batch: PackedBatch, sequences: Sequence[_Sequence],
+                     rows: dict[int, int]) -> PackedBatch:
+        """The batch, whose sequences come first, with where their prompts' memory is. Encodes the
+        prompts that have no row yet; adds to `rows`, which is by prompt.
+        """
+        sequences = sequences[:batch.batch_size]
+        new = {s.index: s.source for s in sequences if s.index not in rows}
+        free = sorted(set(range(self._max_batch_size)) - set(rows.values()))
+        rows.update(zip(new, free, strict=False))
+        self._remember(replica, list(new.values()), [rows[index] for index in new])
+        return replace(batch, memory=Memory.of([rows[s.index] for s in sequences],
+                                               [len(s.source) for s in sequences]))
+
+    def _remember(self, replica: Replica, sources: Sequence[Sequence[int]],
+                  rows: Sequence[int]) -> None:
+        """Run the encoder, on as many prompts at once as padding leaves room for."""
+        start = 0
+        for end in range(1, len(sources) + 1):
+            longest = max(map(len, sources[start:end + 1]))
+            if end == len(sources) or longest * (end + 1 - start) > MAX_TOKENS:
+                replica.encode(PackedBatch.prepare(sources[start:end], [0] * (end - start)),
+                               rows[start:end])
+                start = end
 
     def _run(self, replica: Replica, batch: PackedBatch, sequences: list[_Sequence]) -> \
             Iterator[list[_Chosen]]:
@@ -497,8 +583,7 @@ class LLM:
     def _search_all(self, replica: Replica, sequences: list[_Sequence]) -> \
             Iterator[tuple[list[_Sequence], Beams]]:
         """Search, with equal settings, for as many sequences at once as the cache has rows for."""
-        limits = [min(s.params.max_tokens, self.manifest.dims.max_seq_len - len(s.prompt) + 1)
-                  for s in sequences]
+        limits = [self._limit(s.params, s.prompt) for s in sequences]
         count = self._max_batch_size // sequences[0].params.beam_width
         for first in range(0, len(sequences), count):
             batch = sequences[first:first + count]
@@ -513,8 +598,13 @@ class LLM:
         """Read the prompts; then a token for every beam, until no search goes on."""
         beam, dims = search.cum_log_probs.shape[1], self.manifest.dims
         prompts, samplers = [s.prompt for s in sequences], [s.sampler for s in sequences]
+        memory = None
+        if self.manifest.encoder is not None:  # prompt b's is row b of the memory
+            sources = [s.source for s in sequences]
+            self._remember(replica, sources, range(len(sources)))
+            memory = Memory.of(range(len(sources)), [len(source) for source in sources])
         sizes = beam, min(search.candidates, dims.vocab_size), dims.max_seq_len
-        steps: Steps = HostSteps(replica, prompts, samplers, *sizes)
+        steps: Steps = HostSteps(replica, prompts, samplers, *sizes, memory)
         if replica.on_gpus and all(sampler.rule is None for sampler in samplers):
             steps = DeviceSteps(replica, prompts, *sizes)
         candidates = steps.begin()
@@ -563,9 +653,13 @@ class LLM:
 class Session:
     """A batch of sequences that the caller extends; any other use of the LLM ends it."""
 
-    def __init__(self, llm: LLM, batch_size: int) -> None:
+    def __init__(self, llm: LLM, batch_size: int,
+                 sources: Sequence[Sequence[int]] | None = None) -> None:
         self._llm = llm
         self._past = [0] * batch_size
+        self._sources = sources
+        self._memory = None if sources is None else Memory.of(range(batch_size),
+                                                              list(map(len, sources)))
 
     def extend(self, tokens: Sequence[Sequence[int]], all_logits: bool = False) -> np.ndarray:
         """Append tokens to every sequence.
@@ -579,7 +673,7 @@ class Session:
         """
         longest = max(len(new) for new in tokens)
         for new, past in zip(tokens, self._past, strict=True):
-            self._llm._check_prompt(new)
+            self._llm._check_tokens_read(new)
             if past + longest > self._llm.manifest.dims.max_seq_len:
                 raise LlmcError(f"{past} cached and {longest} new tokens exceed the KV cache of "
                                 f"{self._llm.manifest.dims.max_seq_len}")
@@ -590,14 +684,17 @@ class Session:
                 raise LlmcError("the KV cache of this session is gone, as the LLM was used "
                                 "otherwise since; begin another session")
             self._llm._session = self
+            replica = self._llm._replicas[0]
+            if self._sources is not None and not any(self._past):
+                self._llm._remember(replica, self._sources, range(len(self._sources)))
             parts = [tokens]
             if all_logits and len(tokens) == 1:  # as many logits as an engine has room for
                 parts = [[tokens[0][start:start + MAX_LOGITS]]
                          for start in range(0, len(tokens[0]), MAX_LOGITS)]
             logits = []
             for part in parts:
-                logits.append(self._llm._replicas[0].run(
-                    PackedBatch.prepare(part, self._past, 0, all_logits)))
+                logits.append(replica.run(PackedBatch.prepare(part, self._past, 0, all_logits,
+                                                              memory=self._memory)))
                 self._past = [past + len(new) for past, new in zip(self._past, part, strict=True)]
         return np.concatenate(logits)
 

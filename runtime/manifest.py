@@ -17,8 +17,9 @@ from llmc.errors import LlmcError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "model_info.json"
-ENGINE_INPUTS = ("input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices",
-                 "cache_indirection")
+ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+ENGINE_INPUTS = (*ENCODER_INPUTS, "past_lens", "logits_indices", "cache_indirection",
+                 "memory_starts", "encoder_sequence_length")
 
 DTypeName = Literal["float32", "float16", "bfloat16", "int64", "int32"]
 
@@ -88,31 +89,59 @@ class LayerCache(_Frozen):
     head_dim: Count
 
 
+Steps = tuple[Annotated[GraphStep | CollectiveStep, Field(discriminator="kind")], ...]
+
+
+class EncoderProgram(_Frozen):
+    """The encoder on one chip: from `input_ids`, `cu_seqlens` and perhaps `position_ids` to what
+    the decoder sees of a prompt, `memory_key_<layer>` and `memory_value_<layer>`, each
+    `[num_tokens, num_kv_heads * head_dim]`. `steps` are as a chip's.
+    """
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    steps: Steps
+
+
 class Chip(_Frozen):
     """What one rank loads and runs.
 
     `steps` are run in order; a graph step reads and writes named tensors. Engine inputs are
     `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where beams
     share the caches `cache_indirection`, and the caches; an updated cache is named `<cache>_out`,
-    and the last step makes `logits`.
+    and the last step makes `logits`. With an `encoder`, they are its decoder's, whose inputs also
+    are `memory_starts`, `encoder_sequence_length`, and what the encoder made.
     """
 
     rank: Annotated[int, Field(ge=0)]
     path: CasePath
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
-    steps: tuple[Annotated[GraphStep | CollectiveStep, Field(discriminator="kind")], ...]
+    steps: Steps
     cache: tuple[LayerCache, ...]
     num_heads: tuple[int, ...]
     weight_bytes: Annotated[int, Field(ge=0)]
+    encoder: EncoderProgram | None = None
+
+    @property
+    def all_steps(self) -> Steps:
+        """The encoder's, and then its own."""
+        return (*(self.encoder.steps if self.encoder else ()), *self.steps)
 
     @model_validator(mode="after")
     def _steps_follow(self) -> Chip:
         caches = {f"{kind}_cache_{layer}" for layer in range(len(self.cache))
                   for kind in ("key", "value")}
         updated = {f"{name}_out" for name in caches}
-        known = {*caches, *ENGINE_INPUTS}
-        for step in self.steps:
+        memory = {tensor.name for tensor in self.encoder.outputs} if self.encoder else set()
+        if self.encoder:
+            self._follow(self.encoder.steps, set(ENCODER_INPUTS), memory)
+        self._follow(self.steps, {*caches, *ENGINE_INPUTS, *memory}, updated | {"logits"})
+        return self
+
+    def _follow(self, steps: Steps, known: set[str], wanted: set[str]) -> None:
+        """Check that steps make what is wanted from what is known."""
+        for step in steps:
             missing = set(step.inputs) - known
             if missing:
                 raise ValueError(f"chip {self.rank} needs {min(missing)!r} before it is made")
@@ -120,10 +149,9 @@ class Chip(_Frozen):
                 if name in known:
                     raise ValueError(f"chip {self.rank} makes {name!r} twice")
                 known.add(name)
-        absent = (updated | {"logits"}) - known
+        absent = wanted - known
         if absent:
             raise ValueError(f"chip {self.rank} does not make {min(absent)!r}")
-        return self
 
 
 class Source(_Frozen):
@@ -151,6 +179,24 @@ class Dims(_Frozen):
                 f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
             )
         return self
+
+
+class EncoderInfo(_Frozen):
+    """The encoder of an encoder-decoder model, and how its decoder begins and ends.
+
+    A prompt is at most `max_seq_len` tokens of the encoder's `vocab_size`. Decoding begins with
+    `decoder_start_token_id`. Where there are `forced_bos_token_ids`, one of them is the first new
+    token, and of `forced_eos_token_ids` the last that `max_tokens` leaves room for. `bad_words` are
+    never generated.
+    """
+
+    num_layers: Count
+    max_seq_len: Count
+    vocab_size: Count
+    decoder_start_token_id: int
+    forced_bos_token_ids: tuple[int, ...] = ()
+    forced_eos_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Target(_Frozen):
@@ -191,6 +237,7 @@ class Manifest(_Frozen):
     llmc_version: str
     source: Source
     dims: Dims
+    encoder: EncoderInfo | None = None
     max_beam_width: Count = 1
     dtype: DTypeName
     quantization: None = None
@@ -214,11 +261,14 @@ class Manifest(_Frozen):
         if len(listed) != len(self.files):
             raise ValueError("a file is listed twice")
         for chip in self.chips:
-            for step in chip.steps:
+            for step in chip.all_steps:
                 if isinstance(step, GraphStep) and step.path not in listed:
                     raise ValueError(f"chip {chip.rank} runs {step.path!r}, which is not listed")
             if _collectives(chip) != _collectives(self.chips[0]):
                 raise ValueError(f"chips 0 and {chip.rank} do not have the same collectives")
+            if (chip.encoder is None) != (self.encoder is None):
+                raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
+                                 f"unlike the model")
             if len(chip.cache) != self.dims.num_layers:
                 raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers, "
                                  f"the model has {self.dims.num_layers}")
@@ -233,7 +283,7 @@ class Manifest(_Frozen):
 
 
 def _collectives(chip: Chip) -> list[str]:
-    return [step.kind for step in chip.steps if isinstance(step, CollectiveStep)]
+    return [step.kind for step in chip.all_steps if isinstance(step, CollectiveStep)]
 
 
 def read_manifest(case_dir: str | Path) -> Manifest:

@@ -74,6 +74,15 @@ class Replica:
         logits = self._on_all_ranks(lambda rank: self._guard(self._engines[rank].run, batch))
         return logits[0][:, :self._vocab]
 
+    def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
+        """Run the encoder on all ranks: see `CpuEngine.encode`."""
+        def encode(rank: int) -> None:
+            engine = self._engines[rank]
+            assert isinstance(engine, CpuEngine)  # no other target has encoders yet
+            self._guard(engine.encode, batch, rows)
+
+        self._on_all_ranks(encode)
+
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
             Choices:
         """Steps whose tokens GPUs choose: see `CudaEngine.decode`."""

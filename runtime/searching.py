@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llmc.runtime.attention.metadata import BeamStep, PackedBatch
+from llmc.runtime.attention.metadata import BeamStep, Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Candidates, follow, log_softmax
 from llmc.runtime.decoding.sampling import Sampler
 from llmc.runtime.replica import Replica
@@ -39,12 +39,14 @@ class HostSteps:
         samplers: each prompt's.
         beam, count: beams of a prompt, and candidates of each.
         room: positions of a cache row.
+        memory: of each prompt, where an encoder read it.
     """
 
     def __init__(self, replica: Replica, prompts: Sequence[Sequence[int]],
-                 samplers: Sequence[Sampler], beam: int, count: int, room: int) -> None:
+                 samplers: Sequence[Sampler], beam: int, count: int, room: int,
+                 memory: Memory | None = None) -> None:
         self._replica, self._prompts, self._samplers = replica, prompts, samplers
-        self._beam, self._count, self._room = beam, count, room
+        self._beam, self._count, self._room, self._memory = beam, count, room, memory
         self._lengths = np.array([len(prompt) for prompt in prompts])
         self._first_rows = np.arange(len(prompts))[:, None] * beam
         self._indirection = np.empty((len(prompts), beam, room), np.int32)
@@ -54,8 +56,9 @@ class HostSteps:
 
     def begin(self) -> Candidates:
         logits = np.concatenate([
-            self._replica.run(PackedBatch.prepare([prompt], [0], row))
-            for prompt, row in zip(self._prompts, self._first_rows[:, 0], strict=True)])
+            self._replica.run(PackedBatch.prepare([prompt], [0], b * self._beam,
+                                                  memory=self._memory and self._memory.take([b])))
+            for b, prompt in enumerate(self._prompts)])
         return self._candidates(np.repeat(logits, self._beam, axis=0))
 
     def go_on(self, tokens: np.ndarray, parents: np.ndarray, running: np.ndarray) -> Candidates:
@@ -68,7 +71,9 @@ class HostSteps:
         return self._candidates(self._replica.run(PackedBatch.prepare(
             [[token] if alive[row // self._beam] else [] for row, token in enumerate(chosen)],
             np.repeat(self._written, self._beam).tolist(),
-            cache_indirection=self._indirection.reshape(len(chosen), self._room))))
+            cache_indirection=self._indirection.reshape(len(chosen), self._room),
+            memory=self._memory and self._memory.take(np.repeat(np.arange(len(tokens)),
+                                                                self._beam)))))
 
     def _candidates(self, logits: np.ndarray) -> Candidates:
         scores = np.stack([self._samplers[row // self._beam].process(own, self._histories[row])

@@ -31,8 +31,12 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     from llmc.compiler.frontend.export import export
 
     exported = export(config, tensors, str(directory), trust_remote_code=trust_remote_code)
+    generation = _generation(directory)
+    if exported.encoder is not None and not generation:  # as transformers does
+        from transformers import GenerationConfig
+        generation = GenerationConfig.from_model_config(config).to_dict()
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
-                    lambda target: copy_tokenizer(directory, target), _generation(directory),
+                    lambda target: copy_tokenizer(directory, target), generation,
                     tuple(exported.notes), exported.encoder)
 
 

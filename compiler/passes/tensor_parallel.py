@@ -12,14 +12,16 @@ than KV heads, ranks share a group: its queries are divided, its KV head is repl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.passes.packing import lm_head
+from llmc import plugins
+from llmc.compiler.passes.packing import ATTENTION, lm_head
 from llmc.compiler.probe import ELEMENTWISE
-from llmc.compiler.rewrite import consumers, is_llmc, weight
+from llmc.compiler.rewrite import consumers, describe, is_llmc, weight
 from llmc.errors import LlmcError
 
 
@@ -79,7 +81,7 @@ class Plan:
 def max_tp_size(graph: gs.Graph) -> int:
     """The largest tp_size that gives every rank a head of every layer."""
     return min(int(node.attrs["num_heads"]) for node in graph.nodes
-               if is_llmc(node, "CausalAttention"))
+               if is_llmc(node, *ATTENTION))
 
 
 def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
@@ -88,28 +90,46 @@ def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
     Raises:
         LlmcError: tp_size is below 1 or above the number of heads.
     """
-    limit = max_tp_size(graph)
+    return partition_all([graph], tp_size, model)[0]
+
+
+def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str) -> list[list[gs.Graph]]:
+    """For each of a model's graphs, one per rank. What a rank has of a weight, its graphs share.
+
+    Raises:
+        LlmcError: see `partition`.
+    """
+    limit = min(map(max_tp_size, graphs))
     if not 1 <= tp_size <= limit:
         raise LlmcError(f"tp_size {tp_size} is not possible: {model!r} has {limit} attention "
                         f"heads; allowed: 1 to {limit}")
     if tp_size == 1:
-        return [graph]
-    plan = make_plan(graph, tp_size)
-    return [_rank_graph(graph, plan, rank) for rank in range(tp_size)]
+        return [[graph] for graph in graphs]
+    shards = [_Shards() for _ in range(tp_size)]
+    parts = []
+    for graph in graphs:
+        plan = make_plan(graph, tp_size)
+        parts.append([_rank_graph(graph, plan, rank, shards[rank]) for rank in range(tp_size)])
+    return parts
 
 
 def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
     """Decide how each node is divided. See the module's docstring for the rules."""
     plan = Plan(tp_size)
-    head = lm_head(graph)
+    head = lm_head(graph) if graph.outputs[0].name == "logits" else None
     for node in graph.nodes:
         if is_llmc(node, "Embedding"):
             plan.sharded_nodes.add(id(node))
             plan.partial.add(id(node.outputs[0]))
         elif is_llmc(node, "GemmBiasAct", "GemmBiasRes", "GatedMLP"):
             _plan_gemm(graph, node, plan, is_head=node is head)
-        elif is_llmc(node, "CausalAttention"):
-            if id(node.inputs[0]) in plan.columns:
+        elif is_llmc(node, *ATTENTION):
+            cut = [id(tensor) in plan.columns for tensor in
+                   node.inputs[:1 if node.op == "CausalAttention" else 3]]
+            if any(cut) and not all(cut):
+                raise LlmcError(f"{describe(node)} cannot be divided among chips, as not all of "
+                                f"its inputs can; compile with --tp_size 1")
+            if cut[0]:
                 share = plan.shares[id(node.inputs[0])]
                 dim = node.attrs["head_dim"]
                 plan.sharded_nodes.add(id(node))
@@ -151,16 +171,21 @@ def _plan_gemm(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Non
     if node.op == "GemmBiasRes" or not _ends_in_gemms(graph, result):
         return  # replicated
     users = consumers(graph, result)
-    attention = users[0] if len(users) == 1 and is_llmc(users[0], "CausalAttention") else None
+    attention = users[0] if len(users) == 1 and is_llmc(users[0], *ATTENTION) else None
     if attention is not None:
         heads, kv_heads, dim = (attention.attrs[key] for key in
                                 ("num_heads", "num_kv_heads", "head_dim"))
         shares = share_heads(heads, kv_heads, plan.tp_size)
         plan.shares[id(result)] = shares
-        plan.columns[id(result)] = [
-            np.concatenate([_heads(range(s.start, s.stop), dim),
-                            _heads(s.kv_heads, dim, heads),
-                            _heads(s.kv_heads, dim, heads + kv_heads)]) for s in shares]
+        if attention.op == "CausalAttention":
+            plan.columns[id(result)] = [
+                np.concatenate([_heads(range(s.start, s.stop), dim),
+                                _heads(s.kv_heads, dim, heads),
+                                _heads(s.kv_heads, dim, heads + kv_heads)]) for s in shares]
+        else:
+            plan.columns[id(result)] = [
+                _heads(range(s.start, s.stop) if attention.inputs[0] is result else s.kv_heads, dim)
+                for s in shares]
     else:
         if width < plan.tp_size:
             return
@@ -181,7 +206,7 @@ def _ends_in_gemms(graph: gs.Graph, tensor: gs.Tensor) -> bool:
             if user.inputs[0] is not tensor or user.attrs.get("activation", "none") != "none" \
                     or any(t is tensor for t in user.inputs[1:]):
                 return False
-        elif is_llmc(user, "CausalAttention"):
+        elif is_llmc(user, *ATTENTION):
             if not _ends_in_gemms(graph, user.outputs[0]):
                 return False
         elif user is None or is_llmc(user) or not (
@@ -210,22 +235,21 @@ class _Shards:
 
     def cut(self, tensor: gs.Tensor, axis: int, index: np.ndarray) -> gs.Constant:
         values = weight(tensor)
-        key = (id(tensor), str(axis), index.tobytes())
+        key = (id(tensor._values), str(axis), index.tobytes())
         if key not in self._made:
             shard = values.take_rows(index) if axis == 0 else values.take_columns(index)
             self._made[key] = gs.Constant(tensor.name, shard)
         return self._made[key]
 
     def whole(self, tensor: gs.Constant) -> gs.Constant:
-        key = (id(tensor), "whole", b"")
+        key = (id(tensor._values), "whole", b"")
         if key not in self._made:
             self._made[key] = gs.Constant(tensor.name, tensor._values)
         return self._made[key]
 
 
-def _rank_graph(graph: gs.Graph, plan: Plan, rank: int) -> gs.Graph:
+def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.Graph:
     """The graph of one rank."""
-    shards = _Shards()
     made: dict[int, gs.Tensor] = {}
     nodes: list[gs.Node] = []
 
@@ -287,6 +311,9 @@ def _cut_embedding(node, plan, rank, shards, inputs, outputs, attrs) -> None:
 def _cut_attention(node, plan, rank, shards, inputs, outputs, attrs) -> None:
     share = plan.shares[id(node)][rank]
     attrs.update(num_heads=share.stop - share.start, num_kv_heads=len(share.kv_heads))
+    bias = plugins.registry()[node.op].input_names.index("distance_bias")
+    if len(inputs) > bias:
+        inputs[bias] = shards.cut(node.inputs[bias], 0, np.arange(share.start, share.stop))
 
 
 def _cut_gemm(node, plan, rank, shards, inputs, outputs, attrs) -> None:
@@ -311,6 +338,7 @@ def _cut_gemm(node, plan, rank, shards, inputs, outputs, attrs) -> None:
 _CUT = {
     "Embedding": _cut_embedding,
     "CausalAttention": _cut_attention,
+    "BidirectionalAttention": _cut_attention,
     "GemmBiasAct": _cut_gemm,
     "GemmBiasRes": _cut_gemm,
     "GatedMLP": _cut_gemm,

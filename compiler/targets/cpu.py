@@ -13,7 +13,9 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
+    Placed,
     describe_chip,
+    describe_encoder,
     split_at_collectives,
     to_onnx,
     write_onnx,
@@ -31,14 +33,31 @@ def describe(options: Options) -> Target:
     return Target(kind="cpu")
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
-        tuple[Chip, list[FileEntry]]:
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+         encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it."""
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
-    places, weights = write_weights(graph, directory / WEIGHTS_NAME)
-    files = [weights, write_onnx(to_onnx(graph, places, KIND), directory / "graph.onnx")]
+    graphs = [graph] if encoder is None else [graph, encoder]
+    places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
+    steps, files = _write_steps(graph, places, directory, "graph.onnx", "segment")
+    program = None
+    if encoder is not None:
+        encoder_steps, more = _write_steps(encoder, places, directory, "encoder.onnx",
+                                           "encoder_segment")
+        files += more
+        program = describe_encoder(encoder, encoder_steps)
+    chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
+                         program)
+    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
+                  for file in [weights, *files]]
+
+
+def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, whole: str,
+                 segment: str) -> tuple[tuple[GraphStep | CollectiveStep, ...], list[FileEntry]]:
+    """Write a graph, and where it has collectives also the pieces between them; what to run."""
+    files = [write_onnx(to_onnx(graph, places, KIND), directory / whole)]
     pieces = split_at_collectives(graph)
     steps: list[GraphStep | CollectiveStep] = []
     for index, piece in enumerate(pieces):
@@ -46,15 +65,12 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
             steps.append(CollectiveStep(kind=_COLLECTIVES[piece.op], input=piece.inputs[0].name,
                                         output=piece.outputs[0].name))
             continue
-        file = "graph.onnx" if len(pieces) == 1 else f"segment_{index:03}.onnx"
+        file = whole if len(pieces) == 1 else f"{segment}_{index:03}.onnx"
         if len(pieces) > 1:
             files.append(write_onnx(to_onnx(piece, places, KIND), directory / file))
-        steps.append(GraphStep(path=f"{name}/{file}", inputs=_names(piece.inputs),
+        steps.append(GraphStep(path=f"{directory.name}/{file}", inputs=_names(piece.inputs),
                                outputs=_names(piece.outputs)))
-    chip = describe_chip(graph, rank, tuple(steps),
-                         sum(place.length for place in places.values()))
-    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
-                  for file in files]
+    return tuple(steps), files
 
 
 def _names(tensors: Sequence[gs.Tensor]) -> tuple[str, ...]:

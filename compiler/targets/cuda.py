@@ -50,7 +50,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     directory = case_dir / name
     directory.mkdir()
     prepare(graph, dtype)
-    places, weights = write_weights(graph, directory / WEIGHTS_NAME)
+    places, weights = write_weights([graph], directory / WEIGHTS_NAME)
     text = schedule(graph, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
     (directory / SCHEDULE_NAME).write_text(text, encoding="utf-8")
     files = [weights, FileEntry(path=SCHEDULE_NAME, size=len(text.encode()),

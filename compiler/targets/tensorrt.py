@@ -81,7 +81,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     cuda.prepare(graph, options.dtype)
     _check(graph, options.dtype)
     _narrow(graph)
-    places, weights = write_weights(graph, directory / WEIGHTS_NAME)
+    places, weights = write_weights([graph], directory / WEIGHTS_NAME)
     if options.dtype != "float32":
         cuda.widen_elementwise(graph)
     step = GraphStep(path=f"{name}/{ENGINE_NAME}", inputs=tuple(t.name for t in graph.inputs),

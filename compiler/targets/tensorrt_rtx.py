@@ -60,7 +60,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     profiles = [{tensor.name: [tuple(_size(dim, sizes, which) for dim in tensor.shape)
                                for which in range(3)] for tensor in graph.inputs}
                 for sizes in _profiles(cache.shape[2])]
-    places, weights = write_weights(graph, directory / WEIGHTS_NAME)
+    places, weights = write_weights([graph], directory / WEIGHTS_NAME)
     chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
     path = directory / "graph.onnx"
     files = [weights, write_onnx(_inlined(to_onnx(graph, places, KIND)), path)]

@@ -9,6 +9,28 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Where a decoder finds what its encoder made of each sequence's prompt; sequences may have the
+    same.
+
+    Args:
+        rows: int32 [batch], rows of the memory.
+        encoder_sequence_length: int32 [batch], the prompts' tokens.
+    """
+
+    rows: np.ndarray
+    encoder_sequence_length: np.ndarray
+
+    @staticmethod
+    def of(rows: Sequence[int], lengths: Sequence[int]) -> Memory:
+        return Memory(np.asarray(rows, np.int32), np.asarray(lengths, np.int32))
+
+    def take(self, sequences: Sequence[int] | np.ndarray) -> Memory:
+        """Of these sequences of the batch."""
+        return Memory(self.rows[sequences], self.encoder_sequence_length[sequences])
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """The engine inputs of one step.
 
@@ -21,6 +43,7 @@ class PackedBatch:
         first_row: the cache row of the first sequence; the others follow.
         cache_indirection: int32 [batch, max_seq_len], for each position in the cache of a sequence
             the row that holds it, counted from `first_row`; None: its own.
+        memory: of an encoder-decoder model.
     """
 
     input_ids: np.ndarray
@@ -30,11 +53,12 @@ class PackedBatch:
     logits_indices: np.ndarray
     first_row: int
     cache_indirection: np.ndarray | None = None
+    memory: Memory | None = None
 
     @staticmethod
     def prepare(new_tokens: Sequence[Sequence[int]], past_lens: Sequence[int], first_row: int = 0,
-                all_logits: bool = False, cache_indirection: np.ndarray | None = None) -> \
-            PackedBatch:
+                all_logits: bool = False, cache_indirection: np.ndarray | None = None,
+                memory: Memory | None = None) -> PackedBatch:
         """Pack the new tokens of each sequence; logits of the last of each, or of all."""
         lengths = [len(tokens) for tokens in new_tokens]
         ends = np.cumsum([0, *lengths])
@@ -47,7 +71,7 @@ class PackedBatch:
             cu_seqlens=ends.astype(np.int32),
             past_lens=past,
             logits_indices=np.arange(ends[-1]) if all_logits else ends[1:] - 1,
-            first_row=first_row, cache_indirection=cache_indirection)
+            first_row=first_row, cache_indirection=cache_indirection, memory=memory)
 
     @property
     def batch_size(self) -> int:

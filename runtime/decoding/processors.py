@@ -58,6 +58,12 @@ def min_tokens(scores: np.ndarray, generated: int, least: int, end_tokens: np.nd
         scores[end_tokens] = -np.inf
 
 
+def force(scores: np.ndarray, token_ids: Sequence[int]) -> None:
+    """Allow these tokens alone, all alike."""
+    scores[:] = -np.inf
+    scores[list(token_ids)] = 0
+
+
 def top_k(scores: np.ndarray, count: int) -> np.ndarray:
     """Keep this many tokens, and those that are as likely as the last of them."""
     count = min(count, len(scores))

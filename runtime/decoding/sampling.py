@@ -173,6 +173,7 @@ class Sampler:
         prompt: token ids.
         end_tokens: what `min_tokens` keeps away.
         bad_words: as token ids.
+        forced: tokens of which one must be generated, by the number of those before it.
 
     Attributes:
         number: no other sampler of this process has it.
@@ -181,8 +182,10 @@ class Sampler:
     _numbers = itertools.count()
 
     def __init__(self, params: SamplingParams, sample: int = 0, prompt: Sequence[int] = (),
-                 end_tokens: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = ()) -> None:
+                 end_tokens: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = (),
+                 forced: Mapping[int, Sequence[int]] | None = None) -> None:
         self.params = params
+        self._forced = forced or {}
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.seed = (seed + sample) % 2**64
         self.number = next(self._numbers)
@@ -224,6 +227,8 @@ class Sampler:
         if self._bad_words:
             self._bad_words(scores, context)
         processors.min_tokens(scores, len(tokens), params.min_tokens, self._end_tokens)
+        if len(tokens) in self._forced:
+            processors.force(scores, self._forced[len(tokens)])
         return scores
 
     @cached_property

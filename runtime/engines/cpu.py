@@ -2,11 +2,12 @@
 
 The KV cache is allocated once and bound as input and output of every step, so a step appends to it
 in place. Rows that are not used yet take no memory: the operating system gives pages when they are
-written.
+written. So is the memory of an encoder-decoder model, whose rows a decoder only reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement
-from llmc.runtime.manifest import MANIFEST_NAME, Chip, GraphStep, Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, Chip, GraphStep, Manifest, Steps
 
 _SIZES = {"num_tokens", "num_logits"}
 
@@ -39,12 +40,15 @@ class CpuEngine:
         self._max_seq_len = manifest.dims.max_seq_len
         self._indirect = manifest.max_beam_width > 1
         self._communicator = communicator
-        segments = [step for step in chip.steps if isinstance(step, GraphStep)]
+        self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
+        segments = [step for step in chip.all_steps if isinstance(step, GraphStep)]
         options = _session_options(placement, len(segments), threads)
         self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
-        self._caches = _allocate(manifest, chip, max_batch_size)
+        self._caches, self._memory = _allocate(manifest, chip, max_batch_size)
         self._outputs = {step.path: self._made(step) for step in segments}
-        self._last_uses = self._find_last_uses()
+        self._last_uses = self._find_last_uses(chip.steps, {"logits"})
+        self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
+            if chip.encoder else []
         self._bindings: dict[tuple[str, int, int], ort.IOBinding] = {}
 
     def run(self, batch: PackedBatch) -> np.ndarray:
@@ -53,8 +57,31 @@ class CpuEngine:
                   "logits_indices": batch.logits_indices}
         if self._indirect:
             values["cache_indirection"] = batch.rows_of_positions(self._max_seq_len)
+        if batch.memory is not None:
+            values["memory_starts"] = batch.memory.rows * np.int32(self._mem_max_seq_len)
+            values["encoder_sequence_length"] = batch.memory.encoder_sequence_length
+            values.update((name, memory.reshape(-1, memory.shape[-1]))
+                          for name, memory in self._memory.items())
+        self._run_steps(self._chip.steps, self._last_uses, batch, values)
+        return values["logits"]
+
+    def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
+        """Run the encoder on prompts, each from its start, and keep what the decoder needs of each
+        in its row of the memory.
+        """
+        assert self._chip.encoder is not None
+        values = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
+                  "cu_seqlens": batch.cu_seqlens}
+        self._run_steps(self._chip.encoder.steps, self._encoder_uses, batch, values)
+        for name, memory in self._memory.items():
+            for row, start, end in zip(rows, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+                memory[row, :end - start] = values[name][start:end]
+
+    def _run_steps(self, steps: Steps, last_uses: list[list[str]], batch: PackedBatch,
+                   values: dict[str, np.ndarray]) -> None:
+        """Run a program; what it makes is added to `values`."""
         rank = self._chip.rank
-        for step, finished in zip(self._chip.steps, self._last_uses, strict=True):
+        for step, finished in zip(steps, last_uses, strict=True):
             if isinstance(step, GraphStep):
                 self._run_graph(step, batch, values)
             elif step.kind == "all_reduce":
@@ -63,7 +90,6 @@ class CpuEngine:
                 values[step.output] = self._communicator.all_gather(rank, values[step.input])
             for name in finished:
                 del values[name]
-        return values["logits"]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         for cache in self._caches.values():
@@ -125,11 +151,11 @@ class CpuEngine:
                             f"compile the model again")
         return made
 
-    def _find_last_uses(self) -> list[list[str]]:
+    def _find_last_uses(self, steps: Steps, wanted: set[str]) -> list[list[str]]:
         """For each step, the tensors that nothing needs after it."""
-        seen = {"logits"}
+        seen = set(wanted)
         uses = []
-        for step in reversed(self._chip.steps):
+        for step in reversed(steps):
             names = {*step.inputs, *step.outputs}
             uses.append([name for name in names - seen if self._cache(name) is None])
             seen |= names
@@ -152,20 +178,27 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _allocate(manifest: Manifest, chip: Chip, max_batch_size: int) -> dict[str, np.ndarray]:
-    """The KV caches by name, float32 [max_batch_size, num_kv_heads, max_seq_len, head_dim]."""
-    caches = {}
+def _allocate(manifest: Manifest, chip: Chip, max_batch_size: int) -> \
+        tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """By name, the KV caches, float32 [max_batch_size, num_kv_heads, max_seq_len, head_dim], and
+    the encoder's memory, float32 [max_batch_size, mem_max_seq_len, num_kv_heads * head_dim].
+    """
+    caches, memory = {}, {}
     try:
         for layer, cache in enumerate(chip.cache):
             for kind in ("key", "value"):
                 caches[f"{kind}_cache_{layer}"] = np.zeros(
                     (max_batch_size, cache.num_kv_heads, manifest.dims.max_seq_len,
                      cache.head_dim), np.float32)
+        if manifest.encoder and chip.encoder:
+            for tensor in chip.encoder.outputs:
+                memory[tensor.name] = np.zeros((max_batch_size, manifest.encoder.max_seq_len,
+                                                int(tensor.shape[-1])), np.float32)
     except (MemoryError, ValueError) as error:
         raise LlmcError(f"there is no memory for the KV cache of {max_batch_size} sequences of "
                         f"{manifest.dims.max_seq_len} positions; lower max_batch_size, or compile "
                         f"with a smaller --max_seq_len") from error
-    return caches
+    return caches, memory
 
 
 def _session_options(placement: Placement, segments: int, threads: int) -> ort.SessionOptions:
