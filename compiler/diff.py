@@ -44,7 +44,13 @@ from llmc.runtime.devices import place
 from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import CollectiveStep, Manifest, hash_file, read_manifest
+from llmc.runtime.manifest import (
+    CollectiveStep,
+    Manifest,
+    hash_file,
+    read_manifest,
+    refuse_encoder,
+)
 from llmc.runtime.replica import Replica, on_gpus
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.tokenizer import load_tokenizer
@@ -115,6 +121,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     """
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
     manifest = read_manifest(case_dir)
+    refuse_encoder(manifest, "diff")
     root = Path(case_dir)
     run = {"cpu": _run_compiled, "cuda": _trace, "tensorrt": _trace}.get(manifest.target.kind)
     if run is None:

@@ -18,6 +18,7 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.sampling import SamplingParams
 from llmc.runtime.llm import LLM
+from llmc.runtime.manifest import read_manifest, refuse_encoder
 
 ARTICLES = Path(__file__).with_name("articles.jsonl")
 # By dtype: of perplexity relative to transformers', of ROUGE in points of 100. In 16 bits,
@@ -106,6 +107,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
         LlmcError: a file cannot be read, the text is too short, or an argument is out of range.
     """
     text = _read_text(data)
+    refuse_encoder(read_manifest(case_dir), "eval")
     with LLM(case_dir, device=device, max_batch_size=1) as llm:
         dims = llm.manifest.dims
         allowed = _tolerance(tolerance, hf_dir, PERPLEXITY_TOLERANCES[llm.manifest.dtype])
@@ -165,6 +167,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     articles = read_articles(data or ARTICLES)
     if max_tokens is None:
         max_tokens = _MAX_TOKENS
+    refuse_encoder(read_manifest(case_dir), "eval")
     with LLM(case_dir, device=device) as llm:
         manifest, tokenizer = llm.manifest, _tokenizer(llm)
         allowed = _tolerance(tolerance, hf_dir, ROUGE_TOLERANCES[manifest.dtype])

@@ -166,7 +166,7 @@ def _engines() -> str:
 @click.version_option(__version__, prog_name="llmc",
                       message=f"%(prog)s %(version)s (engines: {_engines()})")
 def main() -> None:
-    """Compile a causal language model ahead of time, and run what came out."""
+    """Compile a language model ahead of time, and run what came out."""
 
 
 @main.command("compile")
@@ -180,6 +180,8 @@ def main() -> None:
               help="Of the only GPUs that may run it.  [default: any]")
 @click.option("--max_seq_len", type=int, default=None,
               help="Positions a sequence may use.  [default: the model's, at most 4096]")
+@click.option("--mem_max_seq_len", type=int, default=None,
+              help="Tokens that an encoder takes.  [default: the model's, at most 4096]")
 @click.option("--max_beam_width", default=1,
               help="Beams of a prompt, at most; above 1 attention on CPUs is slower.")
 @click.option("--max_batch_size", default=64,
@@ -556,12 +558,19 @@ def inspect_command(case_dir: Path, verify: bool, as_json: bool) -> None:
     console.print(f"{dims.num_layers} layers, hidden {dims.hidden_size}, heads {dims.num_heads} / "
                   f"{dims.num_kv_heads} × {dims.head_dim}, vocabulary {dims.vocab_size} (padded "
                   f"{dims.padded_vocab_size}), {dims.max_seq_len} positions")
-    table = Table("chip", "weights (MB)", "KV cache per sequence (MB)", "heads", "KV heads",
-                  "steps")
+    if manifest.encoder is not None:
+        console.print(f"encoder: {manifest.encoder.num_layers} layers, vocabulary "
+                      f"{manifest.encoder.vocab_size}, prompts of at most "
+                      f"{manifest.encoder.max_seq_len} tokens; decoding begins with token "
+                      f"{manifest.encoder.decoder_start_token_id}")
+    memory = ["memory per prompt (MB)"] if manifest.encoder is not None else []
+    table = Table("chip", "weights (MB)", "KV cache per sequence (MB)", *memory, "heads",
+                  "KV heads", "steps")
     for chip in summary["chips"]:
         table.add_row(str(chip["rank"]), f"{chip['weight_bytes'] / 1e6:.1f}",
-                      f"{chip['kv_cache_bytes'] / 1e6:.1f}", str(chip["num_heads"]),
-                      str(chip["num_kv_heads"]), str(chip["steps"]))
+                      f"{chip['kv_cache_bytes'] / 1e6:.1f}",
+                      *(f"{chip['memory_bytes'] / 1e6:.1f}" for _ in memory),
+                      str(chip["num_heads"]), str(chip["num_kv_heads"]), str(chip["steps"]))
     console.print(table)
     _print_passes(manifest)
 

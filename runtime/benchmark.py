@@ -56,7 +56,8 @@ def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs
     greedily or as `params` choose them.
     """
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, llm.manifest.dims.vocab_size, (batch, input_length)).tolist()
+    vocab_size = (llm.manifest.encoder or llm.manifest.dims).vocab_size
+    prompts = rng.integers(0, vocab_size, (batch, input_length)).tolist()
     params = dataclasses.replace(params or SamplingParams(), max_tokens=output_length,
                                  ignore_eos=True)
     totals, firsts, laters = [], [], []
@@ -79,13 +80,18 @@ def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs
 
 
 def check_grid(llm: LLM, grid: Sequence[tuple[int, int, int]]) -> None:
-    """Refuse a grid that the KV cache has no room for.
+    """Refuse a grid that the KV cache, or the encoder, has no room for.
 
     Raises:
         LlmcError: naming the cell.
     """
-    room = llm.manifest.dims.max_seq_len
+    room, encoder = llm.manifest.dims.max_seq_len, llm.manifest.encoder
     for _, inputs, outputs in grid:
+        if encoder is not None:
+            if inputs > encoder.max_seq_len:
+                raise LlmcError(f"{inputs} tokens exceed the encoder's {encoder.max_seq_len}; "
+                                f"compile with a larger --mem_max_seq_len")
+            inputs = 0
         if inputs + outputs > room:
             raise LlmcError(f"{inputs} + {outputs} tokens exceed the KV cache of {room}; compile "
                             f"with a larger --max_seq_len")

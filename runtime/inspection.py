@@ -8,22 +8,29 @@ from llmc.runtime.manifest import Manifest
 
 
 def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
-    """Per chip: weights, KV cache of `batch_size` full sequences, heads and files, in bytes."""
+    """Per chip: weights, KV cache of `batch_size` full sequences and what an encoder makes of as
+    many prompts, heads and files, in bytes.
+    """
     length = manifest.dims.max_seq_len
     width = 4 if manifest.dtype == "float32" else 2
     chips = []
     for chip in manifest.chips:
         cache = sum(2 * width * layer.num_kv_heads * layer.head_dim * length
                     for layer in chip.cache)
+        memory = 0
+        if manifest.encoder is not None and chip.encoder is not None:
+            memory = sum(width * manifest.encoder.max_seq_len * int(tensor.shape[-1])
+                         for tensor in chip.encoder.outputs)
         chips.append({
             "rank": chip.rank, "weight_bytes": chip.weight_bytes,
-            "kv_cache_bytes": cache * batch_size,
+            "kv_cache_bytes": cache * batch_size, "memory_bytes": memory * batch_size,
             "num_heads": chip.num_heads[0], "num_kv_heads": chip.cache[0].num_kv_heads,
-            "steps": len(chip.steps),
+            "steps": len(chip.all_steps),
             "file_bytes": sum(f.size for f in manifest.files if f.path.startswith(f"{chip.path}/")),
         })
     return {
         "source": manifest.source.model_dump(), "dims": manifest.dims.model_dump(),
+        "encoder": manifest.encoder.model_dump() if manifest.encoder else None,
         "dtype": manifest.dtype, "tp_size": manifest.tp_size, "target": manifest.target.kind,
         "llmc_version": manifest.llmc_version, "ops": manifest.ops, "chips": chips,
         "passes": [report.model_dump() for report in manifest.passes],

@@ -322,6 +322,17 @@ def read_manifest(case_dir: str | Path) -> Manifest:
                         f"compile the model again") from error
 
 
+def refuse_encoder(manifest: Manifest, command: str) -> None:
+    """Refuse an encoder-decoder model where a command does not know them.
+
+    Raises:
+        LlmcError: it is one.
+    """
+    if manifest.encoder is not None:
+        raise LlmcError(f"llmc {command} is not there yet for encoder-decoder models, such as "
+                        f"'{manifest.source.architecture}'; it takes causal LMs")
+
+
 def json_schema() -> dict:
     """The JSON schema of `model_info.json`; `artifacts/model_info.schema.json` is this."""
     return Manifest.model_json_schema()

@@ -46,6 +46,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from llmc.compiler.frontend.raw import ENCODER_OUTPUT, HIDDEN_STATE
 from llmc.compiler.passes.fold import fold_constants
+from llmc.compiler.probe import data_tensors
 from llmc.compiler.rewrite import describe, tidy
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
@@ -65,20 +66,27 @@ class _Part:
 
     Args:
         layers: what configs call the number of its layers.
+        attentions: of each layer.
     """
 
     name: str
     layers: tuple[str, ...]
+    attentions: int = 1
 
     @property
     def causal(self) -> bool:
         """Whether its self-attention is."""
         return self.name != "encoder"
 
+    def layers_key(self, config: Any) -> str | None:
+        """What this config calls the number of its layers."""
+        return next((key for key in self.layers if isinstance(getattr(config, key, None), int)),
+                    None)
+
 
 _CAUSAL_LM = _Part("causal LM", ("num_hidden_layers",))
 _ENCODER = _Part("encoder", ("encoder_layers", "num_hidden_layers"))
-_DECODER = _Part("decoder", ("decoder_layers", "num_decoder_layers"))
+_DECODER = _Part("decoder", ("decoder_layers", "num_decoder_layers"), 2)
 
 
 def _sdpa(part, module, query, key, value, attention_mask, scaling=None, dropout=0.0,
@@ -136,6 +144,8 @@ class _Stateless(torch.nn.Module):
 class _Encoder(torch.nn.Module):
     """input_ids to what the decoder sees of them."""
 
+    model: Any
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -153,7 +163,7 @@ class _Decoder(torch.nn.Module):
 
     def forward(self, input_ids, encoder_output):
         return self.model(encoder_outputs=BaseModelOutput(last_hidden_state=encoder_output),
-                          decoder_input_ids=input_ids, use_cache=False, return_dict=False)[0]
+                          decoder_input_ids=input_ids, use_cache=False, return_dict=True).logits
 
 
 @dataclass
@@ -251,12 +261,14 @@ class _LayerPlan:
 
     Args:
         config: the truncated config.
+        part: what is exported.
         layers_name: the layers' place in the model, such as `model.layers`.
         picked: for each exported layer, the layer of the model that it is.
         group: for each layer of the model, its kind.
     """
 
     config: Any
+    part: _Part
     layers_name: str
     picked: list[int]
     group: list[int]
@@ -285,9 +297,13 @@ def _build(config: Any, part: _Part, trust_remote_code: bool) -> torch.nn.Module
                         f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}") from error
 
 
-def _find_layers(model: torch.nn.Module, count: int) -> tuple[str, torch.nn.ModuleList]:
+def _find_layers(model: Any, part: _Part, count: int) -> tuple[str, torch.nn.ModuleList]:
+    prefix = ""
+    if part is not _CAUSAL_LM:
+        inner = model.get_encoder() if part is _ENCODER else model.get_decoder()
+        prefix = next(f"{name}." for name, module in model.named_modules() if module is inner)
     found = [(name, module) for name, module in model.named_modules()
-             if isinstance(module, torch.nn.ModuleList) and len(module) == count
+             if name.startswith(prefix) and isinstance(module, torch.nn.ModuleList) and len(module) == count
              and all(any(True for _ in layer.parameters()) for layer in module)]
     if not found:
         raise _CannotRepeat(f"the model has no list of {count} layers")
@@ -308,15 +324,14 @@ def _signature(module: torch.nn.Module) -> tuple:
 
 
 def _plan_layers(config: Any, part: _Part, trust_remote_code: bool) -> _LayerPlan:
-    if part is not _CAUSAL_LM:
-        raise _CannotRepeat("not yet")
     text = _text_config(config)
-    count = getattr(text, "num_hidden_layers", None)
-    if not isinstance(count, int) or count < 1:
-        raise _CannotRepeat("the config has no num_hidden_layers")
+    key = part.layers_key(text)
+    if key is None or getattr(text, key) < 1:
+        raise _CannotRepeat(f"the config has no {' or '.join(part.layers)}")
+    count = getattr(text, key)
     with torch.device("meta"):
         full = _build(config, part, trust_remote_code)
-    name, layers = _find_layers(full, count)
+    name, layers = _find_layers(full, part, count)
     signatures = [_signature(layer) for layer in layers]
     kinds = list(dict.fromkeys(signatures))
     group = [kinds.index(signature) for signature in signatures]
@@ -324,15 +339,15 @@ def _plan_layers(config: Any, part: _Part, trust_remote_code: bool) -> _LayerPla
                     for index in [i for i, g in enumerate(group) if g == kind][:2])
     short = copy.deepcopy(config)
     short_text = _text_config(short)
-    for key, value in list(vars(short_text).items()):
+    for name_of_list, value in list(vars(short_text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
-            setattr(short_text, key, type(value)(value[i] for i in picked))
-    short_text.num_hidden_layers = len(picked)
+            setattr(short_text, name_of_list, type(value)(value[i] for i in picked))
+    setattr(short_text, key, len(picked))
     with torch.device("meta"):
-        _, few = _find_layers(_build(short, part, trust_remote_code), len(picked))
+        _, few = _find_layers(_build(short, part, trust_remote_code), part, len(picked))
     if [_signature(layer) for layer in few] != [signatures[i] for i in picked]:
         raise _CannotRepeat("a layer's settings depend on more than the config's lists")
-    return _LayerPlan(short, name, picked, group)
+    return _LayerPlan(short, part, name, picked, group)
 
 
 # The export itself.
@@ -358,8 +373,7 @@ def _export_graph(config: Any, part: _Part, layers_name: str | None,
             continue
         graph = _to_graph(program, layers_name)
         text = _text_config(config)
-        count = next(getattr(text, key) for key in part.layers if hasattr(text, key)) \
-            * (2 if part is _DECODER else 1)
+        count = getattr(text, part.layers_key(text) or "num_hidden_layers") * part.attentions
         if implementation == _ATTENTION and sum(n.op == "Sdpa" for n in graph.nodes) < count:
             reasons.append("the model bypasses transformers' attention interface")
             continue
@@ -563,7 +577,7 @@ def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
                                 f"the config but not in the graph")
         if index > 0 or kind not in template:
             template[kind] = index  # a later copy shows what it takes from the layer before
-    first = layers[0]
+    first, names = layers[0], [output.name for output in graph.outputs]
     first.carried_out.name = HIDDEN_STATE.format(0)
     last_exported = layers[-1].carried_out
     readers = [reader for reader in last_exported.outputs
@@ -582,8 +596,9 @@ def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
         for position, tensor in enumerate(reader.inputs):
             if tensor is last_exported:
                 reader.inputs[position] = hidden
-    if any(output is last_exported for output in graph.outputs):
-        raise _CannotRepeat("the last layer's output is the model's")
+    graph.outputs = [hidden if output is last_exported else output for output in graph.outputs]
+    for output, name in zip(graph.outputs, names, strict=True):
+        output.name = name
     for exported in layers[1:]:
         for node in exported.nodes:
             node.inputs.clear()
@@ -592,7 +607,8 @@ def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
     graph.nodes.extend([*outside, *clones])
     tidy(graph)
     order = [node.attrs["layer"] for node in graph.nodes if node.op == "Sdpa"]
-    if order != list(range(len(order))):
+    expected = [layer for layer in range(len(plan.group)) for _ in range(plan.part.attentions)]
+    if plan.part.causal and order != expected:
         raise _CannotRepeat("attention layers are not in the order of the layers")
     return graph
 
@@ -600,6 +616,7 @@ def _repeat(graph: gs.Graph, plan: _LayerPlan) -> gs.Graph:
 def _cut_layers(graph: gs.Graph, count: int) -> list[_Layer]:
     """The nodes of each layer, by the tags that their names carry."""
     tag = {id(node): node.name.split("|")[0] for node in graph.nodes}
+    _untag_shared(graph, tag)
     position = {id(node): index for index, node in enumerate(graph.nodes)}
     groups: list[list[gs.Node]] = [[] for _ in range(count)]
     for node in graph.nodes:
@@ -614,7 +631,8 @@ def _cut_layers(graph: gs.Graph, count: int) -> list[_Layer]:
         before = {id(t) for node in groups[index - 1] for t in node.outputs} if index else set()
         taken = {id(t): t for node in nodes for t in node.inputs if id(t) in before}
         handed = {id(t): t for node in nodes for t in node.outputs
-                  if any(id(reader) not in inside for reader in t.outputs)}
+                  if any(id(reader) not in inside for reader in t.outputs)
+                  or any(t is output for output in graph.outputs)}
         if len(handed) != 1 or (index and len(taken) != 1):
             raise _CannotRepeat(f"layer {index} takes {len(taken)} tensors from the layer before "
                                 f"and hands on {len(handed)}")
@@ -625,6 +643,25 @@ def _cut_layers(graph: gs.Graph, count: int) -> list[_Layer]:
         layers.append(_Layer(sorted(nodes, key=lambda node: position[id(node)]),
                              next(iter(taken.values()), None), next(iter(handed.values()))))
     return layers
+
+
+def _untag_shared(graph: gs.Graph, tag: dict[int, str]) -> None:
+    """Take out of the layers what one computes for others from nothing but the tokens' number and
+    places, such as the bias of scores that T5's first layer makes for all.
+    """
+    data = data_tensors(graph)
+    computed = {id(t) for node in graph.nodes for t in node.outputs if id(t) in data}
+    for node in graph.nodes:  # and what is computed from their shapes
+        if any(id(t) in computed for t in node.inputs):
+            computed.update(id(t) for t in node.outputs)
+    stack = [node for node in graph.nodes if tag[id(node)] and any(
+        id(t) not in computed and any(tag[id(reader)] not in ("", tag[id(node)])
+                                      for reader in t.outputs) for t in node.outputs)]
+    while stack:
+        node = stack.pop()
+        if tag[id(node)]:
+            tag[id(node)] = ""
+            stack.extend(t.inputs[0] for t in node.inputs if t.inputs)
 
 
 def _canonical(layer: _Layer, prefix: str, index: int) -> list:
@@ -691,7 +728,7 @@ def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int) ->
             made[id(result)] = gs.Variable(name, result.dtype, result.shape)
             outputs.append(made[id(result)])
         attrs = dict(node.attrs)
-        if node.op == "Sdpa":
+        if node.op == "Sdpa" and attrs["layer"] >= 0:
             attrs["layer"] = new
         nodes.append(gs.Node(op=node.op, name=f"layers.{new}.{node.name}", domain=node.domain,
                              attrs=attrs, inputs=inputs, outputs=outputs))

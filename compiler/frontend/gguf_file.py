@@ -29,6 +29,9 @@ def load_gguf(path: Path) -> RawModel:
     except Exception as error:  # gguf and transformers raise many kinds for a bad file
         first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
         raise LlmcError(f"'{path}' cannot be read as GGUF ({first})") from error
+    if config.is_encoder_decoder:
+        raise LlmcError(f"'{path}' holds an encoder-decoder model, which llmc reads from a Hugging "
+                        f"Face directory only; give that")
     exported = export(config, _tensors(path, reader, config), str(path))
     plain = config.to_dict()
     if not plain.get("architectures"):

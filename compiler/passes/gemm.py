@@ -80,7 +80,7 @@ def _check_linear(node: gs.Node, present: dict[int, gs.Constant]) -> _Linear | N
         return NoMatch("the weight is not a matrix", matrix)
     if node.op == "MatMul" or not node.attrs.get("transB", 0):
         values = values.transpose()
-    matrix = present.get(id(values)) or gs.Constant(_plain(matrix.name), values)
+    matrix = present.setdefault(id(values), gs.Constant(_plain(matrix.name), values))
     if node.op == "MatMul":
         return _Linear(node, matrix, None)
     if node.attrs.get("alpha", 1.0) != 1.0 or node.attrs.get("beta", 1.0) != 1.0 \

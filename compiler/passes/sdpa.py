@@ -2,7 +2,8 @@
 
 Given:   Softmax(Q·Kᵀ · scale (softcap) + mask) · V, from eager or sdpa attention, or
          Attention(Q, K, V, mask) of ONNX
-Result:  Sdpa(Q, K, V) {scale, window, softcap, causal, layer}; Q, K, V are [batch, heads, seq, head_dim]
+Result:  Sdpa(Q, K, V) {scale, window, softcap, causal, layer}; Q, K, V are [batch, heads, seq,
+         head_dim]
 
 The frontend emits Sdpa itself where a model lets it. Elsewhere the mask is evaluated at several
 lengths and must be causal, perhaps with a sliding window; anything else is refused.

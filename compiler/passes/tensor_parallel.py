@@ -124,12 +124,12 @@ def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
         elif is_llmc(node, "GemmBiasAct", "GemmBiasRes", "GatedMLP"):
             _plan_gemm(graph, node, plan, is_head=node is head)
         elif is_llmc(node, *ATTENTION):
-            cut = [id(tensor) in plan.columns for tensor in
-                   node.inputs[:1 if node.op == "CausalAttention" else 3]]
-            if any(cut) and not all(cut):
+            divided = [id(tensor) in plan.columns for tensor in
+                       node.inputs[:1 if node.op == "CausalAttention" else 3]]
+            if any(divided) and not all(divided):
                 raise LlmcError(f"{describe(node)} cannot be divided among chips, as not all of "
                                 f"its inputs can; compile with --tp_size 1")
-            if cut[0]:
+            if divided[0]:
                 share = plan.shares[id(node.inputs[0])]
                 dim = node.attrs["head_dim"]
                 plan.sharded_nodes.add(id(node))

@@ -42,7 +42,7 @@ class CpuEngine:
         self._communicator = communicator
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         segments = [step for step in chip.all_steps if isinstance(step, GraphStep)]
-        options = _session_options(placement, len(segments), threads)
+        options = _session_options(placement, len(chip.steps), threads)
         self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
         self._caches, self._memory = _allocate(manifest, chip, max_batch_size)
         self._outputs = {step.path: self._made(step) for step in segments}
@@ -201,13 +201,13 @@ def _allocate(manifest: Manifest, chip: Chip, max_batch_size: int) -> \
     return caches, memory
 
 
-def _session_options(placement: Placement, segments: int, threads: int) -> ort.SessionOptions:
+def _session_options(placement: Placement, steps: int, threads: int) -> ort.SessionOptions:
     """Threads for one rank: a pool of its own, or where many graphs would each have one, the pool
     of the process.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is raised
-    if segments > 1 and len(placement.cores) > 1 and not placement.pinned:
+    if steps > 1 and len(placement.cores) > 1 and not placement.pinned:
         _make_shared_pool(threads)
         options.use_per_session_threads = False
         return options
@@ -217,7 +217,7 @@ def _session_options(placement: Placement, segments: int, threads: int) -> ort.S
         options.add_session_config_entry(
             "session.intra_op_thread_affinities",
             ";".join(str(core + 1) for core in placement.cores[1:]))
-    if segments > 1:  # those that wait must not keep cores busy
+    if steps > 1:  # those that wait must not keep cores busy
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 

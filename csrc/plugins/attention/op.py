@@ -16,8 +16,8 @@ anything between are the same op with other lengths.
                             With it position p < past_lens[b] of sequence b is in cache row
                             cache_indirection[b, p], which had it filled before; what it says of
                             later positions is not read, and new tokens go to row b
-    distance_bias           [num_heads, distances], added to the score of query i and key j in column
-                            i - j, or where there are not so many, in the last; absent: nothing
+    distance_bias           [num_heads, distances]; absent: none. Column i - j, or the last where
+                            there are not so many, is added to the score of query i and key j
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
@@ -230,7 +230,8 @@ def _weights(fields, present, position):
 
 
 def _distance_bias(fields):
-    """The bias of queries i, [B, S, 1], and positions j, [L]: [B, kv_heads, heads / kv_heads, S, L].
+    """Lines for `bias` of queries i, [B, S, 1], and positions j, [L]: [B, kv_heads, heads /
+    kv_heads, S, L].
     """
     return ["ahead = Sub(i, j)", "distance = Max(ahead, zero)",
             "distances = Shape<start=1, end=2>(distance_bias)",

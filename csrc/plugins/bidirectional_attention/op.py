@@ -1,16 +1,16 @@
 """Attention of packed queries to all keys of their sequence: an encoder's, and a decoder's to it.
 
-Sequence b has queries in rows cu_seqlens[b] to cu_seqlens[b + 1], and keys and values in key_lens[b]
-rows from key_starts[b] on. Sequences may have the same keys: the beams of a prompt do.
+Sequence b has queries in rows cu_seqlens[b] to cu_seqlens[b + 1], and keys and values in
+key_lens[b] rows from key_starts[b] on. Sequences may have the same keys: the beams of a prompt do.
 
     query           [num_tokens, num_heads * head_dim]
     key, value      [num_keys, num_kv_heads * head_dim]
     cu_seqlens      int32 [batch + 1]
     key_starts      int32 [batch]; with key_lens absent: a sequence's keys are in its queries' rows
     key_lens        int32 [batch]
-    distance_bias   [num_heads, 2 * n + 1], added to the score of query i and key j, counted in
-                    their sequence, in column n + j - i, or where there are not so many, in the
-                    first or the last; absent: nothing
+    distance_bias   [num_heads, 2 * n + 1]; absent: none. Column n + j - i, or the first or the last
+                    where there are not so many, is added to the score of query i and key j, both
+                    counted in their sequence
     out             [num_tokens, num_heads * head_dim]
 
 `scale` 0 means head_dim ** -0.5.
