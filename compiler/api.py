@@ -242,6 +242,10 @@ def _share_weights(encoder: gs.Graph, decoder: gs.Graph) -> None:
 
 def _describe_encoder(raw: RawModel, max_seq_len: int) -> EncoderInfo:
     assert raw.encoder is not None
+
+    def ids(key: str) -> tuple[int, ...]:  # the config's own are not for generation
+        return replace(raw, config={}).token_ids(key)
+
     start = raw.token_ids("decoder_start_token_id") or raw.token_ids("bos_token_id")
     if not start:
         raise LlmcError(f"'{raw.architecture}' does not say which token its decoder begins with; "
@@ -252,8 +256,8 @@ def _describe_encoder(raw: RawModel, max_seq_len: int) -> EncoderInfo:
         num_layers=len(attention), max_seq_len=max_seq_len,
         vocab_size=weight(table).shape[0],
         decoder_start_token_id=start[0],
-        forced_bos_token_ids=raw.token_ids("forced_bos_token_id"),
-        forced_eos_token_ids=raw.token_ids("forced_eos_token_id"),
+        forced_bos_token_ids=ids("forced_bos_token_id"),
+        forced_eos_token_ids=ids("forced_eos_token_id"),
         bad_words=tuple(map(tuple, raw.generation.get("bad_words_ids") or ())))
 
 

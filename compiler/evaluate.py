@@ -106,8 +106,8 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
     Raises:
         LlmcError: a file cannot be read, the text is too short, or an argument is out of range.
     """
-    text = _read_text(data)
     refuse_encoder(read_manifest(case_dir), "eval")
+    text = _read_text(data)
     with LLM(case_dir, device=device, max_batch_size=1) as llm:
         dims = llm.manifest.dims
         allowed = _tolerance(tolerance, hf_dir, PERPLEXITY_TOLERANCES[llm.manifest.dtype])
@@ -159,6 +159,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     Raises:
         LlmcError: a file cannot be read, an article is too long, rouge_score is not installed.
     """
+    refuse_encoder(read_manifest(case_dir), "eval")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:
@@ -167,7 +168,6 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     articles = read_articles(data or ARTICLES)
     if max_tokens is None:
         max_tokens = _MAX_TOKENS
-    refuse_encoder(read_manifest(case_dir), "eval")
     with LLM(case_dir, device=device) as llm:
         manifest, tokenizer = llm.manifest, _tokenizer(llm)
         allowed = _tolerance(tolerance, hf_dir, ROUGE_TOLERANCES[manifest.dtype])

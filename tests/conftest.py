@@ -1,13 +1,15 @@
 """A tiny model with a tokenizer, and its case directories."""
 
+import functools
 import shutil
 
 import families
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import llmc
+from llmc.compiler.frontend import load
 
 VOCAB = 300
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -41,6 +43,30 @@ def tiny_model(tiny_hf):
     from transformers import AutoModelForCausalLM
     return AutoModelForCausalLM.from_pretrained(tiny_hf, dtype=torch.float32,
                                                 attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def encoder_decoder(tmp_path_factory):
+    """Called with a name in families: the tiny model, its export, and its case directories."""
+    @functools.cache
+    def make(name):
+        root = tmp_path_factory.mktemp(name)
+        model = families.tiny_encoder_decoder(name)
+        hf_dir = families.save(model, root / "hf")
+        write_word_tokenizer(hf_dir, model.config.eos_token_id)
+        raw = load(hf_dir)
+        assert not raw.notes, raw.notes
+        return model, raw, families.compile_encoder_decoder(raw, root)
+    return make
+
+
+def write_word_tokenizer(directory, end_id):
+    """Token i is the word `wi`; a text ends with the end token."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(families.VOCAB)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A w{end_id}", special_tokens=[(f"w{end_id}", end_id)])
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from llmc.compiler import api
-from llmc.compiler.frontend import load
+from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.passes.tensor_parallel import partition
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Target
@@ -76,6 +76,49 @@ UNPLANNED = {
     "vaultgemma": {**_HEADS, "sliding_window": 8},
 }
 
+_T5 = dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=100, num_layers=3, num_decoder_layers=2,
+           num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20,
+           decoder_start_token_id=0)
+_BART = dict(vocab_size=VOCAB, d_model=64, encoder_layers=2, decoder_layers=3, encoder_ffn_dim=100,
+             decoder_ffn_dim=100, encoder_attention_heads=4, decoder_attention_heads=4,
+             max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+             decoder_start_token_id=2)
+ENCODER_DECODERS = {
+    "t5": ("t5", _T5),
+    "t5-gated": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+                        "relative_attention_num_buckets": 32,
+                        "relative_attention_max_distance": 128}),
+    "bart": ("bart", _BART),
+    "marian": ("marian", {**_BART, "eos_token_id": 0, "pad_token_id": 100, "forced_eos_token_id": 0,
+                          "decoder_start_token_id": 100, "decoder_vocab_size": VOCAB}),
+}
+UNPLANNED_ENCODER_DECODERS = {
+    "umt5": ("umt5", _T5),
+    "mbart": ("mbart", _BART),
+    "pegasus": ("pegasus", _BART),
+    "blenderbot": ("blenderbot", _BART),
+}
+
+
+def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
+    """A random model that says something else about each prompt."""
+    family, known = {**ENCODER_DECODERS, **UNPLANNED_ENCODER_DECODERS}[name]
+    config = AutoConfig.for_model(family, **{**known, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    spread = 0.2 if hasattr(config, "d_kv") else 0.35  # T5 does not scale its scores
+    for key, parameter in model.named_parameters():
+        gain = parameter.dim() == 1 and key.endswith("weight")
+        if parameter.requires_grad:  # Marian's and Pegasus's positions are sines
+            torch.nn.init.normal_(parameter, float(gain), spread if parameter.dim() > 1 else 0.1,
+                                  generator)
+    for buffer in model.buffers():
+        torch.nn.init.normal_(buffer, 0.0, 0.3, generator)
+    if name == "marian":
+        model.generation_config.bad_words_ids = [[100]]
+    return model
+
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
@@ -114,6 +157,23 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]
         made[tp_size].mkdir()
         api.write(raw, replace(lowered, graphs=graphs), Target(kind="cpu"), Options(),
                   made[tp_size])
+    return made
+
+
+def copy_raw(raw: RawModel) -> RawModel:
+    """To consume, of an encoder-decoder model."""
+    return replace(raw, graph=raw.graph.copy(), encoder=raw.encoder.copy())
+
+
+def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
+    """Case directories for beam search, and for two chips, from one export."""
+    made = {}
+    for name, tp_size, beams in (("beams", 1, 4), ("tp2", 2, 1)):
+        copied = copy_raw(raw)
+        lowered = api.lower(copied, tp_size, None, max_beam_width=beams)
+        made[name] = root / name
+        made[name].mkdir()
+        api.write(copied, lowered, Target(kind="cpu"), Options(), made[name])
     return made
 
 

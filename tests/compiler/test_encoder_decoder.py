@@ -1,0 +1,146 @@
+"""Encoder-decoder models against transformers: logits of every step, and what the graphs hold."""
+
+from dataclasses import replace
+
+import families
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import pytest
+import torch
+
+import llmc
+from llmc.compiler import api
+
+PREFILL, STEPS = 5, 12
+
+
+def reference_logits(model, source, tokens):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([tokens]),
+                     use_cache=False).logits[0].numpy()
+
+
+def check(model, raw, cases):
+    rng = np.random.default_rng(3)
+    sources = [rng.integers(3, 100, length).tolist() for length in (60, 7, 23)]
+    rows = [rng.integers(3, 100, PREFILL + STEPS).tolist() for _ in sources]
+    cuts = [PREFILL, 1, PREFILL - 2]
+    expected = [reference_logits(model, *both) for both in zip(sources, rows, strict=True)]
+    for case in cases.values():
+        with llmc.LLM(case) as llm:
+            families.assert_close(llm.logits(rows[0], sources[0]), expected[0])
+            session = llm.session(3, sources)
+            got = session.extend([row[:cut] for row, cut in zip(rows, cuts, strict=True)])
+            for step in range(STEPS):
+                wanted = [truth[cut + step - 1] for truth, cut in zip(expected, cuts, strict=True)]
+                families.assert_close(got, np.stack(wanted))
+                got = session.extend([[row[cut + step]]
+                                      for row, cut in zip(rows, cuts, strict=True)])
+
+
+@pytest.mark.parametrize("name", families.ENCODER_DECODERS)
+def test_logits_of_every_step_equal_transformers_at_one_and_two_chips(name, encoder_decoder):
+    check(*encoder_decoder(name))
+
+
+@pytest.mark.parametrize("name", families.UNPLANNED_ENCODER_DECODERS)
+def test_an_encoder_decoder_that_nobody_planned_for_just_works(name, encoder_decoder):
+    check(*encoder_decoder(name))
+
+
+def test_the_encoder_makes_the_keys_and_values_that_the_decoder_sees_of_it(encoder_decoder):
+    _, _, cases = encoder_decoder("bart")
+    for chip in ("chip0", "chip1"):
+        encoder, decoder = (onnx.load(cases["tp2"] / chip / f"{name}.onnx",
+                                      load_external_data=False).graph
+                            for name in ("encoder", "graph"))
+        memory = {f"memory_{kind}_{layer}" for kind in ("key", "value") for layer in range(3)}
+        assert {tensor.name for tensor in encoder.output} == memory
+        given = {tensor.name for tensor in decoder.input}
+        assert memory | {"memory_starts", "encoder_sequence_length"} <= given
+        cross = [node for node in decoder.node if node.op_type == "BidirectionalAttention"]
+        assert len(cross) == 3 and all(set(node.input[1:3]) <= memory for node in cross)
+        projections = {"model.decoder.layers.0.encoder_attn.k_proj.weight",
+                       "model.decoder.layers.2.encoder_attn.v_proj.weight"}
+        assert projections <= {tensor.name for tensor in encoder.initializer}
+        assert not projections & {tensor.name for tensor in decoder.initializer}
+        width = next(t for t in encoder.output).type.tensor_type.shape.dim[1].dim_value
+        assert width == 32  # half of the heads
+
+
+def test_what_encoder_and_decoder_share_is_stored_once(encoder_decoder):
+    model, _, cases = encoder_decoder("t5")
+    manifest = llmc.LLM(cases["beams"]).manifest
+    tied = model.shared.weight.numel() * 4
+    parameters = sum(p.numel() for p in model.parameters()) * 4
+    assert manifest.chips[0].weight_bytes < parameters + tied // 2
+
+
+def test_t5_s_biases_are_read_for_every_distance(encoder_decoder):
+    model, raw, _ = encoder_decoder("t5-gated")
+    lowered = api.lower(families.copy_raw(raw), 1, 600, mem_max_seq_len=600)
+    for graph, stack, side in ((lowered.encoders[0], model.encoder, 1),
+                               (lowered.graphs[0], model.decoder, 0)):
+        node = next(n for n in graph.nodes if "distance_bias" in n.inputs[-1].name)
+        table = node.inputs[-1]._values.load()
+        with torch.no_grad():
+            truth = stack.block[0].layer[0].SelfAttention.compute_bias(600, 600)[0].numpy()
+        reach = (table.shape[1] - 1) // (1 + side)
+        for query in (0, 17, 300, 599):
+            keys = np.arange(600 if side else query + 1)
+            columns = np.clip(keys - query, -reach, reach) + reach if side else \
+                np.minimum(query - keys, reach)
+            np.testing.assert_array_equal(table[:, columns], truth[:, query, keys])
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt", "tensorrt_rtx"])
+def test_other_targets_refuse_in_one_sentence(target, encoder_decoder, tmp_path, monkeypatch):
+    _, raw, _ = encoder_decoder("t5")
+    monkeypatch.setattr(api.TARGETS[target], "describe", lambda options: None)
+    monkeypatch.setattr(api, "load", lambda *args, **options: raw)
+    with pytest.raises(llmc.LlmcError, match=f"'T5ForConditionalGeneration' is an encoder-decoder "
+                                             f"model, which is not there yet for target "
+                                             f"'{target}'; compile it with --target cpu"):
+        llmc.compile("t5", tmp_path / "case", target=target,
+                     dtype=api.TARGETS[target].DTYPES[0])
+
+
+@pytest.mark.parametrize(("name", "options", "match"), [
+    ("bart", {"mem_max_seq_len": 65}, "mem_max_seq_len 65 is not possible: .* allowed: 2 to 64"),
+    ("bart", {"max_seq_len": 65}, "max_seq_len 65 is not possible: .* allowed: 2 to 64"),
+    ("t5", {"tp_size": 5}, "tp_size 5 exceeds num_attention_heads 4"),
+])
+def test_a_limit_of_the_model_is_named(name, options, match, encoder_decoder):
+    _, raw, _ = encoder_decoder(name)
+    with pytest.raises(llmc.LlmcError, match=match):
+        api.lower(families.copy_raw(raw), **{"tp_size": 1, "max_seq_len": None, **options})
+
+
+def test_a_causal_lm_has_no_encoder_to_limit(tiny_hf, tmp_path):
+    with pytest.raises(llmc.LlmcError, match="'LlamaForCausalLM' has no encoder; leave it out"):
+        llmc.compile(tiny_hf, tmp_path / "case", mem_max_seq_len=8)
+
+
+def test_a_model_that_does_not_say_where_its_decoder_begins(encoder_decoder):
+    _, raw, _ = encoder_decoder("t5")
+    silent = replace(families.copy_raw(raw), config={"architectures": ["X"]}, generation={})
+    with pytest.raises(llmc.LlmcError, match="'X' does not say which token its decoder begins "
+                                             "with; put decoder_start_token_id into generation_c"):
+        api.lower(silent, 1, None)
+
+
+def test_what_else_reads_the_encoder_is_an_error(encoder_decoder):
+    _, raw, _ = encoder_decoder("bart")
+    copied = families.copy_raw(raw)
+    graph = copied.graph
+    source = next(tensor for tensor in graph.inputs if tensor.name == "encoder_output")
+    norm = next(node for node in graph.nodes if node.op == "LayerNormalization")
+    total = gs.Variable("total", np.float32, norm.outputs[0].shape)
+    for reader in list(norm.outputs[0].outputs):
+        reader.inputs = [total if tensor is norm.outputs[0] else tensor
+                         for tensor in reader.inputs]
+    graph.nodes.append(gs.Node("Add", "total", inputs=[norm.outputs[0], source], outputs=[total]))
+    with pytest.raises(llmc.LlmcError, match="Add 'total' reads 'encoder_output', which comes from "
+                                             "the encoder, otherwise than as attention's keys"):
+        api.lower(copied, 1, None)
