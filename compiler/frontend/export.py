@@ -303,7 +303,8 @@ def _find_layers(model: Any, part: _Part, count: int) -> tuple[str, torch.nn.Mod
         inner = model.get_encoder() if part is _ENCODER else model.get_decoder()
         prefix = next(f"{name}." for name, module in model.named_modules() if module is inner)
     found = [(name, module) for name, module in model.named_modules()
-             if name.startswith(prefix) and isinstance(module, torch.nn.ModuleList) and len(module) == count
+             if name.startswith(prefix) and isinstance(module, torch.nn.ModuleList)
+             and len(module) == count
              and all(any(True for _ in layer.parameters()) for layer in module)]
     if not found:
         raise _CannotRepeat(f"the model has no list of {count} layers")

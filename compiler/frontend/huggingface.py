@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.compiler.frontend import sentencepiece_pair
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
@@ -168,7 +169,11 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
             shutil.copyfile(directory / name, target / name)
-    if not (target / "tokenizer.json").is_file() and any(target.iterdir()):
+    if (target / "tokenizer.json").is_file():
+        return
+    if (directory / sentencepiece_pair.SOURCE).is_file():
+        sentencepiece_pair.write_tokenizer(directory, target)
+    elif any(target.iterdir()):
         from transformers import AutoTokenizer
         try:
             AutoTokenizer.from_pretrained(directory).save_pretrained(target)

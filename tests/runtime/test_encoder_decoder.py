@@ -78,7 +78,7 @@ def test_greedy_tokens_are_those_of_transformers(name, count, loaded):
 
 def test_different_prompts_lead_to_different_tokens(loaded):
     for name in NAMES:
-        model, llm = loaded(name)
+        _, llm = loaded(name)
         got = llm.generate([row for seed in range(3) for row in prompts(seed)],
                            SamplingParams(max_tokens=16))
         assert len({completion.token_ids for completion in got}) > 4
