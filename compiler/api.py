@@ -251,7 +251,8 @@ def _describe_encoder(raw: RawModel, max_seq_len: int) -> EncoderInfo:
         raise LlmcError(f"'{raw.architecture}' does not say which token its decoder begins with; "
                         f"put decoder_start_token_id into generation_config.json")
     attention = [node for node in raw.encoder.nodes if is_llmc(node, "BidirectionalAttention")]
-    table = next(node for node in raw.encoder.nodes if is_llmc(node, "Embedding")).inputs[1]
+    table = next(node for node in raw.encoder.nodes if is_llmc(node, "Embedding")
+                 and node.inputs[0].name == "input_ids").inputs[1]
     return EncoderInfo(
         num_layers=len(attention), max_seq_len=max_seq_len,
         vocab_size=weight(table).shape[0],

@@ -96,7 +96,8 @@ UNPLANNED_ENCODER_DECODERS = {
     "umt5": ("umt5", _T5),
     "mbart": ("mbart", _BART),
     "pegasus": ("pegasus", _BART),
-    "blenderbot": ("blenderbot", _BART),
+    "blenderbot-small": ("blenderbot-small", _BART),
+    "m2m_100": ("m2m_100", _BART),
 }
 
 
@@ -113,8 +114,9 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
         if parameter.requires_grad:  # Marian's and Pegasus's positions are sines
             torch.nn.init.normal_(parameter, float(gain), spread if parameter.dim() > 1 else 0.1,
                                   generator)
-    for buffer in model.buffers():
-        torch.nn.init.normal_(buffer, 0.0, 0.3, generator)
+    for key, buffer in model.named_buffers():
+        if key in model.state_dict():  # logit biases; tables of positions are not saved
+            torch.nn.init.normal_(buffer, 0.0, 0.3, generator)
     if name == "marian":
         model.generation_config.bad_words_ids = [[100]]
     return model

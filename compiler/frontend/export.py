@@ -85,7 +85,7 @@ class _Part:
 
 
 _CAUSAL_LM = _Part("causal LM", ("num_hidden_layers",))
-_ENCODER = _Part("encoder", ("encoder_layers", "num_hidden_layers"))
+_ENCODER = _Part("encoder", ("encoder_layers", "num_encoder_layers", "num_hidden_layers"))
 _DECODER = _Part("decoder", ("decoder_layers", "num_decoder_layers"), 2)
 
 

@@ -1,7 +1,13 @@
-"""Fuse the token embedding with its scale and with learned positions.
+"""Fuse the token embedding with its scale and with positions.
 
 Given:   Gather(W, input_ids) → Mul(scale) → Add(Gather(P, position_ids + offset))
 Result:  Embedding(input_ids, W, position_ids, P[offset:]) {scale}
+
+Given:   Gather(P, position_ids + offset), added later
+Result:  Embedding(position_ids, P[offset:])
+
+Positions that are counted from the tokens that are not padding, of which packed tokens have none,
+are evaluated into a table.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from llmc.compiler.rewrite import (
     scalar,
     weight,
 )
+from llmc.compiler.weights import Weight
 
 _INDEX_OPS = ELEMENTWISE | LAYOUT | {"Range", "Shape", "CumSum", "ConstantOfShape"}
 
@@ -42,7 +49,9 @@ def embedding(graph: gs.Graph, settings: Settings, report: Report) -> None:
     data = data_tensors(graph)
     rule = Rule("embedding", frozenset({"Gather"}),
                 lambda node, settings: _check(graph, node, data, settings), _rewrite)
-    apply_rules(graph, [rule], settings, report)
+    alone = Rule("positions", frozenset({"Gather"}),
+                 lambda node, settings: _check_positions(node, data, settings), _rewrite_positions)
+    apply_rules(graph, [rule, alone], settings, report)
 
 
 def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings) -> \
@@ -67,6 +76,10 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings) -
             positions = _position_table(other, data, settings)
             if isinstance(positions, NoMatch):
                 return positions
+        elif users[0].op == "Add" and positions is None:
+            positions = _counted_positions(other, data, settings)
+            if positions is None:
+                break
         else:
             break
         output = users[0].outputs[0]
@@ -97,12 +110,64 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
     return gs.Constant(table.name, values.take_rows(np.arange(offset, values.shape[0])))
 
 
+def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
+        gs.Constant | None:
+    """What is added at each position, where tokens matter only in being the padding or not."""
+    piece = cone(tensor, data, _INDEX_OPS)
+    if isinstance(piece, NoMatch) or any(t.inputs for t in piece.inputs):
+        return None
+    readers = [node for node in piece.nodes if any(t.name == "input_ids" for t in node.inputs)]
+    padding = {scalar(t) for node in readers if node.op == "Equal" for t in node.inputs} - {None}
+    if len(padding) != 1 or any(node.op not in ("Shape", "Equal") for node in readers):
+        return None
+    weights = {t.name: weight(t).load() for t in piece.inputs if isinstance(t, gs.Constant)}
+
+    def at(length: int) -> np.ndarray:
+        feeds = token_feeds(1, length)
+        feeds["input_ids"] += int(next(iter(padding))) + 1
+        return piece.run({**feeds, **weights})
+
+    try:
+        table, few = at(settings.max_seq_len), at(3)
+    except RuntimeError:
+        return None
+    if table.ndim != 3 or not np.array_equal(table[:, :3], few[:, :settings.max_seq_len]):
+        return None
+    return gs.Constant(f"positions.{tensor.name}", Weight.of(table[0]))
+
+
+@dataclass(frozen=True)
+class _Positions:
+    table: gs.Constant
+    output: gs.Tensor
+
+
+def _check_positions(node: gs.Node, data: set[int], settings: Settings) -> _Positions | None:
+    """A position table that was not added to the token embedding at once."""
+    output = node.outputs[0]
+    if weight(node.inputs[0]) is None or id(output) in data or output.shape is None \
+            or len(output.shape) not in (2, 3) or output.shape[-2] != "seq":
+        return None
+    table = _position_table(output, data, settings)
+    return None if isinstance(table, NoMatch) else _Positions(table, output)
+
+
+def _rewrite_positions(graph: gs.Graph, match: _Positions, settings: Settings) -> None:
+    match.output.shape = ["batch", "seq", match.output.shape[-1]]
+    replace(graph, "Embedding", [_position_ids(graph), match.table], [match.output])
+
+
 def _rewrite(graph: gs.Graph, match: _Embedding, settings: Settings) -> None:
     inputs = [match.ids, match.table]
     if match.positions is not None:
-        position_ids = next((t for t in graph.inputs if t.name == "position_ids"), None)
-        if position_ids is None:
-            position_ids = gs.Variable("position_ids", np.int64, match.ids.shape)
-            graph.inputs.append(position_ids)
-        inputs += [position_ids, match.positions]
+        inputs += [_position_ids(graph), match.positions]
     replace(graph, "Embedding", inputs, [match.output], {"scale": match.scale})
+
+
+def _position_ids(graph: gs.Graph) -> gs.Variable:
+    """The graph's input of this name, made on first use."""
+    found = next((t for t in graph.inputs if t.name == "position_ids"), None)
+    if found is None:
+        found = gs.Variable("position_ids", np.int64, ["batch", "seq"])
+        graph.inputs.append(found)
+    return found
