@@ -1,4 +1,4 @@
-"""llmc: compile a Hugging Face causal language model ahead of time, and run what came out."""
+"""llmc: compile a Hugging Face language model ahead of time, and run what came out."""
 
 from __future__ import annotations
 

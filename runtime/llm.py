@@ -198,7 +198,8 @@ class LLM:
         iterator stops the work.
 
         Args:
-            prompts: one or several, each text or token ids; a batch may have unequal lengths.
+            prompts: one or several, each text or token ids; a batch may have unequal lengths. They
+                are what an encoder reads, where the model has one.
             params: for all prompts, or one for each; None for `SamplingParams()`.
 
         Raises:
@@ -265,7 +266,8 @@ class LLM:
             messages: each with `role` and `content`.
 
         Raises:
-            LlmcError: the model has no chat template, or it refuses the messages.
+            LlmcError: the model has no chat template, or it refuses the messages; or it is an
+                encoder-decoder model.
         """
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "

@@ -76,7 +76,7 @@ UNPLANNED = {
     "vaultgemma": {**_HEADS, "sliding_window": 8},
 }
 
-_T5 = dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=100, num_layers=3, num_decoder_layers=2,
+_T5 = dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=100, num_layers=4, num_decoder_layers=4,
            num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20,
            decoder_start_token_id=0)
 _BART = dict(vocab_size=VOCAB, d_model=64, encoder_layers=2, decoder_layers=3, encoder_ffn_dim=100,
@@ -90,7 +90,8 @@ ENCODER_DECODERS = {
                         "relative_attention_max_distance": 128}),
     "bart": ("bart", _BART),
     "marian": ("marian", {**_BART, "eos_token_id": 0, "pad_token_id": 100, "forced_eos_token_id": 0,
-                          "decoder_start_token_id": 100, "decoder_vocab_size": VOCAB}),
+                          "decoder_start_token_id": 100, "decoder_vocab_size": VOCAB,
+                          "scale_embedding": True, "activation_function": "swish"}),
 }
 UNPLANNED_ENCODER_DECODERS = {
     "umt5": ("umt5", _T5),

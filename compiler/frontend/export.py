@@ -22,7 +22,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -113,16 +113,24 @@ def _sdpa(part, module, query, key, value, attention_mask, scaling=None, dropout
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_mask(rule: Callable[..., torch.Tensor], part: _Part) -> None:
-    """Evaluate which keys a model lets a query see; refuse what the attention node does not do."""
+def _check_masks(rules: Sequence[Callable[..., torch.Tensor]], part: _Part) -> None:
+    """Evaluate which keys a model lets a query see; refuse what the attention nodes do not do."""
+    full = [_is_full(rule, part) for rule in rules]
+    if part is _DECODER and all(full):
+        raise LlmcError("the model asks for no causal mask in its decoder")
+
+
+def _is_full(rule: Callable[..., torch.Tensor], part: _Part) -> bool:
+    """Whether a query sees all keys; else it must be causal, perhaps in a window."""
     queries = torch.tensor([0, 1, 6, 100, 1000, 5000, 9001])[:, None]
     keys = torch.arange(9002)[None]
     visible = rule(torch.tensor(0), torch.tensor(0), queries, keys)
     if part is not _CAUSAL_LM and visible.all():
-        return  # an encoder, or what a decoder sees of one
+        return True  # an encoder, or what a decoder sees of one
     window = visible.sum(1).max()
     if not part.causal or not torch.equal(visible, (keys <= queries) & (keys > queries - window)):
         raise LlmcError("the model asks for a mask that is neither causal nor a window")
+    return False
 
 
 AttentionInterface.register(_ATTENTION, functools.partial(_sdpa, _CAUSAL_LM))
@@ -423,8 +431,7 @@ def _run_exporter(config: Any, part: _Part, tensors: Mapping[str, Weight],
             opset_version=_OPSET, optimize=False, verbose=False, input_names=list(inputs),
             output_names=[output], dynamic_shapes=tuple(
                 {0: dims["batch"], 1: dims[length]} for _, length in inputs.values()))
-    for rule in rules:
-        _check_mask(rule, part)
+    _check_masks(rules, part)
     return program, model
 
 
@@ -445,10 +452,12 @@ def _wrap(model: Any, part: _Part) -> \
 
 
 def _load_buffers(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
-    """Give buffers that are in the checkpoint their values from there."""
+    """Give buffers that are in the checkpoint their values from there, but for single numbers, which
+    are the config's.
+    """
     renamed = _renamed(model, tensors)
     for name, buffer in model.named_buffers():
-        if name in renamed and renamed[name].shape == tuple(buffer.shape):
+        if buffer.dim() and name in renamed and renamed[name].shape == tuple(buffer.shape):
             buffer.copy_(torch.from_numpy(renamed[name].load()))
 
 

@@ -107,6 +107,25 @@ def test_two_chips_generate_what_one_does(encoder_decoder):
     assert got == truth(model, prompts(1), max_new_tokens=16)
 
 
+def test_replicas_share_the_prompts(encoder_decoder):
+    model, _, cases = encoder_decoder("bart")
+    batch = prompts(0) + prompts(1)
+    with llmc.LLM(cases["beams"], device=[0, 1], max_batch_size=2) as llm:
+        got = [list(c.token_ids) for c in llm.generate(batch, SamplingParams(max_tokens=9))]
+    assert got == [row for seed in range(2) for row in truth(model, prompts(seed),
+                                                             max_new_tokens=9)]
+
+
+def test_beam_search_gives_the_scores_of_transformers(loaded):
+    model, llm = loaded("marian")
+    found = llm.beam_search(prompts(0), SamplingParams(beam_width=3, max_tokens=9))
+    rows = torch.tensor([prompts(0)[1]])
+    expected = model.generate(rows, num_beams=3, num_return_sequences=3, max_new_tokens=9,
+                              return_dict_in_generate=True, output_scores=True)
+    np.testing.assert_allclose(found.scores[1], expected.sequences_scores, rtol=1e-4)
+    assert found.output_ids.shape == (9, 3, 3)
+
+
 def test_the_encoder_runs_once_for_each_prompt(encoder_decoder, encoded):
     model, _, cases = encoder_decoder("t5")
     batch = [row for seed in range(3) for row in prompts(seed)]
@@ -237,9 +256,9 @@ def test_the_commands(encoder_decoder, tmp_path):
                                                                max_new_tokens=4)[0]
     assert "does not chat" in second["error"]
     summary = json.loads(run("inspect", case, "--json").stdout)
-    assert summary["encoder"]["num_layers"] == 3
-    assert summary["chips"][0]["memory_bytes"] == 2 * 2 * 64 * 4 * summary["encoder"]["max_seq_len"]
-    assert "encoder: 3 layers" in run("inspect", case).stdout
+    assert summary["encoder"]["num_layers"] == 4
+    assert summary["chips"][0]["memory_bytes"] == 4 * 2 * 64 * 4 * summary["encoder"]["max_seq_len"]
+    assert "encoder: 4 layers" in run("inspect", case).stdout
     rows = json.loads(run("bench", "--case_dir", case, "--batch_size", "2", "--input_output_len",
                           "8,3", "--runs", 1, "--json").stdout)
     assert rows[0]["tokens_per_sec"] > 0
