@@ -206,9 +206,9 @@ def divide(fused: Fused, tp_size: int, architecture: str) -> Lowered:
     reports = list(fused.reports)
     if encoders:
         reports.append(Report("memory"))
-        for encoder, graph in zip(encoders[0], graphs, strict=True):
-            reports[-1].matches.clear()
-            move_memory(encoder, graph, reports[-1])
+        moved = [move_memory(*rank) for rank in zip(encoders[0], graphs, strict=True)]
+        reports[-1].count("memory", moved[0])
+        for encoder in encoders[0]:
             verify(encoder, "memory")
     report = Report("tensor_parallel")
     for kind in ("AllReduce", "AllGather"):

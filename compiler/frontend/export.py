@@ -452,8 +452,8 @@ def _wrap(model: Any, part: _Part) -> \
 
 
 def _load_buffers(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
-    """Give buffers that are in the checkpoint their values from there, but for single numbers, which
-    are the config's.
+    """Give buffers that are in the checkpoint their values from there, but for single numbers,
+    which are the config's.
     """
     renamed = _renamed(model, tensors)
     for name, buffer in model.named_buffers():

@@ -227,7 +227,7 @@ def _distance_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: 
                  and (table[:, last + sign * (d - 1)] != table[:, edge]).any()), default=0)
     if settings.max_seq_len > length and reach > length // 2:
         return NoMatch(f"the bias of the scores still changes at distance {reach}; compile with "
-                       f"--max_seq_len of at most {length}", tensor)
+                       f"--{'' if causal else 'mem_'}max_seq_len of at most {length}", tensor)
     table = np.broadcast_to(table, (num_heads, table.shape[1]))
     table = table[:, last - reach:last + 1][:, ::-1] if causal \
         else table[:, last - reach:last + reach + 1]

@@ -15,15 +15,15 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.frontend.raw import ENCODER_OUTPUT
 from llmc.compiler.probe import data_tensors
-from llmc.compiler.rewrite import Report, describe, is_llmc, tidy
+from llmc.compiler.rewrite import describe, is_llmc, tidy
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 
 _POSITIONS = {1: "key", 2: "value"}  # of BidirectionalAttention's inputs
 
 
-def move_memory(encoder: gs.Graph, decoder: gs.Graph, report: Report) -> None:
-    """Change the graphs of one rank.
+def move_memory(encoder: gs.Graph, decoder: gs.Graph) -> int:
+    """Change the graphs of one rank; returns how many tensors the decoder reads now.
 
     Raises:
         LlmcError: the decoder uses the encoder's output otherwise than as keys and values.
@@ -70,4 +70,4 @@ def move_memory(encoder: gs.Graph, decoder: gs.Graph, report: Report) -> None:
     decoder.inputs.extend(made.values())
     tidy(encoder)
     tidy(decoder)
-    report.count("memory", len(outputs))
+    return len(outputs)

@@ -11,6 +11,7 @@ import torch
 
 import llmc
 from llmc.compiler import api
+from llmc.compiler.passes import attention
 
 PREFILL, STEPS = 5, 12
 
@@ -92,6 +93,16 @@ def test_t5_s_biases_are_read_for_every_distance(encoder_decoder):
             columns = np.clip(keys - query, -reach, reach) + reach if side else \
                 np.minimum(query - keys, reach)
             np.testing.assert_array_equal(table[:, columns], truth[:, query, keys])
+
+
+def test_a_bias_that_still_changes_far_away_is_refused_with_the_length(encoder_decoder,
+                                                                       monkeypatch):
+    _, raw, _ = encoder_decoder("t5-gated")
+    monkeypatch.setattr(attention, "_BIAS_LENGTH", 32)
+    with pytest.raises(llmc.LlmcError, match="the bias of the scores still changes at distance 2.; "
+                                             "compile with --mem_max_seq_len of at most 32"):
+        api.lower(families.copy_raw(raw), 1, 32, mem_max_seq_len=64)
+    api.lower(families.copy_raw(raw), 1, 32, mem_max_seq_len=32)
 
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt", "tensorrt_rtx"])
