@@ -30,9 +30,9 @@ def test_only_as_many_layers_are_exported_as_prove_the_structure(tmp_path, monke
     exported = []
     real = export._run_exporter
 
-    def spy(config, trust_remote_code):
+    def spy(config, *others):
         exported.append(config.num_hidden_layers)
-        return real(config, trust_remote_code)
+        return real(config, *others)
 
     monkeypatch.setattr(export, "_run_exporter", spy)
     load(families.save(families.tiny_model("llama", num_hidden_layers=12), tmp_path / "l"))
@@ -94,12 +94,17 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
 def test_only_causal_and_sliding_window_rules_are_taken():
     from transformers import masking_utils
 
-    from llmc.compiler.frontend.export import _check_mask
-    for rule in (masking_utils.causal_mask_function,
-                 masking_utils.sliding_window_causal_mask_function(8)):
-        _check_mask(rule)
+    causal = masking_utils.causal_mask_function
+    full = masking_utils.bidirectional_mask_function
+    for rule in (causal, masking_utils.sliding_window_causal_mask_function(8)):
+        export._check_masks([rule], export._CAUSAL_LM)
+    export._check_masks([full], export._ENCODER)
+    export._check_masks([causal, full], export._DECODER)
     no_padding = torch.zeros(1, dtype=torch.int64)
-    for rule in (masking_utils.chunked_causal_mask_function(128, no_padding),
-                 masking_utils.bidirectional_mask_function):
+    chunked = masking_utils.chunked_causal_mask_function(128, no_padding)
+    for rule, part in ((chunked, export._CAUSAL_LM), (full, export._CAUSAL_LM),
+                       (causal, export._ENCODER), (chunked, export._DECODER)):
         with pytest.raises(llmc.LlmcError, match="neither causal nor a window"):
-            _check_mask(rule)
+            export._check_masks([rule], part)
+    with pytest.raises(llmc.LlmcError, match="no causal mask in its decoder"):
+        export._check_masks([full], export._DECODER)
