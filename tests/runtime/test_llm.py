@@ -241,14 +241,11 @@ def test_bad_requests_are_refused(llm, prompts, params, match):
 
 
 @pytest.mark.parametrize("kind", ["cuda", "tensorrt"])
-@pytest.mark.parametrize(("params", "match"), [
-    (dict(beam_width=2), "^beam_width is not there yet where GPUs"),
-    (dict(logprobs=21), "^logprobs 21 exceeds 20, the most where GPUs")])
-def test_gpus_refuse_what_their_engine_cannot_do_yet(llm, kind, params, match, monkeypatch):
+def test_gpus_tell_only_so_many_log_probabilities(llm, kind, monkeypatch):
     target = llm.manifest.target.model_copy(update={"kind": kind})
     monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"target": target}))
-    with pytest.raises(llmc.LlmcError, match=match):
-        llm.generate([[5]], tokens(3, **params))
+    with pytest.raises(llmc.LlmcError, match="^logprobs 21 exceeds 20, the most where GPUs"):
+        llm.generate([[5]], tokens(3, logprobs=21))
 
 
 def test_replicas_give_the_same_as_one(case_tp2):
