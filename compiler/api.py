@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import ModuleType
 import onnx_graphsurgeon as gs
 
 from llmc import __version__, plugins
+from llmc.compiler.artifact import file_entry
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.passes.memory import move_memory
 from llmc.compiler.passes.packing import lm_head
@@ -27,6 +28,7 @@ from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import (
     MANIFEST_NAME,
+    Chip,
     Dims,
     EncoderInfo,
     FileEntry,
@@ -35,12 +37,11 @@ from llmc.runtime.manifest import (
     Source,
     Target,
     TokenizerInfo,
-    hash_file,
     write_manifest,
 )
 
-TARGETS: dict[str, ModuleType] = {target.KIND: target 
-                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
+TARGETS: dict[str, ModuleType] = {target.KIND: target
+                                  for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
 _DEFAULT_MAX_SEQ_LEN = 4096
 _DEVICES = 8
 _VOCAB_MULTIPLE = 64
@@ -286,16 +287,15 @@ def _max_seq_len(raw: RawModel, wish: int | None, prefix: str = "") -> int:
 def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
           directory: Path) -> Manifest:
     """Write a case directory into an empty directory."""
-    chips, files = [], []
+    chips: list[Chip] = []
+    files: list[FileEntry] = []
     for rank, graph in enumerate(lowered.graphs):
         encoder = lowered.encoders[rank:rank + 1]
         chip, written = TARGETS[target.kind].emit(graph, rank, directory, options, *encoder)
         chips.append(chip)
-        files.extend(written)
+        files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory)
-    files.extend(FileEntry(path=path.relative_to(directory).as_posix(), size=path.stat().st_size,
-                           sha256=hash_file(path))
-                 for path in sorted((directory / "tokenizer").glob("*")))
+    files.extend(_inside("tokenizer", map(file_entry, sorted((directory / "tokenizer").glob("*")))))
     tp_size = len(chips)
     manifest = Manifest(
         format_version=1, llmc_version=__version__,
@@ -312,6 +312,10 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         files=tuple(files))
     write_manifest(manifest, directory)
     return manifest
+
+
+def _inside(folder: str, files: Iterable[FileEntry]) -> Iterator[FileEntry]:
+    return (file.model_copy(update={"path": f"{folder}/{file.path}"}) for file in files)
 
 
 def _write_tokenizer(raw: RawModel, directory: Path) -> TokenizerInfo:

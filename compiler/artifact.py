@@ -25,6 +25,7 @@ from llmc.runtime.manifest import (
     GraphStep,
     LayerCache,
     TensorInfo,
+    hash_file,
 )
 
 WEIGHTS_NAME = "weights.safetensors"
@@ -114,7 +115,12 @@ def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:
     """Write the model; return its size and hash under the name `path.name`."""
     data = proto.SerializeToString(deterministic=True)
     path.write_bytes(data)
-    return FileEntry(path=path.name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return file_entry(path)
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and hash of a file, under its own name."""
+    return FileEntry(path=path.name, size=path.stat().st_size, sha256=hash_file(path))
 
 
 def split_at_collectives(graph: gs.Graph) -> list[gs.Graph | gs.Node]:

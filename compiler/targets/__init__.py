@@ -1,4 +1,6 @@
-"""Targets: one file per engine kind. Each writes what that engine needs of a rank."""
+"""Targets: one file per engine kind. Each writes what that engine needs of a rank, and returns the
+files by their names in the rank's directory.
+"""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
         program = describe_encoder(encoder, encoder_steps)
     chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
                          program)
-    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
-                  for file in [weights, *files]]
+    return chip, [weights, *files]
 
 
 def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, whole: str,

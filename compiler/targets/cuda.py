@@ -7,7 +7,6 @@ in one arena, where values whose lifetimes do not meet share memory; offsets are
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from llmc import plugins
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
+    file_entry,
     to_onnx,
     write_onnx,
     write_weights,
@@ -53,16 +53,14 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     places, weights = write_weights([graph], directory / WEIGHTS_NAME)
     text = schedule(graph, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
     (directory / SCHEDULE_NAME).write_text(text, encoding="utf-8")
-    files = [weights, FileEntry(path=SCHEDULE_NAME, size=len(text.encode()),
-                                sha256=hashlib.sha256(text.encode()).hexdigest())]
+    files = [weights, file_entry(directory / SCHEDULE_NAME)]
     if dtype != "float32":
         widen_elementwise(graph)
     files.append(write_onnx(to_onnx(graph, places, KIND, dtype), directory / "graph.onnx"))
     step = GraphStep(path=f"{name}/{SCHEDULE_NAME}", inputs=tuple(t.name for t in graph.inputs),
                      outputs=tuple(t.name for t in graph.outputs))
     chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
-    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
-                  for file in files]
+    return chip, files
 
 
 def prepare(graph: gs.Graph, dtype: str) -> None:

@@ -12,7 +12,6 @@ TensorRT 8.6 on PyPI is for Python 3.10 only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -30,6 +29,7 @@ from llmc import plugins
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
+    file_entry,
     to_onnx,
     write_onnx,
     write_weights,
@@ -93,9 +93,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     _build({"plugins": str(plugin_library()), "onnx": str(directory / "graph.onnx"),
             "script": str(directory / SCRIPT_NAME), "plan": str(directory / ENGINE_NAME),
             "timing_cache": str(options.timing_cache or os.devnull)}, options)
-    files += (_entry(directory / file) for file in (SCRIPT_NAME, ENGINE_NAME))
-    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
-                  for file in files]
+    files += (file_entry(directory / file) for file in (SCRIPT_NAME, ENGINE_NAME))
+    return chip, files
 
 
 def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
@@ -204,12 +203,6 @@ def _script(chip: Chip, options: Options) -> str:
               for tensor in chip.inputs}
     return _SCRIPT.format(profiles=f"[\n{profiles},\n]", dtypes=dtypes,
                           half=options.dtype == "float16")
-
-
-def _entry(path: Path) -> FileEntry:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileEntry(path=path.name, size=path.stat().st_size, sha256=digest)
 
 
 def _build(work: dict[str, str], options: Options) -> dict[str, Any]:

@@ -7,7 +7,6 @@ must not depend on data.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
+    file_entry,
     to_onnx,
     write_onnx,
     write_weights,
@@ -66,10 +66,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     files = [weights, write_onnx(_inlined(to_onnx(graph, places, KIND)), path)]
     plan = _build(path, profiles)
     (directory / ENGINE_NAME).write_bytes(plan)
-    files.append(FileEntry(path=ENGINE_NAME, size=plan.nbytes,
-                           sha256=hashlib.sha256(plan).hexdigest()))
-    return chip, [FileEntry(path=f"{name}/{file.path}", size=file.size, sha256=file.sha256)
-                  for file in files]
+    files.append(file_entry(directory / ENGINE_NAME))
+    return chip, files
 
 
 def _profiles(max_seq_len: int) -> list[dict[str, tuple[int, int, int]]]:
