@@ -99,6 +99,12 @@ def forward(node: gs.Node, graph: gs.Graph) -> None:
     node.outputs.clear()
 
 
+def _numpy(dtype: object) -> np.dtype:
+    """graphsurgeon has ONNX's number for a dtype that numpy has not."""
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int)
+                    else dtype)  # type: ignore[call-overload]
+
+
 def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     if isinstance(node.inputs[0], gs.Constant) or not node.inputs[0].inputs:
         return None
@@ -106,10 +112,7 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
         return node
     if node.op == "Cast":
         dtype = node.inputs[0].dtype
-        to = node.attrs["to"]
-        if isinstance(to, int):
-            to = onnx.helper.tensor_dtype_to_np_dtype(to)
-        return node if dtype is not None and np.dtype(dtype) == np.dtype(to) else None
+        return node if dtype is not None and _numpy(dtype) == _numpy(node.attrs["to"]) else None
     if node.op == "Slice":
         bounds = [constant(tensor) for tensor in node.inputs[1:]]
         if any(bound is None for bound in bounds) or len(bounds) < 2:
@@ -288,7 +291,8 @@ def fold_constants(graph: gs.Graph) -> int:
             known.update(id(tensor) for tensor in node.outputs)
     inside = {id(node) for node in foldable}
     frontier = tuple(tensor for node in foldable for tensor in node.outputs
-                     if any(id(user) not in inside for user in tensor.outputs))
+                     if any(id(user) not in inside for user in tensor.outputs)
+                     and not isinstance(tensor.dtype, int))  # numpy has no bfloat16
     if not frontier:
         return 0
     for tensor, array in zip(frontier, Piece(tuple(foldable), (), frontier).run_all({}),

@@ -105,6 +105,8 @@ def test_impossible_options(hf, tmp_path, options, match):
 @pytest.mark.parametrize(("family", "config", "match"), [
     ("bloom", dict(vocab_size=101, hidden_size=64, n_layer=2, n_head=4),  # ALiBi
      "attention was not recognised: Softmax"),
+    ("falcon", dict(alibi=True),  # in bfloat16, which numpy has not
+     "attention was not recognised: Softmax"),
     ("deepseek_v3", dict(families.FAMILIES["llama"], q_lora_rank=16, kv_lora_rank=16, v_head_dim=16,
                          qk_rope_head_dim=8, qk_nope_head_dim=8, n_routed_experts=4, n_group=1,
                          topk_group=1),  # a rotary part of K that all heads share
