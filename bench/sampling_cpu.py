@@ -1,0 +1,103 @@
+"""What choosing tokens costs of a decode step of SmolLM2-135M in float32 on the CPU.
+
+    python bench/sampling_cpu.py WORK_DIR      makes what it needs there, then prints the table
+
+Greedy generation and generation with each set of sampling parameters run in turn; the table has
+medians, of the pairs' ratios the middle half too. Its last columns are from single steps in which
+engine and choosing are timed apart: the engine's fastest step, so that whatever else the machine
+does flatters nothing, and the median of choosing. Prompts are pieces of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import bench_model
+import numpy as np
+
+import llmc
+
+PROMPT, NEW = 64, 32
+CUTS = dict(temperature=0.8, top_p=0.9, min_p=0.05, typical_p=0.9)
+
+
+def settings() -> dict[str, llmc.SamplingParams]:
+    """What is compared with greedy, by name."""
+    tokens = np.random.default_rng(1).integers(3, 49000, (4, 100)).tolist()
+    bad_words = [*zip(tokens[0]), *zip(tokens[1], tokens[2])]  # noqa: B905  of one token and two
+    changes = dict(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2,
+                   min_tokens=NEW, bad_words=bad_words, logit_bias=dict.fromkeys(tokens[3], 1.0))
+    named = {
+        "temperature": dict(temperature=0.8),
+        "top-k 50, top-p": dict(temperature=0.8, top_k=50, top_p=0.9),
+        "penalties, 200 bad words, 100 biases, minimum length": changes,
+        "all of these, min-p, typical": dict(**changes, **CUTS, top_k=50),
+        "the same without top-k": dict(**changes, **CUTS),
+        "all, and 5 log-probabilities": dict(**changes, **CUTS, top_k=50, logprobs=5)}
+    return {name: llmc.SamplingParams(max_tokens=NEW, ignore_eos="min_tokens" not in params,
+                                      seed=1, **params) for name, params in named.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--runs", type=int, default=15)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    print(bench_model.environment("numpy"), "\n")
+    case = arguments.work / "llmc"
+    if not case.is_dir():
+        llmc.compile(bench_model.smollm2(arguments.work / "smollm2"), case)
+    greedy = llmc.SamplingParams(max_tokens=NEW, ignore_eos=True)
+    text = Path(__file__).parent.with_name("README.md").read_text(encoding="utf-8")
+    with llmc.LLM(case) as llm:
+        tokens = llm.tokenizer.encode(text).ids
+        print("| batch | sampling | greedy, ms per step | with it | ratio | middle half "
+              "| fastest step, ms | choosing, ms | of it |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for batch in (1, 4, 16):
+            prompts = [tokens[row * PROMPT:(row + 1) * PROMPT] for row in range(batch)]
+            step(llm, prompts, greedy)
+            for name, params in settings().items():
+                pairs = [(step(llm, prompts, greedy), step(llm, prompts, params))
+                         for _ in range(arguments.runs)]
+                plain, sampled = (statistics.median(times) for times in zip(*pairs, strict=True))
+                low, ratio, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+                engine, choosing = parts(llm, prompts, params)
+                print(f"| {batch} | {name} | {plain:.2f} | {sampled:.2f} | {ratio:.3f} | {low:.3f} "
+                      f"to {high:.3f} | {engine:.2f} | {choosing:.2f} | {choosing / engine:.1%} |",
+                      flush=True)
+
+
+def step(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) -> float:
+    """Milliseconds of a later step of generation."""
+    start = 0.0
+    for count, _ in enumerate(llm.stream(prompts, params), 1):
+        if count == len(prompts):
+            start = time.perf_counter()
+    return (time.perf_counter() - start) / (NEW - 1) * 1e3
+
+
+def parts(llm: llmc.LLM, prompts: list[list[int]], params: llmc.SamplingParams) -> \
+        tuple[float, float]:
+    """Milliseconds of a step in the engine, and those in which its tokens are chosen."""
+    sequences = llm._sequences(prompts, params)
+    session = llm.session(len(prompts))
+    logits, times = session.extend(prompts), []
+    for _ in range(NEW):
+        start = time.perf_counter()
+        chosen = [sequence.choose(row) for sequence, row in zip(sequences, logits, strict=True)]
+        between = time.perf_counter()
+        for sequence, (token, _) in zip(sequences, chosen, strict=True):
+            sequence.tokens.append(token)
+        logits = session.extend([[token] for token, _ in chosen])
+        times.append((time.perf_counter() - between, between - start))
+    engine, choosing = zip(*times, strict=True)
+    return min(engine) * 1e3, statistics.median(choosing) * 1e3
+
+
+if __name__ == "__main__":
+    main()
