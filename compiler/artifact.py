@@ -118,6 +118,12 @@ def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:
     return file_entry(path)
 
 
+def graph_step(path: str, graph: gs.Graph) -> GraphStep:
+    """To run what was made of a graph."""
+    return GraphStep(path=path, inputs=tuple(tensor.name for tensor in graph.inputs),
+                     outputs=tuple(tensor.name for tensor in graph.outputs))
+
+
 def file_entry(path: Path) -> FileEntry:
     """Size and hash of a file, under its own name."""
     return FileEntry(path=path.name, size=path.stat().st_size, sha256=hash_file(path))

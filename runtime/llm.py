@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -441,16 +441,16 @@ class LLM:
                 yield from self._postprocess([sequence], [(token, None)])
         waiting = deque(s for s in sequences if s.params.beam_width == 1)
         active: list[_Sequence] = []
-        rows: dict[int, int] = {}
+        rows: dict[int, int] = {}  # of the memory, by prompt
         while waiting or active:
             first, batch = self._schedule(waiting, active, share=not replica.on_gpus)
             if self.manifest.encoder is not None:
+                needed = {sequence.index for sequence in (*active, *islice(waiting, 1))}
+                rows = {index: row for index, row in rows.items() if index in needed}
                 batch = self._with_memory(replica, batch, active[first:], rows)
             for chosen in self._run(replica, batch, active[first:]):
                 yield from self._postprocess(active[first:], chosen)
             self._retire(replica, active)
-            needed = {sequence.index for sequence in (*active, *list(waiting)[:1])}
-            rows = {index: row for index, row in rows.items() if index in needed}
 
     def _with_memory(self, replica: Replica, batch: PackedBatch, sequences: Sequence[_Sequence],
                      rows: dict[int, int]) -> PackedBatch:

@@ -69,46 +69,28 @@ class Replica:
 
     def run(self, batch: PackedBatch) -> np.ndarray:
         """Execute a step on all ranks: logits float32 [num_logits, vocab_size]."""
-        if not self._threads:
-            return self._engines[0].run(batch)[:, :self._vocab]
-        logits = self._on_all_ranks(lambda rank: self._guard(self._engines[rank].run, batch))
-        return logits[0][:, :self._vocab]
+        return self._on_each(lambda engine: engine.run(batch))[0][:, :self._vocab]
 
     def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
         """Run the encoder on all ranks: see `CpuEngine.encode`."""
-        def encode(rank: int) -> None:
-            engine = self._engines[rank]
-            assert isinstance(engine, CpuEngine)  # no other target has encoders yet
-            self._guard(engine.encode, batch, rows)
-
-        self._on_all_ranks(encode)
+        self._on_each(lambda engine: engine.encode(batch, rows))
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
             Choices:
         """Steps whose tokens GPUs choose: see `CudaEngine.decode`."""
-        if not self._threads:
-            return self._gpu(0).decode(batch, draws, end_ids, steps)
-        return self._on_all_ranks(lambda rank: self._guard(
-            self._gpu(rank).decode, batch, draws, end_ids, steps))[0]
+        return self._on_each(lambda engine: engine.decode(batch, draws, end_ids, steps))[0]
 
     def likeliest(self, batch: PackedBatch, count: int) -> Candidates:
         """A step on GPUs: the likeliest tokens [num_logits, count] of each row of its logits."""
-        if not self._threads:
-            return self._gpu(0).likeliest(batch, count)
-        return self._on_all_ranks(lambda rank: self._guard(
-            self._gpu(rank).likeliest, batch, count))[0]
+        return self._on_each(lambda engine: engine.likeliest(batch, count))[0]
 
     def follow(self, step: BeamStep) -> Candidates:
         """A step of beam search on GPUs: candidates [batch * beam, count]."""
-        if not self._threads:
-            return self._gpu(0).follow(step)
-        return self._on_all_ranks(lambda rank: self._guard(self._gpu(rank).follow, step))[0]
+        return self._on_each(lambda engine: engine.follow(step))[0]
 
     def trace(self, batch: PackedBatch) -> list[dict[str, np.ndarray]]:
         """A step on GPUs, and every value that each rank makes in it, by name."""
-        if not self._threads:
-            return [self._gpu(0).trace(batch)]
-        return self._on_all_ranks(lambda rank: self._guard(self._gpu(rank).trace, batch))
+        return self._on_each(lambda engine: engine.trace(batch))
 
     def _gpu(self, rank: int) -> CudaEngine | RemoteEngine:
         engine = self._engines[rank]
@@ -127,6 +109,12 @@ class Replica:
         for engine in self._engines:
             if isinstance(engine, RemoteEngine):
                 engine.close()
+
+    def _on_each(self, work: Callable[[Any], Any]) -> list[Any]:
+        """Do this with every rank's engine; where one fails, wake the ranks that wait for it."""
+        if not self._threads:
+            return [work(self._engines[0])]
+        return self._on_all_ranks(lambda rank: self._guard(work, self._engines[rank]))
 
     def _guard(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do one rank's work; where it fails, wake the ranks that wait for it."""

@@ -47,6 +47,7 @@ class HostSteps:
                  memory: Memory | None = None) -> None:
         self._replica, self._prompts, self._samplers = replica, prompts, samplers
         self._beam, self._count, self._room, self._memory = beam, count, room, memory
+        self._memory_of_beams = memory and memory.take(np.repeat(np.arange(len(prompts)), beam))
         self._lengths = np.array([len(prompt) for prompt in prompts])
         self._first_rows = np.arange(len(prompts))[:, None] * beam
         self._indirection = np.empty((len(prompts), beam, room), np.int32)
@@ -72,8 +73,7 @@ class HostSteps:
             [[token] if alive[row // self._beam] else [] for row, token in enumerate(chosen)],
             np.repeat(self._written, self._beam).tolist(),
             cache_indirection=self._indirection.reshape(len(chosen), self._room),
-            memory=self._memory and self._memory.take(np.repeat(np.arange(len(tokens)),
-                                                                self._beam)))))
+            memory=self._memory_of_beams)))
 
     def _candidates(self, logits: np.ndarray) -> Candidates:
         scores = np.stack([self._samplers[row // self._beam].process(own, self._histories[row])

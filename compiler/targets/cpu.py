@@ -6,7 +6,6 @@ At tp_size 1 the engine is `graph.onnx` itself. Beyond, `graph.onnx` is cut at i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import onnx_graphsurgeon as gs
@@ -16,6 +15,7 @@ from llmc.compiler.artifact import (
     Placed,
     describe_chip,
     describe_encoder,
+    graph_step,
     split_at_collectives,
     to_onnx,
     write_onnx,
@@ -67,10 +67,5 @@ def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, wh
         file = whole if len(pieces) == 1 else f"{segment}_{index:03}.onnx"
         if len(pieces) > 1:
             files.append(write_onnx(to_onnx(piece, places, KIND), directory / file))
-        steps.append(GraphStep(path=f"{directory.name}/{file}", inputs=_names(piece.inputs),
-                               outputs=_names(piece.outputs)))
+        steps.append(graph_step(f"{directory.name}/{file}", piece))
     return tuple(steps), files
-
-
-def _names(tensors: Sequence[gs.Tensor]) -> tuple[str, ...]:
-    return tuple(tensor.name for tensor in tensors)

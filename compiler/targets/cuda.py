@@ -18,6 +18,7 @@ from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
     file_entry,
+    graph_step,
     to_onnx,
     write_onnx,
     write_weights,
@@ -26,7 +27,7 @@ from llmc.compiler.rewrite import consumers, is_llmc, replace, tidy, weight
 from llmc.compiler.targets import Options
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Chip, FileEntry, GraphStep, Target
+from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.runtime.schedule import SCHEDULE_NAME, Schedule, ScheduledNode, ScheduledTensor
 
 KIND = "cuda"
@@ -57,8 +58,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     if dtype != "float32":
         widen_elementwise(graph)
     files.append(write_onnx(to_onnx(graph, places, KIND, dtype), directory / "graph.onnx"))
-    step = GraphStep(path=f"{name}/{SCHEDULE_NAME}", inputs=tuple(t.name for t in graph.inputs),
-                     outputs=tuple(t.name for t in graph.outputs))
+    step = graph_step(f"{name}/{SCHEDULE_NAME}", graph)
     chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
     return chip, files
 

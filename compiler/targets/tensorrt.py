@@ -30,6 +30,7 @@ from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
     file_entry,
+    graph_step,
     to_onnx,
     write_onnx,
     write_weights,
@@ -40,7 +41,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
-from llmc.runtime.manifest import Chip, FileEntry, GraphStep, Target
+from llmc.runtime.manifest import Chip, FileEntry, Target
 
 KIND = "tensorrt"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -84,8 +85,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     places, weights = write_weights([graph], directory / WEIGHTS_NAME)
     if options.dtype != "float32":
         cuda.widen_elementwise(graph)
-    step = GraphStep(path=f"{name}/{ENGINE_NAME}", inputs=tuple(t.name for t in graph.inputs),
-                     outputs=tuple(t.name for t in graph.outputs))
+    step = graph_step(f"{name}/{ENGINE_NAME}", graph)
     chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
     model = with_plugins(to_onnx(graph, places, KIND, options.dtype), options.dtype)
     (directory / SCRIPT_NAME).write_text(_script(chip, options), encoding="utf-8")

@@ -20,6 +20,7 @@ from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
     file_entry,
+    graph_step,
     to_onnx,
     write_onnx,
     write_weights,
@@ -27,7 +28,7 @@ from llmc.compiler.artifact import (
 from llmc.compiler.rewrite import is_llmc
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Chip, FileEntry, GraphStep, Target
+from llmc.runtime.manifest import Chip, FileEntry, Target
 
 KIND = "tensorrt_rtx"
 DTYPES = ("float32",)  # a cache behind a Cast is not one that TensorRT updates in place
@@ -55,8 +56,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     directory = case_dir / name
     directory.mkdir()
     cache = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")).inputs[1]
-    step = GraphStep(path=f"{name}/{ENGINE_NAME}", inputs=tuple(t.name for t in graph.inputs),
-                     outputs=tuple(t.name for t in graph.outputs))
+    step = graph_step(f"{name}/{ENGINE_NAME}", graph)
     profiles = [{tensor.name: [tuple(_size(dim, sizes, which) for dim in tensor.shape)
                                for which in range(3)] for tensor in graph.inputs}
                 for sizes in _profiles(cache.shape[2])]

@@ -65,19 +65,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
 // Launch `repeats` times and wait; milliseconds per launch after the first.
 template <typename Launch>
 float timed(Launch&& launch, int repeats, const char* what) {
-  cudaEvent_t start, end;
-  check(cudaEventCreate(&start), "an event");
-  check(cudaEventCreate(&end), "an event");
-  check(launch(), what);
-  check(cudaEventRecord(start, nullptr), "an event");
-  for (int i = 1; i < repeats; ++i) check(launch(), what);
-  check(cudaEventRecord(end, nullptr), "an event");
-  check(cudaDeviceSynchronize(), what);
-  float milliseconds = 0;
-  cudaEventElapsedTime(&milliseconds, start, end);
-  cudaEventDestroy(start);
-  cudaEventDestroy(end);
-  return milliseconds / std::max(1, repeats - 1);
+  return time_on(nullptr, repeats - 1, [&] { check(launch(), what); });
 }
 
 // counts [cache rows, vocab], tokens [cache rows, room] and lengths.

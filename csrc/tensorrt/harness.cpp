@@ -1,11 +1,10 @@
 #include "harness.h"
 
-#include "../plugins/common/timing.h"
-
 #include <algorithm>
 #include <cstring>
 #include <deque>
 
+#include "../plugins/common/timing.h"
 
 namespace llmc::tensorrt {
 namespace {

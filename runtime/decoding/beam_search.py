@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.errors import LlmcError
+from llmc.runtime.decoding.sampling import nothing_allowed
 
 _NEVER = np.float32(-1e9)  # the score of what is not there; transformers' number
 
@@ -136,8 +136,7 @@ class BeamSearch:
         beam_width = self.cum_log_probs.shape[1]
         tokens, parents, sums = expand(candidates, self.cum_log_probs, self._diversity_rate)
         if (sums[self.running].max(axis=1) == -np.inf).any():
-            raise LlmcError(f"no token is allowed after {self._steps} generated ones; forbid fewer "
-                            f"in bad_words and logit_bias")
+            raise nothing_allowed(self._steps)
         self._steps += 1
         ended = (tokens[:, :, None] == self._end_ids[:, None]).any(axis=2)
         ended |= (self._steps >= self._limits)[:, None]

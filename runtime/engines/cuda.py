@@ -119,6 +119,9 @@ class CudaEngine:
 
     def run(self, batch: PackedBatch) -> np.ndarray:
         self.submit(batch)
+        return self._read_logits(batch)
+
+    def _read_logits(self, batch: PackedBatch) -> np.ndarray:
         logits = np.empty((len(batch.logits_indices), self._vocab), np.float32)
         self._engine.read_logits(logits)
         return logits

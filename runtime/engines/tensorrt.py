@@ -103,10 +103,8 @@ class TensorRTEngine(CudaEngine):
                       for name, shape, data in watch.values()}
         finally:
             watch.end()
-        logits = np.empty((len(batch.logits_indices), self._vocab), np.float32)
-        self._engine.read_logits(logits)
         values.pop("logits", None)
-        return {**values, "logits": logits}
+        return {**values, "logits": self._read_logits(batch)}
 
 
 def check_plugins(manifest: Manifest, known: Mapping[str, int]) -> None:

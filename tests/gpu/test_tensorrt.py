@@ -17,8 +17,6 @@ from llmc.compiler.targets import Options, tensorrt
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
-LENGTH, PROMPTS = 40, (25, 13)
 SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
 
 
@@ -48,28 +46,8 @@ def compiled(found, tmp_path_factory):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_logits_are_transformers(found, family, tmp_path):
-    """In float16 no further from the float32 truth than twice what transformers is."""
-    try:
-        hf = families.save(families.tiny_model(family), tmp_path / "hf")
-    except (KeyError, ValueError) as error:
-        pytest.skip(f"this transformers has no {family}: {error}")
-    tokens = np.random.default_rng(0).integers(3, families.VOCAB, (2, LENGTH)).tolist()
-    truth = families.logits_on_gpu(hf, tokens, torch.float32)
-    for dtype in ("float16", *(["float32"] if family in ("llama", "gpt2") else [])):
-        compile(hf, tmp_path / dtype, dtype)
-        with llmc.LLM(tmp_path / dtype) as llm:
-            session = llm.session(2)
-            rows = [session.extend([t[:n] for t, n in zip(tokens, PROMPTS, strict=True)])]
-            for step in range(LENGTH - max(PROMPTS)):
-                rows.append(session.extend(
-                    [[t[n + step]] for t, n in zip(tokens, PROMPTS, strict=True)]))
-        ends = [np.arange(n - 1, n + LENGTH - max(PROMPTS)) for n in PROMPTS]
-        transformers = families.logits_on_gpu(hf, tokens, DTYPES[dtype])
-        ours, exact, theirs = (
-            np.stack(rows, 1), *(np.stack([x[i, end] for i, end in enumerate(ends)])
-                                 for x in (truth, transformers)))
-        allowed = 1e-5 * np.ptp(truth) if dtype == "float32" else 2 * np.abs(theirs - exact).max()
-        assert np.abs(ours - exact).max() <= allowed, dtype
+    families.check_logits_on_gpu(family, tmp_path, compile, (
+        "float16", *(["float32"] if family in ("llama", "gpt2") else [])))
 
 
 @pytest.mark.parametrize("sampling", [

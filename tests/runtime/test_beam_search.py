@@ -183,12 +183,7 @@ def test_beam_search_ends_where_the_kv_cache_ends(llm, model):
 
 def test_beams_share_the_cache_and_nothing_is_copied(llm, monkeypatch):
     """Each prompt is read once, into its first beam's row; a step writes one position of a row."""
-    replica, read = llm._replicas[0], []
-    run = replica.run
-
-    def count(batch):
-        read.append(len(batch.input_ids))
-        return run(batch)
+    replica = llm._replicas[0]
 
     def copy(source, target, length):
         raise AssertionError("a cache row is copied")
@@ -196,7 +191,7 @@ def test_beams_share_the_cache_and_nothing_is_copied(llm, monkeypatch):
     caches = [cache for engine in replica._engines for cache in engine._caches.values()]
     for cache in caches:
         cache[:] = 0
-    monkeypatch.setattr(replica, "run", count)
+    read = families.steps_read(replica, monkeypatch)
     monkeypatch.setattr(replica, "copy_row", copy)
     llm.beam_search(PROMPTS, search(4, 6, ignore_eos=True))
     assert read == [7, 2, 5, 12, 12, 12, 12, 12]

@@ -116,14 +116,7 @@ def test_samples_of_a_prompt_have_seeds_one_after_the_other(llm, count):
 
 
 def test_samples_of_a_prompt_read_it_once(llm, monkeypatch):
-    replica, read = llm._replicas[0], []
-    run = replica.run
-
-    def count(batch):
-        read.append(len(batch.input_ids))
-        return run(batch)
-
-    monkeypatch.setattr(replica, "run", count)
+    read = families.steps_read(llm._replicas[0], monkeypatch)
     llm.generate([PROMPTS[0]], tokens(2, temperature=1.0, n=4))
     assert read == [len(PROMPTS[0]), 4]
 

@@ -151,7 +151,7 @@ def _filled(name, present, dim):
 
 
 def _body(fields, present):
-    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    kv_heads, dim = fields["num_kv_heads"], fields["head_dim"]
     split, q, k = _heads(fields, present, rotate="cos" in present)
     paged, indirect = "block_table" in present, "cache_indirection" in present
     if paged and indirect:
@@ -184,24 +184,33 @@ def _body(fields, present):
         "keys_grouped = Unsqueeze(keys_t, c2)",
         "values_grouped = Unsqueeze(values, c2)",
         # Scores [B, kv_heads, heads / kv_heads, S, L].
-        f"padded = Gather<axis=0>({q}, pad)",
-        _ints("group_shape", 0, 0, kv_heads, heads // kv_heads, dim),
-        "grouped = Reshape(padded, group_shape)",
-        "queries = Transpose<perm=[0, 2, 3, 1, 4]>(grouped)",
+        *_queries(q, fields),
         "products = MatMul(queries, keys_grouped)",
         # Which of the L positions a query at [B, S] sees.
         "fullest_scalar = Squeeze(fullest)",
         "j = Range(zero, fullest_scalar, one)",
         "past_column = Unsqueeze(past, c1)",
         "padded_position = Add(past_column, step)",
-        *_weights(fields, present, "padded_position"),
-        "attended = MatMul(weights, values_grouped)",
-        "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
-        _ints("rows_shape", -1, heads * dim),
-        "rows = Reshape(by_token, rows_shape)",
-        "out = Gather<axis=0>(rows, place)",
+        *_weights(fields, present, "padded_position"), *_out(fields),
     ]
     return "\n".join(lines)
+
+
+def _queries(packed, fields):
+    """Lines for `queries` by sequence, [B, kv_heads, heads / kv_heads, S, D]."""
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    return [f"padded = Gather<axis=0>({packed}, pad)",
+            _ints("group_shape", 0, 0, kv_heads, heads // kv_heads, dim),
+            "grouped = Reshape(padded, group_shape)",
+            "queries = Transpose<perm=[0, 2, 3, 1, 4]>(grouped)"]
+
+
+def _out(fields):
+    """Lines for `out`, packed again, from the weights."""
+    return ["attended = MatMul(weights, values_grouped)",
+            "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
+            _ints("rows_shape", -1, fields["num_heads"] * fields["head_dim"]),
+            "rows = Reshape(by_token, rows_shape)", "out = Gather<axis=0>(rows, place)"]
 
 
 def _weights(fields, present, position):

@@ -22,11 +22,11 @@ head_dim.
 import numpy as np
 
 from llmc.plugins import Op, Sample
-from llmc.plugins.attention.op import _TOKENS, _ints, _scale
+from llmc.plugins.attention.op import _TOKENS, _ints, _out, _queries, _scale
 
 
 def _gathered(present):
-    """Lines for queries `padded` [B, S, ...], `keys` and `values` [B, L, ...], and `key_len`."""
+    """Lines for `keys` and `values` by sequence, [B, L, ...], and `key_len`."""
     if {"key_starts", "key_lens"} & present and not {"key_starts", "key_lens"} <= present:
         raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
     lines = ["key_start = Cast<to=7>(key_starts)", "key_len = Cast<to=7>(key_lens)"] \
@@ -34,7 +34,6 @@ def _gathered(present):
                                          "key_len = Identity(lengths)"]
     return [
         _TOKENS, *lines,
-        "padded = Gather<axis=0>(query, pad)",
         "most = ReduceMax<keepdims=0>(key_len)",
         "j = Range(zero, most, one)",
         "key_start_column = Unsqueeze(key_start, c1)",
@@ -59,10 +58,7 @@ def _bias():
 def _body(fields, present):
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     lines = [
-        *_gathered(present),
-        _ints("group_shape", 0, 0, kv_heads, heads // kv_heads, dim),
-        "grouped = Reshape(padded, group_shape)",
-        "queries = Transpose<perm=[0, 2, 3, 1, 4]>(grouped)",  # [B, kv_heads, group, S, D]
+        *_gathered(present), *_queries("query", fields),
         _ints("key_shape", 0, 0, kv_heads, 1, dim),
         "keys_by_head = Reshape(keys, key_shape)",
         "keys_t = Transpose<perm=[0, 2, 3, 4, 1]>(keys_by_head)",
@@ -83,12 +79,7 @@ def _body(fields, present):
         "key_len_column = Unsqueeze(key_len, c1)", "there = Less(j, key_len_column)",
         _ints("c123", 1, 2, 3), "visible = Unsqueeze(there, c123)",
         "never = Constant<value_float=-1e30>()", f"masked = Where(visible, {scores}, never)",
-        "weights = Softmax<axis=-1>(masked)",
-        "attended = MatMul(weights, values_grouped)",
-        "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
-        _ints("rows_shape", -1, heads * dim),
-        "rows = Reshape(by_token, rows_shape)",
-        "out = Gather<axis=0>(rows, place)",
+        "weights = Softmax<axis=-1>(masked)", *_out(fields),
     ]
     return "\n".join(lines)
 
