@@ -105,9 +105,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     progress("passes")
-    if raw.encoder is not None and target != cpu.KIND:
+    if raw.encoder is not None and target not in (cpu.KIND, cuda.KIND):
         raise LlmcError(f"'{raw.architecture}' is an encoder-decoder model, which is not there yet "
-                        f"for target '{target}'; compile it with --target cpu")
+                        f"for target '{target}'; compile it with --target cpu or cuda")
     if raw.encoder is None and mem_max_seq_len is not None:
         raise LlmcError(f"mem_max_seq_len {mem_max_seq_len} is given, but '{raw.architecture}' has "
                         f"no encoder; leave it out")

@@ -368,7 +368,7 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
     bad = []
     for rank, graph in enumerate(lowered.graphs):
         if on_gpus(manifest):
-            cuda.prepare(graph, manifest.dtype)
+            cuda.prepare([graph], manifest.dtype)
         with safe_open(root / f"chip{rank}" / "weights.safetensors", framework="np") as file:
             for tensor in graph.tensors().values():
                 if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):

@@ -148,7 +148,9 @@ class LLM:
                             f"was compiled; lower it, or compile with a larger --max_batch_size")
         self._max_batch_size = max_batch_size
         self._check_step, self._skip_step = check_step, skip_step
-        self._max_tokens = max(MAX_TOKENS, self.manifest.dims.max_seq_len)
+        encoder = self.manifest.encoder
+        self._max_tokens = max(MAX_TOKENS, self.manifest.dims.max_seq_len,
+                               encoder.max_seq_len if encoder else 0)
         self._replicas: list[Replica] = []
         self._user = threading.Lock()  # held by whoever runs steps
         self._session: Session | None = None  # whose tokens the first replica's caches hold
@@ -608,7 +610,7 @@ class LLM:
         sizes = beam, min(search.candidates, dims.vocab_size), dims.max_seq_len
         steps: Steps = HostSteps(replica, prompts, samplers, *sizes, memory)
         if replica.on_gpus and all(sampler.rule is None for sampler in samplers):
-            steps = DeviceSteps(replica, prompts, *sizes)
+            steps = DeviceSteps(replica, prompts, *sizes, memory)
         candidates = steps.begin()
         while True:
             tokens, parents = search.step(candidates)

@@ -72,7 +72,7 @@ class Replica:
         return self._on_each(lambda engine: engine.run(batch))[0][:, :self._vocab]
 
     def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
-        """Run the encoder on all ranks: see `CpuEngine.encode`."""
+        """Run the encoder on all ranks: see `Engine`."""
         self._on_each(lambda engine: engine.encode(batch, rows))
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \

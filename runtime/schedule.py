@@ -1,4 +1,4 @@
-"""`schedule.json`: what the CUDA engine runs for one rank."""
+"""`schedule.json`: what the CUDA engine runs for one rank; `encoder.json`: what of an encoder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.manifest import DTypeName
 
 SCHEDULE_NAME = "schedule.json"
+ENCODER_SCHEDULE_NAME = "encoder.json"
 
 
 class _Frozen(BaseModel):
@@ -20,12 +21,14 @@ class _Frozen(BaseModel):
 class ScheduledTensor(_Frozen):
     """A tensor of the schedule.
 
-    `shape` has names for a step's sizes: `num_tokens`, `num_logits`, `batch`, `batch_plus_1`. A
-    value lies `offset` bytes per token (`per_logit`: per wanted logit) into the arena.
+    `shape` has names for a step's sizes: `num_tokens`, `num_logits`, `batch`, `batch_plus_1`,
+    and `num_memory_tokens` for the rows of a `memory`, which an encoder's tokens are scattered to
+    and its decoder reads. A value lies `offset` bytes per token (`per_logit`: per wanted logit)
+    into the arena.
     """
 
     name: str
-    kind: Literal["input", "weight", "cache", "value"]
+    kind: Literal["input", "weight", "cache", "memory", "value"]
     dtype: DTypeName
     shape: tuple[int | str, ...]
     offset: int = Field(default=0, ge=0)
@@ -42,13 +45,15 @@ class ScheduledNode(_Frozen):
 
 
 class Schedule(_Frozen):
-    """Tensors, nodes in order, the arena's size per token and per logit, and the logits' tensor."""
+    """Tensors, nodes in order, the arena's size per token and per logit, and the logits' tensor,
+    which an encoder has not: -1.
+    """
 
     tensors: tuple[ScheduledTensor, ...]
     nodes: tuple[ScheduledNode, ...]
     token_bytes: int = Field(ge=0)
     logit_bytes: int = Field(ge=0)
-    logits: int = Field(ge=0)
+    logits: int = Field(default=-1, ge=-1)
 
     @model_validator(mode="after")
     def _numbers_exist(self) -> Schedule:

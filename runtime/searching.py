@@ -85,16 +85,17 @@ class DeviceSteps:
     """Candidates that GPUs choose, which keep the indirection too. See `Steps`, `HostSteps`."""
 
     def __init__(self, replica: Replica, prompts: Sequence[Sequence[int]], beam: int, count: int,
-                 room: int) -> None:
+                 room: int, memory: Memory | None = None) -> None:
         self._replica, self._prompts = replica, prompts
-        self._beam, self._count, self._room = beam, count, room
+        self._beam, self._count, self._room, self._memory = beam, count, room, memory
         self._lengths = np.repeat(np.array([[len(prompt)] for prompt in prompts], np.int32), beam,
                                   axis=1)
         self._made = 0
 
     def begin(self) -> Candidates:
-        parts = [self._replica.likeliest(PackedBatch.prepare([prompt], [0], b * self._beam),
-                                         self._count)
+        parts = [self._replica.likeliest(
+            PackedBatch.prepare([prompt], [0], b * self._beam,
+                                memory=self._memory and self._memory.take([b])), self._count)
                  for b, prompt in enumerate(self._prompts)]
         return Candidates(*(np.repeat(np.stack([getattr(part, name) for part in parts]),
                                       self._beam, axis=1) for name in ("tokens", "log_probs")))
@@ -104,4 +105,5 @@ class DeviceSteps:
         return self._replica.follow(BeamStep(
             np.ascontiguousarray(tokens, np.int64), np.ascontiguousarray(parents, np.int32),
             np.minimum(self._lengths + self._made, self._room) - 1, self._lengths,
-            self._count)).reshape(*tokens.shape)
+            self._count, self._memory and self._memory.take(
+                np.repeat(np.arange(len(tokens)), self._beam)))).reshape(*tokens.shape)

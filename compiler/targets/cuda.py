@@ -2,11 +2,14 @@
 
 `schedule.json` lists a rank's tensors, each with its place, and its ops in order. Activations lie
 in one arena, where values whose lifetimes do not meet share memory; offsets are in bytes per token
-(for logits, per wanted logit), so that one plan serves every limit of the engine.
+(for logits, per wanted logit), so that one plan serves every limit of the engine. An encoder has a
+schedule of its own, `encoder.json`: what it makes for the decoder is scattered, as soon as it is
+made, to a memory that both schedules name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from llmc import plugins
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
+    describe_encoder,
     file_entry,
     graph_step,
     to_onnx,
@@ -28,11 +32,19 @@ from llmc.compiler.targets import Options
 from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, Target
-from llmc.runtime.schedule import SCHEDULE_NAME, Schedule, ScheduledNode, ScheduledTensor
+from llmc.runtime.schedule import (
+    ENCODER_SCHEDULE_NAME,
+    SCHEDULE_NAME,
+    Schedule,
+    ScheduledNode,
+    ScheduledTensor,
+)
 
 KIND = "cuda"
 DTYPES = ("float32", "float16", "bfloat16")
 _ALIGNMENT = 16
+_MEMORY_ROWS = ScheduledTensor(name="memory_rows", kind="input", dtype="int64",
+                               shape=("num_tokens",))
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Min", "Max", "Tanh", "Exp", "Sigmoid", "Neg"}
 
 
@@ -40,8 +52,8 @@ def describe(options: Options) -> Target:
     return Target(kind="cuda", compute_capability=options.compute_capability)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
-        tuple[Chip, list[FileEntry]]:
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+         encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
@@ -50,23 +62,41 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     name, dtype = f"chip{rank}", options.dtype
     directory = case_dir / name
     directory.mkdir()
-    prepare(graph, dtype)
-    places, weights = write_weights([graph], directory / WEIGHTS_NAME)
-    text = schedule(graph, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
-    (directory / SCHEDULE_NAME).write_text(text, encoding="utf-8")
-    files = [weights, file_entry(directory / SCHEDULE_NAME)]
-    if dtype != "float32":
-        widen_elementwise(graph)
-    files.append(write_onnx(to_onnx(graph, places, KIND, dtype), directory / "graph.onnx"))
-    step = graph_step(f"{name}/{SCHEDULE_NAME}", graph)
-    chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
+    graphs = [graph] if encoder is None else [graph, encoder]
+    prepare(graphs, dtype)
+    places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
+    files, steps = [weights], []
+    for program, path, onnx_path in ((graph, SCHEDULE_NAME, "graph.onnx"),
+                                     (encoder, ENCODER_SCHEDULE_NAME, "encoder.onnx")):
+        if program is None:
+            continue
+        text = schedule(program, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
+        (directory / path).write_text(text, encoding="utf-8")
+        files.append(file_entry(directory / path))
+        if dtype != "float32":
+            widen_elementwise(program)
+        files.append(write_onnx(to_onnx(program, places, KIND, dtype), directory / onnx_path))
+        steps.append(graph_step(f"{name}/{path}", program))
+    weight_bytes = sum(place.length for place in places.values())
+    chip = describe_chip(graph, rank, tuple(steps[:1]), weight_bytes,
+                         None if encoder is None else describe_encoder(encoder, tuple(steps[1:])))
     return chip, files
 
 
-def prepare(graph: gs.Graph, dtype: str) -> None:
-    """Make of the fused graph what is scheduled."""
-    _fuse_norms(graph, _numpy(dtype))
-    _cast(graph, dtype)
+def prepare(graphs: Sequence[gs.Graph], dtype: str) -> None:
+    """Make of the fused graphs of one rank, the encoder's last, what is scheduled."""
+    cast: dict[tuple[int, str], tuple[Weight, Weight]] = {}
+    for graph in graphs:
+        _fuse_norms(graph, _numpy(dtype))
+        _cast(graph, dtype, cast)
+    names: dict[str, Weight] = {}
+    for graph in graphs:
+        for tensor in [t for node in graph.nodes for t in node.inputs]:
+            if isinstance(tensor, gs.Constant):
+                values = weight(tensor)
+                if names.setdefault(tensor.name, values) is not values:
+                    tensor.name = f"encoder.{tensor.name}"
+                    names[tensor.name] = values
 
 
 def _fuse_norms(graph: gs.Graph, numpy_dtype: np.dtype) -> None:
@@ -104,8 +134,10 @@ def _fuse_norms(graph: gs.Graph, numpy_dtype: np.dtype) -> None:
     tidy(graph)
 
 
-def _cast(graph: gs.Graph, dtype: str) -> None:
-    """Give weights, activations and caches the model's dtype."""
+def _cast(graph: gs.Graph, dtype: str, cast: dict[tuple[int, str], tuple[Weight, Weight]]) -> None:
+    """Give weights, activations and caches the model's dtype. `cast` is what weights became, by
+    identity and dtype, so that graphs that share one go on to.
+    """
     made: dict[tuple[int, str], gs.Constant] = {}
     numpy_dtype = _numpy(dtype)
     for node in graph.nodes:
@@ -121,7 +153,9 @@ def _cast(graph: gs.Graph, dtype: str) -> None:
                 if not values.shape:
                     values = Weight.of(np.reshape(tensor.values, 1), tensor.name)
                 suffix = "" if not any(k[0] == id(tensor) for k in made) else f".{wanted.name}"
-                made[key] = gs.Constant(tensor.name + suffix, values.cast(wanted))
+                _, values = cast.setdefault((id(values), wanted.name),
+                                            (values, values.cast(wanted)))
+                made[key] = gs.Constant(tensor.name + suffix, values)
             node.inputs[index] = made[key]
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Variable) and tensor.dtype is not None \
@@ -171,9 +205,11 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     """
     caches = {id(tensor) for node in graph.nodes if is_llmc(node, "CausalAttention")
               for tensor in (*node.inputs[1:3], *node.outputs[1:3])}
+    outputs = [tensor for tensor in graph.outputs if id(tensor) not in caches]
+    memory = outputs if all(t.name != "logits" for t in outputs) else []  # an encoder's
     numbers: dict[int, int] = {}
     tensors: list[ScheduledTensor] = []
-    offsets, sizes = _plan(graph, caches, dtype)
+    offsets, sizes = _plan(graph, caches, memory, dtype)
 
     def number(tensor: gs.Tensor) -> int:
         if tensor.is_empty() or (id(tensor) in caches and tensor.inputs):
@@ -184,17 +220,28 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
                                      any(tensor is t for t in graph.inputs)))
         return numbers[id(tensor)]
 
+    def add(tensor: ScheduledTensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    rows = add(_MEMORY_ROWS) if memory else -1
     nodes = []
     for node in graph.nodes:
         nodes.append(ScheduledNode(op=node.op, fields=_fields(node),
                                    inputs=tuple(number(t) for t in node.inputs),
                                    outputs=tuple(number(t) for t in node.outputs)))
+        for made in (t for t in node.outputs if any(t is other for other in memory)):
+            target = add(_describe_memory(made, dtype))
+            nodes.append(ScheduledNode(op="Scatter", fields={},
+                                       inputs=(number(made), rows, target), outputs=()))
+    logits = next((number(t) for t in outputs if t.name == "logits"), -1)
     return Schedule(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
-                    logit_bytes=sizes[True], logits=number(_logits(graph)))
+                    logit_bytes=sizes[True], logits=logits)
 
 
-def _logits(graph: gs.Graph) -> gs.Tensor:
-    return next(tensor for tensor in graph.outputs if tensor.name == "logits")
+def _describe_memory(tensor: gs.Tensor, dtype: str) -> ScheduledTensor:
+    return ScheduledTensor(name=tensor.name, kind="memory", dtype=dtype,
+                           shape=("num_memory_tokens", int(tensor.shape[-1])))
 
 
 def _fields(node: gs.Node) -> dict[str, int | float | str]:
@@ -218,6 +265,8 @@ def _describe(tensor: gs.Tensor, is_cache: bool, offsets: dict[int, int], dtype:
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
     if is_cache:
         return ScheduledTensor(name=tensor.name, kind="cache", dtype=dtype, shape=shape)
+    if is_input and shape[0] == "num_memory_tokens":
+        return _describe_memory(tensor, dtype)
     if is_input:
         return ScheduledTensor(name=tensor.name, kind="input", dtype=_name(tensor.dtype),
                                shape=shape)
@@ -229,8 +278,10 @@ def _name(dtype) -> str:
     return np.dtype(dtype).name
 
 
-def _plan(graph: gs.Graph, caches: set[int], dtype: str) -> tuple[dict[int, int], dict[bool, int]]:
-    """Place each value where no value that lives at the same time is, the largest first.
+def _plan(graph: gs.Graph, caches: set[int], memory: Sequence[gs.Tensor], dtype: str) -> \
+        tuple[dict[int, int], dict[bool, int]]:
+    """Place each value where no value that lives at the same time is, the largest first. What goes
+    to the memory lives until then.
 
     Returns offsets by tensor, and the arena's size for tokens' values (False) and logits' (True).
     """
@@ -238,7 +289,7 @@ def _plan(graph: gs.Graph, caches: set[int], dtype: str) -> tuple[dict[int, int]
     for step, node in enumerate(graph.nodes):
         for tensor in (*node.inputs, *node.outputs):
             last_use[id(tensor)] = step
-    for tensor in graph.outputs:
+    for tensor in () if memory else graph.outputs:
         last_use[id(tensor)] = len(graph.nodes)
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs
               if id(tensor) not in caches and not tensor.is_empty()]

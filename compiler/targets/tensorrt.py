@@ -79,7 +79,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
-    cuda.prepare(graph, options.dtype)
+    cuda.prepare([graph], options.dtype)
     _check(graph, options.dtype)
     _narrow(graph)
     places, weights = write_weights([graph], directory / WEIGHTS_NAME)

@@ -177,12 +177,14 @@ NB_MODULE(_cuda, m) {
   nb::class_<Engine>(m, "Engine")
       .def("__init__",
            [](Engine* self, int device, const std::string& dtype, int max_batch, int max_tokens,
-              int max_logits, int max_seq_len, int64_t token_bytes, int64_t logit_bytes) {
-             new (self) Engine(device, dtype_of(dtype), {max_batch, max_tokens, max_logits, max_seq_len},
-                               token_bytes, logit_bytes);
+              int max_logits, int max_seq_len, int mem_max_seq_len, int64_t token_bytes, int64_t logit_bytes) {
+             new (self) Engine(device, dtype_of(dtype),
+                               {max_batch, max_tokens, max_logits, max_seq_len, mem_max_seq_len}, token_bytes,
+                               logit_bytes);
            },
            nb::kw_only(), nb::arg("device"), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"),
-           nb::arg("max_logits"), nb::arg("max_seq_len"), nb::arg("token_bytes"), nb::arg("logit_bytes"))
+           nb::arg("max_logits"), nb::arg("max_seq_len"), nb::arg("mem_max_seq_len") = 0, nb::arg("token_bytes"),
+           nb::arg("logit_bytes"))
       .def("add_input", [](Engine& self, const std::string& name, const std::string& dtype) {
         return self.add_input(name, dtype_of(dtype));
       })
@@ -190,12 +192,14 @@ NB_MODULE(_cuda, m) {
         return self.add_weight(dtype_of(dtype), shape);
       })
       .def("add_cache", &Engine::add_cache)
+      .def("add_memory", &Engine::add_memory)
       .def("add_value", [](Engine& self, const std::string& dtype, const Shape& shape, int64_t offset,
                            bool per_logit) {
         return self.add_value(dtype_of(dtype), shape, offset, per_logit);
       })
       .def("add_node", nb::overload_cast<const std::string&, const Fields&, const std::vector<int>&,
-                                         const std::vector<int>&>(&Engine::add_node))
+                                         const std::vector<int>&, bool>(&Engine::add_node),
+           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("of_encoder") = false)
       .def("set_logits", &Engine::set_logits)
       .def("load_weight",
            [](Engine& self, int tensor, Array<uint8_t> data, int64_t offset) {
@@ -212,6 +216,18 @@ NB_MODULE(_cuda, m) {
              nb::gil_scoped_release release;
              self.run(input_ids.data(), position_ids.data(), cu_seqlens.data(), past_lens.data(),
                       logits_indices.data(), indirection.size() ? indirection.data() : nullptr, step);
+           })
+      .def("encode",
+           [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
+              Array<int64_t> memory_rows) {
+             nb::gil_scoped_release release;
+             self.encode(input_ids.data(), position_ids.data(), cu_seqlens.data(), memory_rows.data(),
+                         static_cast<int>(input_ids.size()), static_cast<int>(cu_seqlens.size()) - 1);
+           })
+      .def("set_memory",
+           [](Engine& self, Array<int32_t> starts, Array<int32_t> lens) {
+             nb::gil_scoped_release release;
+             self.set_memory(starts.data(), lens.data(), static_cast<int>(starts.size()));
            })
       .def("read_logits",
            [](Engine& self, nb::ndarray<float, nb::c_contig, nb::device::cpu> out) {

@@ -28,6 +28,18 @@ class Gather : public Plugin {
   }
 };
 
+// Write rows of a tensor to rows of the encoder's memory.
+class Scatter : public Plugin {
+ public:
+  std::vector<Dims> shapes(const std::vector<Dims>&) const override { return {}; }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>&, void*,
+               const Context& context) const override {
+    check(kernels::scatter_rows(in[0].dtype, in[2].data, in[0].data, static_cast<const int64_t*>(in[1].data),
+                                static_cast<int>(in[1].shape[0]), static_cast<int>(in[0].shape[1]),
+                                context.stream), "Scatter");
+  }
+};
+
 // An ONNX op on elements; a weight of one float32 number stands for all elements.
 class ElementwiseOp : public Plugin {
  public:
@@ -153,7 +165,10 @@ int Engine::add_input(const std::string& name, DType dtype) {
                                                     {"cu_seqlens", kBatchPlus1},
                                                     {"past_lens", kBatch},
                                                     {"logits_indices", kNumLogits},
-                                                    {kIndirection, kBatch}};
+                                                    {kIndirection, kBatch},
+                                                    {kMemoryStarts, kBatch},
+                                                    {kMemoryLens, kBatch},
+                                                    {kMemoryRows, kNumTokens}};
   const auto found = sizes.find(name);
   if (found == sizes.end()) throw Error("there is no engine input '" + name + "'");
   if (name == kIndirection) {
@@ -179,22 +194,28 @@ int Engine::add_cache(const Shape& row_shape) {
   return caches_.back();
 }
 
+int Engine::add_memory(int64_t row_width) {
+  const Shape shape{static_cast<int64_t>(limits_.max_batch) * limits_.mem_max_seq_len, row_width};
+  return place(false, dtype_, shape, allocate<char>(count_of(shape) * width(dtype_), "the encoder's memory"));
+}
+
 int Engine::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
   return place(false, dtype, shape, per_logit ? logit_arena_ + offset * limits_.max_logits
                                               : token_arena_ + offset * limits_.max_tokens);
 }
 
 void Engine::add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
-                      const std::vector<int>& outputs) {
+                      const std::vector<int>& outputs, bool of_encoder) {
   std::unique_ptr<Plugin> plugin = ElementwiseOp::make(op);
   if (op == "Gather") plugin = std::make_unique<Gather>();
+  if (op == "Scatter") plugin = std::make_unique<Scatter>();
   if (plugin == nullptr) plugin = make_plugin(op, fields);
-  add_node(op, std::move(plugin), inputs, outputs);
+  add_node(op, std::move(plugin), inputs, outputs, of_encoder);
 }
 
 void Engine::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
-                      const std::vector<int>& outputs) {
-  nodes_.push_back({op, std::move(plugin), inputs, outputs});
+                      const std::vector<int>& outputs, bool of_encoder) {
+  (of_encoder ? encoder_nodes_ : nodes_).push_back({op, std::move(plugin), inputs, outputs});
 }
 
 void Engine::set_logits(int tensor, int vocab_size) {
@@ -220,11 +241,12 @@ void Engine::finish() {
   for (int tokens : {1, kernels::kGemvRows, limits_.max_tokens}) {
     const Step step{std::min(tokens, limits_.max_tokens), std::min(tokens, limits_.max_logits),
                     std::min(tokens, limits_.max_batch), 0, false};
-    for (const Node& node : nodes_) {
-      std::vector<Tensor> inputs;
-      for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
-      most = std::max(most, node.plugin->workspace(inputs));
-    }
+    for (const auto* nodes : {&nodes_, &encoder_nodes_})
+      for (const Node& node : *nodes) {
+        std::vector<Tensor> inputs;
+        for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
+        most = std::max(most, node.plugin->workspace(inputs));
+      }
   }
   scratch_ = allocate<char>(most, "scratch");
   synchronize();
@@ -245,7 +267,7 @@ Tensor Engine::resolve(int tensor, const Step& step) const {
   return made;
 }
 
-void Engine::enqueue(const Step& step) {
+void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   Context context;
   context.stream = stream_;
   context.gemm = gemm_.get();
@@ -256,7 +278,7 @@ void Engine::enqueue(const Step& step) {
   context.longest = step.longest;
   context.reach = step.reach;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
-  for (const Node& node : nodes_) {
+  for (const Node& node : nodes) {
     std::vector<Tensor> inputs, outputs;
     for (int tensor : node.inputs) {
       inputs.push_back(resolve(tensor, step));
@@ -317,6 +339,33 @@ void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const in
     measured.reach = std::max(measured.reach, past_lens[i] + fresh);
   }
   enqueue(measured);
+}
+
+void Engine::encode(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
+                    const int64_t* memory_rows, int num_tokens, int batch) {
+  if (encoder_nodes_.empty()) throw Error("the model has no encoder");
+  if (num_tokens > limits_.max_tokens || batch > limits_.max_batch)
+    throw Error(std::to_string(batch) + " prompts of " + std::to_string(num_tokens) +
+                " tokens exceed the engine's limits of " + std::to_string(limits_.max_batch) + " and " +
+                std::to_string(limits_.max_tokens));
+  const int64_t rows = static_cast<int64_t>(limits_.max_batch) * limits_.mem_max_seq_len;
+  for (int i = 0; i < num_tokens; ++i)
+    if (memory_rows[i] < 0 || memory_rows[i] >= rows) throw Error("there is no such row of the encoder's memory");
+  check(cudaSetDevice(device_), "choosing a device");
+  upload(input("input_ids"), input_ids, 8ll * num_tokens);
+  upload(input("position_ids"), position_ids, 8ll * num_tokens);
+  upload(input("cu_seqlens"), cu_seqlens, 4ll * (batch + 1));
+  upload(input(kMemoryRows), memory_rows, 8ll * num_tokens);
+  enqueue(encoder_nodes_, {num_tokens, 0, batch, 0, false});
+}
+
+void Engine::set_memory(const int32_t* starts, const int32_t* lens, int batch) {
+  if (batch > limits_.max_batch)
+    throw Error("a batch of " + std::to_string(batch) + " exceeds max_batch_size " +
+                std::to_string(limits_.max_batch));
+  check(cudaSetDevice(device_), "choosing a device");
+  upload(input(kMemoryStarts), starts, 4ll * batch);
+  upload(input(kMemoryLens), lens, 4ll * batch);
 }
 
 void Engine::read_logits(float* logits) {

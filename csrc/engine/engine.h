@@ -15,12 +15,16 @@ namespace llmc {
 
 // The input that says where beams' pasts lie; see CausalAttention.
 inline constexpr const char* kIndirection = "cache_indirection";
+// Those that say where sequences' prompts are in the encoder's memory, and where its tokens go there.
+inline constexpr const char *kMemoryStarts = "memory_starts", *kMemoryLens = "encoder_sequence_length",
+                            *kMemoryRows = "memory_rows";
 
 // A dimension below zero is one of these sizes of a step.
 enum Size : int64_t { kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4 };
 
 struct Limits {
   int max_batch, max_tokens, max_logits, max_seq_len;
+  int mem_max_seq_len = 0;  // tokens of a prompt that an encoder takes; 0: there is none
 };
 
 struct Step {
@@ -79,14 +83,18 @@ class Engine {
   int add_input(const std::string& name, DType dtype);
   int add_weight(DType dtype, const Shape& shape);
   int add_cache(const Shape& row_shape);  // [max_batch, *row_shape]
+  // What an encoder leaves of a prompt's tokens: [max_batch * mem_max_seq_len, width]; a prompt has a row of
+  // mem_max_seq_len tokens.
+  int add_memory(int64_t width);
   // A value in the arena: at `offset` bytes per token, or for a value of the wanted logits' rows at `offset`
   // bytes per logit in the part behind the tokens'. The shape may have Size dimensions.
   int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit);
 
+  // A node of the model, or of the encoder before its decoder.
   void add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
-                const std::vector<int>& outputs);
+                const std::vector<int>& outputs, bool of_encoder = false);
   void add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
-                const std::vector<int>& outputs);
+                const std::vector<int>& outputs, bool of_encoder = false);
   void set_logits(int tensor, int vocab_size);
 
   // Copy `bytes` from host memory to `offset` of a weight, through pinned memory.
@@ -99,6 +107,13 @@ class Engine {
   void run(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
            const int32_t* past_lens, const int64_t* logits_indices, const int32_t* indirection,
            const Step& step);
+  // Run the encoder on prompts, asynchronous: token i leaves what decoders see of it in row memory_rows[i] of the
+  // memory. The arrays are on the host.
+  void encode(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
+              const int64_t* memory_rows, int num_tokens, int batch);
+  // From now on, sequence b has its prompt in lens[b] rows of the memory from starts[b] on; [batch] each, on the
+  // host.
+  void set_memory(const int32_t* starts, const int32_t* lens, int batch);
   // The last step's logits as float32 [num_logits, vocab_size] on the host.
   void read_logits(float* logits);
   // From now on, keep what each of these values holds right after the node that makes it, before its memory
@@ -165,7 +180,8 @@ class Engine {
   int place(bool is_cache, DType dtype, Shape shape, void* data);
   void* input(const char* name) const { return places_[inputs_.at(name)].data; }
   Tensor resolve(int tensor, const Step& step) const;
-  void enqueue(const Step& step);
+  void enqueue(const Step& step) { enqueue(nodes_, step); }
+  void enqueue(const std::vector<Node>& nodes, const Step& step);
   void choose(int rows, int first_row);
   void advance(int batch, int first_row);
   void prepare(const Requests& requests, int batch);
@@ -187,7 +203,7 @@ class Engine {
   std::vector<DeviceBuffer> owned_;
   int64_t allocated_ = 0;
   std::vector<Place> places_;
-  std::vector<Node> nodes_;
+  std::vector<Node> nodes_, encoder_nodes_;
   std::map<std::string, int> inputs_;
   std::vector<int> caches_;
   char* token_arena_ = nullptr;

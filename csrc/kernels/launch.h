@@ -111,6 +111,26 @@ struct Lengths {
 cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& params, cudaStream_t stream);
 constexpr int kAttentionCounters = 264;
 int64_t attention_scratch(int num_heads, int head_dim);
+// The same where distance_bias, float32 [num_heads, distances], is added to the scores: first append(), for
+// decoding too. Needs no scratch and no counters.
+cudaError_t biased_attention(DType dtype, const AttentionParams& params, const float* distance_bias, int distances,
+                             cudaStream_t stream);
+
+// Attention of packed queries to all keys of their sequence; see csrc/plugins/bidirectional_attention/op.py for
+// the contract.
+struct BidirectionalParams {
+  void* out;                   // T [num_tokens, num_heads * head_dim]
+  const void* query;           // as out
+  const void* key;             // T [num_keys, num_kv_heads * head_dim]
+  const void* value;
+  const int32_t* cu_seqlens;   // [batch + 1]
+  const int32_t* key_starts;   // [batch], or null with key_lens: keys are in the queries' rows
+  const int32_t* key_lens;
+  const float* distance_bias;  // float32 [num_heads, distances] or null
+  int num_tokens, batch, num_heads, num_kv_heads, head_dim, distances;
+  float scale;
+};
+cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
 // y[i] = a[i] op b[i], T [count]; an operand that is one float32 number is marked, b is null for one input.
 enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg };
@@ -120,6 +140,10 @@ cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, con
 // y[i] = x[rows[i]], T [count, width].
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
                         cudaStream_t stream);
+
+// y[rows[i]] = x[i], T [count, width].
+cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
+                         cudaStream_t stream);
 
 // What was in each row of the cache: prompt and generated tokens, for what depends on them.
 constexpr uint32_t kInPrompt = 1u << 31;    // of a count: the token is in the prompt
@@ -134,12 +158,13 @@ struct Memory {
 cudaError_t remember(const Memory& memory, int row, int rows, cudaStream_t stream);
 
 // How a row's logits are changed before a token is chosen, as runtime/decoding/rules.py writes it. Its lists lie
-// behind one another: the biased tokens, their biases (float32 bits), the end tokens, where each bad word begins
-// and the last one ends (counted from the row's lists), the bad words' tokens.
+// behind one another: the biased tokens, their biases (float32 bits), the end tokens, the forced tokens, how many
+// are generated before each of these, where each bad word begins and the last one ends (counted from the row's
+// lists), the bad words' tokens.
 struct Rule {
   double presence, frequency;
   float repetition;
-  int32_t min_tokens, lists, num_biases, num_ends, num_words;
+  int32_t min_tokens, lists, num_biases, num_ends, num_forced, num_words;
   int32_t remembers;  // whether the row's Memory is kept
 };
 

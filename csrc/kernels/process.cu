@@ -1,6 +1,6 @@
 // What sampling parameters do to logits before a token is chosen, in the order and the arithmetic of
 // runtime/decoding/sampling.py: logit biases, repetition penalty, presence and frequency penalty, bad words, end
-// tokens that come too early.
+// tokens that come too early, forced tokens.
 //
 // Two kernels: one copies the logits as float32, at the speed of memory; of the other a block takes a row and
 // changes what the row's rule names. Penalties are for tokens that the row's memory holds, so the work is
@@ -57,7 +57,9 @@ __global__ void rule_kernel(ProcessParams p) {
   const int32_t* biased = p.lists + rule.lists;
   const int32_t* biases = biased + rule.num_biases;
   const int32_t* ends = biases + rule.num_biases;
-  const int32_t* words = ends + rule.num_ends;
+  const int32_t* forced = ends + rule.num_ends;
+  const int32_t* turns = forced + rule.num_forced;
+  const int32_t* words = turns + rule.num_forced;
   for (int i = threadIdx.x; i < rule.num_biases; i += kRuleThreads)
     scores[biased[i]] = __fadd_rn(scores[biased[i]], __int_as_float(biases[i]));
   __syncthreads();
@@ -95,6 +97,14 @@ __global__ void rule_kernel(ProcessParams p) {
   }
   if (p.drawn[r] < rule.min_tokens)
     for (int i = threadIdx.x; i < rule.num_ends; i += kRuleThreads) scores[ends[i]] = -INFINITY;
+  bool forces = false;
+  for (int i = 0; i < rule.num_forced; ++i) forces = forces || turns[i] == p.drawn[r];
+  if (!forces) return;
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.vocab; i += kRuleThreads) scores[i] = -INFINITY;
+  __syncthreads();
+  for (int i = threadIdx.x; i < rule.num_forced; i += kRuleThreads)
+    if (turns[i] == p.drawn[r]) scores[forced[i]] = 0;
 }
 
 // A block per row.

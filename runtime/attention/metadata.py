@@ -97,6 +97,7 @@ class BeamStep:
         past_lens: int32 [batch, beam], positions already in the cache; beams of a prompt are alike.
         prompt_lens: int32 [batch, beam], how many of them are the prompt's.
         count: candidates wanted of each beam.
+        memory: of each beam [batch * beam], where the model has an encoder.
     """
 
     tokens: np.ndarray
@@ -104,3 +105,4 @@ class BeamStep:
     past_lens: np.ndarray
     prompt_lens: np.ndarray
     count: int
+    memory: Memory | None = None

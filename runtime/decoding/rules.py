@@ -4,7 +4,7 @@ it: records as csrc/kernels/launch.h declares them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,12 +13,12 @@ import numpy as np
 MAX_LOGPROBS = 20  # likeliest tokens whose log-probabilities such an engine tells
 RULE = np.dtype([("presence", np.float64), ("frequency", np.float64), ("repetition", np.float32),
                  ("min_tokens", np.int32), ("lists", np.int32), ("num_biases", np.int32),
-                 ("num_ends", np.int32), ("num_words", np.int32), ("remembers", np.int32)],
-                align=True)
+                 ("num_ends", np.int32), ("num_forced", np.int32), ("num_words", np.int32),
+                 ("remembers", np.int32)], align=True)
 LOGPROBS = np.dtype([("chosen", np.float32), ("top", np.float32, MAX_LOGPROBS),
                      ("tokens", np.int32, MAX_LOGPROBS)])
 
-_PLAIN = np.array((0, 0, 1, 0, 0, 0, 0, 0, 0), RULE)
+_PLAIN = np.array((0, 0, 1, 0, 0, 0, 0, 0, 0, 0), RULE)
 _PLAIN_LISTS = np.empty(0, np.int32)
 
 
@@ -32,21 +32,24 @@ class Rule:
     @staticmethod
     def of(*, repetition: float, presence: float, frequency: float, biased: np.ndarray,
            biases: np.ndarray, bad_words: Sequence[Sequence[int]], min_tokens: int,
-           end_tokens: np.ndarray) -> Rule | None:
+           end_tokens: np.ndarray, forced: Mapping[int, Sequence[int]]) -> Rule | None:
         """None where nothing is done to the logits."""
         if not min_tokens:
             end_tokens = end_tokens[:0]
         remembers = repetition != 1 or presence != 0 or frequency != 0 or \
             any(len(word) > 1 for word in bad_words)
-        if not remembers and not len(biased) and not len(bad_words) and not len(end_tokens):
+        turns = [turn for turn, tokens in forced.items() for _ in tokens]
+        if not remembers and not len(biased) and not len(bad_words) and not len(end_tokens) \
+                and not turns:
             return None
-        fixed = 2 * len(biased) + len(end_tokens)
+        fixed = 2 * len(biased) + len(end_tokens) + 2 * len(turns)
         starts = accumulate(map(len, bad_words),
                             initial=fixed + len(bad_words) + 1) if bad_words else ()
-        lists = [biased, biases.astype(np.float32).view(np.int32), end_tokens, [*starts],
+        lists = [biased, biases.astype(np.float32).view(np.int32), end_tokens,
+                 [token for tokens in forced.values() for token in tokens], turns, [*starts],
                  *bad_words]
         record = np.array((presence, frequency, repetition, min_tokens, 0, len(biased),
-                           len(end_tokens), len(bad_words), remembers), RULE)
+                           len(end_tokens), len(turns), len(bad_words), remembers), RULE)
         return Rule(record, np.concatenate([np.asarray(part, np.int32) for part in lists]))
 
 

@@ -238,7 +238,7 @@ class Sampler:
         return Rule.of(repetition=params.repetition_penalty, presence=params.presence_penalty,
                        frequency=params.frequency_penalty, biased=self._biased,
                        biases=self._biases, bad_words=self._words, min_tokens=params.min_tokens,
-                       end_tokens=self._end_tokens)
+                       end_tokens=self._end_tokens, forced=self._forced)
 
 
 def nothing_allowed(generated: int) -> LlmcError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,12 @@ class Engine(Protocol):
 
     def run(self, batch: PackedBatch) -> np.ndarray:
         """Execute a step, extend the KV cache, return logits float32 [num_logits, padded_vocab]."""
+        ...
+
+    def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
+        """Run the encoder on prompts, each from its start, and keep what the decoder needs of each
+        in its row of the memory.
+        """
         ...
 
     def copy_row(self, source: int, target: int, length: int) -> None:

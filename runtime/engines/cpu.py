@@ -66,9 +66,6 @@ class CpuEngine:
         return values["logits"]
 
     def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
-        """Run the encoder on prompts, each from its start, and keep what the decoder needs of each
-        in its row of the memory.
-        """
         assert self._chip.encoder is not None
         values = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
                   "cu_seqlens": batch.cu_seqlens}

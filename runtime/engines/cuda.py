@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import BeamStep, PackedBatch
+from llmc.runtime.attention.metadata import BeamStep, Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.rules import LOGPROBS
 from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.manifest import Chip, GraphStep, Manifest
-from llmc.runtime.schedule import Schedule, read_schedule
+from llmc.runtime.schedule import Schedule, ScheduledTensor, read_schedule
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 _BLOCK = 128  # max_tokens is a multiple, so that every value of the arena is aligned
@@ -93,13 +93,16 @@ class CudaEngine:
         self._logprob_steps: int = cuda.logprob_steps
         self._device = device
         self._state: tuple[np.ndarray, ...] | None = None
+        self._memory: Memory | None = None  # that the device knows of
+        self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
         self._vocab = manifest.dims.vocab_size
         self._max_logits = max(max_batch_size, min(MAX_LOGITS, max_tokens))
         limits = dict(device=device, dtype=manifest.dtype, max_batch=max_batch_size,
                       max_tokens=-(-max_tokens // _BLOCK) * _BLOCK,
                       max_logits=-(-self._max_logits // 8) * 8,
-                      max_seq_len=manifest.dims.max_seq_len)
+                      max_seq_len=manifest.dims.max_seq_len,
+                      mem_max_seq_len=self._mem_max_seq_len)
         try:
             self._engine = self._load(cuda, manifest, chip, case_dir, limits)
         except self._errors as error:
@@ -111,11 +114,35 @@ class CudaEngine:
         step = chip.steps[0]
         assert isinstance(step, GraphStep)
         self._schedule = schedule = read_schedule(case_dir / step.path)
-        engine = cuda.Engine(**limits, token_bytes=schedule.token_bytes,
+        schedules = [schedule]
+        for step in chip.encoder.steps if chip.encoder else ():
+            assert isinstance(step, GraphStep)
+            schedules.append(read_schedule(case_dir / step.path))
+        engine = cuda.Engine(**limits, token_bytes=max(s.token_bytes for s in schedules),
                              logit_bytes=schedule.logit_bytes)
-        _build(engine, schedule, self._vocab)
-        _load_weights(engine, schedule, case_dir / chip.path / "weights.safetensors")
+        weights = _build(engine, schedules, self._vocab)
+        _load_weights(engine, weights, case_dir / chip.path / "weights.safetensors")
         return engine
+
+    def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
+        self._state = None
+        lengths = np.diff(batch.cu_seqlens)
+        starts = np.asarray(rows, np.int64) * self._mem_max_seq_len
+        try:
+            self._engine.encode(batch.input_ids, batch.position_ids, batch.cu_seqlens,
+                                np.repeat(starts, lengths) + batch.position_ids)
+        except self._errors as error:
+            raise LlmcError(f"the CUDA engine: {error}") from error
+
+    def _set_memory(self, memory: Memory | None) -> None:
+        """Tell the device where the sequences' prompts are in the encoder's memory."""
+        if memory is None or (self._memory is not None and all(
+                np.array_equal(getattr(memory, name), getattr(self._memory, name))
+                for name in ("rows", "encoder_sequence_length"))):
+            return
+        self._engine.set_memory(memory.rows * np.int32(self._mem_max_seq_len),
+                                memory.encoder_sequence_length)
+        self._memory = memory
 
     def run(self, batch: PackedBatch) -> np.ndarray:
         self.submit(batch)
@@ -156,6 +183,7 @@ class CudaEngine:
         decode = not prefill and bool((lengths == 1).all()) and \
             len(batch.logits_indices) == len(lengths)
         try:
+            self._set_memory(batch.memory)
             self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
                              np.ascontiguousarray(batch.logits_indices, np.int64),
                              np.ascontiguousarray(indirection, np.int32), batch.first_row, decode)
@@ -170,6 +198,7 @@ class CudaEngine:
     def follow(self, step: BeamStep) -> Candidates:
         """Execute a step of beam search; see `BeamStep`."""
         self._state = None
+        self._set_memory(step.memory)
         return self._candidates(step.tokens.size, step.count, self._engine.follow, step.tokens,
                                 step.parents, step.past_lens, step.prompt_lens)
 
@@ -203,6 +232,7 @@ class CudaEngine:
                 self._begin(np.empty(0, np.int64), batch.past_lens + lengths, draws, end_ids,
                             batch.first_row)
             elif self._state is None or not all(map(np.array_equal, state, self._state)):
+                self._set_memory(batch.memory)
                 self._begin(batch.input_ids, batch.past_lens, draws, end_ids, 0)
             chosen = self._go_on(steps, 0 if goes_on else 1, draws)
         except self._errors as error:
@@ -285,32 +315,53 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
                             f"the model again with this llmc")
 
 
-def _build(engine: Any, schedule: Schedule, vocab_size: int) -> None:
-    """Declare the schedule's tensors and nodes; the numbers are the schedule's own."""
-    for number, tensor in enumerate(schedule.tensors):
-        shape = [SIZES.get(dim, dim) for dim in tensor.shape]
-        if tensor.kind == "input":
-            made = engine.add_input(tensor.name, tensor.dtype)
-        elif tensor.kind == "weight":
-            made = engine.add_weight(tensor.dtype, shape)
-        elif tensor.kind == "cache":
-            made = engine.add_cache(shape[1:])
-        else:
-            made = engine.add_value(tensor.dtype, shape, tensor.offset, tensor.per_logit)
-        assert made == number
-    for node in schedule.nodes:
-        engine.add_node(node.op, node.fields, node.inputs, node.outputs)
-    engine.set_logits(schedule.logits, vocab_size)
+def _build(engine: Any, schedules: Sequence[Schedule], vocab_size: int) -> dict[str, int]:
+    """Declare the tensors and nodes of the model and perhaps its encoder, which know weights,
+    inputs and the memory by the same names; the model's numbers are its schedule's own. Returns the
+    weights' numbers.
+    """
+    shared: dict[str, int] = {}
+    weights: dict[str, int] = {}
+    for schedule in schedules:
+        numbers = {-1: -1}
+        for number, tensor in enumerate(schedule.tensors):
+            if tensor.kind == "value":
+                numbers[number] = engine.add_value(
+                    tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], tensor.offset,
+                    tensor.per_logit)
+                continue
+            if tensor.name not in shared:
+                shared[tensor.name] = _declare(engine, tensor)
+            numbers[number] = shared[tensor.name]
+            if tensor.kind == "weight":
+                weights[tensor.name] = numbers[number]
+        of_encoder = schedule is not schedules[0]
+        assert of_encoder or all(number == made for number, made in numbers.items())
+        for node in schedule.nodes:
+            engine.add_node(node.op, node.fields, [numbers[number] for number in node.inputs],
+                            [numbers[number] for number in node.outputs], of_encoder)
+    engine.set_logits(schedules[0].logits, vocab_size)
     engine.finish()
+    return weights
 
 
-def _load_weights(engine: Any, schedule: Schedule, path: Path) -> None:
+def _declare(engine: Any, tensor: ScheduledTensor) -> int:
+    """A tensor that is not a value; its number."""
+    if tensor.kind == "input":
+        return engine.add_input(tensor.name, tensor.dtype)
+    if tensor.kind == "weight":
+        return engine.add_weight(tensor.dtype, list(tensor.shape))
+    if tensor.kind == "memory":
+        return engine.add_memory(tensor.shape[1])
+    return engine.add_cache(tensor.shape[1:])
+
+
+def _load_weights(engine: Any, weights: Mapping[str, int], path: Path) -> None:
     """Copy each weight from the mapped file to the device."""
     data = np.memmap(path, np.uint8, "r")
     start = 8 + int(data[:8].view("<u8")[0])
     header = json.loads(bytes(data[8:start]))
-    for number, tensor in enumerate(schedule.tensors):
-        if tensor.kind == "weight":
-            low, high = header[tensor.name]["data_offsets"]
-            engine.load_weight(number, data[start + low:start + high], 0)
+    for name, number in weights.items():
+        low, high = header[name]["data_offsets"]
+        engine.load_weight(number, data[start + low:start + high], 0)
     engine.synchronize()

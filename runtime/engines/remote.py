@@ -57,6 +57,9 @@ class RemoteEngine:
         self._call("submit", batch)
         return np.empty((0, 0), np.float32)
 
+    def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
+        self._call("encode", batch, rows)
+
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> None:
         self._call("decode", batch, draws, end_ids, steps)
 

@@ -9,12 +9,12 @@ from on_device import DTYPES, describe
 
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
+from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
 from llmc.runtime.decoding.beam_search import follow
 
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
-OPS = [op for op in plugins.registry().values()
-       if op.body is not None and op.name != "BidirectionalAttention"]  # which has no kernel yet
+OPS = [op for op in plugins.registry().values() if op.body is not None]
 
 
 def check(extension, op, fields, inputs, dtype, decode=False):
@@ -62,9 +62,9 @@ def check(extension, op, fields, inputs, dtype, decode=False):
 def test_an_op_s_samples(extension, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
         decode = False
+        if sample.fields.get("head_dim", 0) % 8:
+            continue
         if op.name == "CausalAttention":
-            if sample.fields["head_dim"] % 8 or "distance_bias" in sample.inputs:
-                continue
             decode = bool((np.diff(sample.inputs["cu_seqlens"]) == 1).all())
         check(extension, op, sample.fields, sample.inputs, dtype, decode)
 
@@ -76,19 +76,47 @@ def test_attention_takes_one_way_to_say_where_positions_lie(extension):
               sample.inputs | {"cache_indirection": np.zeros((2, 16), np.int32)}, "float32", True)
 
 
-def test_attention_refuses_an_input_that_it_has_no_kernel_for(extension):
-    op = plugins.registry()["CausalAttention"]
-    sample = next(s for s in op.samples(np.random.default_rng(0))
-                  if "distance_bias" in s.inputs and s.fields["head_dim"] % 8 == 0)
-    with pytest.raises(extension.CudaError, match="has no kernel for distance_bias yet"):
-        check(extension, op, sample.fields, sample.inputs, "float32")
+@pytest.mark.parametrize("op", ["CausalAttention", "BidirectionalAttention"])
+def test_attention_refuses_a_head_dim_that_it_has_no_kernel_for(extension, op):
+    with pytest.raises(extension.CudaError, match=f"{op}'s head_dim 12 is not a multiple of 8"):
+        extension.make_plugin(op, {"num_heads": 4, "num_kv_heads": 4, "head_dim": 12})
 
 
-def test_attention_in_both_directions_says_that_it_has_no_kernel(extension):
-    op = plugins.registry()["BidirectionalAttention"]
-    sample = op.samples(np.random.default_rng(0))[0]
-    with pytest.raises(extension.CudaError, match="BidirectionalAttention has no kernel yet"):
-        check(extension, op, sample.fields, sample.inputs, "float32")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "dim", "heads", "kv_heads", "more"), [
+    ((130, 3, 64), 64, 8, 8, {}),
+    ((130, 3, 64), 64, 8, 8, {"biased": 100}),
+    ((512,), 128, 4, 2, {"biased": 128, "scale": 1.0}),
+    ((7, 0, 33), 256, 6, 1, {}),
+    ((20, 9), 72, 4, 2, {"biased": 4}),
+    ((1,) * 16, 64, 16, 16, {"starts": range(0, 8192, 512), "lens": range(1, 512, 32)}),
+    ((1,) * 6, 64, 8, 8, {"starts": (600,) * 3 + (0,) * 3, "lens": (500,) * 3 + (77,) * 3}),
+    ((1,), 80, 6, 1, {"starts": (40,), "lens": (1000,), "biased": 30}),
+    ((5, 1, 0, 9), 96, 4, 4, {"starts": (0, 0, 90, 60), "lens": (60, 60, 1, 30)}),
+])
+def test_attention_in_both_directions(extension, new, dim, heads, kv_heads, more, dtype):
+    sample = bidirectional_sample(np.random.default_rng(1), new, dim, heads=heads,
+                                  kv_heads=kv_heads, **more)
+    check(extension, plugins.registry()["BidirectionalAttention"], sample.fields, sample.inputs,
+          dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [1, 20, 400])
+@pytest.mark.parametrize(("new", "past", "dim", "heads", "kv_heads", "more"), [
+    ((1,) * 4, (300, 0, 63, 1000), 64, 8, 8, {}),
+    ((1,) * 5, (90, 90, 90, 7, 7), 64, 8, 8, {"indirect": True}),
+    ((130, 3, 64), (0, 50, 10), 64, 8, 2, {}),
+    ((7, 0, 70), (5, 90, 90), 96, 4, 4, {"indirect": True, "window": 40}),
+    ((1, 1, 1), (65, 130, 900), 256, 4, 1, {"window": 100, "softcap": 5.0, "rotary_dim": 256}),
+    ((20, 9), (5, 0), 72, 4, 2, {"block_size": 8, "norms": "qk"}),
+])
+def test_attention_with_a_bias_by_distance(extension, new, past, dim, heads, kv_heads, more,
+                                           biased, dtype):
+    sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
+                     max_seq_len=1024, biased=biased, **more)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
+          decode=all(count == 1 for count in new))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,17 +18,22 @@ PARAMS = [dict(repetition_penalty=1.3, logit_bias={3: 2.5, 5: -np.inf}, min_toke
 WORDS = [[[4], [7, 5, 9]], [[8, 8, 2]], [], [[3, 2], [1, 2, 3, 4], [30]]]
 
 
+FORCED = [{}, {0: (7,), 3: (2, 9)}, {4: (1,)}, {}]
+
+
 def samplers():
-    return [Sampler(SamplingParams(**params), 0, prompt, [1, 2], words)
-            for params, prompt, words in zip(PARAMS, PROMPTS, WORDS, strict=True)]
+    return [Sampler(SamplingParams(**params), 0, prompt, [1, 2], words, forced)
+            for params, prompt, words, forced
+            in zip(PARAMS, PROMPTS, WORDS, FORCED, strict=True)]
 
 
 def obey(rules, row, scores, prompt, generated):
     """The kernel's reading of the records, on the host."""
     rule, lists = rules.rows[row], rules.lists[rules.rows[row]["lists"]:]
     scores = scores.copy()
-    biased, biases, ends, words = np.split(lists, np.cumsum(
-        [rule["num_biases"], rule["num_biases"], rule["num_ends"]]))
+    biased, biases, ends, forced, turns, words = np.split(lists, np.cumsum(
+        [rule[name] for name in ("num_biases", "num_biases", "num_ends", "num_forced",
+                                 "num_forced")]))
     scores[biased] += biases.view(np.float32)
     context = prompt + generated
     for token in set(context) if rule["remembers"] else ():
@@ -44,6 +49,9 @@ def obey(rules, row, scores, prompt, generated):
             scores[last] = -np.inf
     if len(generated) < rule["min_tokens"]:
         scores[ends] = -np.inf
+    if len(generated) in turns:
+        scores[:] = -np.inf
+        scores[forced[turns == len(generated)]] = 0
     return scores
 
 

@@ -51,8 +51,6 @@ class CausalAttention : public Plugin {
     const float** tables[] = {&p.cos, &p.sin, &p.q_norm, &p.k_norm};
     for (size_t i = 0; i < 4; ++i)
       if (const Tensor* table = optional(in, 5 + i)) *tables[i] = static_cast<const float*>(table->data);
-    if (optional(in, 11) != nullptr)
-      throw Error("CausalAttention has no kernel for distance_bias yet; leave that input out");
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
@@ -73,6 +71,12 @@ class CausalAttention : public Plugin {
     p.scratch = workspace;
     p.counters = context.counters;
     p.queries = static_cast<char*>(workspace) + scratch();
+    if (const Tensor* bias = optional(in, 11)) {
+      check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
+      check(kernels::biased_attention(in[0].dtype, p, static_cast<const float*>(bias->data),
+                                      static_cast<int>(bias->shape[1]), context.stream), "CausalAttention");
+      return;
+    }
     if (!p.decode) {
       check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
       if (context.sdpa != nullptr && context.longest > 0 && p.cache_indirection == nullptr &&

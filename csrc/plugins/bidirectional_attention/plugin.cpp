@@ -1,17 +1,24 @@
+#include <cmath>
+
 #include "../common/linear.h"
 
 namespace llmc {
 namespace {
 
-// The contract alone: there is no kernel yet, and no target but cpu is given the op.
 class BidirectionalAttention : public Plugin {
  public:
-  explicit BidirectionalAttention(const Fields& fields)
-      : num_heads_(integer(fields, "num_heads")), head_dim_(integer(fields, "head_dim")) {
-    const int num_kv_heads = integer(fields, "num_kv_heads");
-    if (num_kv_heads < 1 || num_heads_ % num_kv_heads != 0)
-      throw Error("BidirectionalAttention's num_heads " + std::to_string(num_heads_) +
-                  " is not a multiple of num_kv_heads " + std::to_string(num_kv_heads));
+  explicit BidirectionalAttention(const Fields& fields) {
+    p_.num_heads = integer(fields, "num_heads");
+    p_.num_kv_heads = integer(fields, "num_kv_heads");
+    p_.head_dim = integer(fields, "head_dim");
+    p_.scale = real(fields, "scale");
+    if (p_.num_kv_heads < 1 || p_.num_heads % p_.num_kv_heads != 0)
+      throw Error("BidirectionalAttention's num_heads " + std::to_string(p_.num_heads) +
+                  " is not a multiple of num_kv_heads " + std::to_string(p_.num_kv_heads));
+    if (p_.head_dim % 8 != 0 || p_.head_dim < 8 || p_.head_dim > 256)
+      throw Error("BidirectionalAttention's head_dim " + std::to_string(p_.head_dim) +
+                  " is not a multiple of 8 from 8 to 256");
+    if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.head_dim));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -19,16 +26,35 @@ class BidirectionalAttention : public Plugin {
       throw Error("BidirectionalAttention's query, key and value have 2 dimensions, not " +
                   std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
                   std::to_string(in[2].size()));
-    return {{in[0][0], static_cast<int64_t>(num_heads_) * head_dim_}};
+    return {{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}};
   }
 
-  void enqueue(const std::vector<Tensor>&, const std::vector<Tensor>&, void*,
-               const Context&) const override {
-    throw Error("BidirectionalAttention has no kernel yet; compile with --target cpu");
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    kernels::BidirectionalParams p = p_;
+    p.out = out[0].data;
+    p.query = in[0].data;
+    p.key = in[1].data;
+    p.value = in[2].data;
+    p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
+    p.num_tokens = static_cast<int>(in[0].shape[0]);
+    p.batch = static_cast<int>(in[3].shape[0]) - 1;
+    const Tensor *starts = optional(in, 4), *lens = optional(in, 5);
+    if ((starts == nullptr) != (lens == nullptr))
+      throw Error("BidirectionalAttention takes key_starts and key_lens together");
+    if (starts != nullptr) {
+      p.key_starts = static_cast<const int32_t*>(starts->data);
+      p.key_lens = static_cast<const int32_t*>(lens->data);
+    }
+    if (const Tensor* bias = optional(in, 6)) {
+      p.distance_bias = static_cast<const float*>(bias->data);
+      p.distances = static_cast<int>(bias->shape[1]);
+    }
+    check(kernels::bidirectional(in[0].dtype, p, context.stream), "BidirectionalAttention");
   }
 
  private:
-  int num_heads_, head_dim_;
+  kernels::BidirectionalParams p_{};
 };
 
 }  // namespace
