@@ -12,10 +12,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from llmc import plugins
-from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.attention.metadata import Memory, PackedBatch
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.manifest import read_manifest
-from llmc.runtime.schedule import read_schedule
+from llmc.runtime.schedule import Schedule, read_schedule
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
@@ -32,15 +32,26 @@ class Interpreter:
     def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None) -> None:
         self.rank, self.communicator = rank, communicator
         self.manifest = read_manifest(case)
-        self.schedule = read_schedule(case / self.manifest.chips[rank].steps[0].path)
+        chip = self.manifest.chips[rank]
+        self.schedule = read_schedule(case / chip.steps[0].path)
+        self.encoder = read_schedule(case / chip.encoder.steps[0].path) if chip.encoder else None
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
         self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
         self.caches = {t.name: np.zeros((1, *t.shape[1:]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "cache"}
+        self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
+                       for t in self.schedule.tensors if t.kind == "memory"}
 
-    def run(self, tokens: Sequence[int], past: int) -> np.ndarray:
+    def encode(self, source: Sequence[int], start: int) -> Memory:
+        """Run the encoder; what it makes is in rows of the memory from `start` on."""
+        assert self.encoder is not None
+        self._run(self.encoder, PackedBatch.prepare([source], [0]),
+                  {"memory_rows": np.arange(start, start + len(source))})
+        return Memory.of([start], [len(source)])
+
+    def run(self, tokens: Sequence[int], past: int, memory: Memory | None = None) -> np.ndarray:
         """Logits [num_tokens, vocab_size] of tokens that follow `past` others."""
-        values = self.trace(PackedBatch.prepare([tokens], [past], all_logits=True))
+        values = self.trace(PackedBatch.prepare([tokens], [past], all_logits=True, memory=memory))
         name = self.schedule.tensors[self.schedule.logits].name
         return values[name][:, :self.manifest.dims.vocab_size]
 
@@ -55,28 +66,40 @@ class Interpreter:
 
     def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
         """As `CudaEngine.trace`."""
+        return self._run(self.schedule, batch, {} if batch.memory is None else {
+            "memory_starts": batch.memory.rows,
+            "encoder_sequence_length": batch.memory.encoder_sequence_length})
+
+    def _run(self, schedule: Schedule, batch: PackedBatch,
+             inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a program; `inputs` are those that the batch has not by their names."""
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
-        arenas = {False: np.full(self.schedule.token_bytes * sizes["num_tokens"], 255, np.uint8),
-                  True: np.full(self.schedule.logit_bytes * sizes["num_logits"], 255, np.uint8)}
+        arenas = {False: np.full(schedule.token_bytes * sizes["num_tokens"], 255, np.uint8),
+                  True: np.full(schedule.logit_bytes * sizes["num_logits"], 255, np.uint8)}
         kept: dict[str, np.ndarray] = {}
 
         def view(number):
-            tensor = self.schedule.tensors[number]
+            tensor = schedule.tensors[number]
             count, width = sizes[tensor.shape[0]], tensor.shape[1]
             start = tensor.offset * count
             return arenas[tensor.per_logit][start:start + self.dtype.itemsize * count * width] \
                 .view(self.dtype).reshape(count, width)
 
         def read(number):
-            tensor = self.schedule.tensors[number]
-            known = {"weight": self.weights, "cache": self.caches}.get(tensor.kind)
+            tensor = schedule.tensors[number]
+            known = {"weight": self.weights, "cache": self.caches,
+                     "memory": self.memory}.get(tensor.kind)
             if tensor.kind == "input":
-                return getattr(batch, tensor.name)
+                return inputs[tensor.name] if tensor.name in inputs else \
+                    getattr(batch, tensor.name)
             return view(number) if known is None else known[tensor.name]
 
-        for node in self.schedule.nodes:
+        for node in schedule.nodes:
             if node.op == "Gather":
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
+            elif node.op == "Scatter":
+                read(node.inputs[2])[read(node.inputs[1])] = read(node.inputs[0])
+                results = []
             elif node.op in _ELEMENTWISE:
                 results = [_ELEMENTWISE[node.op](*(read(number).astype(np.float32)
                                                    for number in node.inputs))]
@@ -94,10 +117,10 @@ class Interpreter:
             for number, result in zip(node.outputs, results, strict=True):
                 if number >= 0:
                     view(number)[:] = result
-                    kept[self.schedule.tensors[number].name] = view(number).astype(np.float32)
+                    kept[schedule.tensors[number].name] = view(number).astype(np.float32)
             if node.op == "CausalAttention":
                 for number, result in zip(node.inputs[1:3], results[1:], strict=True):
-                    self.caches[self.schedule.tensors[number].name][:] = result
+                    self.caches[schedule.tensors[number].name][:] = result
         return kept
 
 

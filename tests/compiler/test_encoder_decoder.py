@@ -1,5 +1,6 @@
 """Encoder-decoder models against transformers: logits of every step, and what the graphs hold."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import families
@@ -8,10 +9,16 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 import torch
+from safetensors.numpy import load_file
+from schedule_interpreter import Interpreter
 
 import llmc
 from llmc.compiler import api
 from llmc.compiler.passes import attention
+from llmc.compiler.targets import Options
+from llmc.runtime.collectives import Communicator
+from llmc.runtime.manifest import Target
+from llmc.runtime.schedule import read_schedule
 
 PREFILL, STEPS = 5, 12
 
@@ -68,6 +75,63 @@ def test_the_encoder_makes_the_keys_and_values_that_the_decoder_sees_of_it(encod
         assert not projections & {tensor.name for tensor in decoder.initializer}
         width = next(t for t in encoder.output).type.tensor_type.shape.dim[1].dim_value
         assert width == 32  # half of the heads
+
+
+def compile_for_gpus(raw, case, dtype="float32", tp_size=1):
+    copied = families.copy_raw(raw)
+    lowered = api.lower(copied, tp_size, None)
+    case.mkdir()
+    return api.write(copied, lowered, Target(kind="cuda"), Options(dtype), case)
+
+
+@pytest.mark.parametrize("name", [*families.ENCODER_DECODERS,
+                                  *families.UNPLANNED_ENCODER_DECODERS])
+def test_the_schedules_for_gpus_give_transformers_logits(name, encoder_decoder, tmp_path):
+    model, raw, _ = encoder_decoder(name)
+    compile_for_gpus(raw, tmp_path / "case")
+    interpreter = Interpreter(tmp_path / "case")
+    rng = np.random.default_rng(5)
+    sources = [rng.integers(3, 100, length).tolist() for length in (17, 5)]
+    tokens = rng.integers(3, 100, 7).tolist()
+    places = [interpreter.encode(source, start)
+              for source, start in zip(sources, (20, 3), strict=True)]
+    for source, memory in zip(sources, places, strict=True):
+        logits = [interpreter.run(tokens[:4], 0, memory), interpreter.run(tokens[4:], 4, memory)]
+        families.assert_close(np.concatenate(logits), reference_logits(model, source, tokens))
+
+
+def test_two_ranks_schedules_give_transformers_logits(encoder_decoder, tmp_path):
+    model, raw, _ = encoder_decoder("t5")
+    compile_for_gpus(raw, tmp_path / "case", tp_size=2)
+    communicator = Communicator(2)
+    source, tokens = list(range(5, 19)), [0, 7, 9]
+
+    def run(rank):
+        interpreter = Interpreter(tmp_path / "case", rank, communicator)
+        return interpreter.run(tokens, 0, interpreter.encode(source, 0))
+    with ThreadPoolExecutor(2) as threads:
+        for logits in threads.map(run, range(2)):
+            families.assert_close(logits, reference_logits(model, source, tokens))
+
+
+def test_what_goes_to_the_memory_of_a_gpu_leaves_its_place_at_once(encoder_decoder, tmp_path):
+    _, raw, _ = encoder_decoder("t5")
+    manifest = compile_for_gpus(raw, tmp_path / "case", "float16")
+    chip, = manifest.chips
+    schedules = [read_schedule(tmp_path / "case" / step.path)
+                 for step in (*chip.steps, *chip.encoder.steps)]
+    decoder, encoder = schedules
+    memory = {t.name for t in decoder.tensors if t.kind == "memory"}
+    assert memory == {t.name for t in encoder.tensors if t.kind == "memory"} and len(memory) == 8
+    offsets = {t.offset for t in encoder.tensors if t.kind == "value" and t.name in memory}
+    assert len(offsets) < 8
+    for before, node in zip(encoder.nodes, encoder.nodes[1:], strict=False):
+        if node.op == "Scatter":
+            assert node.inputs[0] == before.outputs[0]
+    stored = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    assert {t.name for s in schedules for t in s.tensors if t.kind == "weight"} == set(stored)
+    table = next(n for n in encoder.nodes if n.op == "Embedding").inputs[1]
+    assert encoder.tensors[table].name in {t.name for t in decoder.tensors}
 
 
 def test_what_encoder_and_decoder_share_is_stored_once(encoder_decoder):

@@ -209,6 +209,9 @@ RULES = {
 WORDS = [[[4]], [[5, 6], [7, 8, 9], [11, 3], [2, 1]]]
 
 
+FORCED = [{0: (3,), 5: (2, 7)}, {1: (4, 9), 30: (1,), 700: (0,)}]
+
+
 def samplers(kinds, prompts, vocab, seed=0):
     """One per prompt, with some of the parameters; every third with none."""
     rng = np.random.default_rng(seed)
@@ -222,15 +225,17 @@ def samplers(kinds, prompts, vocab, seed=0):
                 rng.integers(0, vocab, 40), rng.standard_normal(40), strict=True)} | {
                 token % vocab: bias for token, bias in given["logit_bias"].items()}
         made.append(Sampler(SamplingParams(**given), 0, prompt, [1, 2], [
-            [token % vocab for token in word] for word in words]))
+            [token % vocab for token in word] for word in words],
+            FORCED[row % 2] if "forced" in which else {}))
     return made
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "stride"), [(101, 104), (101, 101), (32000, 32000),
                                                (128256, 128256)])
-@pytest.mark.parametrize("kinds", [*([name] for name in RULES), ["bad_words"],
-                                   [*RULES, "bad_words"]], ids="+".join)
+@pytest.mark.parametrize("kinds", [*([name] for name in RULES), ["bad_words"], ["forced"],
+                                   [*RULES, "bad_words"], [*RULES, "bad_words", "forced"]],
+                         ids="+".join)
 def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dtype):
     """To the bit, for prompts and generated tokens of several lengths, in rows of the cache that
     are not those of the logits."""
