@@ -100,6 +100,20 @@ def test_the_schedules_for_gpus_give_transformers_logits(name, encoder_decoder, 
         families.assert_close(np.concatenate(logits), reference_logits(model, source, tokens))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_compiled_for_gpus_is_typed_onnx(dtype, encoder_decoder, tmp_path):
+    _, raw, _ = encoder_decoder("t5")
+    manifest = compile_for_gpus(raw, tmp_path / "case", dtype)
+    for file in ("graph.onnx", "encoder.onnx"):
+        path = tmp_path / "case" / "chip0" / file
+        assert f"chip0/{file}" in {entry.path for entry in manifest.files}
+        onnx.checker.check_model(path)
+        onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False),
+                                          check_type=True, strict_mode=True)
+    kinds = {tensor.dtype for tensor in manifest.chips[0].encoder.outputs}
+    assert kinds == {dtype}
+
+
 def test_two_ranks_schedules_give_transformers_logits(encoder_decoder, tmp_path):
     model, raw, _ = encoder_decoder("t5")
     compile_for_gpus(raw, tmp_path / "case", tp_size=2)
