@@ -140,8 +140,11 @@ class CudaEngine:
                 np.array_equal(getattr(memory, name), getattr(self._memory, name))
                 for name in ("rows", "encoder_sequence_length"))):
             return
-        self._engine.set_memory(memory.rows * np.int32(self._mem_max_seq_len),
-                                memory.encoder_sequence_length)
+        try:
+            self._engine.set_memory(memory.rows * np.int32(self._mem_max_seq_len),
+                                    memory.encoder_sequence_length)
+        except self._errors as error:
+            raise LlmcError(f"the CUDA engine: {error}") from error
         self._memory = memory
 
     def run(self, batch: PackedBatch) -> np.ndarray:

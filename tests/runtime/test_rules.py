@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.attention.metadata import Memory, PackedBatch
 from llmc.runtime.decoding.rules import LOGPROBS, Rules
 from llmc.runtime.decoding.sampling import Choices, Draws, Logprobs, Sampler, SamplingParams
 from llmc.runtime.engines.cuda import CudaEngine
@@ -98,13 +98,13 @@ class Extension:
     """The extension's engine, of which only the calls are kept."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.batch = [], 2
 
     def __getattr__(self, name):
         return lambda *arguments, **named: self.calls.append((name, arguments, named))
 
     def history(self, steps):
-        return [7] * (steps * 2)
+        return [7] * (steps * self.batch)
 
     def names(self):
         names = [(name, *arguments) if name in ("decode", "read_logprobs") else (name,)
@@ -117,6 +117,7 @@ class Extension:
 def engine():
     made = CudaEngine.__new__(CudaEngine)
     made._engine, made._errors, made._state, made._logprob_steps = Extension(), KeyError, None, 64
+    made._memory, made._mem_max_seq_len = None, 32
     return made
 
 
@@ -137,6 +138,33 @@ def test_an_engine_is_told_of_a_batch_once(engine):
     another = [both[0], Sampler(both[1].params, 0, [6, 6])]
     engine.decode(PackedBatch.prepare([[7]] * 2, [10] * 2), Draws.of(another, [9, 9]), [2], 4)
     assert engine._engine.names() == [("begin_decode",), ("decode", 4)]
+
+
+def test_an_engine_is_told_where_prompts_are_when_the_batch_changes(engine):
+    """Starts in rows of tokens: of a row of the memory so many as the encoder takes."""
+    both = [Sampler(SamplingParams(), 0, [0]) for _ in range(2)]
+    memory = Memory.of([3, 1], [7, 20])
+
+    def step(drawn, tokens, memory, sequences):
+        engine.decode(PackedBatch.prepare([[7]] * len(sequences), [drawn] * len(sequences),
+                                          memory=memory),
+                      Draws.of(sequences, [drawn] * len(sequences)), [2], tokens)
+
+    engine.encode(PackedBatch.prepare([[5] * 7, [6] * 20], [0, 0]), [3, 1])
+    name, (*_, rows), _ = engine._engine.calls[0]
+    assert name == "encode"
+    assert rows.tolist() == [*range(96, 103), *range(32, 52)]
+    engine._engine.calls.clear()
+    step(0, 1, memory, both)
+    name, (starts, lengths), _ = engine._engine.calls[0]
+    assert (name, starts.tolist(), lengths.tolist()) == ("set_memory", [96, 32], [7, 20])
+    assert starts.dtype == lengths.dtype == np.int32
+    assert engine._engine.names() == [("set_memory",), ("begin_decode",), ("decode", 1)]
+    step(1, 4, memory, both)
+    assert engine._engine.names() == [("decode", 4)]
+    engine._engine.batch = 1
+    step(5, 4, memory.take([1]), both[1:])
+    assert engine._engine.names() == [("set_memory",), ("begin_decode",), ("decode", 4)]
 
 
 def test_log_probabilities_are_read_before_the_device_forgets_them(engine):
