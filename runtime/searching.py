@@ -88,6 +88,7 @@ class DeviceSteps:
                  room: int, memory: Memory | None = None) -> None:
         self._replica, self._prompts = replica, prompts
         self._beam, self._count, self._room, self._memory = beam, count, room, memory
+        self._memory_of_beams = memory and memory.take(np.repeat(np.arange(len(prompts)), beam))
         self._lengths = np.repeat(np.array([[len(prompt)] for prompt in prompts], np.int32), beam,
                                   axis=1)
         self._made = 0
@@ -105,5 +106,4 @@ class DeviceSteps:
         return self._replica.follow(BeamStep(
             np.ascontiguousarray(tokens, np.int64), np.ascontiguousarray(parents, np.int32),
             np.minimum(self._lengths + self._made, self._room) - 1, self._lengths,
-            self._count, self._memory and self._memory.take(
-                np.repeat(np.arange(len(tokens)), self._beam)))).reshape(*tokens.shape)
+            self._count, self._memory_of_beams)).reshape(*tokens.shape)
