@@ -71,7 +71,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             then is the decoder's.
         max_beam_width: beams of a prompt, at most; above 1 attention can read the KV cache through
             an indirection, for which the cpu target has a slower attention in every step. The
-            tensorrt targets have no beam search.
+            tensorrt_rtx target has no beam search.
         max_batch_size: sequences of a step; only the tensorrt target has such a limit.
         progress: called with what is about to happen.
 
@@ -92,11 +92,14 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         raise LlmcError(f"tp_size {tp_size} is below 1")
     if max_beam_width < 1:
         raise LlmcError(f"max_beam_width {max_beam_width} is below 1; 1 is no beam search")
-    if max_beam_width > 1 and target not in (cpu.KIND, cuda.KIND):
+    if max_beam_width > 1 and target == tensorrt_rtx.KIND:
         raise LlmcError(f"max_beam_width {max_beam_width} is not there yet for target '{target}'; "
-                        f"leave it out, or compile with --target cpu or cuda")
+                        f"leave it out, or compile with --target cpu, cuda or tensorrt")
     if max_batch_size < 1:
         raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
+    if target == tensorrt.KIND and max_beam_width > max_batch_size:
+        raise LlmcError(f"max_beam_width {max_beam_width} exceeds max_batch_size {max_batch_size}, "
+                        f"the rows that a plan has; raise it")
     output = Path(output)
     _check_output(output)
     options = Options(dtype, compute_capability, max_batch_size,

@@ -253,7 +253,7 @@ void Engine::finish() {
 }
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
-  if (tensor < 0 || (tensor == indirection_ && !step.indirect)) return {};
+  if (tensor < 0) return {};
   const Place& place = places_[tensor];
   Tensor made{place.data, place.dtype, place.shape};
   for (int64_t& dim : made.shape) {
@@ -277,6 +277,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.decode = step.decode;
   context.longest = step.longest;
   context.reach = step.reach;
+  context.indirect = step.indirect;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
   for (const Node& node : nodes) {
     std::vector<Tensor> inputs, outputs;

@@ -31,7 +31,7 @@ struct Step {
   int num_tokens, num_logits, batch, first_row;
   bool decode;  // every sequence has exactly one new token, and all of their logits are wanted
   int longest = 0, reach = 0;  // see Context
-  bool indirect = false;       // without it ops do not get the input kIndirection: each row has its own past
+  bool indirect = false;       // see Context
 };
 
 // A step of beam search, on the host: see kernels::FollowParams. [batch * beam] each.

@@ -122,9 +122,9 @@ void llmcSetCommunicator(void* communicator) {
   });
 }
 
-void llmcSetLengths(int longest, int reach) {
+void llmcSetStep(int longest, int reach, bool indirect) {
   guarded(false, [&] {
-    set_lengths({longest, reach});
+    set_step({longest, reach, indirect});
     return true;
   });
 }

@@ -20,8 +20,9 @@ LLMC_EXPORT const char* llmcPluginError();
 LLMC_EXPORT void llmcSetCommunicator(void* communicator);
 
 // What plugins on the current device may take for granted of what is enqueued next: a sequence has at most
-// `longest` new tokens, and `reach` with those before. 0: nothing is known, and then prompts go without cuDNN.
-LLMC_EXPORT void llmcSetLengths(int longest, int reach);
+// `longest` new tokens, and `reach` with those before (0: nothing is known, and then prompts go without cuDNN);
+// and without `indirect` a cache_indirection is not read, as each cache row has its own past.
+LLMC_EXPORT void llmcSetStep(int longest, int reach, bool indirect);
 
 // A tensor that a plugin made: its name in the network, where it lies on the device, dtype ("float16") and shape.
 // What is to be read of it is to be enqueued on `stream` before the watcher returns.

@@ -119,7 +119,7 @@ void Plan::enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out
   const int profile = context.decode ? kDecode : kPrefill;
   IExecutionContext& execution = *engine_->contexts[profile];
   plugins_.set_communicator(context.communicator);
-  plugins_.set_lengths(context.longest, context.reach);
+  plugins_.set_step(context.longest, context.reach, context.indirect);
   kernels::NarrowParams narrowed{};
   int count = 0;
   for (size_t i = 0; i < inputs_.size(); ++i) {

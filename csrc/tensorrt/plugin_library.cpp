@@ -29,8 +29,8 @@ void PluginLibrary::set_communicator(ncclComm_t communicator) const {
   symbol<void(void*)>("llmcSetCommunicator")(communicator);
 }
 
-void PluginLibrary::set_lengths(int longest, int reach) const {
-  symbol<void(int, int)>("llmcSetLengths")(longest, reach);
+void PluginLibrary::set_step(int longest, int reach, bool indirect) const {
+  symbol<void(int, int, bool)>("llmcSetStep")(longest, reach, indirect);
 }
 
 void PluginLibrary::watch(LlmcWatcher watcher, void* user) const {

@@ -280,8 +280,10 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
   context.counters = state.counters;
   context.communicator = communicator();
   context.sdpa = &state.sdpa;
-  context.longest = lengths().longest;
-  context.reach = lengths().reach;
+  const StepFacts facts = step();
+  context.longest = facts.longest;
+  context.reach = facts.reach;
+  context.indirect = facts.indirect && !building_;  // what TensorRT times with says nothing
   context.dense = true;
   core_->enqueue(in, out, workspace, context);
   show(out, stream);

@@ -21,8 +21,8 @@ std::map<int, ncclComm_t>& communicators() {
   static auto* all = new std::map<int, ncclComm_t>;
   return *all;
 }
-std::map<int, Lengths>& known_lengths() {
-  static auto* all = new std::map<int, Lengths>;
+std::map<int, StepFacts>& known_steps() {
+  static auto* all = new std::map<int, StepFacts>;
   return *all;
 }
 
@@ -54,14 +54,14 @@ void set_communicator(ncclComm_t communicator) {
   communicators()[current_device()] = communicator;
 }
 
-Lengths lengths() {
+StepFacts step() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return known_lengths()[current_device()];
+  return known_steps()[current_device()];
 }
 
-void set_lengths(const Lengths& lengths) {
+void set_step(const StepFacts& step) {
   const std::lock_guard<std::mutex> lock(mutex);
-  known_lengths()[current_device()] = lengths;
+  known_steps()[current_device()] = step;
 }
 
 Watching watching() {

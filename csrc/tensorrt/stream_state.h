@@ -24,12 +24,13 @@ StreamState& state_of(cudaStream_t stream);
 ncclComm_t communicator();
 void set_communicator(ncclComm_t communicator);
 
-// See llmcSetLengths.
-struct Lengths {
+// See llmcSetStep.
+struct StepFacts {
   int longest = 0, reach = 0;
+  bool indirect = true;
 };
-Lengths lengths();
-void set_lengths(const Lengths& lengths);
+StepFacts step();
+void set_step(const StepFacts& step);
 
 // Who wants to see what plugins make; see llmcWatch.
 struct Watching {

@@ -78,7 +78,7 @@ class TensorRTEngine(CudaEngine):
                 tensors[tensor.name] = engine.add_cache(tensor.shape[1:])
                 tensors[f"{tensor.name}_out"] = tensors[tensor.name]
             else:
-                wide = tensor.name not in ("cu_seqlens", "past_lens")
+                wide = tensor.name in ("input_ids", "position_ids", "logits_indices")
                 tensors[tensor.name] = engine.add_input(tensor.name, "int64" if wide else "int32")
         logits = next(tensor for tensor in chip.outputs if tensor.name == "logits")
         tensors["logits"] = engine.add_value(

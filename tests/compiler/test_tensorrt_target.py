@@ -68,12 +68,12 @@ def test_every_rank_gets_an_engine(builder, tmp_path):
     assert manifest.ops.keys() >= {"AllReduce", "AllGather", "CausalAttention"}
 
 
-@pytest.mark.parametrize(("family", "dtype", "tolerance"), [
-    ("llama", "float32", 1e-5), ("llama", "float16", 4e-3), ("gpt2", "float16", 4e-3),
-    ("gemma2", "float16", 4e-3), ("qwen3", "float32", 1e-5)])
+@pytest.mark.parametrize(("family", "dtype", "tolerance", "beams"), [
+    ("llama", "float32", 1e-5, 1), ("llama", "float16", 4e-3, 1), ("llama", "float16", 4e-3, 4),
+    ("gpt2", "float16", 4e-3, 1), ("gemma2", "float16", 4e-3, 1), ("qwen3", "float32", 1e-5, 1)])
 def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dtype, tolerance,
-                                                            tmp_path):
-    compile(family, tmp_path, dtype=dtype)
+                                                            beams, tmp_path):
+    compile(family, tmp_path, dtype=dtype, max_beam_width=beams)
     chip = tmp_path / "case" / "chip0"
     model = onnx.load(chip / "graph.onnx", load_external_data=False)
     onnx.checker.check_model(str(chip / "graph.onnx"))
@@ -94,15 +94,16 @@ def attributes(node):
             for attribute in node.attribute}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "phi3", "gpt_neox"])
-def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(builder, family, tmp_path):
+@pytest.mark.parametrize(("family", "beams"), [
+    ("llama", 1), ("llama", 4), ("gpt2", 1), ("gemma2", 1), ("phi3", 1), ("gpt_neox", 1)])
+def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(builder, family, beams, tmp_path):
     """With attributes, dtypes and shapes as TensorRT's parser would hand them over."""
     if find_spec("llmc._cuda") is None or not hasattr(cuda.extension(), "tensorrt"):
         pytest.skip("llmc was built without TENSORRT_ROOT")
     extension = cuda.extension()
     harness = extension.tensorrt.Harness(
         str(Path(extension.__file__).with_name("libllmc_plugins.so")))
-    compile(family, tmp_path, dtype="float16")
+    compile(family, tmp_path, dtype="float16", max_beam_width=beams)
     path = tmp_path / "case" / "chip0" / "graph.onnx"
     model = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
     sizes = {"num_tokens": 5, "batch": 3, "batch_plus_1": 4, "num_logits": 2}
@@ -133,7 +134,7 @@ def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(builder, famil
 
 
 def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
-    compile("llama", tmp_path, max_batch_size=5, max_seq_len=48)
+    compile("llama", tmp_path, max_batch_size=5, max_seq_len=48, max_beam_width=5)
     script = runpy.run_path(str(tmp_path / "case" / "chip0" / "polygraphy_inputs.py"))
     prompts, decoding = script["PROFILES"]
     assert prompts["input_ids"][0] == [1] and prompts["input_ids"][2] == [4096]
@@ -141,6 +142,8 @@ def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
     assert prompts["cu_seqlens"] == decoding["cu_seqlens"] == [[2], [6], [6]]
     assert decoding["input_ids"] == decoding["logits_indices"] == [[1], [5], [5]]
     assert decoding["key_cache_0"][2] == [5, *decoding["key_cache_0"][0][1:]]
+    assert prompts["cache_indirection"] == decoding["cache_indirection"] \
+        == [[1, 48], [5, 48], [5, 48]]
     for profile in (prompts, decoding):
         for least, usual, most in profile.values():
             assert all(a <= b <= c for a, b, c in zip(least, usual, most, strict=True))

@@ -4,6 +4,7 @@ say where it is."""
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -64,6 +65,28 @@ def test_tokens_are_the_cuda_target_s(compiled, sampling):
         with llmc.LLM(compiled / target, max_batch_size=3) as llm:
             results.append(llm.generate(prompts, params))
     assert results[0] == results[1]
+
+
+def test_beams_are_the_cuda_target_s(compiled, tmp_path):
+    """Found through the indirection, between steps without it; rows that are as many as fit."""
+    prompts = [[5, 6, 7], [8] * 40]
+    greedy, searched = (llmc.SamplingParams(max_tokens=30, ignore_eos=True, **more)
+                        for more in ({}, {"beam_width": 2}))
+    found = []
+    for target in ("cuda", "tensorrt"):
+        llmc.compile(compiled / "hf", tmp_path / target, target=target, dtype="float16",
+                     max_batch_size=4, max_beam_width=4)
+        with llmc.LLM(tmp_path / target, max_batch_size=4) as llm:
+            before = llm.generate(prompts, greedy)
+            pairs = llm.beam_search(prompts, searched)
+            four = llm.beam_search(prompts[1:], replace(searched, beam_width=4))
+            assert llm.generate(prompts, greedy) == before
+            found.append((before, pairs, four))
+    assert found[0][0] == found[1][0]
+    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        assert np.array_equal(ours.output_ids, theirs.output_ids)
+        assert np.array_equal(ours.parent_ids, theirs.parent_ids)
+        np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-4)
 
 
 def test_a_step_beyond_the_profile_is_one_sentence(compiled):

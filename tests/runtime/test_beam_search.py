@@ -347,10 +347,11 @@ def test_a_model_without_beams_says_how_to_compile_it(case_tp1):
 
 @pytest.mark.parametrize(("options", "match"), [
     (dict(max_beam_width=0), "max_beam_width 0 is below 1"),
-    (dict(max_beam_width=4, target="tensorrt", dtype="float16"),
-     "max_beam_width 4 is not there yet for target 'tensorrt'; leave it out, or compile with "
-     "--target cpu or cuda"),
-    (dict(max_beam_width=2, target="tensorrt_rtx"), "max_beam_width 2 is not there yet"),
+    (dict(max_beam_width=4, target="tensorrt", dtype="float16", max_batch_size=3),
+     "max_beam_width 4 exceeds max_batch_size 3, the rows that a plan has; raise it"),
+    (dict(max_beam_width=2, target="tensorrt_rtx"),
+     "max_beam_width 2 is not there yet for target 'tensorrt_rtx'; leave it out, or compile with "
+     "--target cpu, cuda or tensorrt"),
 ])
 def test_what_cannot_be_compiled_for_beams_is_refused(hf_dir, tmp_path, options, match):
     with pytest.raises(llmc.LlmcError, match=f"^{match}"):

@@ -62,7 +62,7 @@ class CausalAttention : public Plugin {
         throw Error("CausalAttention's block size " + std::to_string(p.block_size) +
                     " is not a power of two");
     }
-    if (const Tensor* rows = optional(in, 10)) {
+    if (const Tensor* rows = optional(in, 10); rows != nullptr && context.indirect) {
       p.cache_indirection = static_cast<const int32_t*>(rows->data);
       if (p.block_table != nullptr)
         throw Error("CausalAttention takes block_table or cache_indirection, not both");

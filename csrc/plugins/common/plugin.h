@@ -110,6 +110,7 @@ struct Context {
   Sdpa* sdpa = nullptr;
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
+  bool indirect = true;               // a cache_indirection says where positions lie; else each row has its own
 };
 
 class Plugin {
