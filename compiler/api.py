@@ -108,9 +108,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     progress("passes")
-    if raw.encoder is not None and target not in (cpu.KIND, cuda.KIND):
+    if raw.encoder is not None and target == tensorrt_rtx.KIND:
         raise LlmcError(f"'{raw.architecture}' is an encoder-decoder model, which is not there yet "
-                        f"for target '{target}'; compile it with --target cpu or cuda")
+                        f"for target '{target}'; compile it with --target cpu, cuda or tensorrt")
     if raw.encoder is None and mem_max_seq_len is not None:
         raise LlmcError(f"mem_max_seq_len {mem_max_seq_len} is given, but '{raw.architecture}' has "
                         f"no encoder; leave it out")
@@ -292,6 +292,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
     """Write a case directory into an empty directory."""
     chips: list[Chip] = []
     files: list[FileEntry] = []
+    if lowered.encoder_info is not None:
+        options = replace(options, mem_max_seq_len=lowered.encoder_info.max_seq_len)
     for rank, graph in enumerate(lowered.graphs):
         encoder = lowered.encoders[rank:rank + 1]
         chip, written = TARGETS[target.kind].emit(graph, rank, directory, options, *encoder)

@@ -1,10 +1,10 @@
 """The TensorRT target: an engine per rank, with llmc's ops as plugins.
 
-`graph.onnx` is what TensorRT's parser reads. A node of ours names its plugin in its attributes
-(`plugin_namespace`, `plugin_version`), has every field, its dtype, and in `present` the inputs that
-it has: TensorRT knows no absent ones, so they are left out. Its body travels in the file as for
-every target, so ONNX Runtime runs the file too. `polygraphy_inputs.py` beside it lets Polygraphy
-compare both.
+`graph.onnx` is what TensorRT's parser reads, and of an encoder `encoder.onnx`. A node of ours names
+its plugin in its attributes (`plugin_namespace`, `plugin_version`), has every field, its dtype, and
+in `present` the inputs that it has: TensorRT knows no absent ones, so they are left out. Its body
+travels in the file as for every target, so ONNX Runtime runs the file too. `polygraphy_inputs.py`
+(of an encoder `polygraphy_encoder_inputs.py`) beside it lets Polygraphy compare both.
 
 The builder runs in a process of its own, with this Python or one that has TensorRT: the newest
 TensorRT 8.6 on PyPI is for Python 3.10 only.
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from llmc import plugins
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     describe_chip,
+    describe_encoder,
     file_entry,
     graph_step,
     to_onnx,
@@ -41,12 +43,13 @@ from llmc.errors import LlmcError
 from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
-from llmc.runtime.manifest import Chip, FileEntry, Target
+from llmc.runtime.manifest import Chip, FileEntry, Target, TensorInfo
 
 KIND = "tensorrt"
 DTYPES = ("float32", "float16", "bfloat16")
-ENGINE_NAME = "engine.plan"
-SCRIPT_NAME = "polygraphy_inputs.py"
+# What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.
+_FILES = ("graph.onnx", "polygraphy_inputs.py", "engine.plan")
+_ENCODER_FILES = ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan")
 PYTHON = "LLMC_TENSORRT_PYTHON"
 _ALIGNMENT = 256  # TensorRT's, of the address of every input
 
@@ -69,8 +72,8 @@ def describe(options: Options) -> Target:
                   max_batch_size=options.max_batch_size)
 
 
-def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
-        tuple[Chip, list[FileEntry]]:
+def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
+         encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
@@ -79,21 +82,31 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
-    cuda.prepare([graph], options.dtype)
-    _check(graph, options.dtype)
-    _narrow(graph)
-    places, weights = write_weights([graph], directory / WEIGHTS_NAME)
+    graphs = [graph] if encoder is None else [graph, encoder]
+    names = [_FILES, _ENCODER_FILES][:len(graphs)]
+    cuda.prepare(graphs, options.dtype)
+    for program in graphs:
+        _check(program, options.dtype)
+        _narrow(program)
+    places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
     if options.dtype != "float32":
-        cuda.widen_elementwise(graph)
-    step = graph_step(f"{name}/{ENGINE_NAME}", graph)
-    chip = describe_chip(graph, rank, (step,), sum(place.length for place in places.values()))
-    model = with_plugins(to_onnx(graph, places, KIND, options.dtype), options.dtype)
-    (directory / SCRIPT_NAME).write_text(_script(chip, options), encoding="utf-8")
-    files = [weights, write_onnx(model, directory / "graph.onnx")]
-    _build({"plugins": str(plugin_library()), "onnx": str(directory / "graph.onnx"),
-            "script": str(directory / SCRIPT_NAME), "plan": str(directory / ENGINE_NAME),
-            "timing_cache": str(options.timing_cache or os.devnull)}, options)
-    files += (file_entry(directory / file) for file in (SCRIPT_NAME, ENGINE_NAME))
+        for program in graphs:
+            cuda.widen_elementwise(program)
+    steps = [(graph_step(f"{name}/{plan}", program),)
+             for program, (_, _, plan) in zip(graphs, names, strict=True)]
+    chip = describe_chip(graph, rank, steps[0], sum(place.length for place in places.values()),
+                         None if encoder is None else describe_encoder(encoder, steps[1]))
+    files = [weights]
+    for program, inputs, (onnx_name, script, plan) in zip(
+            graphs, [chip.inputs, *([chip.encoder.inputs] if chip.encoder else [])], names,
+            strict=True):
+        model = with_plugins(to_onnx(program, places, KIND, options.dtype), options.dtype)
+        (directory / script).write_text(_script(inputs, graph, options), encoding="utf-8")
+        files.append(write_onnx(model, directory / onnx_name))
+        _build({"plugins": str(plugin_library()), "onnx": str(directory / onnx_name),
+                "script": str(directory / script), "plan": str(directory / plan),
+                "timing_cache": str(options.timing_cache or os.devnull)}, options)
+        files += (file_entry(directory / file) for file in (script, plan))
     return chip, files
 
 
@@ -123,11 +136,12 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
 def _check(graph: gs.Graph, dtype: str) -> None:
     """Refuse what a kernel or TensorRT cannot do."""
     for node in graph.nodes:
-        if not is_llmc(node, "CausalAttention"):
-            continue
-        if node.attrs["head_dim"] % 8:
+        if is_llmc(node, "CausalAttention", "BidirectionalAttention") and \
+                node.attrs["head_dim"] % 8:
             raise LlmcError(f"head_dim {node.attrs['head_dim']} is not a multiple of 8, which "
                             f"attention kernels need; compile for --target cpu")
+        if not is_llmc(node, "CausalAttention"):
+            continue
         row = int(np.prod(node.inputs[1].shape[1:])) * (4 if dtype == "float32" else 2)
         if row % _ALIGNMENT:
             raise LlmcError(f"a cache row of {row} bytes is no multiple of {_ALIGNMENT}, at which "
@@ -141,21 +155,24 @@ def _narrow(graph: gs.Graph) -> None:
             tensor.dtype = np.int32
 
 
-def _profiles(chip: Chip, max_batch_size: int) -> list[dict[str, list[list[int]]]]:
-    """Least, usual and most of each input's shape, for prompts and for decoding."""
-    length = next(tensor for tensor in chip.inputs if tensor.name == "key_cache_0").shape[2]
-    assert isinstance(length, int)
-    some = min(8, max_batch_size)
-    tokens = max(MAX_TOKENS, length)
-    sizes = [{"batch": (1, some, max_batch_size), "num_tokens": (1, min(1024, tokens), tokens),
-              "num_logits": (1, some, max(MAX_LOGITS, max_batch_size))},
-             dict.fromkeys(("batch", "num_tokens", "num_logits"), (1, some, max_batch_size))]
+def _profiles(inputs: Sequence[TensorInfo], length: int, options: Options) -> \
+        list[dict[str, list[list[int]]]]:
+    """Least, usual and most of each input's shape, for prompts and for decoding; `length` is that
+    of a cache row.
+    """
+    rows, memory = options.max_batch_size, options.mem_max_seq_len
+    some = min(8, rows)
+    tokens = max(MAX_TOKENS, length, memory)
+    sizes = [{"batch": (1, some, rows), "num_tokens": (1, min(1024, tokens), tokens),
+              "num_logits": (1, some, max(MAX_LOGITS, rows))},
+             dict.fromkeys(("batch", "num_tokens", "num_logits"), (1, some, rows))]
     profiles = []
     for named in sizes:
         named["batch_plus_1"] = tuple(size + 1 for size in named["batch"])  # type: ignore[assignment]
+        named["num_memory_tokens"] = (1, some * memory, rows * memory)
         profiles.append({tensor.name: [[dim if isinstance(dim, int) else named[dim][which]
                                         for dim in tensor.shape] for which in range(3)]
-                         for tensor in chip.inputs})
+                         for tensor in inputs})
     return profiles
 
 
@@ -164,6 +181,8 @@ _SCRIPT = '''\
 
     polygraphy run graph.onnx --onnxrt --trt --plugins libllmc_plugins.so \\
         --data-loader-script polygraphy_inputs.py --trt-config-script polygraphy_inputs.py
+
+and likewise encoder.onnx with polygraphy_encoder_inputs.py.
 """
 
 import numpy as np
@@ -176,7 +195,8 @@ def load_data():
     """A prompt of four tokens."""
     tokens = 4
     given = {{"input_ids": np.arange(1, tokens + 1), "position_ids": np.arange(tokens),
-             "cu_seqlens": [0, tokens], "past_lens": [0], "logits_indices": [tokens - 1]}}
+             "cu_seqlens": [0, tokens], "past_lens": [0], "logits_indices": [tokens - 1],
+             "encoder_sequence_length": [1]}}
     yield {{name: np.asarray(given[name], dtype) if name in given
            else np.zeros(PROFILES[0][name][0], dtype) for name, dtype in DTYPES.items()}}
 
@@ -195,12 +215,13 @@ def load_config(builder, network):
 '''
 
 
-def _script(chip: Chip, options: Options) -> str:
+def _script(inputs: Sequence[TensorInfo], graph: gs.Graph, options: Options) -> str:
+    cache = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")).inputs[1]
     profiles = ",\n".join(
         "    {" + ",\n     ".join(f"{name!r}: {shapes}" for name, shapes in profile.items()) + "}"
-        for profile in _profiles(chip, options.max_batch_size))
+        for profile in _profiles(inputs, cache.shape[2], options))
     dtypes = {tensor.name: "float32" if tensor.dtype == "bfloat16" else tensor.dtype
-              for tensor in chip.inputs}
+              for tensor in inputs}
     return _SCRIPT.format(profiles=f"[\n{profiles},\n]", dtypes=dtypes,
                           half=options.dtype == "float16")
 

@@ -91,7 +91,7 @@ void bind(nb::module_ m) {
   // Let an engine run a plan as a node: (name in the network, tensor of the engine) for each in- and output.
   using Named = std::vector<std::pair<std::string, int>>;
   m.def("add_plan", [](Engine& engine, const std::string& plugins, nb::bytes plan, const Named& inputs,
-                       const Named& outputs) {
+                       const Named& outputs, bool of_encoder) {
     std::vector<std::string> names[2];
     std::vector<int> tensors[2];
     for (const Named* named : {&inputs, &outputs})
@@ -100,8 +100,9 @@ void bind(nb::module_ m) {
         tensors[named == &outputs].push_back(tensor);
       }
     auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(), names[0], names[1]);
-    engine.add_node("TensorRT", std::move(made), tensors[0], tensors[1]);
-  }, nb::arg("engine"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"));
+    engine.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
+  }, nb::arg("engine"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"),
+     nb::arg("of_encoder") = false);
 }
 
 }  // namespace llmc::tensorrt

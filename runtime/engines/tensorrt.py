@@ -2,7 +2,8 @@
 
 The engine keeps the inputs, the KV caches and the logits at fixed addresses, chooses tokens on the
 device and captures decoding in CUDA graphs, as for its own kernels; TensorRT runs the step between.
-A plan has a profile and an execution context for prompts and one for decoding.
+A plan has a profile and an execution context for prompts and one for decoding. An encoder's plan is
+the one node of the engine's encoder, but for those that scatter what it makes to the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.cuda import SIZES, CudaEngine, extension
-from llmc.runtime.manifest import Chip, GraphStep, Manifest, Target
+from llmc.runtime.manifest import Chip, GraphStep, Manifest, Target, TensorInfo
 
 LIBRARY = "LLMC_TENSORRT_LIBRARY"
 _PLUGINS = "libllmc_plugins.so"
@@ -62,30 +63,40 @@ class TensorRTEngine(CudaEngine):
 
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
               limits: Mapping[str, Any]) -> Any:
-        step = chip.steps[0]
-        assert isinstance(step, GraphStep)
         plugins = str(plugin_library())
         check_plugins(manifest, {creator.name: int(creator.version)
                                  for creator in cuda.tensorrt.Harness(plugins).creators})
         major = cuda.tensorrt.version.split(".")[0]
         check_version(manifest.target, cuda.tensorrt.load(tensorrt_library(major)))
         width = 4 if manifest.dtype == "float32" else 2
-        engine = cuda.Engine(**limits, token_bytes=0,
+        made = chip.encoder.outputs if chip.encoder else ()
+        engine = cuda.Engine(**limits, token_bytes=sum(_columns(tensor) for tensor in made) * width,
                              logit_bytes=manifest.dims.padded_vocab_size * width)
-        tensors = {}
-        for tensor in chip.inputs:
-            if "_cache_" in tensor.name:
-                tensors[tensor.name] = engine.add_cache(tensor.shape[1:])
-                tensors[f"{tensor.name}_out"] = tensors[tensor.name]
-            else:
-                wide = tensor.name in ("input_ids", "position_ids", "logits_indices")
-                tensors[tensor.name] = engine.add_input(tensor.name, "int64" if wide else "int32")
+        tensors: dict[str, int] = {}
+        for tensor in (*chip.inputs, *(chip.encoder.inputs if chip.encoder else ())):
+            if tensor.name not in tensors:
+                tensors[tensor.name] = _declare(engine, tensor)
+        tensors.update({f"{name}_out": number for name, number in tensors.items()
+                        if "_cache_" in name})
         logits = next(tensor for tensor in chip.outputs if tensor.name == "logits")
         tensors["logits"] = engine.add_value(
             logits.dtype, [SIZES.get(dim, dim) for dim in logits.shape], 0, True)
-        cuda.tensorrt.add_plan(engine, plugins, (case_dir / step.path).read_bytes(),
-                               [(name, tensors[name]) for name in step.inputs],
-                               [(name, tensors[name]) for name in step.outputs])
+        values, offset = {}, 0
+        for tensor in made:
+            values[tensor.name] = engine.add_value(
+                tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], offset, False)
+            offset += _columns(tensor) * width
+        for program, outputs in ((chip.encoder, values), (chip, tensors)):
+            for step in program.steps if program else ():
+                assert isinstance(step, GraphStep)
+                cuda.tensorrt.add_plan(engine, plugins, (case_dir / step.path).read_bytes(),
+                                       [(name, tensors[name]) for name in step.inputs],
+                                       [(name, outputs[name]) for name in step.outputs],
+                                       program is chip.encoder)
+        if made:
+            rows = engine.add_input("memory_rows", "int64")
+            for name, number in values.items():
+                engine.add_node("Scatter", {}, [number, rows, tensors[name]], [], True)
         engine.set_logits(tensors["logits"], manifest.dims.vocab_size)
         engine.finish()
         return engine
@@ -105,6 +116,22 @@ class TensorRTEngine(CudaEngine):
             watch.end()
         values.pop("logits", None)
         return {**values, "logits": self._read_logits(batch)}
+
+
+def _declare(engine: Any, tensor: TensorInfo) -> int:
+    """An input of a plan among the engine's tensors, which have 64 bits where plans have 32."""
+    if "_cache_" in tensor.name:
+        return engine.add_cache(tensor.shape[1:])
+    if tensor.shape[0] == "num_memory_tokens":
+        return engine.add_memory(_columns(tensor))
+    wide = tensor.name in ("input_ids", "position_ids", "logits_indices")
+    return engine.add_input(tensor.name, "int64" if wide else "int32")
+
+
+def _columns(tensor: TensorInfo) -> int:
+    columns = tensor.shape[-1]
+    assert isinstance(columns, int)
+    return columns
 
 
 def check_plugins(manifest: Manifest, known: Mapping[str, int]) -> None:

@@ -18,7 +18,7 @@ from llmc.compiler import api
 from llmc.compiler.targets import Options, tensorrt
 from llmc.runtime.engines import cuda
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
-from llmc.runtime.manifest import read_manifest
+from llmc.runtime.manifest import Target, read_manifest
 
 FOUND = {"version": "8.6.0", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
 
@@ -88,6 +88,47 @@ def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dty
                           families.reference_logits(model, [1, 2, 3, 4])[-1:], tolerance)
 
 
+def compile_encoder_decoder(raw, tmp_path, dtype):
+    copied = families.copy_raw(raw)
+    lowered = api.lower(copied, 1, 48, max_beam_width=2, mem_max_seq_len=32)
+    (tmp_path / "case").mkdir()
+    api.write(copied, lowered, Target(kind="tensorrt"), Options(dtype, max_batch_size=3),
+              tmp_path / "case")
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+def test_onnx_runtime_runs_an_encoder_and_its_decoder(builder, name, encoder_decoder, tmp_path):
+    """With the memory bound as it was made, and as many rows more as another prompt has."""
+    _, raw, cases = encoder_decoder(name)
+    compile_encoder_decoder(raw, tmp_path, "float32")
+    chip = tmp_path / "case" / "chip0"
+    assert [Path(work["plan"]).name for work in builder] == ["engine.plan", "encoder.plan"]
+    source, tokens = [5, 17, 9, 30, 2], [0, 11, 12]
+    with llmc.LLM(cases["beams"]) as llm:
+        expected = llm.logits(tokens, source)
+
+    def run(file, script, **given):
+        session = ort.InferenceSession(str(chip / file), providers=["CPUExecutionProvider"])
+        profile = runpy.run_path(str(chip / script))["PROFILES"][0]
+        feeds = {}
+        for value in session.get_inputs():
+            assert len(profile[value.name][0]) == len(value.shape)
+            kind = np.int32 if value.type == "tensor(int32)" else np.float32
+            feeds[value.name] = np.asarray(given[value.name], kind) if value.name in given \
+                else np.zeros(profile[value.name][0], kind)
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run(None, feeds), strict=True))
+
+    memory = run("encoder.onnx", "polygraphy_encoder_inputs.py", input_ids=source,
+                 position_ids=range(5), cu_seqlens=[0, 5])
+    memory = {name: np.concatenate([np.full((2, made.shape[1]), np.nan), made])
+              for name, made in memory.items()}
+    decoded = run("graph.onnx", "polygraphy_inputs.py", input_ids=tokens, position_ids=range(3),
+                  cu_seqlens=[0, 3], logits_indices=range(3), memory_starts=[2],
+                  encoder_sequence_length=[5], **memory)
+    families.assert_close(decoded["logits"][:, :families.VOCAB], expected, 1e-4)
+
+
 def attributes(node):
     return {attribute.name: onnx.helper.get_attribute_value(attribute)
             if attribute.type != onnx.AttributeProto.STRING else attribute.s.decode()
@@ -98,15 +139,28 @@ def attributes(node):
     ("llama", 1), ("llama", 4), ("gpt2", 1), ("gemma2", 1), ("phi3", 1), ("gpt_neox", 1)])
 def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(builder, family, beams, tmp_path):
     """With attributes, dtypes and shapes as TensorRT's parser would hand them over."""
+    compile(family, tmp_path, dtype="float16", max_beam_width=beams)
+    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx")
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+def test_every_node_of_an_encoder_and_its_decoder_is_a_plugin(builder, name, encoder_decoder,
+                                                              tmp_path):
+    _, raw, _ = encoder_decoder(name)
+    compile_encoder_decoder(raw, tmp_path, "float16")
+    for file in ("encoder.onnx", "graph.onnx"):
+        check_nodes(tmp_path / "case" / "chip0" / file)
+
+
+def check_nodes(path):
     if find_spec("llmc._cuda") is None or not hasattr(cuda.extension(), "tensorrt"):
         pytest.skip("llmc was built without TENSORRT_ROOT")
     extension = cuda.extension()
     harness = extension.tensorrt.Harness(
         str(Path(extension.__file__).with_name("libllmc_plugins.so")))
-    compile(family, tmp_path, dtype="float16", max_beam_width=beams)
-    path = tmp_path / "case" / "chip0" / "graph.onnx"
     model = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
-    sizes = {"num_tokens": 5, "batch": 3, "batch_plus_1": 4, "num_logits": 2}
+    sizes = {"num_tokens": 5, "batch": 3, "batch_plus_1": 4, "num_logits": 2,
+             "num_memory_tokens": 96}
     known = {}
     for value in (*model.input, *model.value_info, *model.output):
         tensor = value.type.tensor_type

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import llmc
+from llmc.compiler import api
 from llmc.compiler.diff import diff
 from llmc.compiler.targets import Options, tensorrt
 from llmc.runtime.attention.metadata import PackedBatch
@@ -87,6 +88,30 @@ def test_beams_are_the_cuda_target_s(compiled, tmp_path):
         assert np.array_equal(ours.output_ids, theirs.output_ids)
         assert np.array_equal(ours.parent_ids, theirs.parent_ids)
         np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, encoder_decoder,
+                                                               tmp_path):
+    """Greedy and with beams; prompts that wait, so that rows of the memory are used again."""
+    _, raw, cases = encoder_decoder(name)
+    copied = families.copy_raw(raw)
+    lowered = api.lower(copied, 1, None, max_beam_width=4)
+    (tmp_path / "case").mkdir()
+    api.write(copied, lowered, tensorrt.describe(Options("float32", max_batch_size=4)),
+              Options("float32", max_batch_size=4), tmp_path / "case")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 100, length).tolist() for length in (40, 1, 23, 9, 17)]
+    greedy = llmc.SamplingParams(max_tokens=20, ignore_eos=True)
+    results = []
+    for case in (cases["beams"], tmp_path / "case"):
+        with llmc.LLM(case, max_batch_size=4) as llm:
+            results.append((llm.generate(prompts, greedy),
+                            llm.beam_search(prompts[:2], replace(greedy, beam_width=2))))
+    (tokens, beams), (ours, our_beams) = results
+    assert [c.token_ids for c in ours] == [c.token_ids for c in tokens]
+    assert np.array_equal(our_beams.output_ids, beams.output_ids)
+    np.testing.assert_allclose(our_beams.scores, beams.scores, rtol=1e-4)
 
 
 def test_a_step_beyond_the_profile_is_one_sentence(compiled):
