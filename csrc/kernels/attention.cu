@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
       for (int i = 0; i < 8; ++i) sums[(warp * kHeads + h) * dim + in_key + i] = sum[h][i];
     if (lane == 0) peak_of[warp][h] = peak[h], total_of[warp][h] = total[h];
   }
-  merge<T>(p, peak_of, total_of, sums, dim, heads, static_cast<int64_t>(token) * p.num_heads + first_head,
-           {part, used, parts});
+  merge<T, 0>(p, peak_of, total_of, [&](int row, int i) { return sums[row * dim + i]; }, heads,
+              static_cast<int64_t>(token) * p.num_heads + first_head, {part, used, parts});
 }
 
 template <typename T, int kLanes, int kHeads, bool kFused, typename Rows>

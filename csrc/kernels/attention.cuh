@@ -20,14 +20,14 @@ __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch,
 }
 
 // A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, and leaves it in
-// `head` (shared, float32 [head_dim]).
-template <typename T>
+// `head` (shared, float32 [head_dim]); head_dim is at most kMost.
+template <typename T, int kMost = kMaxHeadDim>
 __device__ __forceinline__ void prepare_head(float* head, const T* source, const AttentionParams& p,
                                              const float* weight, int position, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
   const int half = turn && p.cos != nullptr ? p.rotary_dim / 2 : 0;
-  constexpr int kPairs = kMaxHeadDim / 2 / 32;
-  float cos[kPairs], sin[kPairs];  // read first, so that all reads are under way together
+  constexpr int kPairs = (kMost / 2 + 31) / 32;
+  float cos[kPairs], sin[kPairs], x[2 * kPairs];  // so that all reads are under way together
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
     const int i = lane + 32 * k;
@@ -35,14 +35,13 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
     cos[k] = i < half ? p.cos[at] : 0.f;
     sin[k] = i < half ? p.sin[at] : 0.f;
   }
+#pragma unroll
+  for (int k = 0; k < 2 * kPairs; ++k) x[k] = lane + 32 * k < dim ? to_float(source[lane + 32 * k]) : 0.f;
   float squares = 0;
 #pragma unroll
   for (int k = 0; k < 2 * kPairs; ++k) {
-    const int i = lane + 32 * k;
-    if (i >= dim) break;
-    const float x = to_float(source[i]);
-    head[i] = x;
-    squares += x * x;
+    if (lane + 32 * k < dim) head[lane + 32 * k] = x[k];
+    squares += x[k] * x[k];
   }
   if (weight != nullptr) {
     const float scale = rsqrtf(warp_sum(squares) / dim + p.norm_epsilon);
@@ -54,9 +53,9 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
     const int i = lane + 32 * k;
     if (i >= half) break;
     const int a = p.interleaved ? 2 * i : i, b = p.interleaved ? 2 * i + 1 : i + half;
-    const float x = head[a], y = head[b];
-    head[a] = x * cos[k] - y * sin[k];
-    head[b] = y * cos[k] + x * sin[k];
+    const float first = head[a], second = head[b];
+    head[a] = first * cos[k] - second * sin[k];
+    head[b] = second * cos[k] + first * sin[k];
   }
   __syncwarp();
 }
@@ -121,22 +120,22 @@ struct Part {
 
 // The end of an attention block: merge its warps' softmaxes and write the heads' rows of p.out; where the
 // sequence is in several parts, leave this part's result in p.scratch, and let the block that ends last merge
-// the parts. Peaks are of base-2 exponents; a warp without keys has peak -inf and total 0. sums is
-// [kWarps][kHeads][pitch] in shared memory, written by all threads; heads rows begin at token_head, the token
-// times num_heads plus the first head.
-template <typename T, int kWarps, int kHeads>
+// the parts. Peaks are of base-2 exponents; a warp without keys has peak -inf and total 0. sum_at(w * kHeads + h, i)
+// is element i of warp w's sum for head h, in shared memory, written by all threads. heads rows begin at token_head,
+// the token times num_heads plus the first head. kWidth is a constant that head_dim is at most, where one is known.
+template <typename T, int kWidth, int kWarps, int kHeads, typename Sum>
 __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][kHeads],
-                      const float (&total_of)[kWarps][kHeads], const float* sums, int pitch, int heads,
-                      int64_t token_head, Part part) {
+                      const float (&total_of)[kWarps][kHeads], Sum&& sum_at, int heads, int64_t token_head, Part part) {
   __shared__ bool last;
-  const int dim = p.head_dim;
+  const int dim = p.head_dim, width = kWidth > 0 ? kWidth : dim;
   __syncthreads();
   T* out = static_cast<T*>(p.out) + token_head * dim;
   // Per (token, head, part) a peak, a total and head_dim sums.
   int32_t* counter = p.counters + blockIdx.z * gridDim.y + blockIdx.y;
   float* results = static_cast<float*>(p.scratch) + token_head * part.most * (dim + 2);
-  for (int i = threadIdx.x; i < heads * dim; i += kWarps * 32) {
-    const int h = i / dim;
+  for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
+    const int h = at / width, i = at % width;
+    if (i >= dim) continue;
     float higher = -INFINITY, total = 0, sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) higher = fmaxf(higher, peak_of[w][h]);
@@ -144,14 +143,14 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
     for (int w = 0; w < kWarps; ++w) {
       const float weight = exp2f(peak_of[w][h] - higher);
       total += total_of[w][h] * weight;
-      sum += sums[(w * kHeads + h) * pitch + i % dim] * weight;
+      sum += sum_at(w * kHeads + h, i) * weight;
     }
     if (part.used == 1) {
-      out[i] = from_float<T>(sum / total);
+      out[h * dim + i] = from_float<T>(sum / total);
     } else {
       float* result = results + (static_cast<int64_t>(h) * part.most + part.index) * (dim + 2);
-      result[2 + i % dim] = sum;
-      if (i % dim == 0) result[0] = higher, result[1] = total;
+      result[2 + i] = sum;
+      if (i == 0) result[0] = higher, result[1] = total;
     }
   }
   if (part.used == 1) return;
@@ -164,16 +163,18 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int i = threadIdx.x; i < heads * dim; i += kWarps * 32) {
-    const float* result = results + static_cast<int64_t>(i / dim) * part.most * (dim + 2);
+  for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
+    const int h = at / width, i = at % width;
+    if (i >= dim) continue;
+    const float* result = results + static_cast<int64_t>(h) * part.most * (dim + 2);
     float higher = -INFINITY, total = 0, sum = 0;
     for (int k = 0; k < part.used; ++k) higher = fmaxf(higher, __ldcg(result + k * (dim + 2)));
     for (int k = 0; k < part.used; ++k) {
       const float weight = exp2f(__ldcg(result + k * (dim + 2)) - higher);
       total += __ldcg(result + k * (dim + 2) + 1) * weight;
-      sum += __ldcg(result + k * (dim + 2) + 2 + i % dim) * weight;
+      sum += __ldcg(result + k * (dim + 2) + 2 + i) * weight;
     }
-    out[i] = from_float<T>(sum / total);
+    out[h * dim + i] = from_float<T>(sum / total);
   }
 }
 

@@ -34,8 +34,10 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   // each round's during the round before was measured: it costs more in occupancy than it hides.)
   constexpr bool kEarly = kDim <= 128;
   extern __shared__ uint4 raw[];
-  T* queries = reinterpret_cast<T*>(raw);                          // [kHeads][kPitch]
-  float* sums = reinterpret_cast<float*>(queries + kHeads * kPitch);  // [kWarps][kHeads][kDim]
+  T* queries = reinterpret_cast<T*>(raw);           // [kHeads][kPitch]
+  T* fresh_key = queries + kHeads * kPitch;         // [kPitch]: the new position's, as it is cached
+  T* fresh_value = fresh_key + kPitch;
+  float* sums = reinterpret_cast<float*>(fresh_value + kPitch);  // [kWarps][kHeads][kDim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
@@ -79,29 +81,39 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
     load_keys(key, mine, min(to, position));
     load_values(value, mine, min(to, position));
   }
+  for (int i = heads * kPitch + threadIdx.x; i < kHeads * kPitch; i += kWarps * 32)
+    queries[i] = from_float<T>(0.f);
   wait_for_inputs();
   let_next_start();
   if (part >= used) return;
 
   const T* qkv = static_cast<const T*>(p.qkv) +
                  static_cast<int64_t>(sequence) * (p.num_heads + 2 * p.num_kv_heads) * dim;
-  for (int i = threadIdx.x; i < (kHeads - heads) * kPitch; i += kWarps * 32)
-    queries[heads * kPitch + i] = from_float<T>(0.f);
   // A warp for each query head, and where the new position is this block's, for its key and its value.
   // Chunks of one KV head write the same.
   float* scratch = sums + warp * kDim;
   for (int task = warp; task < heads + (to == position + 1 ? 2 : 0); task += kWarps) {
     if (task < heads) {
-      prepare_head(scratch, qkv + (first_head + task) * dim, p, p.q_norm, position, true);
+      prepare_head<T, kDim>(scratch, qkv + (first_head + task) * dim, p, p.q_norm, position, true);
       for (int i = lane; i < kDim; i += 32)
         queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] : 0.f);
     } else if (task == heads) {
-      prepare_head(scratch, qkv + (p.num_heads + kv_head) * dim, p, p.k_norm, position, true);
-      for (int i = lane; i < dim; i += 32)
-        keys[row_of(position) + i] = from_float<T>(scratch[i]);
+      prepare_head<T, kDim>(scratch, qkv + (p.num_heads + kv_head) * dim, p, p.k_norm, position, true);
+      for (int i = lane; i < kDim; i += 32) {
+        fresh_key[i] = from_float<T>(i < dim ? scratch[i] : 0.f);
+        if (i < dim) keys[row_of(position) + i] = fresh_key[i];
+      }
     } else {
       const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
-      for (int i = lane; i < dim; i += 32) values[row_of(position) + i] = source[i];
+      T x[kSteps];
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) x[k] = lane + 32 * k < dim ? source[lane + 32 * k] : from_float<T>(0.f);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const int i = lane + 32 * k;
+        fresh_value[i] = x[k];
+        if (i < dim) values[row_of(position) + i] = x[k];
+      }
     }
     __syncwarp();
   }
@@ -112,10 +124,24 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   constexpr int kRound = kWarps * kKeys;
   for (int start = mine; start < to; start += kRound) {
-    // The first round was read before the new key and value were written.
-    const bool stale = start == mine && start <= position && position < start + kKeys;
-    if (!kEarly || start != mine || stale) load_keys(key, start, to);
-    if (kEarly && (start != mine || stale)) load_values(value, start, to);
+    if (!kEarly || start != mine) {
+      load_keys(key, start, to);
+      if (kEarly) load_values(value, start, to);
+    } else if (start <= position && position < start + kKeys) {
+      // The first round was read before there was a new key and value.
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          if (start + g + 8 * r == position)
+            key[j][r] = *reinterpret_cast<const uint4*>(fresh_key + 32 * j + 8 * t);
+#pragma unroll
+      for (int j = 0; j < kHalves; ++j)
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+          if (start + 2 * t + r % 2 + r / 2 * 8 == position && 64 * j + 8 * g < kDim)
+            value[j][r] = *reinterpret_cast<const uint4*>(fresh_value + 64 * j + 8 * g);
+    }
     float score[4] = {};
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
@@ -158,7 +184,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
       for (int r = 0; r < 4; ++r) rows[r] = reinterpret_cast<const uint32_t*>(&value[j][r]);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        sum[j][e][0] *= old, sum[j][e][1] *= old;
+        if (start != mine) sum[j][e][0] *= old, sum[j][e][1] *= old;
         const uint32_t pick = e % 2 ? 0x7632 : 0x5410;
         multiply<T>(sum[j][e], weights, __byte_perm(rows[0][e / 2], rows[1][e / 2], pick),
                     __byte_perm(rows[2][e / 2], rows[3][e / 2], pick));
@@ -172,22 +198,26 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
     for (int mask = 4; mask < 32; mask <<= 1) total[c] += __shfl_xor_sync(~0u, total[c], mask);
     if (g == 0) peak_of[warp][2 * t + c] = peak[c], total_of[warp][2 * t + c] = total[c];
   }
+  // A row's fours of elements stand where lanes write to different banks.
+  auto place = [&](int row, int i) { return row * kDim + (i ^ ((i >> 5 & 1) | (row & 1) << 1) << 2); };
 #pragma unroll
   for (int j = 0; j < kHalves; ++j)
 #pragma unroll
-    for (int e = 0; e < 8; ++e)
+    for (int c = 0; c < 2; ++c)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+      for (int e = 0; e < 8; e += 4) {
         const int at = 64 * j + 8 * (2 * t + c) + e;
-        if (at < kDim) sums[(warp * kHeads + g) * kDim + at] = sum[j][e][c];
+        if (at < kDim)
+          *reinterpret_cast<float4*>(sums + place(warp * kHeads + g, at)) =
+              make_float4(sum[j][e][c], sum[j][e + 1][c], sum[j][e + 2][c], sum[j][e + 3][c]);
       }
-  merge<T>(p, peak_of, total_of, sums, kDim, heads, static_cast<int64_t>(sequence) * p.num_heads + first_head,
-           {part, used, parts});
+  merge<T, kDim>(p, peak_of, total_of, [&](int row, int i) { return sums[place(row, i)]; }, heads,
+                 static_cast<int64_t>(sequence) * p.num_heads + first_head, {part, used, parts});
 }
 
 template <typename T>
 constexpr size_t shared_bytes(int steps, int warps) {
-  return sizeof(T) * kHeads * (steps * 32 + 8) + sizeof(float) * warps * kHeads * steps * 32;
+  return sizeof(T) * (kHeads + 2) * (steps * 32 + 8) + sizeof(float) * warps * kHeads * steps * 32;
 }
 
 template <typename T, int kSteps, int kWarps, typename Rows>
@@ -207,15 +237,18 @@ template <typename T, int kSteps, typename Rows>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
   const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
-  if (kSteps <= 4 && static_cast<unsigned>(columns * p.batch) <= multiprocessors())
-    return run_warps<T, kSteps, 8, Rows>(p, columns, stream);
+  const auto blocks = static_cast<unsigned>(columns * p.batch);
+  if constexpr (kSteps <= 4) {
+    if (4 * blocks <= multiprocessors()) return run_warps<T, kSteps, 12, Rows>(p, columns, stream);
+    if (blocks <= multiprocessors()) return run_warps<T, kSteps, 8, Rows>(p, columns, stream);
+  }
   static const unsigned resident = [] {
     int blocks = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<T, kSteps, 4, Rows>, 4 * 32,
                                                   shared_bytes<T>(kSteps, 4));
     return blocks * multiprocessors();
   }();
-  if (static_cast<unsigned>(columns * p.batch) > resident) return run_warps<T, kSteps, 2, Rows>(p, columns, stream);
+  if (blocks > resident) return run_warps<T, kSteps, 2, Rows>(p, columns, stream);
   return run_warps<T, kSteps, 4, Rows>(p, columns, stream);
 }
 
