@@ -35,7 +35,7 @@ demo: $(VENV)/.demo
 	$(BIN)/llmc run --case_dir $(CASE) --chat --prompt "What is the capital of France?" --max_tokens 64
 
 test: $(VENV)/.cuda lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-gpu: $(VENV)/.cuda
 	$(BIN)/python -m pytest tests/gpu
