@@ -3,9 +3,9 @@
 // A tile is 16 outputs (gated: 8 gates and their 8 ups) for all rows. As many blocks as fit take tiles in turn.
 // A block's warps divide the inner dimension among them; each takes its share in chunks of 128. The weights of the
 // next kStages chunks of a warp, whichever tile they are of, are under way to shared memory all the time, so that
-// reading never pauses; the first are under way before the kernel ahead has ended. What a thread copies is what it reads back,
-// as the tensor core wants it: thread (g, t) of a warp takes 16 bytes of weight rows g and g + 8 at column 8 t,
-// four threads covering 64 bytes of a row. The order of the inner dimension does not matter to a sum of products,
+// reading never pauses; the first are under way before the kernel ahead has ended. What a thread copies is what it
+// reads back, as the tensor core wants it: thread (g, t) of a warp takes 16 bytes of weight rows g and g + 8 at column
+// 8 t, four threads covering 64 bytes of a row. The order of the inner dimension does not matter to a sum of products,
 // so x is read with the same permutation. Reads out · in weights once, past L1, where x stays; writes y.
 //
 // Where that makes fewer tiles than multiprocessors, a tile is 8 outputs for up to 4 rows of x: rows 8
@@ -211,9 +211,11 @@ cudaError_t run_norm(const GemvParams& p, cudaStream_t stream) {
   constexpr size_t kStage = sizeof(uint4) * kUnroll * 2 * kWarps * 32;
   constexpr int kChunk = (kTile == Tile::kNarrow ? 64 : 32) * kUnroll;
   auto kernel = gemv_kernel<T, kWarps, kTiles, kTile, kNorm>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kStage);
+  if (error != cudaSuccess) return error;
   static const int resident = [kernel] {
     int blocks = 0;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kStage);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kStages * kStage);
     return std::max(blocks, 1) * static_cast<int>(multiprocessors());
   }();
