@@ -254,7 +254,8 @@ class Manifest(_Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        if [chip.rank for chip in self.chips] != list(range(self.tp_size)):
+        if len(self.chips) != self.tp_size or \
+                any(chip.rank != rank for rank, chip in enumerate(self.chips)):
             raise ValueError(f"tp_size is {self.tp_size}, but the chips are not ranks 0 to "
                              f"{self.tp_size - 1}")
         listed = {entry.path for entry in self.files}

@@ -60,6 +60,11 @@ def test_a_chip_that_is_not_listed(broken_case):
     refused(broken_case, "tp_size is 2, but the chips are not ranks 0 to 1")
 
 
+def test_more_ranks_than_memory_could_count(broken_case):
+    edit(broken_case, lambda data: data.update(tp_size=10**15))
+    refused(broken_case, "tp_size is 1000000000000000, but the chips are not ranks 0 to")
+
+
 def test_a_truncated_weight_file(broken_case):
     path = broken_case / "chip1" / "weights.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
