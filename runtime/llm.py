@@ -608,9 +608,11 @@ class LLM:
             self._remember(replica, sources, range(len(sources)))
             memory = Memory.of(range(len(sources)), [len(source) for source in sources])
         sizes = beam, min(search.candidates, dims.vocab_size), dims.max_seq_len
-        steps: Steps = HostSteps(replica, prompts, samplers, *sizes, memory)
+        steps: Steps
         if replica.on_gpus and all(sampler.rule is None for sampler in samplers):
             steps = DeviceSteps(replica, prompts, *sizes, memory)
+        else:
+            steps = HostSteps(replica, prompts, samplers, *sizes, memory)
         candidates = steps.begin()
         while True:
             tokens, parents = search.step(candidates)

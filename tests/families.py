@@ -19,7 +19,7 @@ from llmc.compiler import api
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.passes.tensor_parallel import partition
 from llmc.compiler.targets import Options
-from llmc.runtime.manifest import Target
+from llmc.runtime.manifest import Manifest, Target
 
 VOCAB = 101
 _LLAMA = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=100, num_hidden_layers=3,
@@ -172,15 +172,23 @@ def copy_raw(raw: RawModel) -> RawModel:
     return replace(raw, graph=raw.graph.copy(), encoder=raw.encoder.copy())
 
 
+def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: Options,
+                          tp_size: int = 1, max_seq_len: int | None = None,
+                          **limits: int) -> Manifest:
+    """A case directory from an export that others go on to use; `limits` as for `api.lower`."""
+    copied = copy_raw(raw)
+    lowered = api.lower(copied, tp_size, max_seq_len, **limits)
+    case.mkdir()
+    return api.write(copied, lowered, target, options, case)
+
+
 def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
     """Case directories for beam search, and for two chips, from one export."""
     made = {}
     for name, tp_size, beams in (("beams", 1, 4), ("tp2", 2, 1)):
-        copied = copy_raw(raw)
-        lowered = api.lower(copied, tp_size, None, max_beam_width=beams)
         made[name] = root / name
-        made[name].mkdir()
-        api.write(copied, lowered, Target(kind="cpu"), Options(), made[name])
+        write_encoder_decoder(raw, made[name], Target(kind="cpu"), Options(), tp_size,
+                              max_beam_width=beams)
     return made
 
 

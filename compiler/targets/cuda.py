@@ -42,6 +42,8 @@ from llmc.runtime.schedule import (
 
 KIND = "cuda"
 DTYPES = ("float32", "float16", "bfloat16")
+# What the engine reads and what ONNX Runtime does; of a model, and of an encoder.
+_FILES = ((SCHEDULE_NAME, "graph.onnx"), (ENCODER_SCHEDULE_NAME, "encoder.onnx"))
 _ALIGNMENT = 16
 _MEMORY_ROWS = ScheduledTensor(name="memory_rows", kind="input", dtype="int64",
                                shape=("num_tokens",))
@@ -66,10 +68,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     prepare(graphs, dtype)
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
     files, steps = [weights], []
-    for program, path, onnx_path in ((graph, SCHEDULE_NAME, "graph.onnx"),
-                                     (encoder, ENCODER_SCHEDULE_NAME, "encoder.onnx")):
-        if program is None:
-            continue
+    for program, (path, onnx_path) in zip(graphs, _FILES, strict=False):
         text = schedule(program, dtype).model_dump_json(indent=1, exclude_defaults=True) + "\n"
         (directory / path).write_text(text, encoding="utf-8")
         files.append(file_entry(directory / path))

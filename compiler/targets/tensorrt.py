@@ -43,13 +43,13 @@ from llmc.errors import LlmcError
 from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
-from llmc.runtime.manifest import Chip, FileEntry, Target, TensorInfo
+from llmc.runtime.manifest import Chip, FileEntry, Target
 
 KIND = "tensorrt"
 DTYPES = ("float32", "float16", "bfloat16")
 # What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.
-_FILES = ("graph.onnx", "polygraphy_inputs.py", "engine.plan")
-_ENCODER_FILES = ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan")
+_FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
+          ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))
 PYTHON = "LLMC_TENSORRT_PYTHON"
 _ALIGNMENT = 256  # TensorRT's, of the address of every input
 
@@ -83,30 +83,28 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     directory = case_dir / name
     directory.mkdir()
     graphs = [graph] if encoder is None else [graph, encoder]
-    names = [_FILES, _ENCODER_FILES][:len(graphs)]
     cuda.prepare(graphs, options.dtype)
     for program in graphs:
         _check(program, options.dtype)
         _narrow(program)
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
-    if options.dtype != "float32":
-        for program in graphs:
+    length = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")) \
+        .inputs[1].shape[2]
+    files, steps = [weights], []
+    for program, (onnx_name, script, plan) in zip(graphs, _FILES, strict=False):
+        if options.dtype != "float32":
             cuda.widen_elementwise(program)
-    steps = [(graph_step(f"{name}/{plan}", program),)
-             for program, (_, _, plan) in zip(graphs, names, strict=True)]
-    chip = describe_chip(graph, rank, steps[0], sum(place.length for place in places.values()),
-                         None if encoder is None else describe_encoder(encoder, steps[1]))
-    files = [weights]
-    for program, inputs, (onnx_name, script, plan) in zip(
-            graphs, [chip.inputs, *([chip.encoder.inputs] if chip.encoder else [])], names,
-            strict=True):
         model = with_plugins(to_onnx(program, places, KIND, options.dtype), options.dtype)
-        (directory / script).write_text(_script(inputs, graph, options), encoding="utf-8")
+        (directory / script).write_text(_script(program.inputs, length, options), encoding="utf-8")
         files.append(write_onnx(model, directory / onnx_name))
         _build({"plugins": str(plugin_library()), "onnx": str(directory / onnx_name),
                 "script": str(directory / script), "plan": str(directory / plan),
                 "timing_cache": str(options.timing_cache or os.devnull)}, options)
         files += (file_entry(directory / file) for file in (script, plan))
+        steps.append(graph_step(f"{name}/{plan}", program))
+    chip = describe_chip(graph, rank, tuple(steps[:1]),
+                         sum(place.length for place in places.values()),
+                         None if encoder is None else describe_encoder(encoder, tuple(steps[1:])))
     return chip, files
 
 
@@ -155,7 +153,7 @@ def _narrow(graph: gs.Graph) -> None:
             tensor.dtype = np.int32
 
 
-def _profiles(inputs: Sequence[TensorInfo], length: int, options: Options) -> \
+def _profiles(inputs: Sequence[gs.Tensor], length: int, options: Options) -> \
         list[dict[str, list[list[int]]]]:
     """Least, usual and most of each input's shape, for prompts and for decoding; `length` is that
     of a cache row.
@@ -215,13 +213,12 @@ def load_config(builder, network):
 '''
 
 
-def _script(inputs: Sequence[TensorInfo], graph: gs.Graph, options: Options) -> str:
-    cache = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")).inputs[1]
+def _script(inputs: Sequence[gs.Tensor], length: int, options: Options) -> str:
     profiles = ",\n".join(
         "    {" + ",\n     ".join(f"{name!r}: {shapes}" for name, shapes in profile.items()) + "}"
-        for profile in _profiles(inputs, cache.shape[2], options))
-    dtypes = {tensor.name: "float32" if tensor.dtype == "bfloat16" else tensor.dtype
-              for tensor in inputs}
+        for profile in _profiles(inputs, length, options))
+    names = {tensor.name: np.dtype(tensor.dtype).name for tensor in inputs}
+    dtypes = {name: "float32" if dtype == "bfloat16" else dtype for name, dtype in names.items()}
     return _SCRIPT.format(profiles=f"[\n{profiles},\n]", dtypes=dtypes,
                           half=options.dtype == "float16")
 

@@ -214,18 +214,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   // Merge the groups of the warp, then the warps.
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
-#pragma unroll
-    for (int mask = kLanes; mask < 32; mask <<= 1) {
-      const float other = __shfl_xor_sync(~0u, peak[h], mask);
-      const float higher = fmaxf(peak[h], other);
-      const float mine = higher == -INFINITY ? 0 : exp2f(peak[h] - higher);
-      const float theirs = higher == -INFINITY ? 0 : exp2f(other - higher);
-      peak[h] = higher;
-      total[h] = total[h] * mine + __shfl_xor_sync(~0u, total[h], mask) * theirs;
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        sum[h][i] = sum[h][i] * mine + __shfl_xor_sync(~0u, sum[h][i], mask) * theirs;
-    }
+    merge_lanes<kLanes>(peak[h], total[h], sum[h]);
     if (lane < kLanes && inside)
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[(warp * kHeads + h) * dim + in_key + i] = sum[h][i];

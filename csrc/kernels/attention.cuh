@@ -113,6 +113,22 @@ inline int parts_for(int blocks, int max_seq_len, int keys) {
   return min(min(wanted, kMaxParts), (max_seq_len + keys - 1) / keys);
 }
 
+// The softmaxes that each kLanes lanes of a warp keep of their own keys, as one in every lane. Peaks are of base-2
+// exponents; -inf where there were no keys.
+template <int kLanes>
+__device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&sum)[8]) {
+#pragma unroll
+  for (int mask = kLanes; mask < 32; mask <<= 1) {
+    const float other = __shfl_xor_sync(~0u, peak, mask), higher = fmaxf(peak, other);
+    const float mine = higher == -INFINITY ? 0 : exp2f(peak - higher);
+    const float theirs = higher == -INFINITY ? 0 : exp2f(other - higher);
+    peak = higher;
+    total = total * mine + __shfl_xor_sync(~0u, total, mask) * theirs;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = sum[i] * mine + __shfl_xor_sync(~0u, sum[i], mask) * theirs;
+  }
+}
+
 // One part's place among those that a sequence is divided into.
 struct Part {
   int index, used, most;

@@ -139,17 +139,7 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
     // Merge the groups of the warp, then the warps.
 #pragma unroll
     for (int n = 0; n < kQueries; ++n) {
-#pragma unroll
-      for (int mask = kLanes; mask < 32; mask <<= 1) {
-        const float other = __shfl_xor_sync(~0u, peak[n], mask), higher = fmaxf(peak[n], other);
-        const float mine = higher == -INFINITY ? 0 : exp2f(peak[n] - higher);
-        const float theirs = higher == -INFINITY ? 0 : exp2f(other - higher);
-        peak[n] = higher;
-        total[n] = total[n] * mine + __shfl_xor_sync(~0u, total[n], mask) * theirs;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          sum[n][i] = sum[n][i] * mine + __shfl_xor_sync(~0u, sum[n][i], mask) * theirs;
-      }
+      merge_lanes<kLanes>(peak[n], total[n], sum[n]);
       if (lane < kLanes && inside)
 #pragma unroll
         for (int i = 0; i < 8; ++i) shared[(warp * kQueries + n) * dim + in_key + i] = sum[n][i];

@@ -6,6 +6,7 @@ import ctypes
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -124,15 +125,21 @@ class CudaEngine:
         _load_weights(engine, weights, case_dir / chip.path / "weights.safetensors")
         return engine
 
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What goes wrong in the extension is the user's to know."""
+        try:
+            yield
+        except self._errors as error:
+            raise LlmcError(f"the CUDA engine: {error}") from error
+
     def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
         self._state = None
         lengths = np.diff(batch.cu_seqlens)
         starts = np.asarray(rows, np.int64) * self._mem_max_seq_len
-        try:
+        with self._telling():
             self._engine.encode(batch.input_ids, batch.position_ids, batch.cu_seqlens,
                                 np.repeat(starts, lengths) + batch.position_ids)
-        except self._errors as error:
-            raise LlmcError(f"the CUDA engine: {error}") from error
 
     def _set_memory(self, memory: Memory | None) -> None:
         """Tell the device where the sequences' prompts are in the encoder's memory."""
@@ -140,11 +147,8 @@ class CudaEngine:
                 np.array_equal(getattr(memory, name), getattr(self._memory, name))
                 for name in ("rows", "encoder_sequence_length"))):
             return
-        try:
-            self._engine.set_memory(memory.rows * np.int32(self._mem_max_seq_len),
-                                    memory.encoder_sequence_length)
-        except self._errors as error:
-            raise LlmcError(f"the CUDA engine: {error}") from error
+        self._engine.set_memory(memory.rows * np.int32(self._mem_max_seq_len),
+                                memory.encoder_sequence_length)
         self._memory = memory
 
     def run(self, batch: PackedBatch) -> np.ndarray:
@@ -185,13 +189,11 @@ class CudaEngine:
         indirection = np.empty(0) if batch.cache_indirection is None else batch.cache_indirection
         decode = not prefill and bool((lengths == 1).all()) and \
             len(batch.logits_indices) == len(lengths)
-        try:
+        with self._telling():
             self._set_memory(batch.memory)
             self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
                              np.ascontiguousarray(batch.logits_indices, np.int64),
                              np.ascontiguousarray(indirection, np.int32), batch.first_row, decode)
-        except self._errors as error:
-            raise LlmcError(f"the CUDA engine: {error}") from error
 
     def likeliest(self, batch: PackedBatch, count: int) -> Candidates:
         """Execute a step: the `count` likeliest tokens of each of its rows of logits."""
@@ -201,17 +203,16 @@ class CudaEngine:
     def follow(self, step: BeamStep) -> Candidates:
         """Execute a step of beam search; see `BeamStep`."""
         self._state = None
-        self._set_memory(step.memory)
+        with self._telling():
+            self._set_memory(step.memory)
         return self._candidates(step.tokens.size, step.count, self._engine.follow, step.tokens,
                                 step.parents, step.past_lens, step.prompt_lens)
 
     def _candidates(self, rows: int, count: int, find: Callable[..., None],
                     *given: np.ndarray) -> Candidates:
         found = Candidates(np.empty((rows, count), np.int32), np.empty((rows, count), np.float32))
-        try:
+        with self._telling():
             find(*given, found.tokens, found.log_probs)
-        except self._errors as error:
-            raise LlmcError(f"the CUDA engine: {error}") from error
         return found
 
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
@@ -227,7 +228,7 @@ class CudaEngine:
         fixed = (*sampling, draws.sequences, np.array(end_ids))
         goes_on = bool((lengths == 1).all()) and batch.first_row == 0
         state = (batch.input_ids, batch.past_lens, draws.drawn, *fixed)
-        try:
+        with self._telling():
             if draws.prompts is not None:
                 self._engine.remember(batch.first_row, *draws.prompts)
             if not goes_on:
@@ -238,8 +239,6 @@ class CudaEngine:
                 self._set_memory(batch.memory)
                 self._begin(batch.input_ids, batch.past_lens, draws, end_ids, 0)
             chosen = self._go_on(steps, 0 if goes_on else 1, draws)
-        except self._errors as error:
-            raise LlmcError(f"the CUDA engine: {error}") from error
         # What the device is ready to go on with, where no sequence has ended.
         self._state = (chosen.tokens[-1], batch.past_lens + lengths + steps - 1,
                        draws.drawn + steps, *fixed)

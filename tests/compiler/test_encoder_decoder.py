@@ -78,10 +78,7 @@ def test_the_encoder_makes_the_keys_and_values_that_the_decoder_sees_of_it(encod
 
 
 def compile_for_gpus(raw, case, dtype="float32", tp_size=1):
-    copied = families.copy_raw(raw)
-    lowered = api.lower(copied, tp_size, None)
-    case.mkdir()
-    return api.write(copied, lowered, Target(kind="cuda"), Options(dtype), case)
+    return families.write_encoder_decoder(raw, case, Target(kind="cuda"), Options(dtype), tp_size)
 
 
 @pytest.mark.parametrize("name", [*families.ENCODER_DECODERS,

@@ -89,11 +89,9 @@ def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dty
 
 
 def compile_encoder_decoder(raw, tmp_path, dtype):
-    copied = families.copy_raw(raw)
-    lowered = api.lower(copied, 1, 48, max_beam_width=2, mem_max_seq_len=32)
-    (tmp_path / "case").mkdir()
-    api.write(copied, lowered, Target(kind="tensorrt"), Options(dtype, max_batch_size=3),
-              tmp_path / "case")
+    families.write_encoder_decoder(
+        raw, tmp_path / "case", Target(kind="tensorrt"), Options(dtype, max_batch_size=3),
+        max_seq_len=48, max_beam_width=2, mem_max_seq_len=32)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])

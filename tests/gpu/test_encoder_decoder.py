@@ -10,7 +10,6 @@ import torch
 
 import llmc
 from llmc import SamplingParams
-from llmc.compiler import api
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Target
 from llmc.runtime.searching import DeviceSteps
@@ -27,10 +26,8 @@ def prompts(seed, lengths=(40, 7, 23)):
 
 
 def compile_for(raw, target, case, dtype="float32", tp_size=1):
-    copied = families.copy_raw(raw)
-    lowered = api.lower(copied, tp_size, None, max_beam_width=4)
-    case.mkdir()
-    api.write(copied, lowered, Target(kind=target), Options(dtype), case)
+    families.write_encoder_decoder(raw, case, Target(kind=target), Options(dtype), tp_size,
+                                   max_beam_width=4)
     return case
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import llmc
-from llmc.compiler import api
 from llmc.compiler.diff import diff
 from llmc.compiler.targets import Options, tensorrt
 from llmc.runtime.attention.metadata import PackedBatch
@@ -95,11 +94,9 @@ def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, enco
                                                                tmp_path):
     """Greedy and with beams; prompts that wait, so that rows of the memory are used again."""
     _, raw, cases = encoder_decoder(name)
-    copied = families.copy_raw(raw)
-    lowered = api.lower(copied, 1, None, max_beam_width=4)
-    (tmp_path / "case").mkdir()
-    api.write(copied, lowered, tensorrt.describe(Options("float32", max_batch_size=4)),
-              Options("float32", max_batch_size=4), tmp_path / "case")
+    options = Options("float32", max_batch_size=4)
+    families.write_encoder_decoder(raw, tmp_path / "case", tensorrt.describe(options), options,
+                                   max_beam_width=4)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 100, length).tolist() for length in (40, 1, 23, 9, 17)]
     greedy = llmc.SamplingParams(max_tokens=20, ignore_eos=True)

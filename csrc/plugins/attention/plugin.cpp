@@ -1,6 +1,4 @@
-#include <cmath>
-
-#include "../common/linear.h"
+#include "../common/heads.h"
 
 namespace llmc {
 namespace {
@@ -8,22 +6,12 @@ namespace {
 class CausalAttention : public Plugin {
  public:
   explicit CausalAttention(const Fields& fields) {
-    p_.num_heads = integer(fields, "num_heads");
-    p_.num_kv_heads = integer(fields, "num_kv_heads");
-    p_.head_dim = integer(fields, "head_dim");
+    read_heads(p_, "CausalAttention", fields);
     p_.rotary_dim = integer(fields, "rotary_dim");
     p_.window = integer(fields, "window");
     p_.interleaved = integer(fields, "interleaved") != 0;
-    p_.scale = real(fields, "scale");
     p_.softcap = real(fields, "softcap");
     p_.norm_epsilon = real(fields, "norm_epsilon");
-    if (p_.num_kv_heads < 1 || p_.num_heads % p_.num_kv_heads != 0)
-      throw Error("CausalAttention's num_heads " + std::to_string(p_.num_heads) +
-                  " is not a multiple of num_kv_heads " + std::to_string(p_.num_kv_heads));
-    if (p_.head_dim % 8 != 0 || p_.head_dim < 8 || p_.head_dim > 256)
-      throw Error("CausalAttention's head_dim " + std::to_string(p_.head_dim) +
-                  " is not a multiple of 8 from 8 to 256");
-    if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.head_dim));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {

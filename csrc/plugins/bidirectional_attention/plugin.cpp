@@ -1,25 +1,11 @@
-#include <cmath>
-
-#include "../common/linear.h"
+#include "../common/heads.h"
 
 namespace llmc {
 namespace {
 
 class BidirectionalAttention : public Plugin {
  public:
-  explicit BidirectionalAttention(const Fields& fields) {
-    p_.num_heads = integer(fields, "num_heads");
-    p_.num_kv_heads = integer(fields, "num_kv_heads");
-    p_.head_dim = integer(fields, "head_dim");
-    p_.scale = real(fields, "scale");
-    if (p_.num_kv_heads < 1 || p_.num_heads % p_.num_kv_heads != 0)
-      throw Error("BidirectionalAttention's num_heads " + std::to_string(p_.num_heads) +
-                  " is not a multiple of num_kv_heads " + std::to_string(p_.num_kv_heads));
-    if (p_.head_dim % 8 != 0 || p_.head_dim < 8 || p_.head_dim > 256)
-      throw Error("BidirectionalAttention's head_dim " + std::to_string(p_.head_dim) +
-                  " is not a multiple of 8 from 8 to 256");
-    if (p_.scale == 0) p_.scale = 1 / std::sqrt(static_cast<float>(p_.head_dim));
-  }
+  explicit BidirectionalAttention(const Fields& fields) { read_heads(p_, "BidirectionalAttention", fields); }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     if (in[0].size() != 2 || in[1].size() != 2 || in[2].size() != 2)

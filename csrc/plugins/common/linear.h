@@ -55,9 +55,4 @@ inline void linear(const Linear& l, void* workspace, const Context& context) {
   }
 }
 
-// The optional input `index`, or null where it is absent.
-inline const Tensor* optional(const std::vector<Tensor>& inputs, size_t index) {
-  return index < inputs.size() && inputs[index].data != nullptr ? &inputs[index] : nullptr;
-}
-
 }  // namespace llmc

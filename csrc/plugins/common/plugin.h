@@ -172,4 +172,9 @@ inline float real(const Fields& fields, const char* name) {
 }
 Activation activation_of(const Fields& fields);
 
+// The optional input `index`, or null where it is absent.
+inline const Tensor* optional(const std::vector<Tensor>& inputs, size_t index) {
+  return index < inputs.size() && inputs[index].data != nullptr ? &inputs[index] : nullptr;
+}
+
 }  // namespace llmc
