@@ -31,6 +31,7 @@ struct EmbeddingParams {
 };
 cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
 
+constexpr int kNormHidden = 32768;  // the longest row
 // sum = x + residual (if there is one); y = norm(sum) * weight + bias. x, residual, y, sum are
 // T [rows, hidden]; weight and bias float32 [hidden] or null; LayerNorm if centred, else RMSNorm.
 struct NormParams {

@@ -109,9 +109,10 @@ cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
     return launch(norm_kernel<T, 32, kWidth, 4>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
   if (p.hidden <= 256 * kWidth * 2)
     return launch(norm_kernel<T, 256, kWidth, 2>, p.rows, 256, 0, stream, p);
-  constexpr int kTurns = kWidth == 1 ? 16 : 4;
-  if (p.hidden <= 512 * kWidth * kTurns)
-    return launch(norm_kernel<T, 512, kWidth, kTurns>, p.rows, 512, 0, stream, p);
+  if (p.hidden <= 512 * 16)
+    return launch(norm_kernel<T, 512, kWidth, 16 / kWidth>, p.rows, 512, 0, stream, p);
+  if (p.hidden <= kNormHidden)
+    return launch(norm_kernel<T, 512, kWidth, kNormHidden / 512 / kWidth>, p.rows, 512, 0, stream, p);
   return cudaErrorInvalidValue;
 }
 

@@ -214,6 +214,23 @@ def test_any_norm(extension, rows, width, dtype, seed, name):
     check(extension, op, {"epsilon": 1e-5}, inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [4096, 5000, 8192, 8199, 12288, 32768])
+@pytest.mark.parametrize("name", ["RMSNorm", "AddLayerNorm"])
+def test_norm_of_long_rows(extension, name, width, dtype):
+    rng = np.random.default_rng(width)
+    op = plugins.registry()[name]
+    inputs = {key: rng.standard_normal((3, width) if key in ("x", "residual") else width) + 0.3
+              for key in op.input_names}
+    check(extension, op, {"epsilon": 1e-5}, inputs, dtype)
+
+
+def test_a_row_too_long_to_norm_is_one_sentence(extension):
+    inputs = {"x": np.ones((1, 32776)), "weight": np.ones(32776)}
+    with pytest.raises(extension.CudaError, match="a norm of rows of 32776 elements: at most"):
+        check(extension, plugins.registry()["RMSNorm"], {"epsilon": 1e-5}, inputs, "float16")
+
+
 @RANDOM
 @given(rows=ROWS, width=st.integers(1, 1500), out=st.integers(1, 700), dtype=DTYPE,
        seed=st.integers(0, 99), name=st.sampled_from(["GemmBiasAct", "GemmBiasRes", "GatedMLP"]),

@@ -74,7 +74,7 @@ def test_beams_are_the_cuda_target_s(compiled, tmp_path):
                         for more in ({}, {"beam_width": 2}))
     found = []
     for target in ("cuda", "tensorrt"):
-        llmc.compile(compiled / "hf", tmp_path / target, target=target, dtype="float16",
+        llmc.compile(compiled / "hf", tmp_path / target, target=target, dtype="float32",
                      max_batch_size=4, max_beam_width=4)
         with llmc.LLM(tmp_path / target, max_batch_size=4) as llm:
             before = llm.generate(prompts, greedy)

@@ -5,6 +5,14 @@
 
 namespace llmc {
 
+// Enqueue the kernel; throws Error where rows are longer than it takes.
+inline void norm(DType dtype, const kernels::NormParams& p, const char* op, cudaStream_t stream) {
+  if (p.hidden > kernels::kNormHidden)
+    throw Error(std::string(op) + " of rows of " + std::to_string(p.hidden) + " elements: at most " +
+                std::to_string(kernels::kNormHidden) + " are served");
+  check(kernels::norm(dtype, p, stream), op);
+}
+
 template <bool kCentred, bool kResidual>
 class Norm : public Plugin {
  public:
@@ -31,7 +39,7 @@ class Norm : public Plugin {
     p.rows = static_cast<int>(in[0].size() / p.hidden);
     p.epsilon = epsilon_;
     p.centred = kCentred;
-    check(kernels::norm(in[0].dtype, p, context.stream), "a norm");
+    norm(in[0].dtype, p, "a norm", context.stream);
   }
 
  private:

@@ -1,4 +1,5 @@
 #include "../common/linear.h"
+#include "../common/norm.h"
 
 namespace llmc {
 namespace {
@@ -41,7 +42,7 @@ class NormGemm : public Plugin {
     p.hidden = static_cast<int>(x.shape[1]);
     p.epsilon = epsilon_;
     p.centred = centred_;
-    check(kernels::norm(x.dtype, p, context.stream), "NormGemm");
+    norm(x.dtype, p, "NormGemm", context.stream);
     linear({normed, in[1], optional(in, 2), nullptr, out[0], activation_, gated_},
            static_cast<char*>(workspace) + normed_bytes(x), context);
   }
