@@ -96,7 +96,7 @@ void Engine::follow(const BeamStep& beams, int32_t* tokens, float* log_probs) {
     auto* parents = reinterpret_cast<const int32_t*>(static_cast<const int64_t*>(beams_->given.data) + rows);
     check(kernels::follow({static_cast<int64_t*>(input("input_ids")), static_cast<int64_t*>(input("position_ids")),
                            static_cast<int32_t*>(input("past_lens")), static_cast<int32_t*>(input("cu_seqlens")),
-                           static_cast<int32_t*>(input(kIndirection)),
+                           static_cast<int64_t*>(input("logits_indices")), static_cast<int32_t*>(input(kIndirection)),
                            static_cast<const int64_t*>(beams_->given.data), parents, parents + rows,
                            parents + 2 * rows, beams.batch, beams.beam, limits_.max_seq_len}, stream_),
           "continuing beams");

@@ -151,8 +151,8 @@ NB_MODULE(_cuda, m) {
     const std::vector<Tensor> t = tensors_of(tensors);
     auto ints = [&](int i) { return static_cast<int32_t*>(t[i].data); };
     auto longs = [&](int i) { return static_cast<int64_t*>(t[i].data); };
-    check(kernels::follow({longs(0), longs(1), ints(2), ints(3), ints(4), longs(5), ints(6), ints(7), ints(8),
-                           batch, beam, static_cast<int>(t[4].shape[1])}, nullptr), "follow");
+    check(kernels::follow({longs(0), longs(1), ints(2), ints(3), longs(4), ints(5), longs(6), ints(7), ints(8),
+                           ints(9), batch, beam, static_cast<int>(t[5].shape[1])}, nullptr), "follow");
     check(cudaDeviceSynchronize(), "follow");
   });
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),

@@ -146,6 +146,7 @@ __global__ void follow_kernel(FollowParams p) {
       p.position_ids[row] = past;
       p.past_lens[row] = past;
       p.cu_seqlens[row + 1] = row + 1;
+      p.logits_indices[row] = row;
       if (row == 0) p.cu_seqlens[0] = 0;
     }
   }

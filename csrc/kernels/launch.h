@@ -240,6 +240,7 @@ struct FollowParams {
   int64_t* position_ids;       // [rows]
   int32_t* past_lens;          // [rows]
   int32_t* cu_seqlens;         // [rows + 1]
+  int64_t* logits_indices;     // [rows]: each its own, which a TensorRT plan gathers by
   int32_t* cache_indirection;  // [rows, max_seq_len]
   const int64_t* tokens;       // [rows]
   const int32_t* parents;      // [rows], each a beam of the same prompt

@@ -325,14 +325,14 @@ def test_beams_follow_their_parents_as_on_the_host(extension, batch, beam, room)
         each = np.repeat(past, beam)
         made = [torch.full((size,), -1, dtype=kind, device="cuda") for size, kind in
                 ((rows, torch.int64), (rows, torch.int64), (rows, torch.int32),
-                 (rows + 1, torch.int32))]
+                 (rows + 1, torch.int32), (rows, torch.int64))]
         given = [torch.from_numpy(tokens).cuda(), *(
             torch.from_numpy(array.astype(np.int32).reshape(-1)).cuda()
             for array in (parents, each, np.repeat(prompts, beam)))]
         extension.follow([describe(t) for t in (*made, table, *given)], batch, beam)
-        for name, tensor, truth in zip(("input_ids", "position_ids", "past_lens", "cu_seqlens"),
-                                       made, (tokens, each, each, np.arange(rows + 1)),
-                                       strict=True):
+        for name, tensor, truth in zip(
+                ("input_ids", "position_ids", "past_lens", "cu_seqlens", "logits_indices"), made,
+                (tokens, each, each, np.arange(rows + 1), np.arange(rows)), strict=True):
             assert np.array_equal(tensor.cpu().numpy(), truth), f"{name} of step {step}"
         actual = table.cpu().numpy().reshape(batch, beam, room)
         for b in range(batch):
