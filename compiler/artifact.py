@@ -102,7 +102,8 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
                 tensor.external_data.add(key=key, value=value)
     del proto.graph.value_info[:]
     del proto.opset_import[:]
-    proto.opset_import.extend([onnx.helper.make_opsetid("", plugins.OPSET),
+    opset = plugins.OPSETS.get(target, plugins.OPSET)
+    proto.opset_import.extend([onnx.helper.make_opsetid("", opset),
                                onnx.helper.make_opsetid(plugins.DOMAIN, 1),
                                onnx.helper.make_opsetid("com.microsoft", 1)])
     proto.functions.extend(functions[name] for name in sorted(functions))

@@ -97,9 +97,13 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
         model = with_plugins(to_onnx(program, places, KIND, options.dtype), options.dtype)
         (directory / script).write_text(_script(program.inputs, length, options), encoding="utf-8")
         files.append(write_onnx(model, directory / onnx_name))
-        _build({"plugins": str(plugin_library()), "onnx": str(directory / onnx_name),
+        del model.functions[:]  # TensorRT 10's parser would take them, and no plugins
+        parsed = directory / "parsed.onnx"
+        write_onnx(model, parsed)
+        _build({"plugins": str(plugin_library()), "onnx": str(parsed),
                 "script": str(directory / script), "plan": str(directory / plan),
                 "timing_cache": str(options.timing_cache or os.devnull)}, options)
+        parsed.unlink()
         files += (file_entry(directory / file) for file in (script, plan))
         steps.append(graph_step(f"{name}/{plan}", program))
     chip = describe_chip(graph, rank, tuple(steps[:1]),
@@ -109,7 +113,11 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
 
 
 def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
-    """The model with llmc nodes as TensorRT's parser needs them, in place."""
+    """The model with llmc nodes as TensorRT's parser needs them, in place.
+
+    Each function gets a domain of its own instead of an overload: ONNX Runtime 1.23, the last for
+    TensorRT 8.6's Python, knows none. TensorRT looks at neither.
+    """
     functions = {(function.name, function.overload): function for function in model.functions}
     for node in model.graph.node:
         if node.domain != plugins.DOMAIN:
@@ -126,8 +134,14 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
         del node.attribute[:]
         node.attribute.extend(onnx.helper.make_attribute(key, value)
                               for key, value in attributes.items())
-        if (node.op_type, node.overload) in functions:
-            functions[node.op_type, node.overload].input[:] = present
+        function = functions.get((node.op_type, node.overload))
+        if function is not None:
+            function.input[:] = present
+            node.domain, node.overload = f"{plugins.DOMAIN}.{node.overload}", ""
+    for function in model.functions:
+        function.domain, function.overload = f"{plugins.DOMAIN}.{function.overload}", ""
+    model.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in
+                              sorted({function.domain for function in model.functions}))
     return model
 
 

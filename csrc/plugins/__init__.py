@@ -20,6 +20,8 @@ import onnx.parser
 
 DOMAIN = "llmc"
 OPSET = 24
+# ONNX Runtime 1.23, the last for TensorRT 8.6's Python, reads no newer one.
+OPSETS = {"tensorrt": 23}
 
 Shape = tuple[int | str, ...]
 Fields = Mapping[str, int | float | str]
@@ -133,7 +135,7 @@ class Op:
         key = [*used, *sorted(given), lines, *([] if dtype == "float32" else [dtype])]
         digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
         text = (f'<domain: "{DOMAIN}", overload: "{digest}", '
-                f'opset_import: ["": {OPSET}, "com.microsoft": 1]>\n'
+                f'opset_import: ["": {OPSETS.get(target, OPSET)}, "com.microsoft": 1]>\n'
                 f'{self.name} ({", ".join(used)}) => ({", ".join(self.outputs)}) {{\n{lines}\n}}')
         try:
             function = onnx.parser.parse_function(text)

@@ -149,22 +149,38 @@ def test_a_second_build_uses_the_timing_cache(compiled, tmp_path):
         assert len(llm.generate([1, 2, 3], SHORT)[0].token_ids) == SHORT.max_tokens
 
 
-def test_polygraphy_runs_the_graph_on_both(compiled):
-    python = os.environ.get("LLMC_TENSORRT_PYTHON")
-    command = [python or sys.executable, "-c", "from polygraphy.tools import main; main()"]
-    chip = compiled / "case" / "chip0"
-    script = str(chip / "polygraphy_inputs.py")
-    library = Path(tensorrt_library("8")).parent
-    paths = [str(library), *tensorrt.library_directories(),
+@pytest.fixture
+def polygraphy(compiled):
+    """Run Polygraphy, where TensorRT's Python is, on a file of the compiled chip."""
+    paths = [str(Path(tensorrt_library("8")).parent), *tensorrt.library_directories(),
              os.environ.get("LD_LIBRARY_PATH", "")]
-    done = subprocess.run(
-        [*command, "run", str(chip / "graph.onnx"), "--onnxrt", "--trt", "--plugins",
-         str(plugin_library()), "--data-loader-script", script, "--trt-config-script", script,
-         "--atol", "0.02"], capture_output=True, text=True,
-        env=os.environ | {"LLMC_LOAD_PLUGINS": "1", "LD_LIBRARY_PATH": os.pathsep.join(paths)})
-    if "onnxruntime" in done.stdout + done.stderr and "could not be imported" in done.stdout:
-        pytest.skip("that Python has no onnxruntime")
-    assert "PASSED" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+    script = str(compiled / "case" / "chip0" / "polygraphy_inputs.py")
+
+    def run(name, *arguments):
+        done = subprocess.run(
+            [os.environ.get("LLMC_TENSORRT_PYTHON") or sys.executable, "-c",
+             "from polygraphy.tools import main; main()", "run",
+             str(compiled / "case" / "chip0" / name), *arguments, "--data-loader-script", script],
+            capture_output=True, text=True,
+            env=os.environ | {"LLMC_LOAD_PLUGINS": "1", "LD_LIBRARY_PATH": os.pathsep.join(paths)})
+        if "onnxruntime" in done.stdout + done.stderr and "could not be imported" in done.stdout:
+            pytest.skip("that Python has no onnxruntime")
+        assert "PASSED" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
+    run.script = script
+    return run
+
+
+def test_polygraphy_runs_the_graph_on_both(polygraphy):
+    polygraphy("graph.onnx", "--onnxrt", "--trt", "--plugins", str(plugin_library()),
+               "--trt-config-script", polygraphy.script, "--atol", "0.02")
+
+
+def test_polygraphy_holds_the_plan_against_onnx_runtime(polygraphy, tmp_path):
+    polygraphy("graph.onnx", "--onnxrt", "--save-outputs", str(tmp_path / "outputs.json"))
+    polygraphy("engine.plan", "--trt", "--model-type", "engine", "--plugins",
+               str(plugin_library()), "--load-outputs", str(tmp_path / "outputs.json"),
+               "--atol", "0.02")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")

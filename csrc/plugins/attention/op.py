@@ -89,14 +89,14 @@ def _heads(fields, present, rotate):
              _ints("kinds", heads, kv_heads, kv_heads),
              "q, k, v = Split<axis=1>(heads, kinds)"]
     results = []
-    for name in ("q", "k"):
+    for name, count in (("q", heads), ("k", kv_heads)):
         if f"{name}_norm" in present:
             lines.append(f"{name}_normed = RMSNormalization<axis=-1, "
                          f"epsilon={fields['norm_epsilon']!r}>({name}, {name}_norm)")
             name = f"{name}_normed"
         if rotate:
             lines.append(f"{name}_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
-                         f"rotary_embedding_dim={fields['rotary_dim']}>"
+                         f"num_heads={count}, rotary_embedding_dim={fields['rotary_dim']}>"
                          f"({name}, cos, sin, position_column)")
             name = f"{name}_rotated"
         results.append(name)
