@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
 template <typename T, int kWidth>
 cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   constexpr int kWarps = 4;
-  if (p.hidden <= 32 * kWidth * 4)
-    return launch(norm_kernel<T, 32, kWidth, 4>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
+  if (p.hidden <= 1024)
+    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
   if (p.hidden <= 256 * kWidth * 2)
     return launch(norm_kernel<T, 256, kWidth, 2>, p.rows, 256, 0, stream, p);
   if (p.hidden <= 512 * 16)

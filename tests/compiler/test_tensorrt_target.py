@@ -31,6 +31,7 @@ def builder(monkeypatch, tmp_path):
     def build(work, options):
         asked.append(work)
         if "plan" in work:
+            work["parsed"] = onnx.load(work["onnx"], load_external_data=False)
             Path(work["plan"]).write_bytes(b"plan!")
             options.progress("TensorRT builds")
         return FOUND
@@ -66,6 +67,23 @@ def test_every_rank_gets_an_engine(builder, tmp_path):
     graph = onnx.load(tmp_path / "case" / "chip1" / "graph.onnx", load_external_data=False).graph
     assert {"AllReduce", "AllGather"} <= {node.op_type for node in graph.node}
     assert manifest.ops.keys() >= {"AllReduce", "AllGather", "CausalAttention"}
+
+
+def test_the_graph_suits_an_old_onnx_runtime_and_a_new_parser(builder, tmp_path):
+    """ONNX Runtime 1.23 knows no overloads; TensorRT 10's parser would take functions, not plugins.
+    """
+    compile("llama", tmp_path)
+    model = onnx.load(tmp_path / "case" / "chip0" / "graph.onnx", load_external_data=False)
+    assert {entry.domain: entry.version for entry in model.opset_import}[""] == 23
+    functions = [(function.domain, function.name) for function in model.functions]
+    assert len(functions) == len(set(functions)) > len({name for _, name in functions})
+    used = [node for node in model.graph.node if node.domain]
+    assert {(node.domain, node.op_type) for node in used} == set(functions)
+    assert not any(node.overload for node in used)
+    parsed = builder[-1]["parsed"]
+    assert not parsed.functions
+    assert parsed.graph == model.graph
+    assert not Path(builder[-1]["onnx"]).exists()
 
 
 @pytest.mark.parametrize(("family", "dtype", "tolerance", "beams"), [
