@@ -185,7 +185,7 @@ def check_nodes(path):
     for tensor in model.initializer:
         known[tensor.name] = (np.dtype(onnx.helper.tensor_dtype_to_np_dtype(
             tensor.data_type)).name, list(tensor.dims))
-    ours = [node for node in model.node if node.domain == plugins.DOMAIN]
+    ours = [node for node in model.node if node.domain.split(".")[0] == plugins.DOMAIN]
     assert ours
     for node in ours:
         fields = attributes(node)
