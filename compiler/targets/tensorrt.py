@@ -99,7 +99,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
         files.append(write_onnx(model, directory / onnx_name))
         del model.functions[:]  # TensorRT 10's parser would take them, and no plugins
         parsed = directory / "parsed.onnx"
-        write_onnx(model, parsed)
+        parsed.write_bytes(model.SerializeToString())
         _build({"plugins": str(plugin_library()), "onnx": str(parsed),
                 "script": str(directory / script), "plan": str(directory / plan),
                 "timing_cache": str(options.timing_cache or os.devnull)}, options)

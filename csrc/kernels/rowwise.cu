@@ -107,8 +107,8 @@ cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   constexpr int kWarps = 4;
   if (p.hidden <= 1024)
     return launch(norm_kernel<T, 32, kWidth, 32 / kWidth>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
-  if (p.hidden <= 256 * kWidth * 2)
-    return launch(norm_kernel<T, 256, kWidth, 2>, p.rows, 256, 0, stream, p);
+  if (p.hidden <= 256 * 16)
+    return launch(norm_kernel<T, 256, kWidth, 16 / kWidth>, p.rows, 256, 0, stream, p);
   if (p.hidden <= 512 * 16)
     return launch(norm_kernel<T, 512, kWidth, 16 / kWidth>, p.rows, 512, 0, stream, p);
   if (p.hidden <= kNormHidden)

@@ -5,11 +5,11 @@ import os
 import numpy as np
 import pytest
 import torch
+from on_device import DTYPES, describe
 
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None]
 CACHES = ("key_cache", "value_cache")
@@ -28,10 +28,6 @@ def dtype(request, harness, extension):
     if request.param == "bfloat16" and float(extension.tensorrt.version) < 9:
         pytest.skip("TensorRT 8 has no bfloat16")
     return request.param
-
-
-def describe(tensor):
-    return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
