@@ -1,5 +1,6 @@
 """Beam search: the sequences, parents and scores of transformers; a cache that is never copied."""
 
+import itertools
 from dataclasses import replace
 
 import families
@@ -89,13 +90,14 @@ def test_smollm2_gives_transformers_beams(tmp_path):
     path = families.smollm2()
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
                                                  dtype=torch.float32)
-    llmc.compile(path, tmp_path / "case", max_beam_width=4, max_seq_len=128)
-    with llmc.LLM(tmp_path / "case") as llm:
+    llmc.compile(path, tmp_path / "case", max_beam_width=8, max_seq_len=128)
+    with llmc.LLM(tmp_path / "case", max_batch_size=24) as llm:
         prompts = [llm.tokenizer.encode(text).ids for text in
-                   ("The sea is", "Once upon a time, in a small village,")]
-        beams = assert_equal(llm, model, prompts, search(4, 16),
-                             llm.manifest.tokenizer.eos_token_ids)
-    assert (beams.sequence_length > 1).all()
+                   ("The sea is", "Once upon a time, in a small village,", "Water boils when")]
+        for beam_width, batch in itertools.product((2, 4, 8), (1, 3)):
+            beams = assert_equal(llm, model, prompts[:batch], search(beam_width, 64),
+                                 llm.manifest.tokenizer.eos_token_ids)
+            assert (beams.sequence_length > 1).all()
 
 
 class Gpus:
