@@ -5,6 +5,7 @@
     python bench/gpu.py WORK_DIR --model gpt2-medium --grid     llmc alone, twelve sizes
     python bench/gpu.py WORK_DIR --model llama-8b --tp 1,2,4    llmc alone, on so many GPUs
     python bench/gpu.py WORK_DIR --model gpt2-medium --tensorrt llmc's two targets, in float16
+    python bench/gpu.py WORK_DIR --model llama-8b --float8      caches of 8 bits beside the model's
     python bench/gpu.py WORK_DIR --model llama-8b --sampling    what sampling costs, at batch 64
     python bench/gpu.py WORK_DIR --model gpt2-medium --checks   what it costs to look at tokens
 
@@ -289,24 +290,25 @@ def checks(llm: llmc.LLM, name: str, repeats: int) -> None:
                     flush=True)
 
 
-def targets(hf: Path, work: Path, name: str, repeats: int) -> None:
-    """The cuda target beside the tensorrt target, whose ops are the same kernels."""
+def beside(hf: Path, work: Path, name: str, ways: Mapping[str, Mapping[str, str]],
+           repeats: int) -> None:
+    """The model compiled in two ways, in turn."""
     sides: dict[str, llmc.LLM] = {}
-    for target in ("cuda", "tensorrt"):
-        case = work / f"{name}-{target}-float16"
+    for label, options in ways.items():
+        case = work / f"{name}-{label.replace(' ', '-')}"
         started = time.perf_counter()
         if not case.is_dir():
-            llmc.compile(hf, case, dtype="float16", target=target, max_seq_len=LENGTH)
-            print(f"compiled for {target} in {time.perf_counter() - started:.0f} s", flush=True)
-        sides[target] = llmc.LLM(case, max_batch_size=64, check_step=64, verify=False)
-    versions = sides["tensorrt"].manifest.target.versions
-    print(f"\n| batch, in, out | ms of | cuda | TensorRT {versions['tensorrt']} | ratio |\n"
+            llmc.compile(hf, case, max_seq_len=LENGTH, **options)  # type: ignore[arg-type]
+            print(f"compiled for {label} in {time.perf_counter() - started:.0f} s", flush=True)
+        sides[label] = llmc.LLM(case, max_batch_size=64, check_step=64, verify=False)
+    first, second = sides
+    print(f"\n| batch, in, out | ms of | {first} | {second} | ratio |\n"
           "| --- | --- | --- | --- | --- |")
     for row in ROWS[name]:
         runs = {label: ours(llm) for label, llm in sides.items()}
         for what, median, ratio in in_turn(runs, row, repeats):
-            print(f"| {row[0]}, {row[1]}, {row[2]} | {what} | {median['cuda']:.3f} | "
-                  f"{median['tensorrt']:.3f} | {ratio['tensorrt']:.2f} |", flush=True)
+            print(f"| {row[0]}, {row[1]}, {row[2]} | {what} | {median[first]:.3f} | "
+                  f"{median[second]:.3f} | {ratio[second]:.2f} |", flush=True)
     print("\nmicroseconds of a decode step (kernels):")
     for label, llm in sides.items():
         for batch, inputs, _ in ROWS[name]:
@@ -320,6 +322,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--tensorrt", action="store_true")
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--checks", action="store_true")
     parser.add_argument("--tp", default="")
@@ -331,7 +334,13 @@ def main() -> None:
           "CUDA", torch.version.cuda, "\n", flush=True)
     hf = write_model(name, work / name)
     if arguments.tensorrt:
-        targets(hf, work, name, arguments.runs)
+        beside(hf, work, name, {target: {"target": target, "dtype": "float16"}
+                                for target in ("cuda", "tensorrt")}, arguments.runs)
+        return
+    if arguments.float8:
+        plain = {"target": "cuda", "dtype": MODELS[name]}
+        beside(hf, work, name, {f"{MODELS[name]} caches": plain, "float8 caches":
+                                plain | {"kv_dtype": "float8_e4m3fn"}}, arguments.runs)
         return
     first: dict[int, tuple[float, float]] = {}
     notes: list[str] = []

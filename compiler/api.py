@@ -53,8 +53,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             target: str = "cpu", max_seq_len: int | None = None,
             mem_max_seq_len: int | None = None, max_beam_width: int = 1,
             max_batch_size: int = 64, hf_dir: str | Path | None = None,
-            compute_capability: str | None = None, trust_remote_code: bool = False,
-            allow_pickle: bool = False, progress: Progress = lambda text: None) -> Manifest:
+            compute_capability: str | None = None, kv_dtype: str = "",
+            trust_remote_code: bool = False, allow_pickle: bool = False,
+            progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
 
     The directory appears whole or not at all; one that is there already is replaced only then.
@@ -64,6 +65,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         output: the case directory to make.
         tp_size: chips that share the model.
         dtype: of weights and activations; the cpu target has float32.
+        kv_dtype: of the KV caches; the cuda and tensorrt targets have float8_e4m3fn; "": as dtype.
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use; at most the model's, at most 4096 by default.
@@ -83,6 +85,10 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     if dtype not in TARGETS[target].DTYPES:
         raise LlmcError(f"target '{target}' has no dtype '{dtype}'; it has: "
                         f"{', '.join(TARGETS[target].DTYPES)}")
+    kv_dtypes = getattr(TARGETS[target], "KV_DTYPES", ())
+    if kv_dtype and kv_dtype not in kv_dtypes:
+        raise LlmcError(f"target '{target}' has no kv_dtype '{kv_dtype}'; leave it out"
+                        f"{''.join(f', or give {name}' for name in kv_dtypes)}")
     if compute_capability is not None and (
             target not in ("cuda", "tensorrt")
             or not re.fullmatch(r"[1-9]\d*\.\d", compute_capability)):
@@ -103,7 +109,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     output = Path(output)
     _check_output(output)
     options = Options(dtype, compute_capability, max_batch_size,
-                      output.with_name(f"{output.name}.timing_cache"), progress)
+                      output.with_name(f"{output.name}.timing_cache"), progress,
+                      kv_dtype=kv_dtype)
     described = TARGETS[target].describe(options)
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)

@@ -57,7 +57,7 @@ from llmc.runtime.tokenizer import load_tokenizer
 
 _TOKENS = 24
 # By dtype. In 16 bits it is 41 roundings; SmolLM2-135M's worst tensor is off by 6e-3 and 7e-2.
-TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
+TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16, "float8_e4m3fn": 0.1}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         reference: Hugging Face directory, .gguf or .onnx file.
         prompt: text to run; random tokens by default.
         tolerance: largest difference relative to the reference tensor's range; by default what
-            `TOLERANCES` has for the model's dtype.
+            `TOLERANCES` has for the model's dtype and its caches'.
         tokens: greedy tokens to compare.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
 
@@ -128,7 +128,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
                         f"compile for cpu or cuda to compare")
     if tolerance is None:
-        tolerance = TOLERANCES[manifest.dtype]
+        tolerance = max(TOLERANCES[manifest.dtype], TOLERANCES[manifest.kv_dtype])
     changed = tuple(entry.path for entry in manifest.files
                     if not (root / entry.path).is_file()
                     or hash_file(root / entry.path) != entry.sha256)

@@ -175,6 +175,8 @@ def main() -> None:
               help="Case directory to make.")
 @click.option("--tp_size", default=1, help="Chips that share the model.")
 @click.option("--dtype", default="float32", help="Of weights and activations.")
+@click.option("--kv_dtype", default="", metavar="float8_e4m3fn",
+              help="Of the KV caches, for --target cuda or tensorrt.  [default: as --dtype]")
 @click.option("--target", default="cpu", help="Engine kind.")
 @click.option("--compute_capability", default=None, metavar="9.0",
               help="Of the only GPUs that may run it.  [default: any]")

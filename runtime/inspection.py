@@ -13,9 +13,10 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     """
     length = manifest.dims.max_seq_len
     width = 4 if manifest.dtype == "float32" else 2
+    kv_width = 1 if manifest.kv_dtype == "float8_e4m3fn" else width
     chips = []
     for chip in manifest.chips:
-        cache = sum(2 * width * layer.num_kv_heads * layer.head_dim * length
+        cache = sum(2 * kv_width * layer.num_kv_heads * layer.head_dim * length
                     for layer in chip.cache)
         memory = 0
         if manifest.encoder is not None and chip.encoder is not None:

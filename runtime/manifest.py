@@ -21,7 +21,7 @@ ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 ENGINE_INPUTS = (*ENCODER_INPUTS, "past_lens", "logits_indices", "cache_indirection",
                  "memory_starts", "encoder_sequence_length")
 
-DTypeName = Literal["float32", "float16", "bfloat16", "int64", "int32"]
+DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32"]
 
 
 def _inside_case_dir(path: str) -> str:
@@ -251,6 +251,12 @@ class Manifest(_Frozen):
     chips: tuple[Chip, ...]
     passes: tuple[PassReport, ...]
     files: tuple[FileEntry, ...]
+
+    @property
+    def kv_dtype(self) -> DTypeName:
+        """Of the KV caches."""
+        return next((tensor.dtype for tensor in self.chips[0].inputs
+                     if tensor.name == "key_cache_0"), self.dtype)
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

@@ -17,7 +17,8 @@ from llmc.runtime.collectives import Communicator
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import Schedule, read_schedule
 
-_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
+           "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 _ELEMENTWISE = {"Add": np.add, "Mul": np.multiply, "Div": np.divide, "Tanh": np.tanh}
 
@@ -37,7 +38,7 @@ class Interpreter:
         self.encoder = read_schedule(case / chip.encoder.steps[0].path) if chip.encoder else None
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
         self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
-        self.caches = {t.name: np.zeros((1, *t.shape[1:]), self.dtype)
+        self.caches = {t.name: np.zeros((1, *t.shape[1:]), _DTYPES[t.dtype])
                        for t in self.schedule.tensors if t.kind == "cache"}
         self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}

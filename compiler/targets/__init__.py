@@ -19,6 +19,7 @@ class Options:
         max_batch_size: sequences of a step, where the engine is built for so many.
         timing_cache: what a builder measured, kept for the next time; None: nowhere.
         progress: called with what a builder does.
+        kv_dtype: of the KV caches; "" is dtype.
         mem_max_seq_len: tokens of a prompt that the model's encoder takes; 0: it has none.
     """
 
@@ -28,3 +29,4 @@ class Options:
     timing_cache: Path | None = None
     progress: Callable[[str], None] = lambda text: None
     mem_max_seq_len: int = 0
+    kv_dtype: str = ""

@@ -42,6 +42,7 @@ from llmc.runtime.schedule import (
 
 KIND = "cuda"
 DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("float8_e4m3fn",)
 # What the engine reads and what ONNX Runtime does; of a model, and of an encoder.
 _FILES = ((SCHEDULE_NAME, "graph.onnx"), (ENCODER_SCHEDULE_NAME, "encoder.onnx"))
 _ALIGNMENT = 16
@@ -65,7 +66,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     directory = case_dir / name
     directory.mkdir()
     graphs = [graph] if encoder is None else [graph, encoder]
-    prepare(graphs, dtype)
+    prepare(graphs, dtype, options.kv_dtype)
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
     files, steps = [weights], []
     for program, (path, onnx_path) in zip(graphs, _FILES, strict=False):
@@ -82,12 +83,19 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     return chip, files
 
 
-def prepare(graphs: Sequence[gs.Graph], dtype: str) -> None:
-    """Make of the fused graphs of one rank, the encoder's last, what is scheduled."""
+def prepare(graphs: Sequence[gs.Graph], dtype: str, kv_dtype: str = "") -> None:
+    """Make of the fused graphs of one rank, the encoder's last, what is scheduled. The KV caches
+    are of `kv_dtype`, or of `dtype` where that is empty.
+    """
     cast: dict[tuple[int, str], tuple[Weight, Weight]] = {}
     for graph in graphs:
         _fuse_norms(graph, _numpy(dtype))
         _cast(graph, dtype, cast)
+        for node in graph.nodes if kv_dtype else ():
+            if is_llmc(node, "CausalAttention"):
+                node.attrs["kv_dtype"] = kv_dtype
+                for cache in (*node.inputs[1:3], *node.outputs[1:3]):
+                    cache.dtype = _numpy(kv_dtype)
     names: dict[str, Weight] = {}
     for graph in graphs:
         for tensor in [t for node in graph.nodes for t in node.inputs]:
@@ -193,7 +201,7 @@ def _float_cast(source: gs.Variable, target: gs.Variable) -> gs.Node:
 
 def _numpy(dtype: str) -> np.dtype:
     import ml_dtypes
-    return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def schedule(graph: gs.Graph, dtype: str) -> Schedule:
@@ -263,7 +271,8 @@ def _describe(tensor: gs.Tensor, is_cache: bool, offsets: dict[int, int], dtype:
                                shape=values.shape)
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
     if is_cache:
-        return ScheduledTensor(name=tensor.name, kind="cache", dtype=dtype, shape=shape)
+        return ScheduledTensor(name=tensor.name, kind="cache", dtype=_name(tensor.dtype),
+                               shape=shape)
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:

@@ -47,6 +47,7 @@ from llmc.runtime.manifest import Chip, FileEntry, Target
 
 KIND = "tensorrt"
 DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = cuda.KV_DTYPES
 # What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.
 _FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
           ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))
@@ -83,9 +84,9 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     directory = case_dir / name
     directory.mkdir()
     graphs = [graph] if encoder is None else [graph, encoder]
-    cuda.prepare(graphs, options.dtype)
+    cuda.prepare(graphs, options.dtype, options.kv_dtype)
     for program in graphs:
-        _check(program, options.dtype)
+        _check(program, options)
         _narrow(program)
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
     length = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")) \
@@ -138,6 +139,9 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
         if function is not None:
             function.input[:] = present
             node.domain, node.overload = f"{plugins.DOMAIN}.{node.overload}", ""
+    for value in (*model.graph.input, *model.graph.output):  # TensorRT 8 has no float8
+        if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT8E4M3FN:
+            value.type.tensor_type.elem_type = onnx.TensorProto.INT8
     for function in model.functions:
         function.domain, function.overload = f"{plugins.DOMAIN}.{function.overload}", ""
     model.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in
@@ -145,7 +149,7 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
     return model
 
 
-def _check(graph: gs.Graph, dtype: str) -> None:
+def _check(graph: gs.Graph, options: Options) -> None:
     """Refuse what a kernel or TensorRT cannot do."""
     for node in graph.nodes:
         if is_llmc(node, "CausalAttention", "BidirectionalAttention") and \
@@ -154,10 +158,12 @@ def _check(graph: gs.Graph, dtype: str) -> None:
                             f"attention kernels need; compile for --target cpu")
         if not is_llmc(node, "CausalAttention"):
             continue
-        row = int(np.prod(node.inputs[1].shape[1:])) * (4 if dtype == "float32" else 2)
+        cache = node.inputs[1]
+        row = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
         if row % _ALIGNMENT:
             raise LlmcError(f"a cache row of {row} bytes is no multiple of {_ALIGNMENT}, at which "
-                            f"TensorRT wants its inputs; make max_seq_len a multiple of 16")
+                            f"TensorRT wants its inputs; make max_seq_len a multiple of "
+                            f"{32 if options.kv_dtype else 16}")
 
 
 def _narrow(graph: gs.Graph) -> None:
@@ -222,7 +228,14 @@ def load_config(builder, network):
             profile.add(name, least, usual, most)
     import tensorrt
     old = int(tensorrt.__version__.split(".")[0]) < 10  # newer ones read dtypes off the network
-    return CreateConfig(profiles=profiles, fp16={half} if old else None, tactic_sources=[],
+    caches = "int8" in DTYPES.values()  # of float8, which only plugins know
+    if old and caches and network is not None:  # there is none yet when a parser wants to know
+        for port in ([network.get_input(i) for i in range(network.num_inputs)] +
+                     [network.get_output(i) for i in range(network.num_outputs)]):
+            if port.dtype == tensorrt.int8:
+                port.set_dynamic_range(-127, 127)
+    return CreateConfig(profiles=profiles, fp16={half} if old else None,
+                        int8=caches if old else None, tactic_sources=[],
                         max_aux_streams=0)(builder, network)
 '''
 
@@ -232,7 +245,8 @@ def _script(inputs: Sequence[gs.Tensor], length: int, options: Options) -> str:
         "    {" + ",\n     ".join(f"{name!r}: {shapes}" for name, shapes in profile.items()) + "}"
         for profile in _profiles(inputs, length, options))
     names = {tensor.name: np.dtype(tensor.dtype).name for tensor in inputs}
-    dtypes = {name: "float32" if dtype == "bfloat16" else dtype for name, dtype in names.items()}
+    known = {"bfloat16": "float32", "float8_e4m3fn": "int8"}
+    dtypes = {name: known.get(dtype, dtype) for name, dtype in names.items()}
     return _SCRIPT.format(profiles=f"[\n{profiles},\n]", dtypes=dtypes,
                           half=options.dtype == "float16")
 

@@ -191,7 +191,9 @@ NB_MODULE(_cuda, m) {
       .def("add_weight", [](Engine& self, const std::string& dtype, const Shape& shape) {
         return self.add_weight(dtype_of(dtype), shape);
       })
-      .def("add_cache", &Engine::add_cache)
+      .def("add_cache", [](Engine& self, const std::string& dtype, const Shape& row_shape) {
+        return self.add_cache(dtype_of(dtype), row_shape);
+      })
       .def("add_memory", &Engine::add_memory)
       .def("add_value", [](Engine& self, const std::string& dtype, const Shape& shape, int64_t offset,
                            bool per_logit) {

@@ -186,11 +186,11 @@ int Engine::add_weight(DType dtype, const Shape& shape) {
   return place(false, dtype, shape, allocate<char>(count_of(shape) * width(dtype), "weights"));
 }
 
-int Engine::add_cache(const Shape& row_shape) {
+int Engine::add_cache(DType dtype, const Shape& row_shape) {
   Shape shape{kBatch};
   shape.insert(shape.end(), row_shape.begin(), row_shape.end());
-  const int64_t bytes = limits_.max_batch * count_of(row_shape) * width(dtype_);
-  caches_.push_back(place(true, dtype_, shape, allocate<char>(bytes, "the KV cache")));
+  const int64_t bytes = limits_.max_batch * count_of(row_shape) * width(dtype);
+  caches_.push_back(place(true, dtype, shape, allocate<char>(bytes, "the KV cache")));
   return caches_.back();
 }
 

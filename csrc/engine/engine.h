@@ -82,7 +82,7 @@ class Engine {
   // Each declares a tensor and returns the number that nodes know it by.
   int add_input(const std::string& name, DType dtype);
   int add_weight(DType dtype, const Shape& shape);
-  int add_cache(const Shape& row_shape);  // [max_batch, *row_shape]
+  int add_cache(DType dtype, const Shape& row_shape);  // [max_batch, *row_shape]
   // What an encoder leaves of a prompt's tokens: [max_batch * mem_max_seq_len, width]; a prompt has a row of
   // mem_max_seq_len tokens.
   int add_memory(int64_t width);

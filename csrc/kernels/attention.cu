@@ -19,7 +19,7 @@ constexpr int kWarps = 4;
 constexpr int kMinKeys = 64;  // per part
 
 // One warp per head of the token: turned queries into p.queries, keys and values into the caches.
-template <typename T>
+template <typename T, typename C>
 __global__ void append_kernel(AttentionParams p) {
   __shared__ float heads[kWarps][kMaxHeadDim];
   wait_for_inputs();
@@ -33,23 +33,23 @@ __global__ void append_kernel(AttentionParams p) {
     const T* source = static_cast<const T*>(p.qkv) + (static_cast<int64_t>(token) * all + h) * p.head_dim;
     prepare_head(heads[warp], source, p, is_query ? p.q_norm : is_value ? nullptr : p.k_norm, position,
                  !is_value);
-    T* target;
+    auto write = [&](auto* target) {
+      for (int i = lane; i < p.head_dim; i += 32)
+        target[i] = from_float<std::remove_pointer_t<decltype(target)>>(heads[warp][i]);
+    };
     if (is_query) {
-      target = static_cast<T*>(p.queries) +
-               (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim;
+      write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
-      target = static_cast<T*>(is_value ? p.value_cache : p.key_cache) +
-               CacheRows(p, sequence, kv_head)(position);
+      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
     }
-    for (int i = lane; i < p.head_dim; i += 32) target[i] = from_float<T>(heads[warp][i]);
     __syncwarp();
   }
 }
 
 // The same where heads have no norms and rotate in whole vectors: a block per token, a vector per thread and
 // turn, with the vector that it is turned with read too.
-template <typename T>
+template <typename T, typename C>
 __global__ void append_vectors_kernel(AttentionParams p) {
   constexpr int kWidth = kVec<T>;
   wait_for_inputs();
@@ -64,25 +64,28 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   for (int i = threadIdx.x; i < all * vectors; i += blockDim.x) {
     const int h = i / vectors, at = i % vectors * kWidth;
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
-    auto vector = load<T, kWidth>(row + h * p.head_dim + at);
+    const auto vector = load<T, kWidth>(row + h * p.head_dim + at);
+    float value[kWidth];
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) value[k] = to_float(vector.data[k]);
     if (at < 2 * half && !is_value) {
       const bool first = at < half;
       const auto other = load<T, kWidth>(row + h * p.head_dim + (first ? at + half : at - half));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float x = to_float(vector.data[k]), y = to_float(other.data[k]);
+        const float y = to_float(other.data[k]);
         const int angle = (first ? at : at - half) + k;
-        vector.data[k] = from_float<T>(x * cos[angle] + (first ? -y : y) * sin[angle]);
+        value[k] = value[k] * cos[angle] + (first ? -y : y) * sin[angle];
       }
     }
-    T* target;
     if (is_query) {
-      target = static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim;
+      store_floats(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim + at,
+                   value);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
-      target = static_cast<T*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position);
+      store_floats(static_cast<C*>(is_value ? p.value_cache : p.key_cache) +
+                       CacheRows(p, sequence, kv_head)(position) + at, value);
     }
-    store(target + at, vector);
   }
 }
 
@@ -105,18 +108,18 @@ __global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
   for (int i = all * vectors + threadIdx.x; i < end * vectors; i += blockDim.x) values[i] = make_uint4(0, 0, 0, 0);
 }
 
-template <typename T>
+template <typename T, typename C>
 cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
   const int all = p.num_heads + 2 * p.num_kv_heads;
   const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.head_dim % kVec<T> == 0 &&
       (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
-  if (vectors) return launch(append_vectors_kernel<T>, p.num_tokens, 256, 0, stream, p);
-  return launch(append_kernel<T>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps), kWarps * 32, 0, stream, p);
+  if (vectors) return launch(append_vectors_kernel<T, C>, p.num_tokens, 256, 0, stream, p);
+  return launch(append_kernel<T, C>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps), kWarps * 32, 0, stream, p);
 }
 
 // kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
 // Rows: where cached positions lie.
-template <typename T, int kLanes, int kHeads, bool kFused, typename Rows>
+template <typename T, typename C, int kLanes, int kHeads, bool kFused, typename Rows>
 __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, int parts) {
   constexpr int kGroups = 32 / kLanes, kTurns = 4;
   extern __shared__ float shared[];
@@ -139,8 +142,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
 
   const Rows row(p, sequence, kv_head);
-  T* keys = static_cast<T*>(p.key_cache);
-  T* values = static_cast<T*>(p.value_cache);
+  C* keys = static_cast<C*>(p.key_cache);
+  C* values = static_cast<C*>(p.value_cache);
   if constexpr (kFused) {
     const T* qkv = static_cast<const T*>(p.qkv) +
                    static_cast<int64_t>(token) * (p.num_heads + 2 * p.num_kv_heads) * dim;
@@ -153,8 +156,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
       prepare_head(scratch, key, p, p.k_norm, position, true);
       const T* value = key + p.num_kv_heads * dim;
       for (int i = lane; i < dim; i += 32) {
-        keys[row(position) + i] = from_float<T>(scratch[i]);
-        values[row(position) + i] = value[i];
+        keys[row(position) + i] = from_float<C>(scratch[i]);
+        values[row(position) + i] = from_float<C>(to_float(value[i]));
       }
     }
   } else {
@@ -177,26 +180,26 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   constexpr int kStride = kWarps * kGroups;
   for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to;
        start += kStride * kTurns) {
-    Vec<T, 8> key[kTurns], value[kTurns];
+    Cached<C> key[kTurns], value[kTurns];
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int j = start + turn * kStride;
       const bool there = j < to && inside;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) key[turn].data[i] = value[turn].data[i] = from_float<T>(0.f);
+      key[turn] = value[turn] = Cached<C>{};
       if (there) {
-        key[turn] = load<T, 8>(keys + row(j) + in_key);
-        value[turn] = load<T, 8>(values + row(j) + in_key);
+        key[turn] = load_cached(keys + row(j) + in_key);
+        value[turn] = load_cached(values + row(j) + in_key);
       }
     }
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const bool there = start + turn * kStride < to;
+      const Vec<T, 8> k = widen<T, C>(key[turn]), v = widen<T, C>(value[turn]);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         float score = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) score += q[h][i] * to_float(key[turn].data[i]);
+        for (int i = 0; i < 8; ++i) score += q[h][i] * to_float(k.data[i]);
 #pragma unroll
         for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
         if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap) * kLog2E;
@@ -207,7 +210,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
         peak[h] = higher;
         total[h] = total[h] * old + fresh;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[h][i] = sum[h][i] * old + fresh * to_float(value[turn].data[i]);
+        for (int i = 0; i < 8; ++i) sum[h][i] = sum[h][i] * old + fresh * to_float(v.data[i]);
       }
     }
   }
@@ -224,13 +227,13 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
               static_cast<int64_t>(token) * p.num_heads + first_head, {part, used, parts});
 }
 
-template <typename T, int kLanes, int kHeads, bool kFused, typename Rows>
+template <typename T, typename C, int kLanes, int kHeads, bool kFused, typename Rows>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
   const int parts = parts_for(blocks, p.max_seq_len, kMinKeys);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
-  auto kernel = token_kernel<T, kLanes, kHeads, kFused, Rows>;
+  auto kernel = token_kernel<T, C, kLanes, kHeads, kFused, Rows>;
   if (shared > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -239,19 +242,19 @@ cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   return launch(kernel, dim3(parts, columns, p.num_tokens), kWarps * 32, shared, stream, p, parts);
 }
 
-template <typename T, int kLanes, bool kFused, typename Rows>
+template <typename T, typename C, int kLanes, bool kFused, typename Rows>
 cudaError_t tokens_of_lanes(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
-  if (group == 1) return run_tokens<T, kLanes, 1, kFused, Rows>(p, stream);
-  if (group == 2) return run_tokens<T, kLanes, 2, kFused, Rows>(p, stream);
-  return run_tokens<T, kLanes, 4, kFused, Rows>(p, stream);
+  if (group == 1) return run_tokens<T, C, kLanes, 1, kFused, Rows>(p, stream);
+  if (group == 2) return run_tokens<T, C, kLanes, 2, kFused, Rows>(p, stream);
+  return run_tokens<T, C, kLanes, 4, kFused, Rows>(p, stream);
 }
 
-template <typename T, bool kFused, typename Rows>
+template <typename T, typename C, bool kFused, typename Rows>
 cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 64) return tokens_of_lanes<T, 8, kFused, Rows>(p, stream);
-  if (p.head_dim <= 128) return tokens_of_lanes<T, 16, kFused, Rows>(p, stream);
-  return tokens_of_lanes<T, 32, kFused, Rows>(p, stream);
+  if (p.head_dim <= 64) return tokens_of_lanes<T, C, 8, kFused, Rows>(p, stream);
+  if (p.head_dim <= 128) return tokens_of_lanes<T, C, 16, kFused, Rows>(p, stream);
+  return tokens_of_lanes<T, C, 32, kFused, Rows>(p, stream);
 }
 
 }  // namespace
@@ -263,7 +266,9 @@ int64_t attention_scratch(int num_heads, int head_dim) {
 }
 
 cudaError_t append(DType dtype, const AttentionParams& p, cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) { return run_append<std::remove_pointer_t<decltype(type)>>(p, stream); });
+  return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
+    return run_append<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(cached)>>(p, stream);
+  });
 }
 
 cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& p, cudaStream_t stream) {
@@ -275,13 +280,16 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
     return cudaErrorInvalidValue;
   if (p.cache_indirection != nullptr && p.block_table != nullptr) return cudaErrorInvalidValue;
   if (p.decode && dtype != DType::kFloat32) return decode(dtype, p, stream);
-  if (p.decode)
-    return p.cache_indirection != nullptr ? tokens<float, true, SharedRows>(p, stream)
-                                          : tokens<float, true, CacheRows>(p, stream);
-  return with_type(dtype, [&](auto* type) {
+  if (!p.decode && p.cache_indirection == nullptr && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
+  return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (p.cache_indirection != nullptr) return tokens<T, false, SharedRows>(p, stream);
-    return can_prefill(dtype, p.head_dim) ? prefill(dtype, p, stream) : tokens<T, false, CacheRows>(p, stream);
+    using C = std::remove_pointer_t<decltype(cached)>;
+    if constexpr (std::is_same_v<T, float>)
+      if (p.decode)
+        return p.cache_indirection != nullptr ? tokens<T, C, true, SharedRows>(p, stream)
+                                              : tokens<T, C, true, CacheRows>(p, stream);
+    return p.cache_indirection != nullptr ? tokens<T, C, false, SharedRows>(p, stream)
+                                          : tokens<T, C, false, CacheRows>(p, stream);
   });
 }
 

@@ -26,6 +26,7 @@ struct Queries {
 template <typename T>
 struct RowsOfKeys {
   using Params = BidirectionalParams;
+  using Element = T;
 
   __device__ RowsOfKeys(const Params& p, int sequence, int kv_head)
       : count(p.key_lens != nullptr ? p.key_lens[sequence] : p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence]),
@@ -48,12 +49,13 @@ struct RowsOfKeys {
 };
 
 // Keys in a cache, of which a query sees those up to its own, or a window of them.
-template <typename T, typename Rows>
+template <typename C, typename Rows>
 struct CachedKeys {
   using Params = AttentionParams;
+  using Element = C;
 
   __device__ CachedKeys(const Params& p, int sequence, int kv_head)
-      : key(static_cast<const T*>(p.key_cache)), value(static_cast<const T*>(p.value_cache)),
+      : key(static_cast<const C*>(p.key_cache)), value(static_cast<const C*>(p.value_cache)),
         rows(p, sequence, kv_head), first(p.past_lens[sequence]), window(p.window) {}
   __device__ int begin(int i) const { return window > 0 ? max(0, i + 1 - window) : 0; }
   __device__ int end(int i) const { return i + 1; }
@@ -61,13 +63,14 @@ struct CachedKeys {
   __device__ int64_t row(int j) const { return rows(j); }
   __device__ int column(int i, int j, int distances) const { return min(max(i - j, 0), distances - 1); }
 
-  const T *key, *value;
+  const C *key, *value;
   Rows rows;
   int first, window;
 };
 
 template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
 __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typename Keys::Params where) {
+  using C = typename Keys::Element;
   constexpr int kGroups = 32 / kLanes, kTurns = kQueries == 1 ? 4 : 2, kStride = kWarps * kGroups;
   extern __shared__ float shared[];  // sums: [kWarps][kQueries][head_dim]
   __shared__ float peak_of[kWarps][kQueries], total_of[kWarps][kQueries];
@@ -100,26 +103,26 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
       for (int i = 0; i < 8; ++i) q[n][i] = to_float(read.data[i]) * p.scale;
     }
     for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to; start += kStride * kTurns) {
-      Vec<T, 8> key[kTurns], value[kTurns];
+      Cached<C> key[kTurns], value[kTurns];
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         const int j = start + turn * kStride;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) key[turn].data[i] = value[turn].data[i] = from_float<T>(0.f);
+        key[turn] = value[turn] = Cached<C>{};
         if (j < to && inside) {
           const int64_t row = keys.row(j) + in_key;
-          key[turn] = load<T, 8>(keys.key + row);
-          value[turn] = load<T, 8>(keys.value + row);
+          key[turn] = load_cached(keys.key + row);
+          value[turn] = load_cached(keys.value + row);
         }
       }
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         const int j = start + turn * kStride;
+        const Vec<T, 8> k = widen<T, C>(key[turn]), v = widen<T, C>(value[turn]);
 #pragma unroll
         for (int n = 0; n < kQueries; ++n) {
           float score = 0;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) score += q[n][i] * to_float(key[turn].data[i]);
+          for (int i = 0; i < 8; ++i) score += q[n][i] * to_float(k.data[i]);
 #pragma unroll
           for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
           if (j >= to || n >= queries || !keys.sees(position + n, j)) continue;  // alike for the lanes of a group
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
           peak[n] = higher;
           total[n] = total[n] * old + fresh;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) sum[n][i] = sum[n][i] * old + fresh * to_float(value[turn].data[i]);
+          for (int i = 0; i < 8; ++i) sum[n][i] = sum[n][i] * old + fresh * to_float(v.data[i]);
         }
       }
     }
@@ -211,10 +214,11 @@ cudaError_t biased_attention(DType dtype, const AttentionParams& p, const float*
                              cudaStream_t stream) {
   const Queries queries{p.out, p.queries, p.cu_seqlens, distance_bias, p.num_tokens, p.batch, p.num_heads,
                         p.num_kv_heads, p.head_dim, distances, p.scale, p.softcap};
-  return with_type(dtype, [&](auto* type) {
+  return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return p.cache_indirection != nullptr ? run<T, CachedKeys<T, SharedRows>>(queries, p, stream)
-                                          : run<T, CachedKeys<T, CacheRows>>(queries, p, stream);
+    using C = std::remove_pointer_t<decltype(cached)>;
+    return p.cache_indirection != nullptr ? run<T, CachedKeys<C, SharedRows>>(queries, p, stream)
+                                          : run<T, CachedKeys<C, CacheRows>>(queries, p, stream);
   });
 }
 

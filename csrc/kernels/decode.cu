@@ -26,8 +26,15 @@ __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   return turned;
 }
 
+// Eight cached elements as the tensor core takes them.
+template <typename T, typename C>
+__device__ __forceinline__ uint4 words_of(const Cached<C>& cached) {
+  const Vec<T, 8> wide = widen<T, C>(cached);
+  return *reinterpret_cast<const uint4*>(&wide);
+}
+
 // kSteps: head_dim in units of 32, rounded up. Rows: where cached positions lie.
-template <typename T, int kSteps, int kWarps, typename Rows>
+template <typename T, typename C, int kSteps, int kWarps, typename Rows>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, int parts) {
   constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
   // The first keys and values are read before the kernel ahead has ended, where registers suffice. (Reading
@@ -35,8 +42,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   constexpr bool kEarly = kDim <= 128;
   extern __shared__ uint4 raw[];
   T* queries = reinterpret_cast<T*>(raw);           // [kHeads][kPitch]
-  T* fresh_key = queries + kHeads * kPitch;         // [kPitch]: the new position's, as it is cached
-  T* fresh_value = fresh_key + kPitch;
+  C* fresh_key = reinterpret_cast<C*>(queries + kHeads * kPitch);  // [kPitch]: the new position's, as it is cached
+  C* fresh_value = fresh_key + kPitch;
   float* sums = reinterpret_cast<float*>(fresh_value + kPitch);  // [kWarps][kHeads][kDim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
@@ -51,29 +58,31 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
   const Rows row_of(p, sequence, kv_head);
-  T* keys = static_cast<T*>(p.key_cache);
-  T* values = static_cast<T*>(p.value_cache);
-  const uint4 zero = make_uint4(0, 0, 0, 0);
+  C* keys = static_cast<C*>(p.key_cache);
+  C* values = static_cast<C*>(p.value_cache);
+  auto read = [&](const C* cache, int row, int at, int limit) {
+    Cached<C> words{};
+    if (row < limit && at < dim) words = load_cached(cache + row_of(row) + at);
+    return words;
+  };
 
-  uint4 key[kSteps][2], value[kHalves][4];
-  auto load_keys = [&](uint4 (&into)[kSteps][2], int start, int limit) {
+  Cached<C> key[kSteps][2], value[kHalves][4];
+  auto load_keys = [&](Cached<C> (&into)[kSteps][2], int start, int limit) {
 #pragma unroll
     for (int j = 0; j < kSteps; ++j)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = start + g + 8 * r, at = 32 * j + 8 * t;
-        into[j][r] = row < limit && at < dim
-            ? *reinterpret_cast<const uint4*>(keys + row_of(row) + at) : zero;
+        into[j][r] = read(keys, row, at, limit);
       }
   };
-  auto load_values = [&](uint4 (&into)[kHalves][4], int start, int limit) {
+  auto load_values = [&](Cached<C> (&into)[kHalves][4], int start, int limit) {
 #pragma unroll
     for (int j = 0; j < kHalves; ++j)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int row = start + 2 * t + r % 2 + r / 2 * 8, at = 64 * j + 8 * g;
-        into[j][r] = row < limit && at < dim
-            ? *reinterpret_cast<const uint4*>(values + row_of(row) + at) : zero;
+        into[j][r] = read(values, row, at, limit);
       }
   };
   const int mine = from + warp * kKeys;
@@ -100,8 +109,9 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
     } else if (task == heads) {
       prepare_head<T, kDim>(scratch, qkv + (p.num_heads + kv_head) * dim, p, p.k_norm, position, true);
       for (int i = lane; i < kDim; i += 32) {
-        fresh_key[i] = from_float<T>(i < dim ? scratch[i] : 0.f);
-        if (i < dim) keys[row_of(position) + i] = fresh_key[i];
+        const C cached = from_float<C>(i < dim ? scratch[i] : 0.f);
+        fresh_key[i] = cached;
+        if (i < dim) keys[row_of(position) + i] = cached;
       }
     } else {
       const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
@@ -111,8 +121,9 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         const int i = lane + 32 * k;
-        fresh_value[i] = x[k];
-        if (i < dim) values[row_of(position) + i] = x[k];
+        const C cached = from_float<C>(to_float(x[k]));
+        fresh_value[i] = cached;
+        if (i < dim) values[row_of(position) + i] = cached;
       }
     }
     __syncwarp();
@@ -134,20 +145,20 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           if (start + g + 8 * r == position)
-            key[j][r] = *reinterpret_cast<const uint4*>(fresh_key + 32 * j + 8 * t);
+            key[j][r] = load_cached(fresh_key + 32 * j + 8 * t);
 #pragma unroll
       for (int j = 0; j < kHalves; ++j)
 #pragma unroll
         for (int r = 0; r < 4; ++r)
           if (start + 2 * t + r % 2 + r / 2 * 8 == position && 64 * j + 8 * g < kDim)
-            value[j][r] = *reinterpret_cast<const uint4*>(fresh_value + 64 * j + 8 * g);
+            value[j][r] = load_cached(fresh_value + 64 * j + 8 * g);
     }
     float score[4] = {};
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       const uint4 b = *reinterpret_cast<const uint4*>(queries + g * kPitch + 32 * j + 8 * t);
-      const uint32_t even[4] = {key[j][0].x, key[j][1].x, key[j][0].y, key[j][1].y};
-      const uint32_t odd[4] = {key[j][0].z, key[j][1].z, key[j][0].w, key[j][1].w};
+      const uint4 low = words_of<T, C>(key[j][0]), high = words_of<T, C>(key[j][1]);
+      const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
       multiply<T>(score, even, b.x, b.y);
       multiply<T>(score, odd, b.z, b.w);
     }
@@ -179,9 +190,10 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
                                  transpose(pack<T>(score[2], score[3])), 0};
 #pragma unroll
     for (int j = 0; j < kHalves; ++j) {
+      uint4 row[4];
       const uint32_t* rows[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) rows[r] = reinterpret_cast<const uint32_t*>(&value[j][r]);
+      for (int r = 0; r < 4; ++r) row[r] = words_of<T, C>(value[j][r]), rows[r] = reinterpret_cast<const uint32_t*>(&row[r]);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         if (start != mine) sum[j][e][0] *= old, sum[j][e][1] *= old;
@@ -220,12 +232,12 @@ constexpr size_t shared_bytes(int steps, int warps) {
   return sizeof(T) * (kHeads + 2) * (steps * 32 + 8) + sizeof(float) * warps * kHeads * steps * 32;
 }
 
-template <typename T, int kSteps, int kWarps, typename Rows>
+template <typename T, typename C, int kSteps, int kWarps, typename Rows>
 cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
   constexpr size_t kShared = shared_bytes<T>(kSteps, kWarps);
   const int blocks = columns * p.batch;
   const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys);
-  auto kernel = decode_kernel<T, kSteps, kWarps, Rows>;
+  auto kernel = decode_kernel<T, C, kSteps, kWarps, Rows>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
@@ -233,37 +245,43 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
 }
 
 // Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer.
-template <typename T, int kSteps, typename Rows>
+template <typename T, typename C, int kSteps, typename Rows>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
   const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const auto blocks = static_cast<unsigned>(columns * p.batch);
   if constexpr (kSteps <= 4) {
-    if (4 * blocks <= multiprocessors()) return run_warps<T, kSteps, 12, Rows>(p, columns, stream);
-    if (blocks <= multiprocessors()) return run_warps<T, kSteps, 8, Rows>(p, columns, stream);
+    if (4 * blocks <= multiprocessors()) return run_warps<T, C, kSteps, 12, Rows>(p, columns, stream);
+    if (blocks <= multiprocessors()) return run_warps<T, C, kSteps, 8, Rows>(p, columns, stream);
   }
   static const unsigned resident = [] {
     int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<T, kSteps, 4, Rows>, 4 * 32,
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<T, C, kSteps, 4, Rows>, 4 * 32,
                                                   shared_bytes<T>(kSteps, 4));
     return blocks * multiprocessors();
   }();
-  if (blocks > resident) return run_warps<T, kSteps, 2, Rows>(p, columns, stream);
-  return run_warps<T, kSteps, 4, Rows>(p, columns, stream);
+  if (blocks > resident) return run_warps<T, C, kSteps, 2, Rows>(p, columns, stream);
+  return run_warps<T, C, kSteps, 4, Rows>(p, columns, stream);
 }
 
-template <typename T, typename Rows>
+template <typename T, typename C, typename Rows>
 cudaError_t run_rows(const AttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 32) return run<T, 1, Rows>(p, stream);
-  if (p.head_dim <= 64) return run<T, 2, Rows>(p, stream);
-  if (p.head_dim <= 96) return run<T, 3, Rows>(p, stream);
-  if (p.head_dim <= 128) return run<T, 4, Rows>(p, stream);
-  return run<T, 8, Rows>(p, stream);
+  if (p.head_dim <= 32) return run<T, C, 1, Rows>(p, stream);
+  if (p.head_dim <= 64) return run<T, C, 2, Rows>(p, stream);
+  if (p.head_dim <= 96) return run<T, C, 3, Rows>(p, stream);
+  if (p.head_dim <= 128) return run<T, C, 4, Rows>(p, stream);
+  return run<T, C, 8, Rows>(p, stream);
+}
+
+template <typename T, typename C>
+cudaError_t run_cache(const AttentionParams& p, cudaStream_t stream) {
+  return p.cache_indirection != nullptr ? run_rows<T, C, SharedRows>(p, stream)
+                                        : run_rows<T, C, CacheRows>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const AttentionParams& p, cudaStream_t stream) {
-  return p.cache_indirection != nullptr ? run_rows<T, SharedRows>(p, stream) : run_rows<T, CacheRows>(p, stream);
+  return p.float8 ? run_cache<T, Float8>(p, stream) : run_cache<T, T>(p, stream);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include "launch.h"
@@ -27,6 +28,9 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// What caches may hold: 4 bits of exponent, 3 of mantissa; no infinities, so what is greater than 448 becomes 448.
+using Float8 = __nv_fp8_e4m3;
+
 // N elements that are loaded and stored at once.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {
@@ -43,6 +47,44 @@ __device__ __forceinline__ Vec<T, N> load(const T* p) {
 template <typename T, int N>
 __device__ __forceinline__ void store(T* p, const Vec<T, N>& v) {
   *reinterpret_cast<Vec<T, N>*>(p) = v;
+}
+
+// Eight elements of a cache as words. Words are what a thread should keep that reads under conditions: elements of 16
+// or 8 bits, or converted ones, are put together there, and each read is waited for before the next one.
+template <typename C>
+using Cached = Vec<uint32_t, sizeof(C) * 8 / 4>;
+
+template <typename C>
+__device__ __forceinline__ Cached<C> load_cached(const C* p) {
+  return load<uint32_t, sizeof(C) * 8 / 4>(reinterpret_cast<const uint32_t*>(p));
+}
+
+// The elements, which are exact in every T.
+template <typename T, typename C>
+__device__ __forceinline__ Vec<T, 8> widen(const Cached<C>& words) {
+  if constexpr (std::is_same_v<T, C>) {
+    return *reinterpret_cast<const Vec<T, 8>*>(&words);
+  } else {
+    const auto* pairs = reinterpret_cast<const __nv_fp8x2_storage_t*>(&words);
+    Vec<T, 8> wide;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const __half2 pair = __nv_cvt_fp8x2_to_halfraw2(pairs[i / 2], __NV_E4M3);
+      if constexpr (std::is_same_v<T, __half>) {
+        wide.data[i] = pair.x, wide.data[i + 1] = pair.y;
+      } else {
+        wide.data[i] = from_float<T>(to_float(pair.x)), wide.data[i + 1] = from_float<T>(to_float(pair.y));
+      }
+    }
+    return wide;
+  }
+}
+template <typename T, int N>
+__device__ __forceinline__ void store_floats(T* p, const float (&x)[N]) {
+  Vec<T, N> v;
+#pragma unroll
+  for (int i = 0; i < N; ++i) v.data[i] = from_float<T>(x[i]);
+  store(p, v);
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -159,6 +201,14 @@ cudaError_t with_type(DType dtype, F&& f) {
     case DType::kBFloat16: return f(static_cast<__nv_bfloat16*>(nullptr));
     default: return cudaErrorInvalidValue;
   }
+}
+
+// Calls f with null pointers of T and of what the caches hold.
+template <typename F>
+cudaError_t with_cache(DType dtype, bool float8, F&& f) {
+  return with_type(dtype, [&](auto* type) {
+    return float8 ? f(type, static_cast<Float8*>(nullptr)) : f(type, type);
+  });
 }
 
 inline unsigned blocks_for(int64_t count, int per_block) {

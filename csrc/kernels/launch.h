@@ -8,7 +8,7 @@
 
 namespace llmc {
 
-enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4 };
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4, kFloat8 = 5 };
 
 enum class Activation : int32_t {
   kNone, kRelu, kRelu2, kGelu, kGeluTanh, kSilu, kQuickGelu, kTanh
@@ -79,8 +79,8 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
 struct AttentionParams {
   void* out;             // T [num_tokens, num_heads * head_dim]
   const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-  void* key_cache;       // T [batch, num_kv_heads, max_seq_len, head_dim], or with a block table
-  void* value_cache;     // T [num_blocks, num_kv_heads, block_size, head_dim]
+  void* key_cache;       // T or float8_e4m3fn [batch, num_kv_heads, max_seq_len, head_dim], or with a block table
+  void* value_cache;     // [num_blocks, num_kv_heads, block_size, head_dim]
   const int32_t* block_table;  // [batch, max_seq_len / block_size] or null
   const int32_t* cu_seqlens;  // [batch + 1]
   const int32_t* past_lens;   // [batch]
@@ -95,6 +95,7 @@ struct AttentionParams {
   int block_size;        // a power of two, with a block table
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
+  bool float8;           // in the caches
   float scale, softcap, norm_epsilon;
   // [batch, max_seq_len] or null, not with a block table: the cache row of each position before the new ones.
   const int32_t* cache_indirection;

@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_async(void* target, const void* source, boo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(source), "r"(bytes));
 }
 
-template <typename T, int kDim>
+template <typename T, typename C, int kDim>
 __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   static_assert(kDim % 16 == 0);
   constexpr int kPitch = kDim + 8;  // shifts rows by 16 bytes over the banks
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   const int end = past + rows;                            // keys that any query sees
   const int begin = p.window > 0 ? max(0, past + 1 - p.window) / kKeys * kKeys : 0;
   const CacheRows row_of(p, sequence, kv_head);
-  const T* key_rows = static_cast<const T*>(p.key_cache);
-  const T* value_rows = static_cast<const T*>(p.value_cache);
+  const C* key_rows = static_cast<const C*>(p.key_cache);
+  const C* value_rows = static_cast<const C*>(p.value_cache);
 
   constexpr int kVectors = kDim / 8;
   for (int i = threadIdx.x; i < kRows * kVectors; i += kThreads) {
@@ -73,8 +73,16 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
     for (int i = threadIdx.x; i < kKeys * kVectors; i += kThreads) {
       const int row = i / kVectors, column = i % kVectors * 8, at = start + row;
       const int64_t offset = row_of(min(at, end - 1)) + column;
-      copy_async(keys + stage * kStageSize + row * kPitch + column, key_rows + offset, at < end);
-      copy_async(values + stage * kStageSize + row * kPitch + column, value_rows + offset, at < end);
+      const int place = stage * kStageSize + row * kPitch + column;
+      if constexpr (std::is_same_v<T, C>) {
+        copy_async(keys + place, key_rows + offset, at < end);
+        copy_async(values + place, value_rows + offset, at < end);
+      } else {
+        // Beyond the last key its copies, which no query sees.
+        const Cached<C> key = load_cached(key_rows + offset), value = load_cached(value_rows + offset);
+        store(keys + place, widen<T, C>(key));
+        store(values + place, widen<T, C>(value));
+      }
     }
     asm volatile("cp.async.commit_group;");
   };
@@ -177,27 +185,32 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   }
 }
 
-template <typename T, int kDim>
+template <typename T, typename C, int kDim>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   constexpr int kShared = sizeof(T) * (kRows + 4 * kKeys) * (kDim + 8);
   const cudaError_t error = cudaFuncSetAttribute(
-      prefill_kernel<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+      prefill_kernel<T, C, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   // At most this many tiles of queries, as every sequence may end in a broken one.
   const unsigned tiles = p.num_tokens / kRows + p.batch;
-  return launch(prefill_kernel<T, kDim>, dim3(tiles, p.num_heads), kThreads, kShared, stream, p);
+  return launch(prefill_kernel<T, C, kDim>, dim3(tiles, p.num_heads), kThreads, kShared, stream, p);
+}
+
+template <typename T, typename C>
+cudaError_t of_cache(const AttentionParams& p, cudaStream_t stream) {
+  switch (p.head_dim) {
+    case 64: return run<T, C, 64>(p, stream);
+    case 80: return run<T, C, 80>(p, stream);
+    case 96: return run<T, C, 96>(p, stream);
+    case 128: return run<T, C, 128>(p, stream);
+    case 256: return run<T, C, 256>(p, stream);
+    default: return cudaErrorInvalidValue;
+  }
 }
 
 template <typename T>
 cudaError_t of_type(const AttentionParams& p, cudaStream_t stream) {
-  switch (p.head_dim) {
-    case 64: return run<T, 64>(p, stream);
-    case 80: return run<T, 80>(p, stream);
-    case 96: return run<T, 96>(p, stream);
-    case 128: return run<T, 128>(p, stream);
-    case 256: return run<T, 256>(p, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return p.float8 ? of_cache<T, Float8>(p, stream) : of_cache<T, T>(p, stream);
 }
 
 }  // namespace

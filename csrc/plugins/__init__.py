@@ -49,6 +49,8 @@ class Op:
         float32_inputs: inputs that stay float32 whatever the dtype of the others: small tables,
             whose rounding would show.
         integer_inputs: inputs that are integers.
+        cache_inputs: inputs that are of the dtype that the field `kv_dtype` names, if it names one;
+            so are the outputs `<input>_out`.
         shapes: (input shapes by name, fields) to output shapes, in order.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
@@ -75,6 +77,7 @@ class Op:
     required: tuple[str, ...] = ()
     float32_inputs: frozenset[str] = frozenset()
     integer_inputs: frozenset[str] = frozenset()
+    cache_inputs: frozenset[str] = frozenset()
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5
     samples: Callable[[Any], Sequence[Sample]] | None = None
@@ -143,14 +146,17 @@ class Op:
             raise ValueError(f"the body of {self.name} does not parse: {error}\n{text}") from error
         if dtype == "float32":
             return function
-        return _cast_borders(function, given - self.float32_inputs - self.integer_inputs, dtype)
+        caches = self.cache_inputs if fields.get("kv_dtype") else frozenset()
+        return _cast_borders(
+            function, given - self.float32_inputs - self.integer_inputs - caches,
+            [name for name in self.outputs if name.removesuffix("_out") not in caches], dtype)
 
 
-def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], dtype: str) -> \
-        onnx.FunctionProto:
-    """The function with `inputs` and all outputs of `dtype`, and a body that stays float32."""
+def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], outputs: Sequence[str],
+                  dtype: str) -> onnx.FunctionProto:
+    """The function with `inputs` and `outputs` of `dtype`, and a body that stays float32."""
     narrow = onnx.TensorProto.DataType.Value(dtype.upper())
-    wide = {name: f"{name}_float32" for name in (*inputs, *function.output)}
+    wide = {name: f"{name}_float32" for name in (*inputs, *outputs)}
     for node in function.node:
         node.input[:] = [wide.get(name, name) for name in node.input]
         node.output[:] = [wide.get(name, name) for name in node.output]
@@ -158,7 +164,7 @@ def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], dtype: s
              for name in function.input if name in inputs]
     nodes += function.node
     nodes += (onnx.helper.make_node("Cast", [wide[name]], [name], to=narrow)
-              for name in function.output)
+              for name in outputs)
     return onnx.helper.make_function(
         function.domain, function.name, function.input, function.output, nodes,
         function.opset_import, overload=function.overload)

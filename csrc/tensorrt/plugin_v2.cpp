@@ -29,8 +29,8 @@ class PluginV2 : public IPluginV2DynamicExt {
   const char* getPluginNamespace() const noexcept override { return namespace_.c_str(); }
 
   // IPluginV2Ext
-  DataType getOutputDataType(int32_t, const DataType* inputs, int32_t count) const noexcept override {
-    return guarded(DataType::kFLOAT, [&] { return shell_.output_type(inputs, count); });
+  DataType getOutputDataType(int32_t output, const DataType* inputs, int32_t count) const noexcept override {
+    return guarded(DataType::kFLOAT, [&] { return shell_.output_type(output, inputs, count); });
   }
 
   // IPluginV2DynamicExt

@@ -40,7 +40,8 @@ class PluginV3 : public IPluginV3, public IPluginV3OneCore, public Build, public
   int32_t getOutputDataTypes(DataType* outputs, int32_t, const DataType* inputs,
                              int32_t count) const noexcept override {
     return guarded(1, [&] {
-      std::fill_n(outputs, shell_.outputs(), shell_.output_type(inputs, count));
+      for (int output = 0; output < shell_.outputs(); ++output)
+        outputs[output] = shell_.output_type(output, inputs, count);
       return 0;
     });
   }

@@ -179,7 +179,18 @@ std::vector<int> Shell::given(int count) const {
   return given_;
 }
 
-DataType Shell::output_type(const DataType* inputs, int count) const {
+std::optional<DType> Shell::held(const Port& port) const {
+  const std::string& name = port.in_place.empty() ? port.name : port.in_place;
+  for (const Port& input : type_.inputs) {
+    if (input.name != name || !input.cached) continue;
+    const auto& kv_dtype = std::get<std::string>(fields_.at("kv_dtype"));
+    if (!kv_dtype.empty()) return dtype_of(kv_dtype);
+  }
+  return {};
+}
+
+DataType Shell::output_type(int output, const DataType* inputs, int count) const {
+  if (const auto dtype = held(type_.outputs.at(output))) return to_tensorrt(*dtype);
   const std::vector<int> given = this->given(count);
   const std::string& dtype = std::get<std::string>(fields_.at(kDType));
   if (!dtype.empty()) return to_tensorrt(dtype_of(dtype));
@@ -224,6 +235,7 @@ int Shell::aliased(int output) const {
 bool Shell::supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, const DType* computing) const {
   if (desc.format != nvinfer1::TensorFormat::kLINEAR || !known(desc.type)) return false;
   const DType dtype = from_tensorrt(desc.type);
+  if (const auto cached = held(port)) return dtype == *cached;
   if (!port.dtypes.empty())
     return std::find(port.dtypes.begin(), port.dtypes.end(), dtype) != port.dtypes.end();
   if (computing != nullptr) return dtype == *computing;

@@ -8,6 +8,7 @@
 //   makes    the names in the network of all its outputs, with spaces between, for llmcWatch; empty: not known
 #pragma once
 
+#include <optional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,7 +60,7 @@ class Shell {
   // From here on a node has this many inputs. Throws Error where that is not what `present` says, or too few.
   void settle(int inputs);
 
-  nvinfer1::DataType output_type(const nvinfer1::DataType* inputs, int count) const;
+  nvinfer1::DataType output_type(int output, const nvinfer1::DataType* inputs, int count) const;
   std::vector<nvinfer1::DimsExprs> output_shapes(const nvinfer1::DimsExprs* inputs, int count,
                                                  nvinfer1::IExprBuilder& builder) const;
   // Which of the node's inputs an output is the memory of; -1: of none.
@@ -76,6 +77,8 @@ class Shell {
  private:
   std::vector<int> given(int count) const;
   bool supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, const DType* computing) const;
+  // What the field kv_dtype says of an input or output.
+  std::optional<DType> held(const Port& port) const;
   size_t workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) const;
   void show(const std::vector<Tensor>& outputs, cudaStream_t stream) const;
 

@@ -16,6 +16,7 @@ constexpr std::pair<DType, nvinfer1::DataType> kDataTypes[] = {
     {DType::kFloat32, nvinfer1::DataType::kFLOAT},
     {DType::kFloat16, nvinfer1::DataType::kHALF},
     {DType::kInt32, nvinfer1::DataType::kINT32},
+    {DType::kFloat8, nvinfer1::DataType::kINT8},  // as bytes: 8.6 has no float8, and nobody but us reads them
 #if NV_TENSORRT_MAJOR >= 9
     {DType::kBFloat16, nvinfer1::DataType::kBF16},
     {DType::kInt64, nvinfer1::DataType::kINT64},

@@ -355,7 +355,7 @@ def _declare(engine: Any, tensor: ScheduledTensor) -> int:
         return engine.add_weight(tensor.dtype, list(tensor.shape))
     if tensor.kind == "memory":
         return engine.add_memory(tensor.shape[1])
-    return engine.add_cache(tensor.shape[1:])
+    return engine.add_cache(tensor.dtype, tensor.shape[1:])
 
 
 def _load_weights(engine: Any, weights: Mapping[str, int], path: Path) -> None:

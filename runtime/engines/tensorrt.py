@@ -121,7 +121,7 @@ class TensorRTEngine(CudaEngine):
 def _declare(engine: Any, tensor: TensorInfo) -> int:
     """An input of a plan among the engine's tensors, which have 64 bits where plans have 32."""
     if "_cache_" in tensor.name:
-        return engine.add_cache(tensor.shape[1:])
+        return engine.add_cache(tensor.dtype, tensor.shape[1:])
     if tensor.shape[0] == "num_memory_tokens":
         return engine.add_memory(_columns(tensor))
     wide = tensor.name in ("input_ids", "position_ids", "logits_indices")

@@ -202,6 +202,26 @@ def test_a_gpu_that_the_engine_was_not_built_for_is_refused(tiny_hf, tmp_path):
         cuda.check_fit(_Extension((12, 0), manifest.ops), manifest, 0)
 
 
+@pytest.mark.parametrize(("target", "kv_dtype", "message"), [
+    ("cpu", "float8_e4m3fn", "target 'cpu' has no kv_dtype 'float8_e4m3fn'; leave it out$"),
+    ("cuda", "int4", "no kv_dtype 'int4'; leave it out, or give float8_e4m3fn$")])
+def test_a_kv_dtype_that_a_target_has_not_is_refused(tiny_hf, tmp_path, target, kv_dtype, message):
+    with pytest.raises(llmc.LlmcError, match=message):
+        llmc.compile(tiny_hf, tmp_path / "case", target=target, kv_dtype=kv_dtype)
+
+
+def test_float8_caches_are_a_byte_an_element(tiny_hf, tmp_path):
+    manifests = [llmc.compile(tiny_hf, tmp_path / f"case{kv_dtype}", target="cuda",
+                              dtype="bfloat16", kv_dtype=kv_dtype)
+                 for kv_dtype in ("", "float8_e4m3fn")]
+    assert [manifest.kv_dtype for manifest in manifests] == ["bfloat16", "float8_e4m3fn"]
+    wide, narrow = (summarize(manifest)["chips"][0]["kv_cache_bytes"] for manifest in manifests)
+    assert wide == 2 * narrow
+    schedule = read_schedule(tmp_path / "casefloat8_e4m3fn" / "chip0" / "schedule.json")
+    assert {tensor.dtype for tensor in schedule.tensors if tensor.kind == "cache"} \
+        == {"float8_e4m3fn"}
+
+
 @pytest.mark.parametrize(("target", "capability"), [("cpu", "9.0"), ("cuda", "sm_90")])
 def test_compute_capability_is_checked(tiny_hf, tmp_path, target, capability):
     with pytest.raises(llmc.LlmcError, match="write it like 9.0"):

@@ -13,6 +13,7 @@ import llmc
 from llmc.cli import main
 from llmc.compiler import diff as diff_module
 from llmc.compiler.diff import compare, diff
+from llmc.runtime.manifest import read_manifest
 
 
 @pytest.mark.parametrize("case", ["case_tp1", "case_tp2"])
@@ -71,6 +72,16 @@ def interpreted(monkeypatch):
                         lambda manifest, case, placements, batch, tokens: Interpreters(case))
     monkeypatch.setattr(diff_module, "_greedy",
                         lambda root, ids, count: Interpreters(root).greedy(ids.tolist(), count))
+
+
+def test_float8_caches_have_a_tolerance_of_their_own(interpreted, tmp_path):
+    hf = families.save(families.tiny_model("llama"), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda", kv_dtype="float8_e4m3fn")
+    assert read_manifest(tmp_path / "case").kv_dtype == "float8_e4m3fn"
+    report = diff(tmp_path / "case", hf)
+    assert report.verdict is None and report.tolerance == 0.1
+    worst = max(d.relative for d in report.layers if d.pair == "compiled vs export")
+    assert 1e-3 < worst < 0.03
 
 
 @pytest.mark.parametrize(("family", "dtype", "tp_size"), [

@@ -106,6 +106,30 @@ def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dty
                           families.reference_logits(model, [1, 2, 3, 4])[-1:], tolerance)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_float8_caches_are_bytes_in_the_graph(builder, dtype, tmp_path):
+    """Two steps by ONNX Runtime, the second over what the first left in the caches."""
+    manifest = compile("llama", tmp_path, dtype=dtype, kv_dtype="float8_e4m3fn")
+    assert manifest.kv_dtype == "float8_e4m3fn"
+    chip = tmp_path / "case" / "chip0"
+    session = ort.InferenceSession(str(chip / "graph.onnx"), providers=["CPUExecutionProvider"])
+    inputs, = runpy.run_path(str(chip / "polygraphy_inputs.py"))["load_data"]()
+    caches = [name for name in inputs if "_cache_" in name]
+    assert {inputs[name].dtype for name in caches} == {np.dtype(np.int8)}
+    names = [value.name for value in session.get_outputs()]
+    feeds = {value.name: inputs[value.name] for value in session.get_inputs()}
+    for past, tokens in ((0, [1, 2, 3, 4]), (4, [9])):
+        feeds |= {"input_ids": np.array(tokens, np.int32), "past_lens": np.array([past], np.int32),
+                  "cu_seqlens": np.array([0, len(tokens)], np.int32),
+                  "logits_indices": np.array([len(tokens) - 1], np.int32)}
+        results = dict(zip(names, session.run(None, feeds), strict=True))
+        feeds |= {name: results[f"{name}_out"] for name in caches}
+        assert all(feeds[name][:, :, past:past + len(tokens)].any() for name in caches)
+    families.assert_close(
+        results["logits"][:, :families.VOCAB].astype(np.float32),
+        families.reference_logits(families.tiny_model("llama"), [1, 2, 3, 4, 9])[-1:], 0.03)
+
+
 def compile_encoder_decoder(raw, tmp_path, dtype):
     families.write_encoder_decoder(
         raw, tmp_path / "case", Target(kind="tensorrt"), Options(dtype, max_batch_size=3),
@@ -159,6 +183,11 @@ def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(builder, famil
     check_nodes(tmp_path / "case" / "chip0" / "graph.onnx")
 
 
+def test_every_node_over_float8_caches_is_a_plugin(builder, tmp_path):
+    compile("llama", tmp_path, dtype="float16", kv_dtype="float8_e4m3fn")
+    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx")
+
+
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_every_node_of_an_encoder_and_its_decoder_is_a_plugin(builder, name, encoder_decoder,
                                                               tmp_path):
@@ -180,7 +209,8 @@ def check_nodes(path):
     known = {}
     for value in (*model.input, *model.value_info, *model.output):
         tensor = value.type.tensor_type
-        known[value.name] = (np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name,
+        kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
+        known[value.name] = (kind.replace("int8", "float8_e4m3fn"),
                              [sizes.get(dim.dim_param, dim.dim_value) for dim in tensor.shape.dim])
     for tensor in model.initializer:
         known[tensor.name] = (np.dtype(onnx.helper.tensor_dtype_to_np_dtype(
@@ -224,6 +254,7 @@ def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
     (dict(compute_capability="8.0"), "of compute capability 9.0, not 8.0"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
     (dict(max_seq_len=37), "is no multiple of 256, .* make max_seq_len a multiple of 16"),
+    (dict(max_seq_len=36, kv_dtype="float8_e4m3fn"), "make max_seq_len a multiple of 32"),
 ])
 def test_what_cannot_be_is_refused(builder, options, match, tmp_path):
     with pytest.raises(llmc.LlmcError, match=match):

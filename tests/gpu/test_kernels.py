@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from on_device import DTYPES, describe
+from on_device import DTYPES, describe, tensors_of
 
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
@@ -20,12 +20,7 @@ OPS = [op for op in plugins.registry().values() if op.body is not None]
 def check(extension, op, fields, inputs, dtype, decode=False):
     """Run the kernel on what the dtype makes of the inputs, and compare."""
     fields = op.complete(fields)
-    tensors = {}
-    for name, array in inputs.items():
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).cuda()
-        if tensor.is_floating_point():
-            tensor = tensor.to(torch.float32 if name in op.float32_inputs else DTYPES[dtype])
-        tensors[name] = tensor
+    tensors = tensors_of(op, fields, inputs, dtype)
     expected = op.reference(fields, {
         name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
         for name, tensor in tensors.items()})
@@ -37,9 +32,11 @@ def check(extension, op, fields, inputs, dtype, decode=False):
         total = inputs["past_lens"] + new
         lengths.append((int(new.max()), int(total.max())))
         if "block_table" not in inputs:  # what is in the cache behind a sequence does not matter
-            for row, length in enumerate(total):
-                tensors["key_cache"][row, :, length:] = float("nan")
-                tensors["value_cache"][row, :, length:] = float("nan")
+            for name in op.cache_inputs:
+                poisoned = tensors[name].float()
+                for row, length in enumerate(total):
+                    poisoned[row, :, length:] = float("nan")
+                tensors[name].copy_(poisoned)
     for longest, reach in lengths:
         outputs = [tensors[op.input_names[index]] if op.name == "CausalAttention" and index else
                    torch.full(array.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
@@ -171,6 +168,25 @@ def test_beams_of_any_batch_are_read_alike(extension, batch, dtype):
                      kv_heads=4, max_seq_len=400, rotary_dim=64, indirect=True, window=200)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
           decode=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "past", "variant"), [
+    ((1, 1, 1), (40, 3, 0), {}), ((1,) * 3, (900, 20, 700), {"window": 400}),
+    ((1,) * 4, (70, 70, 70, 9), {"indirect": True}), ((1, 1), (30, 8), {"block_size": 16}),
+    ((1, 1), (40, 9), {"norms": "qk", "dim": 128, "kv_heads": 1}), ((1,), (33,), {"dim": 24}),
+    ((70, 3, 1), (0, 0, 0), {}), ((70, 3, 1), (0, 80, 300), {"softcap": 3.0}),
+    ((40, 1), (0, 60), {"dim": 96, "window": 30}), ((9, 5), (20, 0), {"dim": 24}),
+    ((20, 9), (5, 0), {"block_size": 16}), ((6, 2), (7, 7), {"indirect": True}),
+    ((5, 1), (9, 20), {"biased": 16}),
+])
+def test_attention_over_float8_caches(extension, new, past, variant, dtype):
+    room = 1024 if max(past) > 300 else 512 if max(past) > 100 else 128
+    sample = _sample(np.random.default_rng(5), new, past, variant.get("dim", 64), heads=4,
+                     **{"max_seq_len": room, "kv_dtype": "float8_e4m3fn", "rotary_dim": 16}
+                     | {key: value for key, value in variant.items() if key != "dim"})
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
+          decode=max(new) == 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -67,6 +67,16 @@ def test_tokens_are_the_cuda_target_s(compiled, sampling):
     assert results[0] == results[1]
 
 
+def test_float8_caches_give_the_cuda_target_s_tokens(compiled, tmp_path):
+    found = []
+    for target in ("cuda", "tensorrt"):
+        llmc.compile(compiled / "hf", tmp_path / target, target=target, dtype="float32",
+                     kv_dtype="float8_e4m3fn", max_batch_size=4)
+        with llmc.LLM(tmp_path / target, max_batch_size=4) as llm:
+            found.append(llm.generate([[5, 6, 7], [8] * 40, [9, 10]], SHORT))
+    assert found[0] == found[1]
+
+
 def test_beams_are_the_cuda_target_s(compiled, tmp_path):
     """Found through the indirection, between steps without it; rows that are as many as fit."""
     prompts = [[5, 6, 7], [8] * 40]

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from on_device import DTYPES, describe
+from on_device import DTYPES, describe, tensors_of
 
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
@@ -36,21 +36,17 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
     `in_place`: the outputs that continue caches are bound to the caches' memory.
     """
     fields = op.complete(sample.fields)
-    tensors = {}
-    for name in op.input_names:
-        if name in sample.inputs:
-            tensor = torch.from_numpy(np.ascontiguousarray(sample.inputs[name])).cuda()
-            if tensor.is_floating_point():
-                tensor = tensor.to(torch.float32 if name in op.float32_inputs else DTYPES[dtype])
-            elif narrow:
-                tensor = tensor.int()
-            tensors[name] = tensor
+    made = tensors_of(op, fields, sample.inputs, dtype)
+    tensors = {name: made[name] if made[name].is_floating_point() or not narrow
+               else made[name].int() for name in op.input_names if name in made}
     expected = op.reference(fields, {
         name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
         for name, tensor in tensors.items()})
     outputs = [tensors[name.removesuffix("_out")]
                if in_place and name.removesuffix("_out") in CACHES else
-               torch.full(array.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
+               torch.full(array.shape, float("nan"), device="cuda").to(
+                   tensors[name.removesuffix("_out")].dtype
+                   if name.removesuffix("_out") in CACHES else DTYPES[dtype])
                for name, array in zip(op.outputs, expected, strict=True)]
     untouched = {name: tensors[name].clone() for name in CACHES if name in tensors}
     milliseconds = harness.run(
@@ -62,7 +58,7 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
         assert np.abs(actual - array).max() <= TOLERANCE[dtype] * np.abs(array).max()
     if not in_place:
         for name, tensor in untouched.items():
-            assert torch.equal(tensors[name], tensor)
+            assert torch.equal(tensors[name].float(), tensor.float())
     return milliseconds
 
 
@@ -79,7 +75,9 @@ def test_an_op_s_samples(harness, op, dtype):
     ((130, 3, 64), (0, 50, 10), {}),
     ((1,) * 3, (300, 0, 1000), {"block_size": 16}),
     ((3, 1, 5), (5, 9, 0), {"norms": "qk", "window": 4}),
-], ids=["decode", "prefill", "paged", "mixed"])
+    ((1,) * 4, (300, 0, 63, 1000), {"kv_dtype": "float8_e4m3fn"}),
+    ((130, 3, 64), (0, 50, 10), {"kv_dtype": "float8_e4m3fn"}),
+], ids=["decode", "prefill", "paged", "mixed", "float8 decode", "float8 prefill"])
 def test_attention_updates_its_caches(harness, new, past, more, in_place, dtype):
     sample = _sample(np.random.default_rng(1), new, past, 128, heads=8, kv_heads=2,
                      max_seq_len=2048, rotary_dim=128, **more)

@@ -42,7 +42,9 @@ def given(op, sample, dtype, narrow=False):
         if name in sample.inputs:
             array = sample.inputs[name]
             kind = "int32" if narrow and array.dtype == np.int64 else array.dtype.name
-            if array.dtype == np.float32 and name not in op.float32_inputs:
+            if name in op.cache_inputs and sample.fields.get("kv_dtype"):
+                kind = sample.fields["kv_dtype"]
+            elif array.dtype == np.float32 and name not in op.float32_inputs:
                 kind = dtype
             inputs.append((0, kind, list(array.shape)))
     present = " ".join(name for name in op.input_names if name in sample.inputs)
@@ -71,8 +73,11 @@ def test_outputs_are_as_declared(tensorrt, harness, op, sample, dtype):
     answers = harness.ask(op.name, fields, inputs)
     shapes = {name: array.shape for name, array in sample.inputs.items()}
     expected = op.shapes(shapes, op.complete(sample.fields))
+    kept = op.cache_inputs if sample.fields.get("kv_dtype") else ()
+    kinds = [sample.fields["kv_dtype"] if name.removesuffix("_out") in kept else dtype
+             for name in op.outputs]
     assert [(kind, tuple(shape)) for kind, shape in answers.outputs] \
-        == [(dtype, tuple(shape)) for shape in expected]
+        == [(kind, tuple(shape)) for kind, shape in zip(kinds, expected, strict=True)]
     if tensorrt.plugin_interface == "IPluginV3":
         assert answers.aliased == ([-1, 1, 2] if op.name == "CausalAttention"
                                    else [-1] * len(expected))

@@ -21,7 +21,9 @@ anything between are the same op with other lengths.
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
-means head_dim ** -0.5. With a `window`, key j is visible to query i iff i - window < j <= i.
+means head_dim ** -0.5. `kv_dtype` "" is the dtype of all else, "float8_e4m3fn" has the caches hold
+what is nearest to keys and values there, which all queries see, those of new tokens too; beyond 448
+it is 448. With a `window`, key j is visible to query i iff i - window < j <= i.
 
 In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, L positions
 filled afterwards in the fullest cache row, D head_dim.
@@ -136,22 +138,63 @@ _HOLDERS = [
 ]
 
 
-def _filled(name, present, dim):
+def _wide(cache, fields):
+    """The name of a cache in the dtype that is computed in."""
+    return f"{cache}_wide" if fields["kv_dtype"] else cache
+
+
+def _append(name, new, fields, as_bytes):
+    """Lines that write a cache, and leave it `_wide` too."""
+    if not fields["kv_dtype"]:
+        return [f"{name}_cache_out = ScatterND({name}_cache, index, {new})"]
+    if as_bytes:
+        return [f"{name}_narrow = Cast<to=17>({new})",
+                f"{name}_rounded = Cast<to=1>({name}_narrow)",
+                f"{name}_column = Unsqueeze({name}_rounded, last)",
+                f"{name}_is = Equal({name}_column, float8s)", f"{name}_one = Cast<to=6>({name}_is)",
+                f"{name}_place = ArgMax<axis=-1, keepdims=0, select_last_index=1>({name}_one)",
+                f"{name}_byte = Sub({name}_place, c128)",
+                f"{name}_bytes = Cast<to=3>({name}_byte)",
+                f"{name}_cache_out = ScatterND({name}_cache, index, {name}_bytes)",
+                f"{name}_wide_byte = Cast<to=7>({name}_cache_out)",
+                f"{name}_wide_place = Add({name}_wide_byte, c128)",
+                f"{name}_cache_out_wide = Gather(float8s, {name}_wide_place)"]
+    return [f"{name}_cache_wide = Cast<to=1>({name}_cache)",
+            f"{name}_narrow = Cast<to=17>({new})", f"{name}_rounded = Cast<to=1>({name}_narrow)",
+            f"{name}_cache_out_wide = ScatterND({name}_cache_wide, index, {name}_rounded)",
+            f"{name}_cache_out = Cast<to=17>({name}_cache_out_wide)"]
+
+
+def _filled(name, present, fields):
     """The filled positions of the cache, [B, kv_heads, L, D]."""
-    cache, lines = f"{name}_cache_out", []
+    cache, lines = _wide(f"{name}_cache_out", fields), []
     if "cache_indirection" in present:
         return [f"{name}s = GatherND({cache}, holders)"]
     if "block_table" in present:
         lines = [f"{name}_pages = Gather<axis=0>({cache}, table)",
                  f"{name}_heads = Transpose<perm=[0, 2, 1, 3, 4]>({name}_pages)",
-                 _ints(f"{name}_shape", 0, 0, -1, dim),
+                 _ints(f"{name}_shape", 0, 0, -1, fields["head_dim"]),
                  f"{name}_rows = Reshape({name}_heads, {name}_shape)"]
         cache = f"{name}_rows"
     return [*lines, f"{name}s = Slice({cache}, c0, fullest, c2)"]
 
 
-def _body(fields, present):
-    kv_heads, dim = fields["num_kv_heads"], fields["head_dim"]
+def _float8s():
+    """Every float8_e4m3fn by its byte, from -128 to 127; for the two that are no numbers 512, which
+    no other is.
+    """
+    import ml_dtypes
+    values = np.arange(-128, 128).astype(np.int8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return ", ".join(map(repr, np.nan_to_num(values, nan=512).tolist()))
+
+
+def _tensorrt(fields, present):
+    """Caches of float8 are int8 in a plan: its bytes."""
+    return _body(fields, present, as_bytes=True) if fields["kv_dtype"] else None
+
+
+def _body(fields, present, as_bytes=False):
+    kv_heads = fields["num_kv_heads"]
     split, q, k = _heads(fields, present, rotate="cos" in present)
     paged, indirect = "block_table" in present, "cache_indirection" in present
     if paged and indirect:
@@ -172,14 +215,15 @@ def _body(fields, present):
         f"position_corner = Unsqueeze({'row' if paged else 'position'}, c123)",
         "position_index = Expand(position_corner, grid)",
         "index = Concat<axis=-1>(sequence_index, head_index, position_index)",
-        f"key_cache_out = ScatterND(key_cache, index, {k})",
-        "value_cache_out = ScatterND(value_cache, index, v)",
+        *([_ints("c128", 128), f"float8s = Constant<value_floats=[{_float8s()}]>()"]
+          if as_bytes else []),
+        *_append("key", k, fields, as_bytes), *_append("value", "v", fields, as_bytes),
         # Keys and values as far as any row is filled: [B, kv_heads, 1, D, L], [.., 1, L, D].
         _ints("c2", 2),
         "filled = Add(past, lengths)",
         "fullest = ReduceMax<keepdims=1>(filled)",
         *(_HOLDERS if indirect else []),
-        *(line for name in ("key", "value") for line in _filled(name, present, dim)),
+        *(line for name in ("key", "value") for line in _filled(name, present, fields)),
         "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
         "keys_grouped = Unsqueeze(keys_t, c2)",
         "values_grouped = Unsqueeze(values, c2)",
@@ -259,7 +303,7 @@ def _uniform(fields, present):
     """For engines whose shapes may not depend on data: every sequence has S new tokens, and
     num_tokens is batch * S. What padding leaves in the cache lies behind the sequence's end.
     """
-    if present & {"block_table", "cache_indirection"}:
+    if present & {"block_table", "cache_indirection"} or fields["kv_dtype"]:
         return None
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     split, q, k = _heads(fields, present, rotate="cos" in present)
@@ -314,7 +358,8 @@ def _cpu(fields, present):
     done before it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 8 or present & {"block_table", "cache_indirection", "distance_bias"}:
+    if dim % 8 or fields["kv_dtype"] or \
+            present & {"block_table", "cache_indirection", "distance_bias"}:
         return None
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0
     rotate = "cos" in present and not kernel_rotates
@@ -354,6 +399,14 @@ def _group_query_lengths(inputs):
         or np.diff(inputs["cu_seqlens"]).max() == 1
 
 
+def _cached(x, kv_dtype):
+    """What a cache holds of x, in x's dtype."""
+    if not kv_dtype:
+        return x
+    import ml_dtypes
+    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype)
+
+
 def _reference(fields, inputs):
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     qkv = inputs["qkv"].astype(np.float64)
@@ -381,8 +434,9 @@ def _reference(fields, inputs):
             row = qkv[token].reshape(-1, dim)
             block, place = table[b, position // block_size], position % block_size
             for h in range(kv_heads):
-                keys[block, h, place] = prepare(row[heads + h], "k_norm", position)
-                values[block, h, place] = row[heads + kv_heads + h]
+                keys[block, h, place] = _cached(
+                    prepare(row[heads + h], "k_norm", position), fields["kv_dtype"])
+                values[block, h, place] = _cached(row[heads + kv_heads + h], fields["kv_dtype"])
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
             seen = np.arange(first, position + 1)
             blocks, places = table[b, seen // block_size], seen % block_size
@@ -410,6 +464,7 @@ def _samples(rng):
     decode = {"new": (1, 1, 1), "past": (11, 3, 0)}
     chunk = {"new": (6,), "past": (4,)}
     mixed = {"new": (4, 1, 0, 2), "past": (0, 9, 5, 3)}
+    float8 = {"kv_dtype": "float8_e4m3fn"}
     return [_sample(rng, **variant) for variant in (
         prompts | {"dim": 16, "rotary_dim": 16},
         decode | {"dim": 16, "rotary_dim": 16},
@@ -436,6 +491,10 @@ def _samples(rng):
         prompts | {"dim": 16, "biased": 16},
         decode | {"dim": 8, "biased": 4, "indirect": True},
         mixed | {"dim": 16, "rotary_dim": 16, "softcap": 2.0, "window": 5, "biased": 3},
+        prompts | {"dim": 16, "rotary_dim": 16, **float8},
+        decode | {"dim": 32, "norms": "qk", "window": 4, **float8},
+        mixed | {"dim": 24, "rotary_dim": 8, "indirect": True, **float8},
+        chunk | {"dim": 16, "block_size": 4, "biased": 3, **float8},
     )]
 
 
@@ -443,6 +502,9 @@ def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, 
             indirect=False, biased=0, **fields):
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
+
+    def cached(*shape):
+        return _cached(normal(*shape), fields.get("kv_dtype")).astype(np.float32)
 
     cache = (len(new), kv_heads, max_seq_len, dim)
     places = {}
@@ -458,7 +520,7 @@ def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, 
         for b, length in enumerate(past):
             table[b, :length] = fullest[rng.integers(0, holders[:length])]
     inputs = {"qkv": normal(sum(new), (heads + 2 * kv_heads) * dim),
-              "key_cache": normal(*cache), "value_cache": normal(*cache),
+              "key_cache": cached(*cache), "value_cache": cached(*cache),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
               "past_lens": np.array(past, np.int32)}
     if "rotary_dim" in fields:
@@ -477,16 +539,18 @@ OP = Op(
             "q_norm?", "k_norm?", "block_table?", "cache_indirection?", "distance_bias?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
-            "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6},
+            "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
+            "kv_dtype": ""},
     required=("num_heads", "num_kv_heads", "head_dim"),
     shapes=lambda shapes, fields: [
         (shapes["qkv"][0], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
     body=_body,
-    bodies={"cpu": _cpu, "tensorrt_rtx": _uniform},
+    bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "distance_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "cache_indirection"}),
+    cache_inputs=frozenset({"key_cache", "value_cache"}),
     reference=_reference,
     samples=_samples,
 )

@@ -12,6 +12,11 @@ class CausalAttention : public Plugin {
     p_.interleaved = integer(fields, "interleaved") != 0;
     p_.softcap = real(fields, "softcap");
     p_.norm_epsilon = real(fields, "norm_epsilon");
+    const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
+    p_.float8 = kv_dtype == name_of(DType::kFloat8);
+    if (!p_.float8 && !kv_dtype.empty())
+      throw Error("CausalAttention's kv_dtype is '' or " + std::string(name_of(DType::kFloat8)) + ", not '" +
+                  kv_dtype + "'");
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -32,6 +37,9 @@ class CausalAttention : public Plugin {
     kernels::AttentionParams p = p_;
     p.out = out[0].data;
     p.qkv = in[0].data;
+    if ((in[1].dtype == DType::kFloat8) != p.float8 || in[2].dtype != in[1].dtype)
+      throw Error(std::string("CausalAttention's caches are of ") + name_of(in[1].dtype) + " and " +
+                  name_of(in[2].dtype) + ", which its kv_dtype does not say");
     p.key_cache = in[1].data;
     p.value_cache = in[2].data;
     p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
@@ -67,7 +75,7 @@ class CausalAttention : public Plugin {
     }
     if (!p.decode) {
       check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
-      if (context.sdpa != nullptr && context.longest > 0 && p.cache_indirection == nullptr &&
+      if (context.sdpa != nullptr && context.longest > 0 && !p.float8 && p.cache_indirection == nullptr &&
           context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
         return;
     }
@@ -87,13 +95,13 @@ class CausalAttention : public Plugin {
 void register_attention() {
   register_plugin(
       {"CausalAttention", 1,
-       {"qkv", "key_cache", "value_cache", "cu_seqlens: int32", "past_lens: int32", "cos?: float32",
-        "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32",
+       {"qkv", "key_cache: kv_dtype", "value_cache: kv_dtype", "cu_seqlens: int32", "past_lens: int32",
+        "cos?: float32", "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32",
         "cache_indirection?: int32", "distance_bias?: float32"},
        {"out", "key_cache_out = key_cache", "value_cache_out = value_cache"},
        {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
         {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},
-        {"interleaved", int64_t{0}}, {"norm_epsilon", 1e-6}},
+        {"interleaved", int64_t{0}}, {"norm_epsilon", 1e-6}, {"kv_dtype", std::string("")}},
        {"num_heads", "num_kv_heads", "head_dim"},
        [](const Fields& fields) -> std::unique_ptr<Plugin> {
          return std::make_unique<CausalAttention>(fields);

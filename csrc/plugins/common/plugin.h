@@ -128,8 +128,8 @@ class Plugin {
 };
 
 // An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
-// "name: int32 int64" where its dtype is not the op's own, "name = input" where an output is that input's
-// memory, in which the op writes.
+// "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
+// names, if that names one, "name = input" where an output is that input's memory, in which the op writes.
 struct Port {
   Port(const char* declared);
   std::string text() const { return name + (optional ? "?" : ""); }
@@ -137,6 +137,7 @@ struct Port {
   std::string name;
   bool optional = false;
   std::vector<DType> dtypes;  // what it may be; none: what the op computes in
+  bool cached = false;
   std::string in_place;
 };
 

@@ -16,8 +16,8 @@ const char* kind(const Value& value) {
 }
 
 // By DType.
-constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64"};
-constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8};
+constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64", "float8_e4m3fn"};
+constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8, 1};
 
 }  // namespace
 
@@ -38,7 +38,7 @@ const char* name_of(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; 
 int64_t width(DType dtype) { return kDTypeWidths[static_cast<int>(dtype)]; }
 
 DType dtype_of(const std::string& name) {
-  for (int i = 0; i < 5; ++i)
+  for (size_t i = 0; i < std::size(kDTypeNames); ++i)
     if (name == kDTypeNames[i]) return static_cast<DType>(i);
   throw Error("there is no dtype '" + name + "'");
 }
@@ -53,6 +53,7 @@ Port::Port(const char* declared) {
   if (optional) name.pop_back();
   while (words >> word) {
     if (word == "=") words >> in_place;
+    else if (word == "kv_dtype") cached = true;
     else dtypes.push_back(dtype_of(word));
   }
 }
