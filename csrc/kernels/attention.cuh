@@ -78,6 +78,7 @@ struct CacheRows {
     const int64_t block = table == nullptr ? 0 : table[position >> shift];
     return first + block * stride + static_cast<int64_t>(position & mask) * dim;
   }
+  __device__ __forceinline__ bool in_line() const { return table == nullptr; }
 
   const int32_t* table = nullptr;
   int64_t first, stride = 0;
@@ -97,6 +98,7 @@ struct SharedRows {
     const int row = position < past ? __ldg(rows + position) : own;
     return first + row * stride + static_cast<int64_t>(position) * dim;
   }
+  __device__ __forceinline__ bool in_line() const { return false; }
 
   const int32_t* rows;
   int64_t stride, first;

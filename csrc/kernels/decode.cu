@@ -2,12 +2,12 @@
 //
 // A block takes one sequence, one KV head and up to 8 of its query heads, over one part of the cached
 // positions (flash-decoding). It prepares its heads itself and writes the new key and value. A warp takes 16
-// keys at a time, straight from memory into the registers that the tensor core wants: scores are K · Qᵀ with
-// keys as the tile's rows, the inner dimension permuted so that a thread reads 16 bytes of a key; their
-// transpose (movmatrix) times V gives the sums, V's rows paired by byte permutes and its columns permuted so
-// that a thread reads 16 bytes of a value. What was cached in earlier steps is read before the kernel ahead
-// has ended. The warps' softmaxes are merged at the end, and the parts' by whichever block ends last. Reads
-// the visible keys and values once per 8 query heads.
+// keys at a time, as the tensor core wants them: scores are K · Qᵀ with keys as the tile's rows, the inner
+// dimension permuted so that a thread has 8 elements of a key next to each other; their transpose (movmatrix)
+// times V gives the sums, V's rows paired by byte permutes and its columns permuted so that a thread has 8
+// elements of a value. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
+// the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the
+// end, and the parts' by whichever block ends last. Reads the visible keys and values once per 8 query heads.
 #include "attention.cuh"
 #include "decode.cuh"
 #include "tensor_core.cuh"
@@ -26,6 +26,16 @@ __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   return turned;
 }
 
+// A copy into shared memory that goes on beside the thread; zeros where not `there`. (Past L1, and with 256 bytes of L2
+// fetched at once, it was measured to be slower here.)
+template <typename V>
+__device__ __forceinline__ void start_copy(V* to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;"
+               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "n"(sizeof(V)),
+                  "r"(there ? static_cast<int>(sizeof(V)) : 0)
+               : "memory");
+}
+
 // Eight cached elements as the tensor core takes them.
 template <typename T, typename C>
 __device__ __forceinline__ uint4 words_of(const Cached<C>& cached) {
@@ -33,18 +43,35 @@ __device__ __forceinline__ uint4 words_of(const Cached<C>& cached) {
   return *reinterpret_cast<const uint4*>(&wide);
 }
 
-// kSteps: head_dim in units of 32, rounded up. Rows: where cached positions lie.
+// kSteps: head_dim in units of 32, rounded up.
+template <typename T, typename C, int kSteps, int kWarps>
+struct Layout {
+  static constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
+  // Of a warp, rounds of 16 keys and their values that are under way.
+  static constexpr int kRounds = kWarps > 4 && kDim > 128 ? 1 : 2;
+  // Vectors of 8 elements: of a row, of a row's place in shared memory, of a round.
+  static constexpr int kVectors = kDim / 8, kRow = kSteps == 3 ? 16 : kVectors, kRound = 2 * kKeys * kRow;
+  // Where vector `at` of a row is: no two lanes that read together share a bank.
+  __device__ static int key_at(int row, int at) { return row * kRow + (at ^ (row % 4 * 4 & (kRow - 1))); }
+  __device__ static int value_at(int row, int at) {
+    return (kKeys + row) * kRow + (at ^ (row & 6 & (kRow - 1)));
+  }
+  static constexpr size_t kShared = sizeof(Cached<C>) * kWarps * kRounds * kRound + sizeof(T) * kHeads * kPitch +
+                                    sizeof(C) * 2 * kPitch + sizeof(float) * kWarps * kDim;
+  // A warp's sums replace its keys and values.
+  static_assert(sizeof(Cached<C>) * kRounds * kRound >= sizeof(float) * kHeads * kDim);
+};
+
+// Rows: where cached positions lie.
 template <typename T, typename C, int kSteps, int kWarps, typename Rows>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, int parts) {
-  constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
-  // The first keys and values are read before the kernel ahead has ended, where registers suffice. (Reading
-  // each round's during the round before was measured: it costs more in occupancy than it hides.)
-  constexpr bool kEarly = kDim <= 128;
+  using L = Layout<T, C, kSteps, kWarps>;
+  constexpr int kDim = L::kDim, kPitch = L::kPitch, kHalves = L::kHalves;
   extern __shared__ uint4 raw[];
-  T* queries = reinterpret_cast<T*>(raw);           // [kHeads][kPitch]
+  auto ring_of = [&](int warp) { return reinterpret_cast<Cached<C>*>(raw) + warp * L::kRounds * L::kRound; };
+  T* queries = reinterpret_cast<T*>(ring_of(kWarps));              // [kHeads][kPitch]
   C* fresh_key = reinterpret_cast<C*>(queries + kHeads * kPitch);  // [kPitch]: the new position's, as it is cached
   C* fresh_value = fresh_key + kPitch;
-  float* sums = reinterpret_cast<float*>(fresh_value + kPitch);  // [kWarps][kHeads][kDim]
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
@@ -60,36 +87,29 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   const Rows row_of(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
-  auto read = [&](const C* cache, int row, int at, int limit) {
-    Cached<C> words{};
-    if (row < limit && at < dim) words = load_cached(cache + row_of(row) + at);
-    return words;
-  };
-
-  Cached<C> key[kSteps][2], value[kHalves][4];
-  auto load_keys = [&](Cached<C> (&into)[kSteps][2], int start, int limit) {
+  // A warp's rounds begin kWarps · kKeys positions apart. The new position is copied by none.
+  const int mine = from + warp * kKeys, limit = min(to, position);
+  auto copy = [&](int round) {
+    const int start = mine + round * kWarps * kKeys;
+    if (start < to) {
+      Cached<C>* into = ring_of(warp) + round % L::kRounds * L::kRound;
+      // Where rows follow one another, a round's vectors do.
+      const bool in_line = row_of.in_line() && dim == kDim;
+      const int64_t first = in_line ? row_of(start) : 0;
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = start + g + 8 * r, at = 32 * j + 8 * t;
-        into[j][r] = read(keys, row, at, limit);
+      for (int i = 0; i < kKeys * L::kVectors / 32; ++i) {
+        const int vector = lane + 32 * i, row = vector / L::kVectors, at = vector % L::kVectors;
+        const bool there = start + row < limit && 8 * at < dim;
+        int64_t from = first + 8 * vector;
+        if (!in_line) from = there ? row_of(start + row) + 8 * at : 0;
+        start_copy(into + L::key_at(row, at), keys + from, there);
+        start_copy(into + L::value_at(row, at), values + from, there);
       }
+    }
+    end_group();
   };
-  auto load_values = [&](Cached<C> (&into)[kHalves][4], int start, int limit) {
-#pragma unroll
-    for (int j = 0; j < kHalves; ++j)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int row = start + 2 * t + r % 2 + r / 2 * 8, at = 64 * j + 8 * g;
-        into[j][r] = read(values, row, at, limit);
-      }
-  };
-  const int mine = from + warp * kKeys;
-  if (kEarly && part < used) {
-    load_keys(key, mine, min(to, position));
-    load_values(value, mine, min(to, position));
-  }
+  if (part < used)
+    for (int i = 0; i < L::kRounds; ++i) copy(i);
   for (int i = heads * kPitch + threadIdx.x; i < kHeads * kPitch; i += kWarps * 32)
     queries[i] = from_float<T>(0.f);
   wait_for_inputs();
@@ -100,7 +120,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
                  static_cast<int64_t>(sequence) * (p.num_heads + 2 * p.num_kv_heads) * dim;
   // A warp for each query head, and where the new position is this block's, for its key and its value.
   // Chunks of one KV head write the same.
-  float* scratch = sums + warp * kDim;
+  float* scratch = reinterpret_cast<float*>(fresh_value + kPitch) + warp * kDim;
   for (int task = warp; task < heads + (to == position + 1 ? 2 : 0); task += kWarps) {
     if (task < heads) {
       prepare_head<T, kDim>(scratch, qkv + (first_head + task) * dim, p, p.q_norm, position, true);
@@ -133,36 +153,29 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   float sum[kHalves][8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2t and 2t + 1
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
-  constexpr int kRound = kWarps * kKeys;
-  for (int start = mine; start < to; start += kRound) {
-    if (!kEarly || start != mine) {
-      load_keys(key, start, to);
-      if (kEarly) load_values(value, start, to);
-    } else if (start <= position && position < start + kKeys) {
-      // The first round was read before there was a new key and value.
-#pragma unroll
-      for (int j = 0; j < kSteps; ++j)
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          if (start + g + 8 * r == position)
-            key[j][r] = load_cached(fresh_key + 32 * j + 8 * t);
-#pragma unroll
-      for (int j = 0; j < kHalves; ++j)
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-          if (start + 2 * t + r % 2 + r / 2 * 8 == position && 64 * j + 8 * g < kDim)
-            value[j][r] = load_cached(fresh_value + 64 * j + 8 * g);
-    }
+  for (int round = 0, start = mine; start < to; ++round, start += kWarps * kKeys) {
+    wait_for_group<L::kRounds - 1>();
+    __syncwarp();
+    const Cached<C>* here = ring_of(warp) + round % L::kRounds * L::kRound;
+    // Vector j of row r, or of the new position.
+    auto key = [&](int j, int r) {
+      const int row = g + 8 * r, at = 4 * j + t;
+      return words_of<T, C>(start + row == position ? load_cached(fresh_key + 8 * at) : here[L::key_at(row, at)]);
+    };
+    auto value = [&](int j, int r) {
+      const int row = 2 * t + r % 2 + r / 2 * 8, at = 8 * j + g;
+      if (at >= L::kVectors) return uint4{};
+      return words_of<T, C>(start + row == position ? load_cached(fresh_value + 8 * at) : here[L::value_at(row, at)]);
+    };
     float score[4] = {};
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       const uint4 b = *reinterpret_cast<const uint4*>(queries + g * kPitch + 32 * j + 8 * t);
-      const uint4 low = words_of<T, C>(key[j][0]), high = words_of<T, C>(key[j][1]);
+      const uint4 low = key(j, 0), high = key(j, 1);
       const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
       multiply<T>(score, even, b.x, b.y);
       multiply<T>(score, odd, b.z, b.w);
     }
-    if (!kEarly) load_values(value, start, to);
     float factor[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -193,7 +206,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
       uint4 row[4];
       const uint32_t* rows[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) row[r] = words_of<T, C>(value[j][r]), rows[r] = reinterpret_cast<const uint32_t*>(&row[r]);
+      for (int r = 0; r < 4; ++r) row[r] = value(j, r), rows[r] = reinterpret_cast<const uint32_t*>(&row[r]);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         if (start != mine) sum[j][e][0] *= old, sum[j][e][1] *= old;
@@ -202,6 +215,8 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
                     __byte_perm(rows[2][e / 2], rows[3][e / 2], pick));
       }
     }
+    __syncwarp();  // the round has been read
+    copy(round + L::kRounds);
   }
   // Merge the warps. A warp without keys has total 0 and peak -inf.
 #pragma unroll
@@ -211,7 +226,10 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
     if (g == 0) peak_of[warp][2 * t + c] = peak[c], total_of[warp][2 * t + c] = total[c];
   }
   // A row's fours of elements stand where lanes write to different banks.
-  auto place = [&](int row, int i) { return row * kDim + (i ^ ((i >> 5 & 1) | (row & 1) << 1) << 2); };
+  auto place = [&](int row, int i) {
+    return reinterpret_cast<float*>(ring_of(row / kHeads)) + row % kHeads * kDim +
+           (i ^ ((i >> 5 & 1) | (row & 1) << 1) << 2);
+  };
 #pragma unroll
   for (int j = 0; j < kHalves; ++j)
 #pragma unroll
@@ -220,21 +238,16 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
       for (int e = 0; e < 8; e += 4) {
         const int at = 64 * j + 8 * (2 * t + c) + e;
         if (at < kDim)
-          *reinterpret_cast<float4*>(sums + place(warp * kHeads + g, at)) =
+          *reinterpret_cast<float4*>(place(warp * kHeads + g, at)) =
               make_float4(sum[j][e][c], sum[j][e + 1][c], sum[j][e + 2][c], sum[j][e + 3][c]);
       }
-  merge<T, kDim>(p, peak_of, total_of, [&](int row, int i) { return sums[place(row, i)]; }, heads,
+  merge<T, kDim>(p, peak_of, total_of, [&](int row, int i) { return *place(row, i); }, heads,
                  static_cast<int64_t>(sequence) * p.num_heads + first_head, {part, used, parts});
-}
-
-template <typename T>
-constexpr size_t shared_bytes(int steps, int warps) {
-  return sizeof(T) * (kHeads + 2) * (steps * 32 + 8) + sizeof(float) * warps * kHeads * steps * 32;
 }
 
 template <typename T, typename C, int kSteps, int kWarps, typename Rows>
 cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
-  constexpr size_t kShared = shared_bytes<T>(kSteps, kWarps);
+  constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
   const int blocks = columns * p.batch;
   const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys);
   auto kernel = decode_kernel<T, C, kSteps, kWarps, Rows>;
@@ -244,20 +257,30 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
   return launch(kernel, dim3(parts, columns, p.batch), kWarps * 32, kShared, stream, p, parts);
 }
 
+template <typename T, typename C, int kSteps, int kWarps>
+bool fits() {
+  return static_cast<int>(Layout<T, C, kSteps, kWarps>::kShared) <=
+         device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+}
+
 // Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer.
 template <typename T, typename C, int kSteps, typename Rows>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
   const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const auto blocks = static_cast<unsigned>(columns * p.batch);
-  if constexpr (kSteps <= 4) {
-    if (4 * blocks <= multiprocessors()) return run_warps<T, C, kSteps, 12, Rows>(p, columns, stream);
-    if (blocks <= multiprocessors()) return run_warps<T, C, kSteps, 8, Rows>(p, columns, stream);
-  }
+  if constexpr (kSteps <= 4)
+    if (4 * blocks <= multiprocessors() && fits<T, C, kSteps, 12>())
+      return run_warps<T, C, kSteps, 12, Rows>(p, columns, stream);
+  if (blocks <= multiprocessors() && fits<T, C, kSteps, 8>())
+    return run_warps<T, C, kSteps, 8, Rows>(p, columns, stream);
   static const unsigned resident = [] {
+    if (!fits<T, C, kSteps, 4>()) return 0u;
+    constexpr int kShared = Layout<T, C, kSteps, 4>::kShared;
+    auto kernel = decode_kernel<T, C, kSteps, 4, Rows>;
     int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, decode_kernel<T, C, kSteps, 4, Rows>, 4 * 32,
-                                                  shared_bytes<T>(kSteps, 4));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 4 * 32, kShared);
     return blocks * multiprocessors();
   }();
   if (blocks > resident) return run_warps<T, C, kSteps, 2, Rows>(p, columns, stream);

@@ -32,13 +32,6 @@ __device__ __forceinline__ void start_copy(uint4* to, const void* from, bool the
                :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
                : "memory");
 }
-__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the newest kNewest groups of copies of this thread are there.
-template <int kNewest>
-__device__ __forceinline__ void wait_for_group() {
-  asm volatile("cp.async.wait_group %0;" :: "n"(kNewest) : "memory");
-}
 
 // Adds a vector's elements, and their squares, to sum[0] and sum[1].
 template <typename T>
