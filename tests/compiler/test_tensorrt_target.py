@@ -224,13 +224,15 @@ def check_nodes(path):
         assert (fields.pop("plugin_namespace"), fields.pop("plugin_version")) \
             == ("llmc", str(op.version))
         answers = harness.ask(node.op_type, fields, [(0, *known[name]) for name in node.input])
-        shapes = dict(zip(fields["present"].split(), (known[name][1] for name in node.input),
-                          strict=True))
+        given = dict(zip(fields["present"].split(), (known[name] for name in node.input),
+                         strict=True))
+        shapes = {name: shape for name, (_, shape) in given.items()}
+        kinds = [given[name][0] if name in op.cache_inputs else "float16"
+                 for name in (output.removesuffix("_out") for output in op.outputs)]
         declared = {name: fields[name] for name in op.fields}
         assert [(kind, tuple(shape)) for kind, shape in answers.outputs] \
-            == [("float16", tuple(shape)) for shape in op.shapes(shapes, declared)]
-        for name, (_, shape) in zip(node.output, answers.outputs, strict=True):
-            known[name] = ("float16", shape)
+            == list(zip(kinds, map(tuple, op.shapes(shapes, declared)), strict=True))
+        known |= dict(zip(node.output, answers.outputs, strict=True))
 
 
 def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
