@@ -1,6 +1,5 @@
 """Beam search: the sequences, parents and scores of transformers; a cache that is never copied."""
 
-import itertools
 from dataclasses import replace
 
 import families
@@ -86,15 +85,16 @@ def test_families_with_many_prompts_end_tokens_and_settings(kind, tmp_path, monk
     assert ended > 30
 
 
-def test_smollm2_gives_transformers_beams(tmp_path):
+@pytest.mark.parametrize("beam_width", [2, 4, 8])
+def test_smollm2_gives_transformers_beams(beam_width, tmp_path):
     path = families.smollm2()
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
                                                  dtype=torch.float32)
-    llmc.compile(path, tmp_path / "case", max_beam_width=8, max_seq_len=128)
-    with llmc.LLM(tmp_path / "case", max_batch_size=24) as llm:
+    llmc.compile(path, tmp_path / "case", max_beam_width=beam_width, max_seq_len=128)
+    with llmc.LLM(tmp_path / "case", max_batch_size=3 * beam_width) as llm:
         prompts = [llm.tokenizer.encode(text).ids for text in
                    ("The sea is", "Once upon a time, in a small village,", "Water boils when")]
-        for beam_width, batch in itertools.product((2, 4, 8), (1, 3)):
+        for batch in (1, 3):
             beams = assert_equal(llm, model, prompts[:batch], search(beam_width, 64),
                                  llm.manifest.tokenizer.eos_token_ids)
             assert (beams.sequence_length > 1).all()
