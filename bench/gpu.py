@@ -301,6 +301,8 @@ def beside(hf: Path, work: Path, name: str, ways: Mapping[str, Mapping[str, str]
             llmc.compile(hf, case, max_seq_len=LENGTH, **options)  # type: ignore[arg-type]
             print(f"compiled for {label} in {time.perf_counter() - started:.0f} s", flush=True)
         sides[label] = llmc.LLM(case, max_batch_size=64, check_step=64, verify=False)
+        versions = sides[label].manifest.target.versions
+        print(label, *(f"{library} {version}" for library, version in versions.items()), flush=True)
     first, second = sides
     print(f"\n| batch, in, out | ms of | {first} | {second} | ratio |\n"
           "| --- | --- | --- | --- | --- |")

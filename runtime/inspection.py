@@ -6,14 +6,15 @@ from typing import Any
 
 from llmc.runtime.manifest import Manifest
 
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
+
 
 def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     """Per chip: weights, KV cache of `batch_size` full sequences and what an encoder makes of as
     many prompts, heads and files, in bytes.
     """
     length = manifest.dims.max_seq_len
-    width = 4 if manifest.dtype == "float32" else 2
-    kv_width = 1 if manifest.kv_dtype == "float8_e4m3fn" else width
+    width, kv_width = _WIDTHS[manifest.dtype], _WIDTHS[manifest.kv_dtype]
     chips = []
     for chip in manifest.chips:
         cache = sum(2 * kv_width * layer.num_kv_heads * layer.head_dim * length

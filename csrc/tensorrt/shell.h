@@ -8,8 +8,8 @@
 //   makes    the names in the network of all its outputs, with spaces between, for llmcWatch; empty: not known
 #pragma once
 
-#include <optional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 

@@ -12,7 +12,6 @@ from llmc.plugins.attention.op import _sample
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None]
-CACHES = ("key_cache", "value_cache")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +42,12 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
         name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
         for name, tensor in tensors.items()})
     outputs = [tensors[name.removesuffix("_out")]
-               if in_place and name.removesuffix("_out") in CACHES else
+               if in_place and name.removesuffix("_out") in op.cache_inputs else
                torch.full(array.shape, float("nan"), device="cuda").to(
                    tensors[name.removesuffix("_out")].dtype
-                   if name.removesuffix("_out") in CACHES else DTYPES[dtype])
+                   if name.removesuffix("_out") in op.cache_inputs else DTYPES[dtype])
                for name, array in zip(op.outputs, expected, strict=True)]
-    untouched = {name: tensors[name].clone() for name in CACHES if name in tensors}
+    untouched = {name: tensors[name].clone() for name in op.cache_inputs if name in tensors}
     milliseconds = harness.run(
         op.name, {**fields, "dtype": dtype, "present": " ".join(tensors)},
         [describe(tensor) for tensor in tensors.values()], [describe(t) for t in outputs], repeats)
