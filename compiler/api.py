@@ -18,13 +18,13 @@ import onnx_graphsurgeon as gs
 from llmc import __version__, plugins
 from llmc.compiler.artifact import file_entry
 from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.graph.rewrite import Report, Settings, is_llmc, verify, weight
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.memory import move_memory
 from llmc.compiler.passes.packing import lm_head
 from llmc.compiler.passes.tensor_parallel import max_tp_size, partition_all
 from llmc.compiler.pipeline import ENCODER_PASSES, run_passes
-from llmc.compiler.rewrite import Report, Settings, is_llmc, verify, weight
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
-from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import (
     MANIFEST_NAME,

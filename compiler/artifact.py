@@ -15,8 +15,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import __version__, plugins
-from llmc.compiler.rewrite import is_llmc
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.rewrite import is_llmc
+from llmc.compiler.graph.weights import Weight
 from llmc.runtime.manifest import (
     Chip,
     CollectiveStep,

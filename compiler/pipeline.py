@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.rewrite import Report, Settings, is_llmc, tidy, verify
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.fold import fold
@@ -13,7 +14,6 @@ from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.packing import ATTENTION, pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.sdpa import sdpa
-from llmc.compiler.rewrite import Report, Settings, is_llmc, tidy, verify
 from llmc.errors import LlmcError
 
 Pass = Callable[[gs.Graph, Settings, Report], None]

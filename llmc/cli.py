@@ -605,7 +605,7 @@ def _print_passes(manifest: Manifest) -> None:
 def diff_command(case_dir: Path, as_json: bool, html: Path | None, **options: Any) -> None:
     """Show where, and by how much, a compiled model differs from the original."""
     _import_compiler()
-    from llmc.compiler.diff import diff, print_report, write_html
+    from llmc.compiler.check.diff import diff, print_report, write_html
 
     report = diff(case_dir, **options)
     if html is not None:
@@ -646,7 +646,7 @@ def eval_command(case_dir: Path, task: str, as_json: bool, **options: Any) -> No
     """Measure a compiled model's quality: perplexity of a text, ROUGE of summaries."""
     if options["hf_dir"] is not None:
         _import_compiler()
-    from llmc.compiler.evaluate import perplexity, print_report, summarize
+    from llmc.compiler.check.evaluate import perplexity, print_report, summarize
 
     measure = {"perplexity": perplexity, "summarize": summarize}[task]
     given = {name: value for name, value in options.items() if value is not None}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 

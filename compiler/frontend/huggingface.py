@@ -11,7 +11,7 @@ import numpy as np
 
 from llmc.compiler.frontend import sentencepiece_pair
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",

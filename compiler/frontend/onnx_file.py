@@ -17,8 +17,8 @@ from llmc.compiler.frontend.huggingface import (
     find_directory,
 )
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.rewrite import tidy
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.rewrite import tidy
+from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 _MIN_OPSET = 18

@@ -11,9 +11,6 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-HIDDEN_STATE = "hidden_states.{}"
-ENCODER_OUTPUT = "encoder_output"
-
 
 @dataclass(frozen=True)
 class RawModel:

@@ -31,7 +31,7 @@ from functools import lru_cache
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import (
+from llmc.compiler.graph.probe import (
     LAYOUT,
     ROTARY,
     Piece,
@@ -40,7 +40,7 @@ from llmc.compiler.probe import (
     data_tensors,
     token_feeds,
 )
-from llmc.compiler.rewrite import (
+from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Rule,
@@ -54,7 +54,7 @@ from llmc.compiler.rewrite import (
     replace,
     weight,
 )
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 
 _CHUNK = 512
 _BIAS_LENGTH = 512  # at which a bias is evaluated

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import ELEMENTWISE, LAYOUT, cone, data_tensors, token_feeds
-from llmc.compiler.rewrite import (
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, cone, data_tensors, token_feeds
+from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Rule,
@@ -30,7 +30,7 @@ from llmc.compiler.rewrite import (
     scalar,
     weight,
 )
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 
 _INDEX_OPS = ELEMENTWISE | LAYOUT | {"Range", "Shape", "CumSum", "ConstantOfShape"}
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.probe import ELEMENTWISE
+from llmc.compiler.graph.rewrite import Report, Rule, Settings, apply_rules
 from llmc.compiler.passes.fold import forward
-from llmc.compiler.probe import ELEMENTWISE
-from llmc.compiler.rewrite import Report, Rule, Settings, apply_rules
 
 
 def flatten(graph: gs.Graph, settings: Settings, report: Report) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.frontend.raw import ENCODER_OUTPUT
-from llmc.compiler.probe import Piece
-from llmc.compiler.rewrite import (
+from llmc.compiler.graph.constants import fold_constants
+from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Rule,
@@ -26,12 +26,10 @@ from llmc.compiler.rewrite import (
     constant,
     producer,
     scalar,
-    tidy,
     weight,
 )
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 
-_MAX_ELEMENTS = 1 << 20
 _SAME_DTYPE = {"Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Sigmoid", "Softplus", "Sqrt",
                "Sub", "Tanh"}
 _INT_MAX = 2**31 - 1
@@ -54,26 +52,6 @@ def _read_scalars(graph: gs.Graph) -> None:
         if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight) \
                 and int(np.prod(tensor.shape)) == 1:
             tensor.values = tensor._values.load()
-
-
-def _constant_nodes(graph: gs.Graph) -> None:
-    """Turn Constant nodes into constants."""
-    for node in graph.nodes:
-        if node.op != "Constant":
-            continue
-        (attribute, value), = node.attrs.items()
-        if attribute == "value":
-            array = np.array(value.values)
-        elif attribute in ("value_int", "value_ints"):
-            array = np.array(value, dtype=np.int64)
-        elif attribute in ("value_float", "value_floats"):
-            array = np.array(value, dtype=np.float32)
-        else:
-            continue
-        node.outputs[0].to_constant(array)
-        node.inputs.clear()
-        node.outputs.clear()
-    tidy(graph)
 
 
 def forward(node: gs.Node, graph: gs.Graph) -> None:
@@ -272,33 +250,3 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
 
 
 SHAPE = Rule("shape", frozenset({"Shape"}), _known_shape, _rewrite_shape)
-
-
-def _is_small(values: np.ndarray | None) -> bool:
-    return values is not None and values.size <= _MAX_ELEMENTS
-
-
-def fold_constants(graph: gs.Graph) -> int:
-    """Run all nodes that have only small constants as inputs, in one go; return how many."""
-    _constant_nodes(graph)
-    foldable: list[gs.Node] = []
-    known: set[int] = set()
-    for node in graph.nodes:
-        reads = [tensor for tensor in node.inputs if not tensor.is_empty()]
-        plain = node.domain in (None, "", "ai.onnx") and not any(True for _ in node.subgraphs())
-        if plain and reads and all(id(t) in known or _is_small(constant(t)) for t in reads):
-            foldable.append(node)
-            known.update(id(tensor) for tensor in node.outputs)
-    inside = {id(node) for node in foldable}
-    frontier = tuple(tensor for node in foldable for tensor in node.outputs
-                     if any(id(user) not in inside for user in tensor.outputs)
-                     and not isinstance(tensor.dtype, int))  # numpy has no bfloat16
-    if not frontier:
-        return 0
-    for tensor, array in zip(frontier, Piece(tuple(foldable), (), frontier).run_all({}),
-                             strict=True):
-        if array.size <= _MAX_ELEMENTS:
-            tensor.inputs.clear()
-            tensor.to_constant(array)
-    tidy(graph)
-    return len(foldable)

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.passes.flatten import flatten
-from llmc.compiler.probe import (
+from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
     Piece,
@@ -32,7 +31,7 @@ from llmc.compiler.probe import (
     cone,
     data_tensors,
 )
-from llmc.compiler.rewrite import (
+from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Rule,
@@ -45,7 +44,8 @@ from llmc.compiler.rewrite import (
     replace,
     weight,
 )
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.flatten import flatten
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 
 _MAX_NODES = 16

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.frontend.raw import ENCODER_OUTPUT
-from llmc.compiler.probe import data_tensors
-from llmc.compiler.rewrite import describe, is_llmc, tidy
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.probe import data_tensors
+from llmc.compiler.graph.rewrite import describe, is_llmc, tidy
+from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 _POSITIONS = {1: "key", 2: "value"}  # of BidirectionalAttention's inputs

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import ELEMENTWISE, Piece, close, closed_regions
-from llmc.compiler.rewrite import (
+from llmc.compiler.graph.probe import ELEMENTWISE, Piece, close, closed_regions
+from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Rule,
@@ -28,7 +28,7 @@ from llmc.compiler.rewrite import (
     replace,
     scalar,
 )
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 
 _ALLOWED = ELEMENTWISE | {"ReduceMean"}
 _MAX_NODES = 16

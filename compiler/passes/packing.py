@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.frontend.raw import ENCODER_OUTPUT
-from llmc.compiler.probe import ELEMENTWISE
-from llmc.compiler.rewrite import (
+from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.probe import ELEMENTWISE
+from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
     constant,

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors, token_feeds
-from llmc.compiler.rewrite import (
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors, token_feeds
+from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Rule,

@@ -19,9 +19,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
+from llmc.compiler.graph.probe import ELEMENTWISE
+from llmc.compiler.graph.rewrite import consumers, describe, is_llmc, weight
 from llmc.compiler.passes.packing import ATTENTION, lm_head
-from llmc.compiler.probe import ELEMENTWISE
-from llmc.compiler.rewrite import consumers, describe, is_llmc, weight
 from llmc.errors import LlmcError
 
 

@@ -27,9 +27,9 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.compiler.rewrite import consumers, is_llmc, replace, tidy, weight
+from llmc.compiler.graph.rewrite import consumers, is_llmc, replace, tidy, weight
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.targets import Options
-from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.runtime.schedule import (

@@ -25,7 +25,7 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.compiler.rewrite import is_llmc
+from llmc.compiler.graph.rewrite import is_llmc
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, Target

@@ -16,8 +16,8 @@ from rouge_score.rouge_scorer import RougeScorer
 import llmc
 from llmc.cli import main
 from llmc.compiler import evaluate
-from llmc.compiler.evaluate import ARTICLES, perplexity, read_articles, summarize
-from llmc.compiler.reference import load_reference
+from llmc.compiler.check.evaluate import ARTICLES, perplexity, read_articles, summarize
+from llmc.compiler.check.reference import load_reference
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 12
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import llmc
-from llmc.compiler.execute import run_graph
-from llmc.compiler.frontend import export, load
+from llmc.compiler.check.execute import run_graph
+from llmc.compiler.frontend import load, parts, trace
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
@@ -28,13 +28,13 @@ def test_repeated_layers_compute_what_all_layers_do(family, layers, tmp_path):
 
 def test_only_as_many_layers_are_exported_as_prove_the_structure(tmp_path, monkeypatch):
     exported = []
-    real = export._run_exporter
+    real = trace._run_exporter
 
     def spy(config, *others):
         exported.append(config.num_hidden_layers)
         return real(config, *others)
 
-    monkeypatch.setattr(export, "_run_exporter", spy)
+    monkeypatch.setattr(trace, "_run_exporter", spy)
     load(families.save(families.tiny_model("llama", num_hidden_layers=12), tmp_path / "l"))
     load(families.save(families.tiny_model("gemma3_text", num_hidden_layers=12), tmp_path / "g"))
     assert exported == [2, 4]  # gemma3: two with a window, two without
@@ -97,14 +97,14 @@ def test_only_causal_and_sliding_window_rules_are_taken():
     causal = masking_utils.causal_mask_function
     full = masking_utils.bidirectional_mask_function
     for rule in (causal, masking_utils.sliding_window_causal_mask_function(8)):
-        export._check_masks([rule], export._CAUSAL_LM)
-    export._check_masks([full], export._ENCODER)
-    export._check_masks([causal, full], export._DECODER)
+        trace._check_masks([rule], parts.CAUSAL_LM)
+    trace._check_masks([full], parts.ENCODER)
+    trace._check_masks([causal, full], parts.DECODER)
     no_padding = torch.zeros(1, dtype=torch.int64)
     chunked = masking_utils.chunked_causal_mask_function(128, no_padding)
-    for rule, part in ((chunked, export._CAUSAL_LM), (full, export._CAUSAL_LM),
-                       (causal, export._ENCODER), (chunked, export._DECODER)):
+    for rule, part in ((chunked, parts.CAUSAL_LM), (full, parts.CAUSAL_LM),
+                       (causal, parts.ENCODER), (chunked, parts.DECODER)):
         with pytest.raises(llmc.LlmcError, match="neither causal nor a window"):
-            export._check_masks([rule], part)
+            trace._check_masks([rule], part)
     with pytest.raises(llmc.LlmcError, match="no causal mask in its decoder"):
-        export._check_masks([full], export._DECODER)
+        trace._check_masks([full], parts.DECODER)

@@ -9,8 +9,10 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 
-from llmc.compiler.execute import run_graph
+from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load
+from llmc.compiler.graph.rewrite import Report, Settings, tidy, verify
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.fold import fold
@@ -18,8 +20,6 @@ from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.sdpa import sdpa
-from llmc.compiler.rewrite import Report, Settings, tidy, verify
-from llmc.compiler.weights import Weight
 
 SETTINGS = Settings(max_seq_len=32, vocab_multiple=64)
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 14)

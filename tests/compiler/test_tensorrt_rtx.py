@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 
 import llmc
-from llmc.compiler.diff import diff
+from llmc.compiler.check.diff import diff
 from llmc.compiler.targets import tensorrt_rtx
 from llmc.runtime.manifest import read_manifest
 

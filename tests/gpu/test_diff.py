@@ -6,7 +6,7 @@ import pytest
 from schedule_interpreter import Interpreter
 
 import llmc
-from llmc.compiler.diff import diff
+from llmc.compiler.check.diff import diff
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.cuda import CudaEngine
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import llmc
-from llmc.compiler.reference import load_reference
+from llmc.compiler.check.reference import load_reference
 from llmc.compiler.targets import Options, tensorrt
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at"]

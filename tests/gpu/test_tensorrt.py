@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import llmc
-from llmc.compiler.diff import diff
+from llmc.compiler.check.diff import diff
 from llmc.compiler.targets import Options, tensorrt
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library

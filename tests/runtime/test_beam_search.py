@@ -10,7 +10,7 @@ from beams import PROMPTS, assert_equal, end_with, search
 from transformers import AutoModelForCausalLM
 
 import llmc
-from llmc.compiler.diff import diff
+from llmc.compiler.check.diff import diff
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.beam_search import (
     BeamSearch,

@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from llmc import plugins
 from llmc.compiler.artifact import Placed, to_onnx
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 
 
 def run_graph(graph: gs.Graph, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]) -> \

@@ -19,9 +19,9 @@ import onnxruntime as ort
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
-from llmc.compiler.frontend.raw import ENCODER_OUTPUT
-from llmc.compiler.rewrite import NoMatch, is_llmc, producer
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.rewrite import NoMatch, is_llmc, producer
+from llmc.compiler.graph.weights import Weight
 
 # Row-wise functions of one element, and of several tensors element by element.
 ELEMENTWISE = frozenset({

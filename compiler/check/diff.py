@@ -31,12 +31,12 @@ from polygraphy.comparator import Comparator, IterationResult, RunResults, Simpl
 from polygraphy.logger import G_LOGGER
 
 from llmc.compiler import api
-from llmc.compiler.execute import run_graph
+from llmc.compiler.check.execute import run_graph
+from llmc.compiler.check.reference import load_reference
 from llmc.compiler.frontend import RawModel, load
-from llmc.compiler.frontend.raw import HIDDEN_STATE
-from llmc.compiler.reference import load_reference
+from llmc.compiler.graph.names import HIDDEN_STATE
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.targets import cuda
-from llmc.compiler.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.sampling import SamplingParams

@@ -335,7 +335,7 @@ def _sentences(text: str) -> str:
 
 
 def _load_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path) -> Any:
-    from llmc.compiler.reference import load_reference
+    from llmc.compiler.check.reference import load_reference
 
     model = load_reference(hf_dir)
     size = model.config.get_text_config().vocab_size

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
-from llmc.compiler.weights import Weight
+from llmc.compiler.graph.weights import Weight
 
 
 @dataclass(frozen=True)

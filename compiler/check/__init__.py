@@ -1,0 +1,1 @@
+"""Whether a compiled model is right, and how good it is."""

@@ -1,0 +1,66 @@
+"""What is exported of a model, and the model built from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from llmc.errors import LlmcError
+
+ATTENTION = "llmc"  # our entry in transformers' attention interface
+ROOT = "model."  # the wrapper's name for the model, in front of every parameter's own name
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is exported: a causal LM, or the encoder or the decoder of an encoder-decoder model.
+
+    Args:
+        layers: what configs call the number of its layers.
+        attentions: of each layer.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    attentions: int = 1
+
+    @property
+    def causal(self) -> bool:
+        """Whether its self-attention is."""
+        return self.name != "encoder"
+
+    def layers_key(self, config: Any) -> str | None:
+        """What this config calls the number of its layers."""
+        return next((key for key in self.layers if isinstance(getattr(config, key, None), int)),
+                    None)
+
+
+CAUSAL_LM = Part("causal LM", ("num_hidden_layers",))
+ENCODER = Part("encoder", ("encoder_layers", "num_encoder_layers", "num_hidden_layers"))
+DECODER = Part("decoder", ("decoder_layers", "num_decoder_layers"), 2)
+
+
+def text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
+    kind, auto = ("causal LM", AutoModelForCausalLM) if part is CAUSAL_LM else \
+        ("encoder-decoder LM", AutoModelForSeq2SeqLM)
+    try:
+        try:
+            model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        except KeyError as error:
+            if error.args != (ATTENTION,):
+                raise
+            # The model looks its attention up in a table of its own.
+            config._attn_implementation = "eager"
+            model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        return model.eval()
+    except (ValueError, KeyError, ImportError, TypeError, AssertionError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
+                        f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}") from error

@@ -1,0 +1,1 @@
+"""What all passes stand on."""
