@@ -11,7 +11,7 @@ from schedule_interpreter import Interpreters
 
 import llmc
 from llmc.cli import main
-from llmc.compiler import diff as diff_module
+from llmc.compiler.check import diff as diff_module
 from llmc.compiler.check.diff import compare, diff
 from llmc.runtime.manifest import read_manifest
 

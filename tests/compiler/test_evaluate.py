@@ -15,7 +15,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 import llmc
 from llmc.cli import main
-from llmc.compiler import evaluate
+from llmc.compiler.check import evaluate
 from llmc.compiler.check.evaluate import ARTICLES, perplexity, read_articles, summarize
 from llmc.compiler.check.reference import load_reference
 
