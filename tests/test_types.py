@@ -1,0 +1,74 @@
+"""What mypy sees: a wrong argument across each border between packages is an error."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mypy import api
+
+ROOT = Path(__file__).parents[1]
+# The file that calls, whose name it imports, and a call with a wrong argument.
+PLANTS = [
+    ("llmc/cli.py", "llmc.compiler.api", "compile(3, None)"),
+    ("llmc/cli.py", "llmc.runtime.llm", "LLM(3)"),
+    ("llmc/compiler/api.py", "llmc.runtime.manifest", "read_manifest(3)"),
+    ("llmc/compiler/check/diff.py", "llmc.runtime.attention.metadata", "PackedBatch.prepare(3, [0])"),
+    ("llmc/compiler/check/diff.py", "llmc.runtime.replica", "Replica.run(3, None)"),
+    ("llmc/compiler/frontend/bind.py", "llmc.compiler.graph.weights", "Weight.of([1.0])"),
+    ("llmc/compiler/passes/gemm.py", "llmc.compiler.graph.rewrite", "NoMatch(3)"),
+    ("llmc/compiler/passes/gemm.py", "llmc.plugins", "Sample(3, None)"),
+    ("llmc/compiler/targets/cuda.py", "llmc.runtime.schedule", "read_schedule(3)"),
+    ("llmc/plugins/rms_norm/op.py", "llmc.plugins.normalization",
+     "normalize(1.0, {}, {}, centred=False)"),
+    ("llmc/runtime/llm.py", "llmc.runtime.decoding.sampling", "SamplingParams(max_tokens='4')"),
+    ("llmc/runtime/engines/cpu.py", "llmc.runtime.collectives", "Communicator('two')"),
+]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """mypy's errors with all plants in place, the last of each line, by `file:line`; and nothing of
+    the checkout changed.
+    """
+    folder = tmp_path_factory.mktemp("planted")
+    if (ROOT / ".mypy_cache").is_dir():  # make lint's, with which this is faster
+        shutil.copytree(ROOT / ".mypy_cache", folder / "cache")
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(folder / "cache")]
+    for number, path in enumerate(dict.fromkeys(path for path, *_ in PLANTS)):
+        text = (ROOT / path).read_text()
+        for other, module, call in PLANTS:
+            if other == path:
+                text += _plant(module, call)
+        shadow = folder / f"{number}.py"
+        shadow.write_text(text)
+        options += ["--shadow-file", path, str(shadow)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        output, problem, _ = api.run(options)
+    assert not problem, problem
+    found = {}
+    for line in output.splitlines():
+        place, _, message = line.partition(": error: ")
+        found[place] = message
+    yield found
+
+
+def _plant(module: str, call: str) -> str:
+    name = call.split("(")[0].split(".")[0]
+    return f"\n\ndef _planted_{name}() -> None:\n    from {module} import {name}\n    {call}\n"
+
+
+@pytest.mark.parametrize(("path", "module", "call"), PLANTS)
+def test_a_wrong_argument_across_a_border_is_an_error(path, module, call, errors):
+    lines = (ROOT / path).read_text().count("\n")
+    for other, *plant in PLANTS:
+        if other == path:
+            lines += _plant(*plant).count("\n")
+            if plant == [module, call]:
+                break
+    assert "[arg-type]" in errors.get(f"{path}:{lines}", "nothing"), call
+
+
+def test_there_are_no_other_errors(errors):
+    assert len(errors) == len(PLANTS)
