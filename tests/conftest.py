@@ -3,6 +3,7 @@
 import functools
 import shutil
 
+import export_cache
 import families
 import pytest
 import torch
@@ -13,6 +14,13 @@ from llmc.compiler.frontend import load
 
 VOCAB = 300
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exports_are_kept():
+    """From test to test and from run to run."""
+    with export_cache.installed():
+        yield
 
 
 def write_tokenizer(directory):

@@ -1,0 +1,81 @@
+"""Exports that tests share, on disk: most of their time is torch's exporter, and many ask for the
+same tiny model.
+
+What is kept is named after all that it is made of: the config, what is asked for, the versions of
+the libraries, and the code that exports. An export of a model class that is not one of
+transformers' own is not kept, nor one that a test watches.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from llmc.compiler.frontend import export, trace
+
+_ROOT = Path(__file__).parents[1]
+_FOLDER = _ROOT / ".pytest_cache" / "exports"
+_LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "accelerate")
+
+
+@cache
+def _folder() -> Path:
+    """The folder for this code and these libraries; those of others are gone."""
+    digest = hashlib.sha256("".join(map(version, _LIBRARIES)).encode())
+    for path in (*sorted((_ROOT / "compiler" / "frontend").glob("*.py")), Path(__file__)):
+        digest.update(path.read_bytes())
+    folder = _FOLDER / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in _FOLDER.iterdir():
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def kept(key: str, make: Callable[[], onnx.ModelProto]) -> onnx.ModelProto:
+    """What `make` gives, or gave another test for this key; processes wait for one another."""
+    path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.onnx"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return onnx.load(path, load_external_data=False)
+        model = make()
+        part = path.with_suffix(".part")
+        part.write_bytes(model.SerializeToString())
+        os.rename(part, path)
+        return model
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Have the compiler's exports kept."""
+    real, exporter = trace.trace, trace._run_exporter
+
+    def cached(config: Any, part: Any, layers_name: str | None, trust_remote_code: bool) -> \
+            onnx.ModelProto:
+        def make() -> onnx.ModelProto:
+            return real(config, part, layers_name, trust_remote_code)
+
+        if trace._run_exporter is not exporter or \
+                not type(config).__module__.startswith("transformers."):
+            return make()
+        described = {key: value for key, value in config.to_dict().items()
+                     if key != "_name_or_path"}
+        return kept(f"{json.dumps(described, sort_keys=True, default=str)} {type(config).__name__} "
+                    f"{part.name} {layers_name}", make)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "trace", cached)
+        yield
