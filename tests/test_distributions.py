@@ -1,10 +1,14 @@
 """What an installation of llmc holds; what its CUDA engine, llmc-cuda, needs and says."""
 
+import fcntl
 import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import termios
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,11 +81,13 @@ def test_an_engine_of_another_version_is_refused(monkeypatch):
         cuda.extension()
 
 
-def cmake(script, environment, **variables):
+def cmake(script, environment, terminal=None, **variables):
     """Run one of csrc's scripts; its exit code and what it prints, on one line."""
     ran = subprocess.run([CMAKE, *(f"-D{name}={value}" for name, value in variables.items()),
                           "-P", ROOT / "csrc" / script],
-                         env=environment, capture_output=True, text=True, start_new_session=True)
+                         env=environment, capture_output=True, text=True, start_new_session=True,
+                         preexec_fn=terminal and (
+                             lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)))
     return ran.returncode, " ".join((ran.stdout + ran.stderr).split())
 
 
@@ -116,3 +122,23 @@ def test_what_is_no_nvcc_of_cuda_13_is_refused(tmp_path, release, environment, s
         add_nvcc(tmp_path / "bin", release)
     code, error = cmake("nvcc.cmake", {"PATH": "/none"} | environment, toolkit=tmp_path)
     assert code != 0 and said.format(tmp_path) in error
+
+
+def test_a_build_says_what_it_compiles_and_how_long_that_takes(tmp_path):
+    files = {"kernels": ";".join(["a.cu"] * 10), "sources": ";".join(["a.cpp"] * 30)}
+    environment = {"PATH": os.environ["PATH"], "CMAKE_BUILD_PARALLEL_LEVEL": "1"}
+    minutes = []
+    for architectures in ("90", "80;86;89;90"):
+        code, line = cmake("announce.cmake", environment, **files, architectures=architectures)
+        found = re.fullmatch(r"-- llmc-cuda: compiles 10 CUDA files for compute capabilities (.*) "
+                             r"and 30 C\+\+ files: about (\d+) min on 1 cores", line)
+        assert code == 0 and found[1] == architectures.replace(";", ", ")
+        minutes.append(int(found[2]))
+        screen, terminal = pty.openpty()  # where pip shows nothing else of what a build prints
+        assert cmake("announce.cmake", environment, terminal, **files,
+                     architectures=architectures) == (0, "")
+        assert os.read(screen, 1000).decode().strip() \
+            == f"{line.removeprefix('-- ')}; pip -v shows how far it is"
+        os.close(screen)
+        os.close(terminal)
+    assert minutes[0] < minutes[1]
