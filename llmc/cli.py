@@ -155,9 +155,9 @@ def _sampling_options(command: Any) -> Any:
 
 
 def _engines() -> str:
-    extension = find_spec("llmc._cuda")
+    extension = find_spec("llmc_cuda")
     if extension is None:
-        return "cpu"
+        return "cpu; for NVIDIA GPUs, from a checkout: pip install -v ./csrc"
     plugins = Path(str(extension.origin)).with_name("libllmc_plugins.so")
     return "cpu, cuda, tensorrt" if plugins.is_file() else "cpu, cuda"
 

@@ -1,8 +1,11 @@
-"""A tiny model with a tokenizer, and its case directories."""
+"""A tiny model with a tokenizer, and its case directories; the CUDA engine where it is."""
 
 import functools
+import os
 import shutil
+from importlib.util import find_spec
 
+import cores
 import export_cache
 import families
 import pytest
@@ -11,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 import llmc
 from llmc.compiler.frontend import load
+from llmc.runtime.engines import cuda
 
 VOCAB = 300
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -34,6 +38,47 @@ def write_tokenizer(directory):
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`-m extension` chooses the tests of what llmc-cuda has."""
+    for item in items:
+        if "extension" in item.fixturenames:
+            item.add_marker("extension")
+
+
+@pytest.fixture(scope="session")
+def extension():
+    """The compiled CUDA engine. What it says on the host needs no GPU."""
+    if find_spec("llmc_cuda") is None:
+        pytest.skip("llmc-cuda is not installed")
+    return cuda.extension()
+
+
+@pytest.fixture(scope="session")
+def tensorrt(extension):
+    """Its part for TensorRT, without TensorRT."""
+    if not hasattr(extension, "tensorrt"):
+        pytest.skip("llmc-cuda was built without TENSORRT_ROOT")
+    extension.tensorrt.library = os.path.join(os.path.dirname(extension.__file__),
+                                              "libllmc_plugins.so")
+    return extension.tensorrt
+
+
+@pytest.fixture(scope="session")
+def harness(tensorrt):
+    """What plays TensorRT's part before the plugins."""
+    return tensorrt.Harness(tensorrt.library)
+
+
+@pytest.fixture
+def all_cores():
+    """For this test, the cores that the worker keeps off."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores.ALL)
+    yield cores.ALL
+    os.sched_setaffinity(0, own)
 
 
 @pytest.fixture(scope="session")

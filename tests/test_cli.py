@@ -13,14 +13,13 @@ import termios
 import threading
 import time
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from llmc import LLM, LlmcError, SamplingParams, __version__
-from llmc.cli import _Meter, _print_answer, _talk, main
+from llmc.cli import _engines, _Meter, _print_answer, _talk, main
 from llmc.runtime.llm import Piece
 
 
@@ -28,12 +27,16 @@ def run(*arguments, stdin=""):
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
 
 
-def test_version_says_which_engines_there_are():
-    engines, extension = "cpu", find_spec("llmc._cuda")
-    if extension is not None:
-        plugins = Path(extension.origin).with_name("libllmc_plugins.so")
-        engines = "cpu, cuda, tensorrt" if plugins.exists() else "cpu, cuda"
-    assert run("--version").stdout == f"llmc {__version__} (engines: {engines})\n"
+def test_version_says_which_engines_there_are_and_how_to_get_the_other(monkeypatch, tmp_path):
+    assert run("--version").stdout == f"llmc {__version__} (engines: {_engines()})\n"
+    monkeypatch.setattr("llmc.cli.find_spec", lambda name: None)
+    assert _engines() == "cpu; for NVIDIA GPUs, from a checkout: pip install -v ./csrc"
+    installed = SimpleNamespace(origin=str(tmp_path / "llmc_cuda" / "__init__.py"))
+    monkeypatch.setattr("llmc.cli.find_spec", {"llmc_cuda": installed}.get)
+    assert _engines() == "cpu, cuda"
+    (tmp_path / "llmc_cuda").mkdir()
+    (tmp_path / "llmc_cuda" / "libllmc_plugins.so").touch()
+    assert _engines() == "cpu, cuda, tensorrt"
 
 
 def test_run_prints_the_inference_info_and_then_the_text(case_tp2):

@@ -1,4 +1,4 @@
-// Python's view: llmc._cuda.
+// Python's view: llmc_cuda._cuda.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -172,6 +172,7 @@ NB_MODULE(_cuda, m) {
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
     return std::make_pair(major, minor);
   });
+  m.attr("version") = LLMC_VERSION;  // of the distribution llmc-cuda
   m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80 90"
 
   nb::class_<Engine>(m, "Engine")

@@ -1,4 +1,4 @@
-// What the parts of llmc._cuda's binding share.
+// What the parts of llmc_cuda._cuda's binding share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,7 @@ std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign);
 
 namespace tensorrt {
 
-// Where llmc is built with TensorRT: llmc._cuda.tensorrt.
+// Where llmc-cuda is built with TensorRT: llmc_cuda._cuda.tensorrt.
 void bind(nanobind::module_ m);
 
 }  // namespace tensorrt

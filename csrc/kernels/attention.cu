@@ -41,7 +41,7 @@ __global__ void append_kernel(AttentionParams p) {
       write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
-      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
+      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head).fresh(position));
     }
     __syncwarp();
   }
@@ -50,7 +50,7 @@ __global__ void append_kernel(AttentionParams p) {
 // The same where heads have no norms and rotate in whole vectors: a block per token, a vector per thread and
 // turn, with the vector that it is turned with read too.
 template <typename T, typename C>
-__global__ void append_vectors_kernel(AttentionParams p) {
+__global__ void __launch_bounds__(256, 8) append_vectors_kernel(AttentionParams p) {
   constexpr int kWidth = kVec<T>;
   wait_for_inputs();
   let_next_start();
@@ -84,7 +84,7 @@ __global__ void append_vectors_kernel(AttentionParams p) {
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       store_floats(static_cast<C*>(is_value ? p.value_cache : p.key_cache) +
-                       CacheRows(p, sequence, kv_head)(position) + at, value);
+                       CacheRows(p, sequence, kv_head).fresh(position) + at, value);
     }
   }
 }
@@ -118,8 +118,7 @@ cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
 }
 
 // kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
-// Rows: where cached positions lie.
-template <typename T, typename C, int kLanes, int kHeads, bool kFused, typename Rows>
+template <typename T, typename C, int kLanes, int kHeads, bool kFused>
 __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, int parts) {
   constexpr int kGroups = 32 / kLanes, kTurns = 4;
   extern __shared__ float shared[];
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
 
-  const Rows row(p, sequence, kv_head);
+  const CacheRows row(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   if constexpr (kFused) {
@@ -156,8 +155,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
       prepare_head(scratch, key, p, p.k_norm, position, true);
       const T* value = key + p.num_kv_heads * dim;
       for (int i = lane; i < dim; i += 32) {
-        keys[row(position) + i] = from_float<C>(scratch[i]);
-        values[row(position) + i] = from_float<C>(to_float(value[i]));
+        keys[row.fresh(position) + i] = from_float<C>(scratch[i]);
+        values[row.fresh(position) + i] = from_float<C>(to_float(value[i]));
       }
     }
   } else {
@@ -227,13 +226,13 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
               static_cast<int64_t>(token) * p.num_heads + first_head, {part, used, parts});
 }
 
-template <typename T, typename C, int kLanes, int kHeads, bool kFused, typename Rows>
+template <typename T, typename C, int kLanes, int kHeads, bool kFused>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
   const int parts = parts_for(blocks, p.max_seq_len, kMinKeys);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
-  auto kernel = token_kernel<T, C, kLanes, kHeads, kFused, Rows>;
+  auto kernel = token_kernel<T, C, kLanes, kHeads, kFused>;
   if (shared > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -242,19 +241,20 @@ cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   return launch(kernel, dim3(parts, columns, p.num_tokens), kWarps * 32, shared, stream, p, parts);
 }
 
-template <typename T, typename C, int kLanes, bool kFused, typename Rows>
+template <typename T, typename C, int kLanes, bool kFused>
 cudaError_t tokens_of_lanes(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
-  if (group == 1) return run_tokens<T, C, kLanes, 1, kFused, Rows>(p, stream);
-  if (group == 2) return run_tokens<T, C, kLanes, 2, kFused, Rows>(p, stream);
-  return run_tokens<T, C, kLanes, 4, kFused, Rows>(p, stream);
+  if (group == 1) return run_tokens<T, C, kLanes, 1, kFused>(p, stream);
+  if constexpr (std::is_same_v<T, float>)  // in 16 bits few models come here, and hardly one with pairs of heads
+    if (group == 2) return run_tokens<T, C, kLanes, 2, kFused>(p, stream);
+  return run_tokens<T, C, kLanes, 4, kFused>(p, stream);
 }
 
-template <typename T, typename C, bool kFused, typename Rows>
+template <typename T, typename C, bool kFused>
 cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 64) return tokens_of_lanes<T, C, 8, kFused, Rows>(p, stream);
-  if (p.head_dim <= 128) return tokens_of_lanes<T, C, 16, kFused, Rows>(p, stream);
-  return tokens_of_lanes<T, C, 32, kFused, Rows>(p, stream);
+  if (p.head_dim <= 64) return tokens_of_lanes<T, C, 8, kFused>(p, stream);
+  if (p.head_dim <= 128) return tokens_of_lanes<T, C, 16, kFused>(p, stream);
+  return tokens_of_lanes<T, C, 32, kFused>(p, stream);
 }
 
 }  // namespace
@@ -285,11 +285,8 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
     using T = std::remove_pointer_t<decltype(type)>;
     using C = std::remove_pointer_t<decltype(cached)>;
     if constexpr (std::is_same_v<T, float>)
-      if (p.decode)
-        return p.cache_indirection != nullptr ? tokens<T, C, true, SharedRows>(p, stream)
-                                              : tokens<T, C, true, CacheRows>(p, stream);
-    return p.cache_indirection != nullptr ? tokens<T, C, false, SharedRows>(p, stream)
-                                          : tokens<T, C, false, CacheRows>(p, stream);
+      if (p.decode) return tokens<T, C, true>(p, stream);
+    return tokens<T, C, false>(p, stream);
   });
 }
 

@@ -60,49 +60,44 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
   __syncwarp();
 }
 
-// Where in a cache the positions of one sequence and KV head lie: one after the other, or in blocks.
+// Where in a cache the positions of one sequence and KV head lie: one after the other, in blocks, or where beams
+// share what they have in common: then p.cache_indirection says in which row a position lies that is before the new
+// ones, which are in the sequence's own.
 struct CacheRows {
-  __device__ CacheRows(const AttentionParams& p, int sequence, int kv_head) : dim(p.head_dim) {
-    if (p.block_table == nullptr) {
-      first = (static_cast<int64_t>(sequence) * p.num_kv_heads + kv_head) * p.max_seq_len * dim;
-    } else {
+  __device__ CacheRows(const AttentionParams& p, int sequence, int kv_head)
+      : heads(p.num_kv_heads), head(kv_head), own(sequence), length(p.max_seq_len), dim(p.head_dim) {
+    if (p.block_table != nullptr) {
       shift = __ffs(p.block_size) - 1;
       mask = p.block_size - 1;
       table = p.block_table + sequence * (p.max_seq_len >> shift);
-      first = static_cast<int64_t>(kv_head) * p.block_size * dim;
-      stride = static_cast<int64_t>(p.num_kv_heads) * p.block_size * dim;
+      listed = kAll;
+      length = p.block_size;
+    } else if (p.cache_indirection != nullptr) {
+      table = p.cache_indirection + static_cast<int64_t>(sequence) * p.max_seq_len;
+      listed = p.past_lens[sequence];
     }
   }
 
   __device__ __forceinline__ int64_t operator()(int position) const {
-    const int64_t block = table == nullptr ? 0 : table[position >> shift];
-    return first + block * stride + static_cast<int64_t>(position & mask) * dim;
+    return place(position < listed ? __ldg(table + (position >> shift)) : own, position);
+  }
+  // The same of a position that was there before the step, and of a new one.
+  __device__ __forceinline__ int64_t old(int position) const {
+    return place(table != nullptr ? __ldg(table + (position >> shift)) : own, position);
+  }
+  __device__ __forceinline__ int64_t fresh(int position) const {
+    return place(listed == kAll ? __ldg(table + (position >> shift)) : own, position);
   }
   __device__ __forceinline__ bool in_line() const { return table == nullptr; }
 
-  const int32_t* table = nullptr;
-  int64_t first, stride = 0;
-  int dim, shift = 0, mask = 0x7fffffff;
-};
-
-// The same where beams share what they have in common: p.cache_indirection says in which row a position lies
-// that is before the new ones, which are in the sequence's own.
-struct SharedRows {
-  __device__ SharedRows(const AttentionParams& p, int sequence, int kv_head)
-      : rows(p.cache_indirection + static_cast<int64_t>(sequence) * p.max_seq_len),
-        stride(static_cast<int64_t>(p.num_kv_heads) * p.max_seq_len * p.head_dim),
-        first(static_cast<int64_t>(kv_head) * p.max_seq_len * p.head_dim),
-        own(sequence), past(p.past_lens[sequence]), dim(p.head_dim) {}
-
-  __device__ __forceinline__ int64_t operator()(int position) const {
-    const int row = position < past ? __ldg(rows + position) : own;
-    return first + row * stride + static_cast<int64_t>(position) * dim;
+  __device__ __forceinline__ int64_t place(int block, int position) const {
+    return (static_cast<int64_t>(block * heads + head) * length + (position & mask)) * dim;
   }
-  __device__ __forceinline__ bool in_line() const { return false; }
 
-  const int32_t* rows;
-  int64_t stride, first;
-  int own, past, dim;
+  static constexpr int kAll = 0x7fffffff;
+  const int32_t* table = nullptr;
+  int heads, head, own, length, dim, shift = 0, mask = kAll;
+  int listed = 0;  // so many positions the table speaks of
 };
 
 // Where fewer blocks than kPartedBlocks would run, cached positions are divided into parts, so there are never

@@ -49,7 +49,7 @@ struct RowsOfKeys {
 };
 
 // Keys in a cache, of which a query sees those up to its own, or a window of them.
-template <typename C, typename Rows>
+template <typename C>
 struct CachedKeys {
   using Params = AttentionParams;
   using Element = C;
@@ -64,7 +64,7 @@ struct CachedKeys {
   __device__ int column(int i, int j, int distances) const { return min(max(i - j, 0), distances - 1); }
 
   const C *key, *value;
-  Rows rows;
+  CacheRows rows;
   int first, window;
 };
 
@@ -215,10 +215,8 @@ cudaError_t biased_attention(DType dtype, const AttentionParams& p, const float*
   const Queries queries{p.out, p.queries, p.cu_seqlens, distance_bias, p.num_tokens, p.batch, p.num_heads,
                         p.num_kv_heads, p.head_dim, distances, p.scale, p.softcap};
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    using C = std::remove_pointer_t<decltype(cached)>;
-    return p.cache_indirection != nullptr ? run<T, CachedKeys<C, SharedRows>>(queries, p, stream)
-                                          : run<T, CachedKeys<C, CacheRows>>(queries, p, stream);
+    return run<std::remove_pointer_t<decltype(type)>, CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p,
+                                                                                                           stream);
   });
 }
 

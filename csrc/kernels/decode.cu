@@ -62,9 +62,12 @@ struct Layout {
   static_assert(sizeof(Cached<C>) * kRounds * kRound >= sizeof(float) * kHeads * kDim);
 };
 
-// Rows: where cached positions lie.
-template <typename T, typename C, int kSteps, int kWarps, typename Rows>
-__global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, int parts) {
+// Blocks that a multiprocessor should have room for, where ptxas, left alone, keeps registers in memory for more.
+template <typename C, int kSteps, int kWarps>
+constexpr int kResident = kSteps == 2 && kWarps == 8 && sizeof(C) == 2 ? 1 : 0;
+
+template <typename T, typename C, int kSteps, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) decode_kernel(AttentionParams p, int parts) {
   using L = Layout<T, C, kSteps, kWarps>;
   constexpr int kDim = L::kDim, kPitch = L::kPitch, kHalves = L::kHalves;
   extern __shared__ uint4 raw[];
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
   const int used = min(parts, (count + kDecodeKeys - 1) / kDecodeKeys), part = blockIdx.x;
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
-  const Rows row_of(p, sequence, kv_head);
+  const CacheRows row_of(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   // A warp's rounds begin kWarps · kKeys positions apart. The new position is copied by none.
@@ -95,13 +98,13 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
       Cached<C>* into = ring_of(warp) + round % L::kRounds * L::kRound;
       // Where rows follow one another, a round's vectors do.
       const bool in_line = row_of.in_line() && dim == kDim;
-      const int64_t first = in_line ? row_of(start) : 0;
+      const int64_t first = in_line ? row_of.old(start) : 0;
 #pragma unroll
       for (int i = 0; i < kKeys * L::kVectors / 32; ++i) {
         const int vector = lane + 32 * i, row = vector / L::kVectors, at = vector % L::kVectors;
         const bool there = start + row < limit && 8 * at < dim;
         int64_t from = first + 8 * vector;
-        if (!in_line) from = there ? row_of(start + row) + 8 * at : 0;
+        if (!in_line) from = there ? row_of.old(start + row) + 8 * at : 0;
         start_copy(into + L::key_at(row, at), keys + from, there);
         start_copy(into + L::value_at(row, at), values + from, there);
       }
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
       for (int i = lane; i < kDim; i += 32) {
         const C cached = from_float<C>(i < dim ? scratch[i] : 0.f);
         fresh_key[i] = cached;
-        if (i < dim) keys[row_of(position) + i] = cached;
+        if (i < dim) keys[row_of.fresh(position) + i] = cached;
       }
     } else {
       const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
         const int i = lane + 32 * k;
         const C cached = from_float<C>(to_float(x[k]));
         fresh_value[i] = cached;
-        if (i < dim) values[row_of(position) + i] = cached;
+        if (i < dim) values[row_of.fresh(position) + i] = cached;
       }
     }
     __syncwarp();
@@ -245,12 +248,12 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(AttentionParams p, 
                  static_cast<int64_t>(sequence) * p.num_heads + first_head, {part, used, parts});
 }
 
-template <typename T, typename C, int kSteps, int kWarps, typename Rows>
+template <typename T, typename C, int kSteps, int kWarps>
 cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
   constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
   const int blocks = columns * p.batch;
   const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys);
-  auto kernel = decode_kernel<T, C, kSteps, kWarps, Rows>;
+  auto kernel = decode_kernel<T, C, kSteps, kWarps>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
@@ -264,42 +267,35 @@ bool fits() {
 }
 
 // Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer.
-template <typename T, typename C, int kSteps, typename Rows>
+template <typename T, typename C, int kSteps>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
   const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const auto blocks = static_cast<unsigned>(columns * p.batch);
   if constexpr (kSteps <= 4)
     if (4 * blocks <= multiprocessors() && fits<T, C, kSteps, 12>())
-      return run_warps<T, C, kSteps, 12, Rows>(p, columns, stream);
+      return run_warps<T, C, kSteps, 12>(p, columns, stream);
   if (blocks <= multiprocessors() && fits<T, C, kSteps, 8>())
-    return run_warps<T, C, kSteps, 8, Rows>(p, columns, stream);
+    return run_warps<T, C, kSteps, 8>(p, columns, stream);
   static const unsigned resident = [] {
     if (!fits<T, C, kSteps, 4>()) return 0u;
     constexpr int kShared = Layout<T, C, kSteps, 4>::kShared;
-    auto kernel = decode_kernel<T, C, kSteps, 4, Rows>;
+    auto kernel = decode_kernel<T, C, kSteps, 4>;
     int blocks = 0;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 4 * 32, kShared);
     return blocks * multiprocessors();
   }();
-  if (blocks > resident) return run_warps<T, C, kSteps, 2, Rows>(p, columns, stream);
-  return run_warps<T, C, kSteps, 4, Rows>(p, columns, stream);
-}
-
-template <typename T, typename C, typename Rows>
-cudaError_t run_rows(const AttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 32) return run<T, C, 1, Rows>(p, stream);
-  if (p.head_dim <= 64) return run<T, C, 2, Rows>(p, stream);
-  if (p.head_dim <= 96) return run<T, C, 3, Rows>(p, stream);
-  if (p.head_dim <= 128) return run<T, C, 4, Rows>(p, stream);
-  return run<T, C, 8, Rows>(p, stream);
+  if (blocks > resident) return run_warps<T, C, kSteps, 2>(p, columns, stream);
+  return run_warps<T, C, kSteps, 4>(p, columns, stream);
 }
 
 template <typename T, typename C>
 cudaError_t run_cache(const AttentionParams& p, cudaStream_t stream) {
-  return p.cache_indirection != nullptr ? run_rows<T, C, SharedRows>(p, stream)
-                                        : run_rows<T, C, CacheRows>(p, stream);
+  if (p.head_dim <= 64) return run<T, C, 2>(p, stream);  // few models have 32 or less
+  if (p.head_dim <= 96) return run<T, C, 3>(p, stream);
+  if (p.head_dim <= 128) return run<T, C, 4>(p, stream);
+  return run<T, C, 8>(p, stream);
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-// Python's view: llmc._cuda.tensorrt.
+// Python's view: llmc_cuda._cuda.tensorrt.
 #include "../engine/binding.h"
 
 #include <nanobind/stl/map.h>

@@ -1,4 +1,4 @@
-"""llmc's own engine on an NVIDIA GPU: a thin shell over `llmc._cuda`."""
+"""llmc's own engine on an NVIDIA GPU: a thin shell over `llmc_cuda._cuda`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc import __version__
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import BeamStep, Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Candidates
@@ -24,6 +26,7 @@ from llmc.runtime.manifest import Chip, GraphStep, Manifest
 from llmc.runtime.schedule import Schedule, ScheduledTensor, read_schedule
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
+INSTALL = "pip install -v ./csrc"
 _BLOCK = 128  # max_tokens is a multiple, so that every value of the arena is aligned
 
 
@@ -31,20 +34,23 @@ def extension() -> ModuleType:
     """The compiled extension.
 
     Raises:
-        LlmcError: it was not built, or cuBLASLt or NCCL is missing.
+        LlmcError: it was not installed, is of another version, or cuBLASLt or NCCL is missing.
     """
-    if find_spec("llmc._cuda") is None:
-        raise LlmcError("this installation of llmc has no CUDA engine; install it from a checkout "
-                        "where nvcc 13 is: pip install '.[cuda]'")
+    if find_spec("llmc_cuda") is None:
+        raise LlmcError(f"this installation of llmc has no CUDA engine; install it from a checkout "
+                        f"where nvcc 13 is: {INSTALL}")
     for path in _libraries():  # wherever on sys.path they are, the loader is to know them
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     try:
-        from llmc import _cuda
+        cuda = import_module("llmc_cuda._cuda")
     except ImportError as error:
         raise LlmcError(f"the CUDA engine cannot be loaded ({error}); install "
                         f"nvidia-cublas and nvidia-nccl-cu13, or put libcublasLt.so.13 and "
                         f"libnccl.so.2 on the library path") from error
-    return _cuda
+    if cuda.version != __version__:
+        raise LlmcError(f"llmc-cuda is {cuda.version}, llmc is {__version__}; install both from "
+                        f"one checkout: pip install . && {INSTALL}")
+    return cuda
 
 
 def _libraries() -> Iterator[Path]:
@@ -308,7 +314,8 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
     if not any(number // 10 == major and number % 10 <= minor for number in built):
         raise LlmcError(f"the CUDA engine was built for compute capabilities "
                         f"{', '.join(f'{n // 10}.{n % 10}' for n in built)}, GPU {device} has "
-                        f"{major}.{minor}; build it with CMAKE_CUDA_ARCHITECTURES={major}{minor}")
+                        f"{major}.{minor}; build it with "
+                        f"CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES={major}{minor} {INSTALL}")
     known = {kind.name: kind.version for kind in cuda.plugin_types()}
     for name, version in manifest.ops.items():
         if known.get(name) != version:

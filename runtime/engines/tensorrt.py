@@ -19,7 +19,7 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.engines.cuda import SIZES, CudaEngine, extension
+from llmc.runtime.engines.cuda import INSTALL, SIZES, CudaEngine, extension
 from llmc.runtime.manifest import Chip, GraphStep, Manifest, Target, TensorInfo
 
 LIBRARY = "LLMC_TENSORRT_LIBRARY"
@@ -35,7 +35,7 @@ def plugin_library() -> Path:
     path = Path(str(extension().__file__)).with_name(_PLUGINS)
     if not hasattr(extension(), "tensorrt") or not path.is_file():
         raise LlmcError(f"this installation of llmc has no {_PLUGINS}; install it from a checkout, "
-                        f"with TensorRT's headers: TENSORRT_ROOT=… pip install '.[cuda]'")
+                        f"with TensorRT's headers: TENSORRT_ROOT=… {INSTALL}")
     return path
 
 

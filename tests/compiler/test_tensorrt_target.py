@@ -3,7 +3,6 @@ builder is played; tests/gpu has the real one."""
 
 import runpy
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import families
@@ -16,7 +15,6 @@ import llmc
 from llmc import plugins
 from llmc.compiler import api
 from llmc.compiler.targets import Options, tensorrt
-from llmc.runtime.engines import cuda
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
 from llmc.runtime.manifest import Target, read_manifest
 
@@ -177,32 +175,28 @@ def attributes(node):
 
 @pytest.mark.parametrize(("family", "beams"), [
     ("llama", 1), ("llama", 4), ("gpt2", 1), ("gemma2", 1), ("phi3", 1), ("gpt_neox", 1)])
-def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(builder, family, beams, tmp_path):
+def test_every_node_is_a_plugin_that_gives_the_shapes_of_its_body(harness, builder, family, beams,
+                                                                  tmp_path):
     """With attributes, dtypes and shapes as TensorRT's parser would hand them over."""
     compile(family, tmp_path, dtype="float16", max_beam_width=beams)
-    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx")
+    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness)
 
 
-def test_every_node_over_float8_caches_is_a_plugin(builder, tmp_path):
+def test_every_node_over_float8_caches_is_a_plugin(harness, builder, tmp_path):
     compile("llama", tmp_path, dtype="float16", kv_dtype="float8_e4m3fn")
-    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx")
+    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
-def test_every_node_of_an_encoder_and_its_decoder_is_a_plugin(builder, name, encoder_decoder,
-                                                              tmp_path):
+def test_every_node_of_an_encoder_and_its_decoder_is_a_plugin(harness, builder, name,
+                                                              encoder_decoder, tmp_path):
     _, raw, _ = encoder_decoder(name)
     compile_encoder_decoder(raw, tmp_path, "float16")
     for file in ("encoder.onnx", "graph.onnx"):
-        check_nodes(tmp_path / "case" / "chip0" / file)
+        check_nodes(tmp_path / "case" / "chip0" / file, harness)
 
 
-def check_nodes(path):
-    if find_spec("llmc._cuda") is None or not hasattr(cuda.extension(), "tensorrt"):
-        pytest.skip("llmc was built without TENSORRT_ROOT")
-    extension = cuda.extension()
-    harness = extension.tensorrt.Harness(
-        str(Path(extension.__file__).with_name("libllmc_plugins.so")))
+def check_nodes(path, harness):
     model = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
     sizes = {"num_tokens": 5, "batch": 3, "batch_plus_1": 4, "num_logits": 2,
              "num_memory_tokens": 96}
@@ -334,9 +328,7 @@ def test_where_tensorrt_s_library_is(monkeypatch, tmp_path):
     assert tensorrt_library("7") == "libnvinfer.so.7"
 
 
-def test_a_tensorrt_that_cannot_be_loaded_is_one_sentence(tmp_path):
-    if find_spec("llmc._cuda") is None or not hasattr(cuda.extension(), "tensorrt"):
-        pytest.skip("llmc was built without TENSORRT_ROOT")
-    with pytest.raises(cuda.extension().CudaError,
+def test_a_tensorrt_that_cannot_be_loaded_is_one_sentence(extension, harness, tmp_path):
+    with pytest.raises(extension.CudaError,
                        match=r"TensorRT cannot be loaded \(.*none.*\); install it, or name"):
-        cuda.extension().tensorrt.load(str(tmp_path / "none.so"))
+        extension.tensorrt.load(str(tmp_path / "none.so"))

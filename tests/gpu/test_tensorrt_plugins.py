@@ -17,7 +17,7 @@ OPS = [op for op in plugins.registry().values() if op.body is not None]
 @pytest.fixture(scope="module")
 def harness(extension):
     if not hasattr(extension, "tensorrt"):
-        pytest.skip("llmc was built without TENSORRT_ROOT")
+        pytest.skip("llmc-cuda was built without TENSORRT_ROOT")
     return extension.tensorrt.Harness(
         os.path.join(os.path.dirname(extension.__file__), "libllmc_plugins.so"))
 

@@ -1,18 +1,9 @@
 """What the CUDA extension says on the host; no GPU is needed, only that it was built."""
 
-from importlib.util import find_spec
-
 import pytest
 
 from llmc import LlmcError, plugins
 from llmc.runtime.engines import cuda
-
-
-@pytest.fixture(scope="module")
-def extension():
-    if find_spec("llmc._cuda") is None:
-        pytest.skip("llmc was installed without the CUDA engine")
-    return cuda.extension()
 
 
 def test_without_a_gpu_the_error_says_so(extension):

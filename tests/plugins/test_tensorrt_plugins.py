@@ -1,9 +1,8 @@
-"""The ops as TensorRT plugins. No GPU is needed, only that llmc was built with TENSORRT_ROOT."""
+"""The ops as TensorRT plugins. No GPU is needed, only an llmc-cuda with TENSORRT_ROOT."""
 
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,23 +15,6 @@ CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
          for index, sample in enumerate(op.samples(np.random.default_rng(7)))]
 KINDS = {int: "int", float: "float", str: "str"}
 COLLECTIVES = [op for op in plugins.registry().values() if op.body is None]
-
-
-@pytest.fixture(scope="module")
-def tensorrt():
-    if find_spec("llmc._cuda") is None:
-        pytest.skip("llmc was installed without the CUDA engine")
-    extension = cuda.extension()
-    if not hasattr(extension, "tensorrt"):
-        pytest.skip("llmc was built without TENSORRT_ROOT")
-    extension.tensorrt.library = os.path.join(os.path.dirname(extension.__file__),
-                                              "libllmc_plugins.so")
-    return extension.tensorrt
-
-
-@pytest.fixture(scope="module")
-def harness(tensorrt):
-    return tensorrt.Harness(tensorrt.library)
 
 
 def given(op, sample, dtype, narrow=False):

@@ -68,3 +68,11 @@ def test_pinned_ranks_stay_on_their_cores(case_tp2):
         affinity = model._replicas[0]._on_all_ranks(lambda rank: os.sched_getaffinity(0))
         wanted = place(model.manifest, [2, 3])[0]
     assert affinity == [set(p.cores) for p in wanted]
+
+
+def test_ranks_that_share_several_cores_give_the_tokens_of_one_on_its_own(case_tp1, case_tp2,
+                                                                          all_cores):
+    params = llmc.SamplingParams(max_tokens=8, ignore_eos=True)
+    with llmc.LLM(case_tp1) as one, llmc.LLM(case_tp2) as two:
+        expected, found = (model.generate([[5, 6, 7], [8]], params) for model in (one, two))
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]

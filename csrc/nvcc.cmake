@@ -1,0 +1,21 @@
+# Finds the nvcc that CUDACXX names, or else that of $CUDA_HOME, of $PATH or of `toolkit`: CMAKE_CUDA_COMPILER.
+set(toolkit /usr/local/cuda CACHE PATH "Where nvcc is looked for last")
+mark_as_advanced(toolkit)
+set(cuda 13)  # of the libraries that pyproject.toml names
+
+set(names nvcc)
+if(NOT "$ENV{CUDACXX}" STREQUAL "")
+  set(names "$ENV{CUDACXX}")
+endif()
+find_program(nvcc NAMES ${names} HINTS "$ENV{CUDA_HOME}/bin" PATHS "${toolkit}/bin")
+set(remedy "install the CUDA ${cuda} toolkit, or name its nvcc in CUDACXX")
+if(NOT nvcc)
+  message(FATAL_ERROR "llmc-cuda needs ${names}, which is not in $CUDA_HOME/bin, on $PATH or in ${toolkit}/bin; ${remedy}")
+endif()
+execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE version)
+if(NOT version MATCHES "release ([0-9]+)")
+  message(FATAL_ERROR "llmc-cuda needs nvcc, and ${nvcc} --version names no release; ${remedy}")
+elseif(NOT CMAKE_MATCH_1 EQUAL cuda)
+  message(FATAL_ERROR "llmc-cuda needs CUDA ${cuda}, and ${nvcc} is of CUDA ${CMAKE_MATCH_1}; ${remedy}")
+endif()
+set(CMAKE_CUDA_COMPILER "${nvcc}")
