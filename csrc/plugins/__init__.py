@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx
-import onnx.parser
+if TYPE_CHECKING:  # the runtime reads the registry and has no onnx
+    import onnx
 
 DOMAIN = "llmc"
 OPSET = 24
@@ -52,6 +53,10 @@ class Op:
         cache_inputs: inputs that are of the dtype that the field `kv_dtype` names, if it names one;
             so are the outputs `<input>_out`.
         shapes: (input shapes by name, fields) to output shapes, in order.
+        dims: (fields, names of the inputs present) to each input's shape: numbers, and names, each
+            of which is one size wherever it stands. `2 * n + 1` is of that form, `>= n` at least n.
+            It raises ValueError where fields and inputs contradict one another.
+        choices: what a field may be, where that is not all that its type allows.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
@@ -74,7 +79,9 @@ class Op:
     bodies: Mapping[str, Callable[[Fields, frozenset[str]], str | None]] = field(
         default_factory=dict)
     serves: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
+    dims: Callable[[Fields, frozenset[str]], Mapping[str, Shape]] | None = None
     required: tuple[str, ...] = ()
+    choices: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     float32_inputs: frozenset[str] = frozenset()
     integer_inputs: frozenset[str] = frozenset()
     cache_inputs: frozenset[str] = frozenset()
@@ -90,7 +97,7 @@ class Op:
         """`fields` with defaults filled in.
 
         Raises:
-            ValueError: a field is unknown, missing or of the wrong type.
+            ValueError: a field is unknown, missing, of the wrong type or no choice.
         """
         for name, value in fields.items():
             if name not in self.fields:
@@ -98,6 +105,9 @@ class Op:
             if type(value) is not type(self.fields[name]):
                 raise ValueError(f"{self.name}'s field {name!r} is {value!r}, "
                                  f"expected a {type(self.fields[name]).__name__}")
+            if value not in self.choices.get(name, (value,)):
+                raise ValueError(f"{self.name}'s field {name!r} is {value!r}, expected one of "
+                                 f"{list(self.choices[name])}")
         for name in self.required:
             if name not in fields:
                 raise ValueError(f"{self.name} needs the field {name!r}")
@@ -118,6 +128,33 @@ class Op:
                 raise ValueError(f"{self.name} needs the input {declared!r}")
         return given
 
+    def fit(self, shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
+        """Output shapes, where inputs of these shapes (by name; absent ones left out) fit together.
+
+        Raises:
+            ValueError: they do not, or a field is wrong.
+        """
+        fields, sizes = self.complete(fields), dict[str, int | str]()
+        if self.dims is None:
+            raise ValueError(f"{self.name} does not say which shapes its inputs have")
+        dims = self.dims(fields, frozenset(shapes))
+        later: list[tuple[str, int | str, str]] = []
+        for name, shape in shapes.items():
+            if len(shape) != len(dims[name]):
+                raise ValueError(f"{self.name}'s {name} is {list(shape)}, expected "
+                                 f"{list(dims[name])}")
+            for dim, wanted in zip(shape, dims[name], strict=True):
+                if isinstance(wanted, str) and wanted.startswith(">= "):
+                    later.append((name, dim, wanted.removeprefix(">= ")))
+                elif not _is_size(dim, wanted, sizes):
+                    raise ValueError(f"{self.name}'s {name} is {list(shape)}, expected "
+                                     f"{[_known(w, sizes) for w in dims[name]]}")
+        for name, dim, least in later:
+            if not isinstance(dim, int) or dim < int(sizes[least]):
+                raise ValueError(f"{self.name}'s {name} has size {dim}, expected {least}, "
+                                 f"{sizes[least]}, or more")
+        return self.shapes(shapes, fields)
+
     def function(self, fields: Fields, inputs: Sequence[str], target: str = "",
                  dtype: str = "float32") -> onnx.FunctionProto | None:
         """The model-local function for one use of the op: fields baked in, absent inputs gone.
@@ -128,6 +165,7 @@ class Op:
         """
         if self.body is None:
             return None
+        import onnx.parser
         fields, given = self.complete(fields), self.present(inputs)
         lines = None
         if target in self.bodies:
@@ -155,6 +193,7 @@ class Op:
 def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], outputs: Sequence[str],
                   dtype: str) -> onnx.FunctionProto:
     """The function with `inputs` and `outputs` of `dtype`, and a body that stays float32."""
+    import onnx
     narrow = onnx.TensorProto.DataType.Value(dtype.upper())
     wide = {name: f"{name}_float32" for name in (*inputs, *outputs)}
     for node in function.node:
@@ -168,6 +207,27 @@ def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], outputs:
     return onnx.helper.make_function(
         function.domain, function.name, function.input, function.output, nodes,
         function.opset_import, overload=function.overload)
+
+
+_LINEAR = re.compile(r"(?:(\d+) \* )?(\w+)(?: \+ (\d+))?")  # of `Op.dims`
+
+
+def _is_size(dim: int | str, wanted: int | str, sizes: dict[str, int | str]) -> bool:
+    """Whether a dimension is what `Op.dims` says; a name that stands there first becomes known."""
+    if isinstance(wanted, int):
+        return dim == wanted
+    linear = _LINEAR.fullmatch(wanted)
+    assert linear, f"{wanted!r} is no dimension"
+    times, name, more = int(linear[1] or 1), linear[2], int(linear[3] or 0)
+    if (times, more) != (1, 0):
+        if not isinstance(dim, int) or dim < more or (dim - more) % times:
+            return False
+        dim = (dim - more) // times
+    return sizes.setdefault(name, dim) == dim
+
+
+def _known(wanted: int | str, sizes: Mapping[str, int | str]) -> int | str:
+    return sizes.get(wanted, wanted) if isinstance(wanted, str) else wanted
 
 
 @cache

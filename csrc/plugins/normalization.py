@@ -16,6 +16,12 @@ def normalize(x: np.ndarray, fields, inputs, *, centred: bool) -> np.ndarray:
     return y + inputs.get("bias", 0.0)
 
 
+def norm_dims(fields, present):
+    """`Op.dims` of the norm ops."""
+    return {"x": ("rows", "hidden"), "residual": ("rows", "hidden"), "weight": ("hidden",),
+            "bias": ("hidden",)}
+
+
 def norm_samples(*, residual: bool, bias: bool):
     """Samples of odd and even widths, with each optional input present and absent."""
 

@@ -1,7 +1,7 @@
 """sum = x + residual; y = LayerNorm(sum)."""
 
 from llmc.plugins import Op
-from llmc.plugins.normalization import norm_samples, normalize
+from llmc.plugins.normalization import norm_dims, norm_samples, normalize
 
 
 def _reference(fields, inputs):
@@ -20,6 +20,7 @@ OP = Op(
     outputs=("y", "sum"),
     fields={"epsilon": 1e-5},
     shapes=lambda shapes, fields: [shapes["x"], shapes["x"]],
+    dims=norm_dims,
     body=lambda fields, present: "sum = Add(x, residual)\n"
         f"y = LayerNormalization<axis=-1, epsilon={fields['epsilon']!r}>"
         f"(sum, weight{_bias(present)})",

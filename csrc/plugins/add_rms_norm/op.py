@@ -1,7 +1,7 @@
 """sum = x + residual; y = RMSNorm(sum)."""
 
 from llmc.plugins import Op
-from llmc.plugins.normalization import norm_samples, normalize
+from llmc.plugins.normalization import norm_dims, norm_samples, normalize
 
 
 def _reference(fields, inputs):
@@ -16,6 +16,7 @@ OP = Op(
     outputs=("y", "sum"),
     fields={"epsilon": 1e-6},
     shapes=lambda shapes, fields: [shapes["x"], shapes["x"]],
+    dims=norm_dims,
     body=lambda fields, present: "sum = Add(x, residual)\n"
         f"y = RMSNormalization<axis=-1, epsilon={fields['epsilon']!r}>(sum, weight)",
     bodies={"cpu": lambda fields, present:

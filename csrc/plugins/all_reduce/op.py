@@ -10,5 +10,6 @@ OP = Op(
     fields={"tp_size": 1},
     required=("tp_size",),
     shapes=lambda shapes, fields: [shapes["x"]],
+    dims=lambda fields, present: {"x": ("rows", "width")},
     body=None,
 )

@@ -34,6 +34,35 @@ import numpy as np
 from llmc.plugins import Op, Sample
 
 
+def check_heads(fields):
+    """Raises ValueError where there are no whole groups of query heads."""
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
+        raise ValueError(f"num_heads {heads}, num_kv_heads {kv_heads} and head_dim {dim} are no "
+                         f"groups of heads")
+
+
+def _dims(fields, present):
+    check_heads(fields)
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    rotary, paged = fields["rotary_dim"], "block_table" in present
+    if {"cos", "sin"} <= present:
+        if not 0 < rotary <= dim or rotary % 2:
+            raise ValueError(f"rotary_dim {rotary} is not even and from 2 to head_dim {dim}")
+    elif {"cos", "sin"} & present or rotary:
+        raise ValueError(f"rotary_dim {rotary} goes with both cos and sin")
+    if paged and "cache_indirection" in present:
+        raise ValueError("CausalAttention takes block_table or cache_indirection, not both")
+    cache = ("blocks", kv_heads, "block_size", dim) if paged else \
+        ("batch", kv_heads, "max_seq_len", dim)
+    table = ("positions" if paged else ">= max_seq_len", rotary // 2)
+    return {"qkv": ("num_tokens", (heads + 2 * kv_heads) * dim),
+            "key_cache": cache, "value_cache": cache,
+            "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table,
+            "q_norm": (dim,), "k_norm": (dim,), "block_table": ("batch", "blocks_of_a_sequence"),
+            "cache_indirection": ("batch", "max_seq_len"), "distance_bias": (heads, "distances")}
+
+
 def _scale(fields):
     return fields["scale"] or fields["head_dim"] ** -0.5
 
@@ -542,9 +571,11 @@ OP = Op(
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
             "kv_dtype": ""},
     required=("num_heads", "num_kv_heads", "head_dim"),
+    choices={"interleaved": (0, 1), "kv_dtype": ("", "float8_e4m3fn")},
     shapes=lambda shapes, fields: [
         (shapes["qkv"][0], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
+    dims=_dims,
     body=_body,
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},

@@ -22,7 +22,18 @@ head_dim.
 import numpy as np
 
 from llmc.plugins import Op, Sample
-from llmc.plugins.attention.op import _TOKENS, _ints, _out, _queries, _scale
+from llmc.plugins.attention.op import _TOKENS, _ints, _out, _queries, _scale, check_heads
+
+
+def _dims(fields, present):
+    check_heads(fields)
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    if ("key_starts" in present) != ("key_lens" in present):
+        raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
+    keys = ("num_keys" if "key_starts" in present else "num_tokens", kv_heads * dim)
+    return {"query": ("num_tokens", heads * dim), "key": keys, "value": keys,
+            "cu_seqlens": ("batch_plus_1",), "key_starts": ("batch",), "key_lens": ("batch",),
+            "distance_bias": (heads, "2 * n + 1")}
 
 
 def _gathered(present):
@@ -142,6 +153,7 @@ OP = Op(
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0},
     required=("num_heads", "num_kv_heads", "head_dim"),
     shapes=lambda shapes, fields: [(shapes["query"][0], fields["num_heads"] * fields["head_dim"])],
+    dims=_dims,
     body=_body,
     float32_inputs=frozenset({"distance_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),

@@ -42,6 +42,13 @@ def _body(fields, present):
     return "\n".join(lines)
 
 
+def _dims(fields, present):
+    if ("position_ids" in present) != ("position_table" in present):
+        raise ValueError("Embedding takes position_ids and position_table together")
+    return {"input_ids": ("num_tokens",), "table": ("vocab", "hidden"),
+            "position_ids": ("num_tokens",), "position_table": ("positions", "hidden")}
+
+
 def _reference(fields, inputs):
     ids = inputs["input_ids"] - fields["vocab_start"] * fields["vocab_sharded"]
     table = inputs["table"].astype(np.float64)
@@ -71,7 +78,9 @@ OP = Op(
     inputs=("input_ids", "table", "position_ids?", "position_table?"),
     outputs=("y",),
     fields={"scale": 1.0, "vocab_start": 0, "vocab_sharded": 0},
+    choices={"vocab_sharded": (0, 1)},
     shapes=lambda shapes, fields: [(*shapes["input_ids"], shapes["table"][-1])],
+    dims=_dims,
     body=_body,
     integer_inputs=frozenset({"input_ids", "position_ids"}),
     reference=_reference,

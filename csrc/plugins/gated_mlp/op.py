@@ -46,7 +46,10 @@ OP = Op(
     inputs=("x", "weight", "bias?"),
     outputs=("y",),
     fields={"activation": "silu"},
+    choices={"activation": tuple(REFERENCE)},
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0] // 2)],
+    dims=lambda fields, present: {
+        "x": ("rows", "in"), "weight": ("2 * out", "in"), "bias": ("2 * out",)},
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

@@ -41,7 +41,10 @@ OP = Op(
     inputs=("x", "weight", "bias?"),
     outputs=("y",),
     fields={"activation": "none"},
+    choices={"activation": tuple(REFERENCE)},
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
+    dims=lambda fields, present: {
+        "x": ("rows", "in"), "weight": ("out", "in"), "bias": ("out",)},
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

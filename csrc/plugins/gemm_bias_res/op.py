@@ -44,6 +44,8 @@ OP = Op(
     outputs=("y",),
     fields={},
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
+    dims=lambda fields, present: {"x": ("rows", "in"), "weight": ("out", "in"), "bias": ("out",),
+                                  "residual": ("rows", "out")},
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

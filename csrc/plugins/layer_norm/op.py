@@ -1,7 +1,7 @@
 """y = (x − mean(x)) · rsqrt(var(x) + epsilon) · weight + bias over the last axis."""
 
 from llmc.plugins import Op
-from llmc.plugins.normalization import norm_samples, normalize
+from llmc.plugins.normalization import norm_dims, norm_samples, normalize
 
 OP = Op(
     name="LayerNorm",
@@ -10,6 +10,7 @@ OP = Op(
     outputs=("y",),
     fields={"epsilon": 1e-5},
     shapes=lambda shapes, fields: [shapes["x"]],
+    dims=norm_dims,
     body=lambda fields, present:
         f"y = LayerNormalization<axis=-1, epsilon={fields['epsilon']!r}>"
         f"(x, weight{', bias' if 'bias' in present else ''})",

@@ -27,6 +27,13 @@ def _body(fields, present):
     return "\n".join(lines)
 
 
+def _dims(fields, present):
+    if fields["centred"] and "row_sums" not in present:
+        raise ValueError("a centred NormGemm needs row_sums")
+    rows = "2 * out" if fields["gated"] else "out"
+    return {"x": ("rows", "in"), "weight": (rows, "in"), "bias": (rows,), "row_sums": (rows,)}
+
+
 def _reference(fields, inputs):
     x = normalize(inputs["x"], fields, {"weight": 1.0}, centred=bool(fields["centred"]))
     y = x @ inputs["weight"].astype(np.float64).T + inputs.get("bias", 0.0)
@@ -56,8 +63,10 @@ OP = Op(
     inputs=("x", "weight", "bias?", "row_sums?"),
     outputs=("y",),
     fields={"centred": 0, "epsilon": 1e-6, "activation": "none", "gated": 0},
+    choices={"activation": tuple(REFERENCE), "centred": (0, 1), "gated": (0, 1)},
     shapes=lambda shapes, fields: [
         (*shapes["x"][:-1], shapes["weight"][0] // (2 if fields["gated"] else 1))],
+    dims=_dims,
     body=_body,
     float32_inputs=frozenset({"row_sums"}),
     reference=_reference,

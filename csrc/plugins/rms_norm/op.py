@@ -1,7 +1,7 @@
 """y = x · rsqrt(mean(x²) + epsilon) · weight over the last axis."""
 
 from llmc.plugins import Op
-from llmc.plugins.normalization import norm_samples, normalize
+from llmc.plugins.normalization import norm_dims, norm_samples, normalize
 
 OP = Op(
     name="RMSNorm",
@@ -10,6 +10,7 @@ OP = Op(
     outputs=("y",),
     fields={"epsilon": 1e-6},
     shapes=lambda shapes, fields: [shapes["x"]],
+    dims=norm_dims,
     body=lambda fields, present:
         f"y = RMSNormalization<axis=-1, epsilon={fields['epsilon']!r}>(x, weight)",
     bodies={"cpu": lambda fields, present:
