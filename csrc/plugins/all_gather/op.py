@@ -10,5 +10,6 @@ OP = Op(
     fields={"tp_size": 1},
     required=("tp_size",),
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["x"][-1] * fields["tp_size"])],
+    collective="all_gather",
     body=None,
 )

@@ -10,5 +10,6 @@ OP = Op(
     fields={"tp_size": 1},
     required=("tp_size",),
     shapes=lambda shapes, fields: [shapes["x"]],
+    collective="all_reduce",
     body=None,
 )

@@ -32,6 +32,7 @@ filled afterwards in the fullest cache row, D head_dim.
 import numpy as np
 
 from llmc.plugins import Op, Sample
+from llmc.plugins.roles import Attention, ByHeads
 
 
 def _scale(fields):
@@ -543,8 +544,10 @@ OP = Op(
             "kv_dtype": ""},
     required=("num_heads", "num_kv_heads", "head_dim"),
     shapes=lambda shapes, fields: [
-        (shapes["qkv"][0], fields["num_heads"] * fields["head_dim"]),
+        (*shapes["qkv"][:-1], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
+    shard=(ByHeads({"qkv": "qkv"}, per_head=("distance_bias",)),),
+    attention=Attention(caches=("key_cache", "value_cache")),
     body=_body,
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},

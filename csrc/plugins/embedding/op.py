@@ -6,6 +6,7 @@
 import numpy as np
 
 from llmc.plugins import Op, Sample
+from llmc.plugins.roles import ByVocabulary
 
 
 def _body(fields, present):
@@ -72,6 +73,8 @@ OP = Op(
     outputs=("y",),
     fields={"scale": 1.0, "vocab_start": 0, "vocab_sharded": 0},
     shapes=lambda shapes, fields: [(*shapes["input_ids"], shapes["table"][-1])],
+    shard=(ByVocabulary("input_ids", "table", "vocab_start", "vocab_sharded",
+                        added=("position_ids", "position_table")),),
     body=_body,
     integer_inputs=frozenset({"input_ids", "position_ids"}),
     reference=_reference,

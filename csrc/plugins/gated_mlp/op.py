@@ -4,6 +4,7 @@ import numpy as np
 
 from llmc.plugins import Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.roles import ByRows
 
 
 def _product(fields):
@@ -47,6 +48,7 @@ OP = Op(
     outputs=("y",),
     fields={"activation": "silu"},
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0] // 2)],
+    shard=(ByRows(("weight", "bias"), stacked=2),),
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

@@ -4,6 +4,7 @@ import numpy as np
 
 from llmc.plugins import Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.roles import ByColumns, ByRows
 
 
 def _body(fields, present):
@@ -42,6 +43,8 @@ OP = Op(
     outputs=("y",),
     fields={"activation": "none"},
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
+    shard=(ByColumns(("weight",), added=("bias",), only_if={"activation": "none"}),
+           ByRows(("weight", "bias"))),
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

@@ -3,6 +3,7 @@
 import numpy as np
 
 from llmc.plugins import Op, Sample
+from llmc.plugins.roles import ByColumns
 
 
 def _body(fields, present):
@@ -44,6 +45,7 @@ OP = Op(
     outputs=("y",),
     fields={},
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
+    shard=(ByColumns(("weight",), added=("bias", "residual")),),
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,
