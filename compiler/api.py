@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import onnx_graphsurgeon as gs
 
-from llmc import __version__, plugins
+from llmc import __version__
 from llmc.compiler.artifact import file_entry
 from llmc.compiler.frontend import RawModel, load
-from llmc.compiler.graph.rewrite import Report, Settings, is_llmc, verify, weight
-from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.memory import move_memory
-from llmc.compiler.passes.packing import lm_head
-from llmc.compiler.passes.tensor_parallel import max_tp_size, partition_all
-from llmc.compiler.pipeline import ENCODER_PASSES, run_passes
+from llmc.compiler.graph.rewrite import op_of
+from llmc.compiler.lower import Lowered, lower
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import (
     MANIFEST_NAME,
     Chip,
-    Dims,
-    EncoderInfo,
     FileEntry,
     Manifest,
     PassReport,
@@ -42,9 +35,7 @@ from llmc.runtime.manifest import (
 
 TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
-_DEFAULT_MAX_SEQ_LEN = 4096
 _DEVICES = 8
-_VOCAB_MULTIPLE = 64
 
 Progress = Callable[[str], None]
 
@@ -109,8 +100,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     output = Path(output)
     _check_output(output)
     options = Options(dtype, compute_capability, max_batch_size,
-                      output.with_name(f"{output.name}.timing_cache"), progress,
-                      kv_dtype=kv_dtype)
+                      output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
+                      tp_size, max_seq_len, mem_max_seq_len, max_beam_width)
     described = TARGETS[target].describe(options)
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
@@ -121,177 +112,17 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     if raw.encoder is None and mem_max_seq_len is not None:
         raise LlmcError(f"mem_max_seq_len {mem_max_seq_len} is given, but '{raw.architecture}' has "
                         f"no encoder; leave it out")
-    lowered = lower(raw, tp_size, max_seq_len, max_beam_width=max_beam_width,
-                    mem_max_seq_len=mem_max_seq_len)
+    lowered = lower(raw, options)
     progress("write")
     with _new_directory(output) as directory:
         return write(raw, lowered, described, options, directory)
 
 
-@dataclass(frozen=True)
-class Fused:
-    """The fused graphs of the whole model, and what is known of it."""
-
-    graph: gs.Graph
-    reports: list[Report]
-    settings: Settings
-    dims: Dims
-    encoder: gs.Graph | None = None
-    encoder_info: EncoderInfo | None = None
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """The fused graph of each rank, and what is known of the whole. `encoders` is empty where the
-    model has none.
-    """
-
-    graphs: list[gs.Graph]
-    reports: list[Report]
-    settings: Settings
-    dims: Dims
-    encoders: list[gs.Graph]
-    encoder_info: EncoderInfo | None = None
-
-
-def lower(raw: RawModel, tp_size: int, max_seq_len: int | None,
-          vocab_multiple: int | None = None, max_beam_width: int = 1,
-          mem_max_seq_len: int | None = None) -> Lowered:
-    """Run the passes and partition. Consumes `raw`'s graphs.
-
-    `vocab_multiple` is 64, or what tp_size needs, where it is not given.
-
-    Raises:
-        LlmcError: see `compile`.
-    """
-    fused = fuse(raw, max_seq_len, vocab_multiple or math.lcm(_VOCAB_MULTIPLE, tp_size),
-                 max_beam_width, mem_max_seq_len)
-    return divide(fused, tp_size, raw.architecture)
-
-
-def fuse(raw: RawModel, max_seq_len: int | None, vocab_multiple: int, max_beam_width: int = 1,
-         mem_max_seq_len: int | None = None) -> Fused:
-    """Run the passes. Consumes `raw`'s graphs.
-
-    Raises:
-        LlmcError: see `compile`.
-    """
-    length = _max_seq_len(raw, max_seq_len)
-    settings = Settings(length, vocab_multiple, max_beam_width)
-    graph = raw.graph
-    reports = run_passes(graph, settings)
-    vocab_size = next(report.matches["vocab_size"] for report in reports
-                       if "vocab_size" in report.matches)
-    attention = [node for node in graph.nodes if is_llmc(node, "CausalAttention")]
-    if not attention:
-        raise LlmcError(f"the decoder of '{raw.architecture}' has no causal self-attention")
-    dims = Dims(
-        num_layers=len(attention),
-        hidden_size=weight(next(n for n in graph.nodes if is_llmc(n, "Embedding")).inputs[1])
-        .shape[1],
-        num_heads=attention[0].attrs["num_heads"], num_kv_heads=attention[0].attrs["num_kv_heads"],
-        head_dim=attention[0].attrs["head_dim"], vocab_size=vocab_size,
-        padded_vocab_size=weight(lm_head(graph).inputs[1]).shape[0], max_seq_len=length)
-    if raw.encoder is None:
-        return Fused(graph, reports, settings, dims)
-    mem_settings = replace(settings, max_seq_len=_max_seq_len(raw, mem_max_seq_len, "mem_"))
-    for report in run_passes(raw.encoder, mem_settings, ENCODER_PASSES):
-        reports.append(replace(report, name=f"encoder.{report.name}"))
-    info = _describe_encoder(raw, mem_settings.max_seq_len)
-    _share_weights(raw.encoder, graph)
-    return Fused(graph, reports, settings, dims, raw.encoder, info)
-
-
-def divide(fused: Fused, tp_size: int, architecture: str) -> Lowered:
-    """Partition. Consumes the graphs where tp_size is 1.
-
-    Raises:
-        LlmcError: see `compile`.
-    """
-    wholes = [fused.graph, *([fused.encoder] if fused.encoder is not None else [])]
-    limit = min(map(max_tp_size, wholes))
-    if tp_size > limit:
-        raise LlmcError(f"tp_size {tp_size} exceeds num_attention_heads {limit} of "
-                        f"'{architecture}'; allowed: 1 to {limit}")
-    graphs, *encoders = partition_all(wholes, tp_size, architecture)
-    reports = list(fused.reports)
-    if encoders:
-        reports.append(Report("memory"))
-        moved = [move_memory(*rank) for rank in zip(encoders[0], graphs, strict=True)]
-        reports[-1].count("memory", moved[0])
-        for encoder in encoders[0]:
-            verify(encoder, "memory")
-    report = Report("tensor_parallel")
-    for kind in ("AllReduce", "AllGather"):
-        report.count(kind, sum(is_llmc(node, kind) for rank in (graphs, *encoders)
-                               for node in rank[0].nodes))
-    reports.append(report)
-    for rank in graphs:
-        verify(rank, report.name)
-    return Lowered(graphs, reports, fused.settings, fused.dims, encoders[0] if encoders else [],
-                   fused.encoder_info)
-
-
-def _share_weights(encoder: gs.Graph, decoder: gs.Graph) -> None:
-    """Pad what the encoder shares with the decoder as it is padded there, and rename what only has
-    the same name.
-    """
-    def weights(graph: gs.Graph) -> dict[str, gs.Constant]:
-        return {tensor.name: tensor for node in graph.nodes for tensor in node.inputs
-                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
-
-    theirs = weights(decoder)
-    for name, tensor in weights(encoder).items():
-        values, other = tensor._values, theirs[name]._values if name in theirs else None
-        if other is None or other is values:
-            continue
-        if other.shape[0] > values.shape[0] and values.pad_rows(other.shape[0]) is other:
-            tensor._values = other
-        else:
-            tensor.name = f"encoder.{name}"
-
-
-def _describe_encoder(raw: RawModel, max_seq_len: int) -> EncoderInfo:
-    assert raw.encoder is not None
-
-    def ids(key: str) -> tuple[int, ...]:  # the config's own are not for generation
-        return replace(raw, config={}).token_ids(key)
-
-    start = raw.token_ids("decoder_start_token_id") or raw.token_ids("bos_token_id")
-    if not start:
-        raise LlmcError(f"'{raw.architecture}' does not say which token its decoder begins with; "
-                        f"put decoder_start_token_id into generation_config.json")
-    attention = [node for node in raw.encoder.nodes if is_llmc(node, "BidirectionalAttention")]
-    table = next(node for node in raw.encoder.nodes if is_llmc(node, "Embedding")
-                 and node.inputs[0].name == "input_ids").inputs[1]
-    return EncoderInfo(
-        num_layers=len(attention), max_seq_len=max_seq_len,
-        vocab_size=weight(table).shape[0],
-        decoder_start_token_id=start[0],
-        forced_bos_token_ids=ids("forced_bos_token_id"),
-        forced_eos_token_ids=ids("forced_eos_token_id"),
-        bad_words=tuple(map(tuple, raw.generation.get("bad_words_ids") or ())))
-
-
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
     """The llmc ops of emitted graphs, with their versions."""
-    used = {node.op for graph in graphs for node in graph.nodes if is_llmc(node)}
-    return {op: plugins.registry()[op].version for op in sorted(used)}
-
-
-def _max_seq_len(raw: RawModel, wish: int | None, prefix: str = "") -> int:
-    config = raw.config.get("text_config") or raw.config
-    key, limit = next(((key, config[key]) for key in
-                       ("max_position_embeddings", "n_positions", "max_seq_len")
-                       if isinstance(config.get(key), int)), ("", None))
-    if wish is None:
-        return min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
-    if raw.encoder is not None and key == "n_positions":
-        limit = None  # T5's, whose positions are relative: what it was trained with
-    if wish < 2 or (limit is not None and wish > limit):
-        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: '{raw.architecture}' has "
-                        f"max_position_embeddings {limit}; allowed: 2 to {limit or 'any'}")
-    return wish
+    used = {op.name: op.version for graph in graphs for node in graph.nodes
+            if (op := op_of(node)) is not None}
+    return dict(sorted(used.items()))
 
 
 def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,

@@ -15,7 +15,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import __version__, plugins
-from llmc.compiler.graph.rewrite import is_llmc
+from llmc.compiler.graph.rewrite import caches, is_llmc, op_of
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.manifest import (
     Chip,
@@ -88,7 +88,7 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
     functions: dict[str, onnx.FunctionProto] = {}
     for node, exported in zip(graph.nodes, proto.graph.node, strict=True):
         if is_llmc(node):
-            op = plugins.registry().get(node.op)  # Sdpa lives between two passes only
+            op = op_of(node)
             function = op.function(node.attrs, exported.input, target, dtype) if op else None
             if function is not None:
                 exported.overload = function.overload
@@ -148,7 +148,8 @@ def split_at_collectives(graph: gs.Graph) -> list[gs.Graph | gs.Node]:
             pending.clear()
 
     for index, node in enumerate(nodes):
-        if is_llmc(node, "AllReduce", "AllGather"):
+        op = op_of(node)
+        if op is not None and op.collective:
             flush(index - 1)
             pieces.append(node)
         else:
@@ -169,7 +170,7 @@ def _segment(nodes: Sequence[gs.Node], later: set[int]) -> gs.Graph:
 def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | CollectiveStep, ...],
                   weight_bytes: int, encoder: EncoderProgram | None = None) -> Chip:
     """What the manifest says of a rank, whatever the target."""
-    attention = [node for node in graph.nodes if is_llmc(node, "CausalAttention")]
+    attention = [node for node in graph.nodes if caches(node)]
     return Chip(
         rank=rank, path=f"chip{rank}", steps=steps,
         inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import llmc
 from llmc.compiler import api
 from llmc.compiler.frontend import RawModel, load
-from llmc.compiler.passes.tensor_parallel import partition
+from llmc.compiler.lower import divide, fuse, lower
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Manifest, Target
 
@@ -155,15 +155,13 @@ def smollm2() -> Path:
 def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]:
     """Case directories for several tp sizes from one export."""
     raw = load(hf_dir)
-    lowered = api.lower(raw, 1, None, vocab_multiple=192)
-    whole = lowered.graphs[0]
+    fused = fuse(raw, Options(vocab_multiple=192))
     made = {}
     for tp_size in sizes:
-        graphs = [whole] if tp_size == 1 else partition(whole, tp_size, raw.architecture)
+        options = Options(tp_size=tp_size)
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
-        api.write(raw, replace(lowered, graphs=graphs), Target(kind="cpu"), Options(),
-                  made[tp_size])
+        api.write(raw, divide(fused, options), Target(kind="cpu"), options, made[tp_size])
     return made
 
 
@@ -173,11 +171,11 @@ def copy_raw(raw: RawModel) -> RawModel:
 
 
 def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: Options,
-                          tp_size: int = 1, max_seq_len: int | None = None,
-                          **limits: int) -> Manifest:
-    """A case directory from an export that others go on to use; `limits` as for `api.lower`."""
+                          tp_size: int = 1, **limits: int) -> Manifest:
+    """A case directory from an export that others go on to use; `limits` as in `Options`."""
     copied = copy_raw(raw)
-    lowered = api.lower(copied, tp_size, max_seq_len, **limits)
+    options = replace(options, target=target.kind, tp_size=tp_size, **limits)
+    lowered = lower(copied, options)
     case.mkdir()
     return api.write(copied, lowered, target, options, case)
 

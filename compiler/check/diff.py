@@ -30,13 +30,13 @@ import onnxruntime as ort
 from polygraphy.comparator import Comparator, IterationResult, RunResults, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
-from llmc.compiler import api
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.check.reference import load_reference
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.targets import cuda
+from llmc.compiler.lower import lower
+from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.sampling import SamplingParams
@@ -51,7 +51,7 @@ from llmc.runtime.manifest import (
     read_manifest,
     refuse_encoder,
 )
-from llmc.runtime.replica import Replica, on_gpus
+from llmc.runtime.replica import Replica
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.tokenizer import load_tokenizer
 
@@ -364,11 +364,10 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
     """Hold every weight of every chip against what the reference gives. Consumes `raw.graph`."""
     from safetensors import safe_open
 
-    lowered = api.lower(raw, manifest.tp_size, manifest.dims.max_seq_len)
+    lowered = lower(raw, Options(manifest.dtype, target=manifest.target.kind,
+                                 tp_size=manifest.tp_size, max_seq_len=manifest.dims.max_seq_len))
     bad = []
     for rank, graph in enumerate(lowered.graphs):
-        if on_gpus(manifest):
-            cuda.prepare([graph], manifest.dtype)
         with safe_open(root / f"chip{rank}" / "weights.safetensors", framework="np") as file:
             for tensor in graph.tensors().values():
                 if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):

@@ -20,7 +20,7 @@ from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
 from llmc.compiler.graph.names import ENCODER_OUTPUT
-from llmc.compiler.graph.rewrite import NoMatch, is_llmc, producer
+from llmc.compiler.graph.rewrite import CannotEvaluate, NoMatch, is_llmc, op_of, producer
 from llmc.compiler.graph.weights import Weight
 
 # Row-wise functions of one element, and of several tensors element by element.
@@ -81,14 +81,15 @@ class Piece:
         """The outputs for these inputs, by tensor name.
 
         Raises:
-            RuntimeError: ONNX Runtime cannot run the piece, or not on these inputs.
+            CannotEvaluate: ONNX Runtime cannot run the piece, or not on these inputs.
         """
         model, names = self._model
         renamed = {names[name]: value for name, value in feeds.items() if name in names}
         try:
-            return _session(model).run(None, renamed)
+            results: list[np.ndarray] = _session(model).run(None, renamed)
+            return results
         except Exception as error:  # onnxruntime's exceptions share no base class
-            raise RuntimeError(str(error)) from error
+            raise CannotEvaluate(self.output, str(error)) from error
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
         """The first output for these inputs."""
@@ -136,8 +137,9 @@ def _as_model(piece: Piece) -> tuple[bytes, dict[str, str]]:
         proto.name = ""
         proto.input[:] = [name(tensor) for tensor in node.inputs]
         proto.output[:] = [name(tensor) for tensor in node.outputs]
-        if is_llmc(node):
-            function = plugins.registry()[node.op].function(node.attrs, proto.input)
+        op = op_of(node)
+        function = op.function(node.attrs, proto.input) if op is not None else None
+        if function is not None:
             proto.overload = function.overload
             functions[function.name, function.overload] = function
         nodes.append(proto)

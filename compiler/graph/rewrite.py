@@ -7,15 +7,20 @@ produces, so that every tensor of a compiled graph can be compared with the raw 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
+from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
+from llmc.plugins import Op
+from llmc.plugins.roles import ByRows, Shard
+
+_Shard = TypeVar("_Shard", bound=Shard)
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,21 @@ class Settings:
         max_seq_len: positions that a sequence may use; rotary tables have that many rows.
         vocab_multiple: the padded vocabulary is a multiple of this.
         max_beam_width: beams of a prompt that may share what is in the KV cache.
+        mem_max_seq_len: tokens of a prompt that an encoder takes; 0: there is none.
+        tp_size: ranks that share the model.
+        dtype: of weights and activations.
+        kv_dtype: of the KV caches; "" is dtype.
+        model: what messages call the model.
     """
 
     max_seq_len: int
     vocab_multiple: int
     max_beam_width: int = 1
+    mem_max_seq_len: int = 0
+    tp_size: int = 1
+    dtype: str = "float32"
+    kv_dtype: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,19 +76,40 @@ class Rule:
     rewrite: Callable[[gs.Graph, Any, Settings], None]
 
 
+class CannotEvaluate(RuntimeError):
+    """A piece of a graph cannot be run. Where a check does not catch it, its node is refused."""
+
+    def __init__(self, output: gs.Tensor, error: str) -> None:
+        super().__init__(error)
+        self.output = output
+        self.reason = NoMatch(f"it cannot be evaluated ({error[:160]})", output)
+
+
 @dataclass
 class Report:
-    """What a pass did: rewrites per rule, and each refusal once."""
+    """What a pass did: rewrites per rule, and which nodes it refused."""
 
     name: str
     matches: dict[str, int] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)
+    _refused: dict[str, dict[str, NoMatch]] = field(default_factory=dict)
 
     def count(self, rule: str, number: int = 1) -> None:
         self.matches[rule] = self.matches.get(rule, 0) + number
 
     def refuse(self, node: gs.Node, reason: NoMatch) -> None:
-        self.refusals.append(f"{describe(node)}: {reason}")
+        self._refused.setdefault(reason.reason, {}).setdefault(describe(node), reason)
+
+    @property
+    def refusals(self) -> list[str]:
+        """Each reason once, with the first node that it kept from matching, and how many more: a
+        model repeats its layers.
+        """
+        texts = []
+        for nodes in self._refused.values():
+            node, reason = next(iter(nodes.items()))
+            more = f" (and {len(nodes) - 1} more)" if len(nodes) > 1 else ""
+            texts.append(f"{node}: {reason}{more}")
+        return texts
 
 
 def apply_rules(graph: gs.Graph, rules: Sequence[Rule], settings: Settings,
@@ -81,18 +117,25 @@ def apply_rules(graph: gs.Graph, rules: Sequence[Rule], settings: Settings,
     """Apply each rule in order to every node that it anchors at, in topological order."""
     for rule in rules:
         report.matches.setdefault(rule.name, 0)
+        refused: list[tuple[gs.Node, NoMatch]] = []
         for node in list(graph.nodes):
             if node.op not in rule.anchors or not node.outputs:
                 continue
-            match = rule.check(node, settings)
+            try:
+                match = rule.check(node, settings)
+            except CannotEvaluate as error:
+                match = error.reason
             if match is None:
                 continue
             if isinstance(match, NoMatch):
-                report.refuse(node, match)
+                refused.append((node, match))
                 continue
             rule.rewrite(graph, match, settings)
             report.count(rule.name)
         tidy(graph)
+        for node, reason in refused:
+            if node.outputs:  # no rewrite has made it needless
+                report.refuse(node, reason)
 
 
 def tidy(graph: gs.Graph) -> None:
@@ -120,43 +163,6 @@ def tidy(graph: gs.Graph) -> None:
     graph.nodes.extend(order)
 
 
-def verify(graph: gs.Graph, after: str) -> None:
-    """Check the graph's structure and every llmc node's contract.
-
-    Raises:
-        AssertionError: a pass broke the graph; the message names the pass.
-    """
-    known = {id(tensor) for tensor in graph.inputs}
-    names: dict[str, int] = {tensor.name: id(tensor) for tensor in graph.inputs}
-
-    def fail(message: str) -> None:
-        raise AssertionError(f"pass '{after}' broke the graph: {message}")
-
-    for node in graph.nodes:
-        for tensor in node.inputs:
-            if not tensor.is_empty() and not isinstance(tensor, gs.Constant) \
-                    and id(tensor) not in known:
-                fail(f"{describe(node)} reads '{tensor.name}', which nothing before it computes")
-            if not tensor.is_empty() and names.setdefault(tensor.name, id(tensor)) != id(tensor):
-                fail(f"two tensors are named '{tensor.name}'")
-        for tensor in node.outputs:
-            if id(tensor) in known:
-                fail(f"'{tensor.name}' is computed twice")
-            known.add(id(tensor))
-            if not tensor.is_empty() and names.setdefault(tensor.name, id(tensor)) != id(tensor):
-                fail(f"two tensors are named '{tensor.name}'")
-        if node.domain == plugins.DOMAIN and node.op in plugins.registry():
-            op = plugins.registry()[node.op]
-            try:
-                op.complete(node.attrs)
-                op.present([tensor.name for tensor in node.inputs])
-            except ValueError as error:
-                fail(f"{describe(node)}: {error}")
-    for tensor in graph.outputs:
-        if id(tensor) not in known:
-            fail(f"the output '{tensor.name}' is not computed")
-
-
 # What rules are written with.
 
 def describe(value: Any) -> str:
@@ -181,9 +187,79 @@ def consumers(graph: gs.Graph, tensor: gs.Tensor) -> list[gs.Node | None]:
     return nodes
 
 
-def is_llmc(node: gs.Node | None, *ops: str) -> bool:
-    """Whether a node is one of these llmc:: ops (any, if none is named)."""
-    return node is not None and node.domain == plugins.DOMAIN and (not ops or node.op in ops)
+def is_llmc(node: gs.Node | None) -> TypeGuard[gs.Node]:
+    """Whether a node is an op of llmc's domain."""
+    return node is not None and node.domain == plugins.DOMAIN
+
+
+def op_of(node: gs.Node | None) -> Op | None:
+    """The op that a node is; None for ONNX's own."""
+    if not is_llmc(node):
+        return None
+    return SDPA if node.op == SDPA.name else plugins.registry().get(node.op)
+
+
+def is_op(node: gs.Node | None, *ops: Op) -> TypeGuard[gs.Node]:
+    """Whether a node is one of these ops."""
+    return is_llmc(node) and any(node.op == op.name for op in ops)
+
+
+def shard_of(node: gs.Node | None, kind: type[_Shard]) -> _Shard | None:
+    """How a node's op can be divided in this way; None if it cannot."""
+    op = op_of(node)
+    return next((way for way in op.shard if isinstance(way, kind)), None) if op else None
+
+
+def attends(node: gs.Node | None) -> TypeGuard[gs.Node]:
+    """Whether a node's op is attention."""
+    op = op_of(node)
+    return op is not None and op.attention is not None
+
+
+def caches(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
+    """What a node keeps from step to step: each cache, with the output that continues it."""
+    op = op_of(node)
+    if op is None or op.attention is None:
+        return []
+    return [(node.inputs[op.input_names.index(name)], node.outputs[op.outputs.index(f"{name}_out")])
+            for name in op.attention.caches]
+
+
+def fields_of(node: gs.Node) -> dict[str, Any]:
+    """Every field of a node of ours, with defaults filled in."""
+    op = op_of(node)
+    assert op is not None, node.op
+    return op.complete(node.attrs)
+
+
+def operand(node: gs.Node, name: str) -> gs.Tensor | None:
+    """The input of this name of a node of ours; None where it has none."""
+    op = op_of(node)
+    assert op is not None, node.op
+    if name not in op.input_names:
+        return None
+    index = op.input_names.index(name)
+    if index >= len(node.inputs) or node.inputs[index].is_empty():
+        return None
+    return node.inputs[index]
+
+
+def operands(node: gs.Node) -> dict[str, gs.Tensor]:
+    """The inputs of a node of ours that are there, by name."""
+    op = op_of(node)
+    assert op is not None, node.op
+    return {name: tensor for name, tensor in zip(op.input_names, node.inputs, strict=False)
+            if not tensor.is_empty()}
+
+
+def row_weights(node: gs.Node | None) -> dict[str, gs.Tensor]:
+    """Of a linear layer, the inputs with a row for each column of its output, by name, the matrix
+    first; nothing for any other node.
+    """
+    way = shard_of(node, ByRows)
+    if node is None or way is None or way.stacked > 1:
+        return {}
+    return {name: tensor for name in way.inputs if (tensor := operand(node, name)) is not None}
 
 
 def constant(tensor: gs.Tensor) -> np.ndarray | None:
@@ -207,31 +283,41 @@ def weight(tensor: gs.Tensor) -> Weight | None:
     return values if isinstance(values, Weight) else Weight.of(tensor.values, tensor.name)
 
 
-def absent() -> gs.Variable:
-    """An optional input that is not there."""
-    return gs.Variable.empty()
+def values_of(tensor: gs.Tensor) -> Weight:
+    """The values of a tensor that is known to be a constant."""
+    values = weight(tensor)
+    assert values is not None, tensor.name
+    return values
 
 
-def replace(graph: gs.Graph, op: str, inputs: Iterable[gs.Tensor | None],
-            outputs: Sequence[gs.Tensor], attrs: dict[str, Any] | None = None) -> gs.Node:
-    """Add an llmc:: node that computes `outputs` in place of their present producers."""
-    given = [tensor if tensor is not None else absent() for tensor in inputs]
-    while given and given[-1].is_empty():
-        given.pop()
+def replace(graph: gs.Graph, op: Op, inputs: Mapping[str, gs.Tensor | None],
+            outputs: Sequence[gs.Tensor], attrs: Mapping[str, Any] | None = None) -> gs.Node:
+    """Add a node of ours that computes `outputs` in place of their present producers."""
     for tensor in outputs:
         tensor.inputs.clear()
-    node = gs.Node(op=op, name=outputs[0].name, domain=plugins.DOMAIN, attrs=attrs or {},
-                   inputs=given, outputs=list(outputs))
+    node = gs.Node(op=op.name, name=outputs[0].name, domain=plugins.DOMAIN, attrs=dict(attrs or {}),
+                   inputs=arranged(op, inputs), outputs=list(outputs))
     graph.nodes.append(node)
     return node
 
 
-def merge_constants(gemms: Sequence[gs.Node], position: int, values: Weight, role: str,
+def arranged(op: Op, inputs: Mapping[str, gs.Tensor | None]) -> list[gs.Tensor]:
+    """The inputs of a node in order, with empty tensors for absent ones but the last."""
+    unknown = set(inputs) - set(op.input_names)
+    assert not unknown, f"{op.name} has no inputs {unknown}"
+    given = [inputs.get(name) or gs.Variable.empty() for name in op.input_names]
+    while given and given[-1].is_empty():
+        given.pop()
+    return given
+
+
+def merge_constants(gemms: Sequence[gs.Node], given: str, values: Weight, role: str,
                     output: gs.Tensor) -> gs.Constant:
-    """A constant for what GEMMs have at an input, merged: `a.q.weight`, `a.k.weight` →
+    """A constant for what GEMMs have at the input `given`, merged: `a.q.weight`, `a.k.weight` →
     `a.<role>.weight`. Where others read the parts too, the name gets a suffix to stay unique.
     """
-    parts = list({gemm.inputs[position].name: gemm.inputs[position] for gemm in gemms}.values())
+    tensors = [operands(gemm)[given] for gemm in gemms]
+    parts = list({tensor.name: tensor for tensor in tensors}.values())
     inside = {id(gemm) for gemm in gemms}
     shared = any(id(user) not in inside for part in parts for user in part.outputs)
     names = [part.name.split(".") for part in parts]

@@ -19,6 +19,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, cone, data_tensors, token_feeds
 from llmc.compiler.graph.rewrite import (
+    CannotEvaluate,
     NoMatch,
     Report,
     Rule,
@@ -28,9 +29,11 @@ from llmc.compiler.graph.rewrite import (
     producer,
     replace,
     scalar,
+    values_of,
     weight,
 )
 from llmc.compiler.graph.weights import Weight
+from llmc.plugins.embedding.op import OP as EMBEDDING
 
 _INDEX_OPS = ELEMENTWISE | LAYOUT | {"Range", "Shape", "CumSum", "ConstantOfShape"}
 
@@ -48,22 +51,25 @@ def embedding(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     data = data_tensors(graph)
     rule = Rule("embedding", frozenset({"Gather"}),
-                lambda node, settings: _check(graph, node, data, settings), _rewrite)
+                lambda node, settings: _check(graph, node, data, settings, report), _rewrite)
     alone = Rule("positions", frozenset({"Gather"}),
                  lambda node, settings: _check_positions(node, data, settings), _rewrite_positions)
     apply_rules(graph, [rule, alone], settings, report)
 
 
-def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings) -> \
+def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings, report: Report) -> \
         _Embedding | NoMatch | None:
+    """`report` gets why something that is added is not taken in: the embedding is one without it.
+    """
     table, ids = node.inputs
     while (above := producer(ids)) is not None and above.op in ("Reshape", "Cast", "Identity"):
         ids = above.inputs[0]
     if weight(table) is None or ids.name != "input_ids":
-        return None
+        return None  # it does not look tokens up
     if node.attrs.get("axis", 0) != 0:
         return NoMatch("the embedding gathers along another axis than 0", node)
-    output, scale, positions = node.outputs[0], 1.0, None
+    output, scale = node.outputs[0], 1.0
+    positions: gs.Constant | None = None
     while True:
         users = consumers(graph, output)
         if len(users) != 1 or users[0] is None or users[0].op not in ("Mul", "Add"):
@@ -73,13 +79,16 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings) -
         if users[0].op == "Mul" and number is not None and positions is None:
             scale *= number
         elif users[0].op == "Add" and positions is None and id(other) not in data:
-            positions = _position_table(other, data, settings)
-            if isinstance(positions, NoMatch):
-                return positions
+            found = _position_table(other, data, settings)
+            if isinstance(found, NoMatch):
+                return found
+            positions = found
         elif users[0].op == "Add" and positions is None:
-            positions = _counted_positions(other, data, settings)
-            if positions is None:
+            counted = _counted_positions(other, data, settings)
+            if isinstance(counted, NoMatch):
+                report.refuse(users[0], counted)
                 break
+            positions = counted
         else:
             break
         output = users[0].outputs[0]
@@ -102,7 +111,7 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
     offset = int(rows.reshape(-1)[0])
     if not np.array_equal(rows.reshape(-1), np.arange(length) + offset):
         return NoMatch("the rows of the position table are not position + offset", index)
-    values = weight(table)
+    values = values_of(table)
     available = values.shape[0] - offset
     if available < settings.max_seq_len:
         return NoMatch(f"the position table has {available} positions, --max_seq_len is "
@@ -111,16 +120,20 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
 
 
 def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
-        gs.Constant | None:
+        gs.Constant | NoMatch:
     """What is added at each position, where tokens matter only in being the padding or not."""
     piece = cone(tensor, data, _INDEX_OPS)
-    if isinstance(piece, NoMatch) or any(t.inputs for t in piece.inputs):
-        return None
+    if isinstance(piece, NoMatch):
+        return piece
+    made = next((t for t in piece.inputs if t.inputs), None)
+    if made is not None:
+        return NoMatch("what is added to the embedding is computed from it", made)
     readers = [node for node in piece.nodes if any(t.name == "input_ids" for t in node.inputs)]
-    padding = {scalar(t) for node in readers if node.op == "Equal" for t in node.inputs} - {None}
+    padding = {number for node in readers if node.op == "Equal" for t in node.inputs
+               if (number := scalar(t)) is not None}
     if len(padding) != 1 or any(node.op not in ("Shape", "Equal") for node in readers):
-        return None
-    weights = {t.name: weight(t).load() for t in piece.inputs if isinstance(t, gs.Constant)}
+        return NoMatch("what is added to the embedding depends on which tokens there are", tensor)
+    weights = {t.name: values_of(t).load() for t in piece.inputs if isinstance(t, gs.Constant)}
 
     def at(length: int) -> np.ndarray:
         feeds = token_feeds(1, length)
@@ -129,10 +142,11 @@ def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) ->
 
     try:
         table, few = at(settings.max_seq_len), at(3)
-    except RuntimeError:
-        return None
+    except CannotEvaluate as error:
+        return error.reason
     if table.ndim != 3 or not np.array_equal(table[:, :3], few[:, :settings.max_seq_len]):
-        return None
+        return NoMatch("what is added to the embedding at a position changes with the length",
+                       tensor)
     return gs.Constant(f"positions.{tensor.name}", Weight.of(table[0]))
 
 
@@ -142,26 +156,29 @@ class _Positions:
     output: gs.Tensor
 
 
-def _check_positions(node: gs.Node, data: set[int], settings: Settings) -> _Positions | None:
+def _check_positions(node: gs.Node, data: set[int], settings: Settings) -> \
+        _Positions | NoMatch | None:
     """A position table that was not added to the token embedding at once."""
     output = node.outputs[0]
-    if weight(node.inputs[0]) is None or id(output) in data or output.shape is None \
-            or len(output.shape) not in (2, 3) or output.shape[-2] != "seq":
-        return None
+    rows = list(output.shape or ())[:-1]  # [seq] or [batch, seq]; a bias of scores has [seq, seq]
+    if weight(node.inputs[0]) is None or id(output) in data or rows[-1:] != ["seq"] \
+            or rows.count("seq") > 1 or len(rows) > 2:
+        return None  # it is not a table that is looked up once for each position
     table = _position_table(output, data, settings)
-    return None if isinstance(table, NoMatch) else _Positions(table, output)
+    return table if isinstance(table, NoMatch) else _Positions(table, output)
 
 
 def _rewrite_positions(graph: gs.Graph, match: _Positions, settings: Settings) -> None:
     match.output.shape = ["batch", "seq", match.output.shape[-1]]
-    replace(graph, "Embedding", [_position_ids(graph), match.table], [match.output])
+    replace(graph, EMBEDDING, {"input_ids": _position_ids(graph), "table": match.table},
+            [match.output])
 
 
 def _rewrite(graph: gs.Graph, match: _Embedding, settings: Settings) -> None:
-    inputs = [match.ids, match.table]
+    inputs = {"input_ids": match.ids, "table": match.table}
     if match.positions is not None:
-        inputs += [_position_ids(graph), match.positions]
-    replace(graph, "Embedding", inputs, [match.output], {"scale": match.scale})
+        inputs |= {"position_ids": _position_ids(graph), "position_table": match.positions}
+    replace(graph, EMBEDDING, inputs, [match.output], {"scale": match.scale})
 
 
 def _position_ids(graph: gs.Graph) -> gs.Variable:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE
-from llmc.compiler.graph.rewrite import Report, Rule, Settings, apply_rules
+from llmc.compiler.graph.rewrite import NoMatch, Report, Rule, Settings, apply_rules, op_of
 from llmc.compiler.passes.fold import forward
 
 
@@ -24,14 +24,20 @@ def flatten(graph: gs.Graph, settings: Settings, report: Report) -> None:
     apply_rules(graph, [UNFLATTEN], settings, report)
 
 
-def _flattens(node: gs.Node, settings: Settings) -> gs.Node | None:
+def _flattens(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
     """[batch, seq, …] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
     before, after = node.inputs[0].shape, node.outputs[0].shape
-    if not node.inputs[0].inputs or before is None or after is None:
-        return None
+    if not node.inputs[0].inputs:
+        return None  # it works on an input or a constant
+    if before is None or after is None:
+        return NoMatch("the shapes around this Reshape are not known", node)
+    if len(before) < 3 or len(after) != 2 or list(before[:2]) != ["batch", "seq"]:
+        return None  # it does not flatten
     inner = before[2:]
-    return node if len(before) > 2 and len(after) == 2 and list(before[:2]) == ["batch", "seq"] \
-        and all(isinstance(dim, int) for dim in inner) and np.prod(inner) == after[-1] else None
+    if not all(isinstance(dim, int) for dim in inner) or np.prod(inner) != after[-1]:
+        return NoMatch(f"{list(before)} is flattened to {list(after)}, of which the first is not "
+                       f"batch · seq", node)
+    return node
 
 
 def _keep_batch_axis(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
@@ -45,6 +51,7 @@ def _keep_batch_axis(graph: gs.Graph, node: gs.Node, settings: Settings) -> None
 
 
 def _unflattens(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """A Reshape that has nothing left to do; any other is none of this rule's business."""
     before, after = node.inputs[0].shape, node.outputs[0].shape
     if not node.inputs[0].inputs or before is None or after is None:
         return None
@@ -58,11 +65,16 @@ def _restore_batch_axis(graph: gs.Graph) -> None:
     """
     for node in graph.nodes:
         result = node.outputs[0]
-        if node.op in (*ELEMENTWISE, "MatMul", "Gemm", "LayerNorm", "RMSNorm") \
+        if (node.op in (*ELEMENTWISE, "MatMul", "Gemm") or _is_norm(node)) \
                 and result.shape is not None and len(result.shape) in (2, 3) and any(
                     t.inputs and t.shape is not None and len(t.shape) == 3
                     and list(t.shape[:2]) == ["batch", "seq"] for t in node.inputs):
             result.shape = ["batch", "seq", result.shape[-1]]
+
+
+def _is_norm(node: gs.Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.norm is not None
 
 
 FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens, _keep_batch_axis)

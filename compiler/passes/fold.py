@@ -18,6 +18,7 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.rewrite import (
+    CannotEvaluate,
     NoMatch,
     Report,
     Rule,
@@ -26,7 +27,7 @@ from llmc.compiler.graph.rewrite import (
     constant,
     producer,
     scalar,
-    weight,
+    values_of,
 )
 from llmc.compiler.graph.weights import Weight
 
@@ -40,10 +41,17 @@ _DIMENSIONS = {"batch": ("input_ids", 0), "seq": ("input_ids", 1), "mem_seq": (E
 def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     _read_scalars(graph)
-    report.count("constant", fold_constants(graph))
+    _fold_constants(graph, report)
     apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
-    report.count("constant", fold_constants(graph))
+    _fold_constants(graph, report)
     apply_rules(graph, [DROP], settings, report)
+
+
+def _fold_constants(graph: gs.Graph, report: Report) -> None:
+    try:
+        report.count("constant", fold_constants(graph))
+    except CannotEvaluate as error:  # it stays as it is, for a target to run
+        report.refuse(error.output.inputs[0], error.reason)
 
 
 def _read_scalars(graph: gs.Graph) -> None:
@@ -79,11 +87,14 @@ def forward(node: gs.Node, graph: gs.Graph) -> None:
 
 def _numpy(dtype: object) -> np.dtype:
     """graphsurgeon has ONNX's number for a dtype that numpy has not."""
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int)
-                    else dtype)  # type: ignore[call-overload]
+    numpy: np.dtype = np.dtype(
+        onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int)
+        else dtype)  # type: ignore[call-overload]
+    return numpy
 
 
 def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """None where the node does something, or is not between two nodes."""
     if isinstance(node.inputs[0], gs.Constant) or not node.inputs[0].inputs:
         return None
     if node.op in ("Identity", "Dropout"):
@@ -93,10 +104,11 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
         return node if dtype is not None and _numpy(dtype) == _numpy(node.attrs["to"]) else None
     if node.op == "Slice":
         bounds = [constant(tensor) for tensor in node.inputs[1:]]
-        if any(bound is None for bound in bounds) or len(bounds) < 2:
+        known = [bound for bound in bounds if bound is not None]
+        if len(known) < max(2, len(bounds)):
             return None
-        steps = bounds[3] if len(bounds) > 3 else np.ones(1)
-        whole = (bounds[0] == 0).all() and (bounds[1] >= _INT_MAX).all() and (steps == 1).all()
+        steps = known[3] if len(known) > 3 else np.ones(1)
+        whole = np.all(known[0] == 0) and np.all(known[1] >= _INT_MAX) and np.all(steps == 1)
         return node if whole else None
     return None
 
@@ -109,45 +121,68 @@ def _dtype(tensor: gs.Tensor) -> np.dtype | None:
     """A tensor's dtype; where the exporter left it out, that of what it is computed from."""
     while tensor.dtype is None and tensor.inputs and tensor.inputs[0].op in _SAME_DTYPE:
         tensor = tensor.inputs[0].inputs[0]
-    return tensor.dtype
+    return None if tensor.dtype is None else _numpy(tensor.dtype)
 
 
-def _as_cast(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
-    dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(_dtype(node.inputs[1])))
-    node.op, node.attrs = "Cast", {"to": dtype}
+@dataclass(frozen=True)
+class _CastLike:
+    node: gs.Node
+    dtype: np.dtype
+
+
+def _cast_like(node: gs.Node, settings: Settings) -> _CastLike | NoMatch:
+    dtype = _dtype(node.inputs[1])
+    if dtype is None:
+        return NoMatch("the dtype that is cast to is not known", node.inputs[1])
+    return _CastLike(node, dtype)
+
+
+def _as_cast(graph: gs.Graph, match: _CastLike, settings: Settings) -> None:
+    node = match.node
+    node.op, node.attrs = "Cast", {"to": onnx.helper.np_dtype_to_tensor_dtype(match.dtype)}
     del node.inputs[1]
 
 
-CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}),
-                 lambda node, settings: node if _dtype(node.inputs[1]) is not None else None,
-                 _as_cast)
+CAST_LIKE = Rule("cast-like", frozenset({"CastLike"}), _cast_like, _as_cast)
 
 
-def _split_sequence(node: gs.Node, settings: Settings) -> gs.Node | NoMatch:
+@dataclass(frozen=True)
+class _Sequence:
+    node: gs.Node
+    sizes: np.ndarray
+    readers: list[tuple[gs.Node, int]]  # each SequenceAt, and which element it reads
+
+
+def _split_sequence(node: gs.Node, settings: Settings) -> _Sequence | NoMatch:
     """A SplitToSequence of which only single elements are read."""
-    if all(user.op == "SequenceAt" and scalar(user.inputs[1]) is not None
-           for user in node.outputs[0].outputs) and node.attrs.get("keepdims", 1):
-        return node
-    return NoMatch("a sequence that is not only indexed", node)
-
-
-def _as_split(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
-    axis, source = node.attrs.get("axis", 0), node.inputs[0]
+    readers = [(user, int(index)) for user in node.outputs[0].outputs if user.op == "SequenceAt"
+               and (index := scalar(user.inputs[1])) is not None]
+    if len(readers) < len(node.outputs[0].outputs) or not node.attrs.get("keepdims", 1):
+        return NoMatch("a sequence that is not only indexed", node)
+    source = node.inputs[0]
     sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    whole = source.shape[axis] if source.shape else None
-    if sizes is None or (sizes.ndim == 0 and not isinstance(whole, int)):
-        return
+    if sizes is None:
+        return NoMatch("a sequence of pieces whose sizes are not known", node)
     if sizes.ndim == 0:
-        full, rest = divmod(int(whole or 0), int(sizes))
+        whole = source.shape[node.attrs.get("axis", 0)] if source.shape else None
+        if not isinstance(whole, int):
+            return NoMatch("the length of what is split into a sequence is not known", source)
+        full, rest = divmod(whole, int(sizes))
         sizes = np.array([int(sizes)] * full + ([rest] if rest else []))
+    return _Sequence(node, sizes, readers)
+
+
+def _as_split(graph: gs.Graph, match: _Sequence, settings: Settings) -> None:
+    node, sizes = match.node, match.sizes
+    axis, source = node.attrs.get("axis", 0), node.inputs[0]
     name = node.outputs[0].name
     parts = [gs.Variable(f"{name}.{index}", source.dtype,
                          None if source.shape is None else
                          [size if i == axis % len(source.shape) else dim
                           for i, dim in enumerate(source.shape)])
              for index, size in enumerate(sizes.tolist())]
-    for user in list(node.outputs[0].outputs):
-        index = int(scalar(user.inputs[1])) % len(parts)
+    for user, number in match.readers:
+        index = number % len(parts)
         parts[index].name = user.outputs[0].name
         for reader in list(user.outputs[0].outputs):
             for position, tensor in enumerate(reader.inputs):
@@ -177,8 +212,8 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
     operand = next((t for t in node.inputs if isinstance(t, gs.Constant)
                     and isinstance(t._values, Weight)), None)
     if operand is None or not all(isinstance(t, gs.Constant) or t.is_empty() for t in node.inputs):
-        return None
-    source = weight(operand)
+        return None  # no weight, or activations too
+    source = values_of(operand)
     if node.op == "Transpose" and len(source.shape) == 2 and \
             list(node.attrs.get("perm", [1, 0])) == [1, 0]:
         return _FoldedWeight(node.outputs[0], source.transpose())
@@ -187,17 +222,18 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
     if node.op in _ARITHMETIC and len(node.inputs) == 2:
         left, right = node.inputs
         function = _ARITHMETIC[node.op]
-        if operand is left and (number := scalar(right)) is not None:
-            return _FoldedWeight(node.outputs[0], source.map(lambda w: function(w, number)))
-        if operand is right and (number := scalar(left)) is not None:
-            return _FoldedWeight(node.outputs[0], source.map(lambda w: function(number, w)))
-    if node.op in ("Reshape", "Unsqueeze", "Squeeze", "Slice", "Split", "Concat", "Gather"):
-        return None  # left for a rule that knows what it means
+        number = scalar(right if operand is left else left)
+        if number is not None:
+            value = number
+            return _FoldedWeight(node.outputs[0], source.map(
+                (lambda w: function(w, value)) if operand is left
+                else (lambda w: function(value, w))))
     return NoMatch("this op on a weight is not folded", node)
 
 
 def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> None:
     node = producer(match.output)
+    assert node is not None
     result = gs.Constant(match.output.name, match.weight)
     source = next(t for t in node.inputs if isinstance(t, gs.Constant)
                   and isinstance(t._values, Weight))
@@ -215,14 +251,15 @@ WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", *_ARITHMETIC
               _weight_expression, _fold_weight)
 
 
-def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | None:
+def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
     """A Shape of a computed tensor whose dimensions are all numbers or an input's own."""
     tensor = node.inputs[0]
-    if not tensor.inputs or tensor.shape is None:
-        return None
-    if all(isinstance(dim, int) or dim in _DIMENSIONS for dim in tensor.shape):
-        return node
-    return None
+    if not tensor.inputs:
+        return None  # an input's own shape
+    if tensor.shape is None or not all(isinstance(dim, int) or dim in _DIMENSIONS
+                                       for dim in tensor.shape):
+        return NoMatch("the shape of a computed tensor is not known", tensor)
+    return node
 
 
 def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:

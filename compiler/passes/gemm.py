@@ -32,23 +32,33 @@ from llmc.compiler.graph.probe import (
     data_tensors,
 )
 from llmc.compiler.graph.rewrite import (
+    CannotEvaluate,
     NoMatch,
     Report,
     Rule,
     Settings,
     apply_rules,
     consumers,
+    fields_of,
     is_llmc,
+    is_op,
     merge_constants,
+    operand,
+    operands,
     producer,
     replace,
+    values_of,
     weight,
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.flatten import flatten
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
+from llmc.plugins.gated_mlp.op import OP as GATED_MLP
+from llmc.plugins.gemm_bias_act.op import OP as GEMM
+from llmc.plugins.gemm_bias_res.op import OP as GEMM_RESIDUAL
 
-_MAX_NODES = 16
+_MAX_NODES = 16  # of an activation
+_MAX_GATED_NODES = 24
 
 
 def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -74,8 +84,10 @@ def _check_linear(node: gs.Node, present: dict[int, gs.Constant]) -> _Linear | N
     """`present` holds the graph's constants by their values: a tied weight stays one constant."""
     source, matrix = node.inputs[:2]
     values = weight(matrix)
-    if values is None or isinstance(source, gs.Constant) or node.domain == "com.microsoft":
-        return None
+    if values is None or isinstance(source, gs.Constant):
+        return None  # a product of activations, as of queries and keys, or of tables
+    if node.domain == "com.microsoft":
+        return NoMatch("this op is ONNX Runtime's own", node)
     if len(values.shape) != 2:
         return NoMatch("the weight is not a matrix", matrix)
     if node.op == "MatMul" or not node.attrs.get("transB", 0):
@@ -98,7 +110,7 @@ def _plain(name: str) -> str:
 
 
 def _rewrite_linear(graph: gs.Graph, match: _Linear, settings: Settings) -> None:
-    replace(graph, "GemmBiasAct", [match.node.inputs[0], match.weight, match.bias],
+    replace(graph, GEMM, {"x": match.node.inputs[0], "weight": match.weight, "bias": match.bias},
             list(match.node.outputs))
 
 
@@ -109,27 +121,30 @@ class _Bias:
     output: gs.Tensor
 
 
-def _check_bias(graph: gs.Graph, node: gs.Node) -> _Bias | None:
+def _check_bias(graph: gs.Graph, node: gs.Node) -> _Bias | NoMatch | None:
     for linear, bias in (node.inputs, node.inputs[::-1]):
         source = producer(linear)
-        if is_llmc(source, "GemmBiasAct") and len(source.inputs) == 2 \
-                and weight(bias) is not None and len(consumers(graph, linear)) == 1 \
-                and tuple(bias.shape) in _bias_shapes(source) \
-                and not source.attrs.get("activation"):
-            return _Bias(source, bias, node.outputs[0])
-    return None
-
-
-def _bias_shapes(gemm: gs.Node) -> tuple[tuple[int, ...], ...]:
-    width = weight(gemm.inputs[1]).shape[0]
-    return (width,), (1, width), (1, 1, width)
+        if not is_op(source, GEMM) or weight(bias) is None:
+            continue
+        width = values_of(operands(source)["weight"]).shape[0]
+        if operand(source, "bias") is not None:
+            return NoMatch("the GEMM has a bias already", source)
+        if fields_of(source)["activation"] != "none":
+            return NoMatch("the GEMM has an activation before what is added", source)
+        if len(consumers(graph, linear)) > 1:
+            return NoMatch("the GEMM's result is read without the bias too", source)
+        if tuple(bias.shape) not in ((width,), (1, width), (1, 1, width)):
+            return NoMatch(f"what is added to the GEMM has shape {list(bias.shape)}, not "
+                           f"[{width}]", source)
+        return _Bias(source, bias, node.outputs[0])
+    return None  # it does not add a constant to a GEMM's result
 
 
 def _rewrite_bias(graph: gs.Graph, match: _Bias, settings: Settings) -> None:
     bias = match.bias
     if len(bias.shape) > 1:
-        bias = gs.Constant(f"{bias.name}.flat", Weight.of(weight(bias).load().reshape(-1)))
-    replace(graph, "GemmBiasAct", [*match.gemm.inputs, bias], [match.output])
+        bias = gs.Constant(f"{bias.name}.flat", Weight.of(values_of(bias).load().reshape(-1)))
+    replace(graph, GEMM, {**operands(match.gemm), "bias": bias}, [match.output])
 
 
 @dataclass(frozen=True)
@@ -141,44 +156,50 @@ class _Activated:
 
 def activation(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Give GEMMs the activation that follows them."""
-    rule = Rule("activation", frozenset({"GemmBiasAct"}),
+    rule = Rule("activation", frozenset({GEMM.name}),
                 lambda node, settings: _check_activation(graph, node), _rewrite_activation)
     apply_rules(graph, [rule], settings, report)
 
 
-def _check_activation(graph: gs.Graph, node: gs.Node) -> _Activated | None:
-    if node.attrs.get("activation", "none") != "none":
-        return None
+def _check_activation(graph: gs.Graph, node: gs.Node) -> _Activated | NoMatch | None:
     result = node.outputs[0]
     users = consumers(graph, result)
-    if not users or any(user is None or is_llmc(user) for user in users):
-        return None
-    found = None
+    if fields_of(node)["activation"] != "none" \
+            or any(user is None or is_llmc(user) for user in users):
+        return None  # it has one, or its result is wanted as it is
+    found: _Activated | NoMatch | None = None  # None: it is combined with something else
     for piece in closed_regions(graph, result, users, ELEMENTWISE):
         if len(piece.nodes) > _MAX_NODES:
             break
         inside = {id(member) for member in piece.nodes}
-        if all(id(user) in inside for user in users) and len(piece.inputs) == 1:
+        if not all(id(user) in inside for user in users) or len(piece.inputs) > 1:
+            continue
+        try:
             name = recognise_activation(piece, result)
-            if name is not None:  # the largest wins: relu may be the beginning of relu²
-                found = _Activated(node, piece.output, name)
+        except CannotEvaluate as error:
+            found = found or error.reason
+            continue
+        if name is not None:  # the largest wins: relu may be the beginning of relu²
+            found = _Activated(node, piece.output, name)
+        elif found is None:
+            found = NoMatch("what follows the GEMM computes none of its activations", piece.output)
     return found
 
 
 def recognise_activation(piece: Piece, source: gs.Tensor) -> str | None:
-    """The name of the activation that the piece computes, found by running it."""
+    """The name of the activation that the piece computes, found by running it.
+
+    Raises:
+        CannotEvaluate: ONNX Runtime cannot run it.
+    """
     x = np.linspace(-9, 9, 145, dtype=np.float32).reshape(1, 1, -1)
-    try:
-        actual = piece.run({source.name: x})
-    except RuntimeError:
-        return None
+    actual = piece.run({source.name: x})
     return next((name for name, function in ACTIVATIONS.items()
                  if name != "none" and close(actual, function(x.astype(np.float64)), 1e-5)), None)
 
 
 def _rewrite_activation(graph: gs.Graph, match: _Activated, settings: Settings) -> None:
-    replace(graph, "GemmBiasAct", match.gemm.inputs, [match.output],
-            {"activation": match.activation})
+    replace(graph, GEMM, operands(match.gemm), [match.output], {"activation": match.activation})
 
 
 @dataclass(frozen=True)
@@ -195,23 +216,36 @@ def residual(graph: gs.Graph, settings: Settings, report: Report) -> None:
     apply_rules(graph, [rule], settings, report)
 
 
-def _check_residual(graph: gs.Graph, node: gs.Node) -> _Residual | None:
-    order = {id(member): index for index, member in enumerate(graph.nodes)}
-    found: list[tuple[int, _Residual]] = []
+def _check_residual(graph: gs.Graph, node: gs.Node) -> _Residual | NoMatch | None:
+    found: list[_Residual] = []
+    reason: NoMatch | None = None  # None: it does not add an activation to a GEMM's result
     for linear, other in (node.inputs, node.inputs[::-1]):
         source = producer(linear)
-        if is_llmc(source, "GemmBiasAct") and not isinstance(other, gs.Constant) \
-                and source.attrs.get("activation", "none") == "none" \
-                and len(consumers(graph, linear)) == 1 and linear is not other \
-                and other.shape is not None and linear.shape is not None \
-                and len(other.shape) == len(linear.shape) and other.shape[-1] == linear.shape[-1]:
-            found.append((order[id(source)], _Residual(source, other, node.outputs[0])))
-    return max(found, key=lambda item: item[0])[1] if found else None  # the later GEMM adds
+        if not is_op(source, GEMM) or isinstance(other, gs.Constant):
+            continue
+        if fields_of(source)["activation"] != "none":
+            reason = NoMatch("the GEMM has an activation before what is added", source)
+        elif len(consumers(graph, linear)) > 1 or linear is other:
+            reason = NoMatch("the GEMM's result is read without what is added too", source)
+        elif other.shape is None or linear.shape is None \
+                or len(other.shape) != len(linear.shape) or other.shape[-1] != linear.shape[-1]:
+            reason = NoMatch(f"to {_shape(linear)} of the GEMM something of {_shape(other)} is "
+                             f"added", source)
+        else:
+            found.append(_Residual(source, other, node.outputs[0]))
+    if len(found) == 2:  # the later GEMM adds
+        order = {id(member): index for index, member in enumerate(graph.nodes)}
+        found.sort(key=lambda residual: order[id(residual.gemm)])
+    return found[-1] if found else reason
+
+
+def _shape(tensor: gs.Tensor) -> str:
+    return "an unknown shape" if tensor.shape is None else str(list(tensor.shape))
 
 
 def _rewrite_residual(graph: gs.Graph, match: _Residual, settings: Settings) -> None:
-    inputs = list(match.gemm.inputs) + [None] * (3 - len(match.gemm.inputs))
-    replace(graph, "GemmBiasRes", [*inputs, match.residual], [match.output])
+    replace(graph, GEMM_RESIDUAL, {**operands(match.gemm), "residual": match.residual},
+            [match.output])
 
 
 @dataclass(frozen=True)
@@ -231,24 +265,29 @@ def gated_mlp(graph: gs.Graph, settings: Settings, report: Report) -> None:
     apply_rules(graph, [rule], settings, report)
 
 
-def _check_gated(node: gs.Node, data: set[int]) -> _Gated | None:
+def _check_gated(node: gs.Node, data: set[int]) -> _Gated | NoMatch | None:
     output = node.outputs[0]
-    if any(isinstance(tensor, gs.Constant) for tensor in node.inputs) or output.shape is None:
-        return None
+    if any(isinstance(tensor, gs.Constant) for tensor in node.inputs) or id(output) not in data:
+        return None  # a scale, or a table
     piece = cone(output, data, ELEMENTWISE | LAYOUT)
-    if isinstance(piece, NoMatch) or len(piece.nodes) > 24:
-        return None
+    if isinstance(piece, NoMatch):
+        return piece
+    if len(piece.nodes) > _MAX_GATED_NODES:
+        return NoMatch(f"the product comes from {len(piece.nodes)} nodes", node)
     sources = [tensor for tensor in piece.inputs if id(tensor) in data]
-    gemms = [producer(tensor) for tensor in sources]
-    if len(sources) not in (1, 2) or not all(
-            is_llmc(gemm, "GemmBiasAct") and gemm.attrs.get("activation", "none") == "none"
-            for gemm in gemms) or len({id(gemm.inputs[0]) for gemm in gemms}) != 1 \
-            or len({len(gemm.inputs) for gemm in gemms}) != 1:
-        return None
-    width = output.shape[-1]
-    widths = [weight(gemm.inputs[1]).shape[0] for gemm in gemms]
+    gemms = [gemm for tensor in sources if is_op(gemm := producer(tensor), GEMM)]
+    if len(gemms) < len(sources) or len(gemms) not in (1, 2):
+        return NoMatch(f"the product comes from {len(gemms)} GEMMs and {len(sources) - len(gemms)} "
+                       f"other values, not from one or two GEMMs", node)
+    if any(fields_of(gemm)["activation"] != "none" for gemm in gemms) \
+            or len({id(gemm.inputs[0]) for gemm in gemms}) > 1 \
+            or len({tuple(operands(gemm)) for gemm in gemms}) > 1:
+        return NoMatch("the GEMMs of a product differ in what they read, in having a bias, or in "
+                       "an activation", node)
+    width = output.shape[-1] if output.shape else None
+    widths = [values_of(operands(gemm)["weight"]).shape[0] for gemm in gemms]
     if not isinstance(width, int) or sum(widths) != 2 * width:
-        return None
+        return NoMatch(f"the product is {_shape(output)}, its GEMMs have {widths} columns", node)
     columns = np.arange(2 * width)
     orders = [columns, np.roll(columns, width), np.concatenate([columns[::2], columns[1::2]])]
     x = np.random.default_rng(0).standard_normal((1, 2, 2 * width)).astype(np.float32) * 3
@@ -256,27 +295,24 @@ def _check_gated(node: gs.Node, data: set[int]) -> _Gated | None:
     feeds = {tensor.name: part for tensor, part in zip(sources, splits, strict=True)}
     feeds.update({t.name: np.zeros((1, 2), np.int64) for t in piece.inputs if id(t) not in data
                   and t.name not in feeds})
-    try:
-        actual = piece.run(feeds)
-    except RuntimeError:
-        return None
+    actual = piece.run(feeds)
     for order in orders:
         gate, up = np.split(x[..., order].astype(np.float64), 2, axis=-1)
         for name, function in ACTIVATIONS.items():
             if name != "none" and close(actual, function(gate) * up, 1e-5):
                 return _merge(output, gemms, order, name)
-    return None
+    return NoMatch("the product is not an activation of one half times the other", node)
 
 
 def _merge(output: gs.Tensor, gemms: list[gs.Node], order: np.ndarray, activation: str) -> _Gated:
-    def stack(index: int) -> gs.Constant:
-        values = Weight.concat([weight(gemm.inputs[index]) for gemm in gemms]).take_rows(order)
-        return merge_constants(gemms, index, values, "gate_up_proj", output)
+    def stack(given: str) -> gs.Constant:
+        values = Weight.concat([values_of(operands(gemm)[given]) for gemm in gemms])
+        return merge_constants(gemms, given, values.take_rows(order), "gate_up_proj", output)
 
-    bias = stack(2) if len(gemms[0].inputs) > 2 else None
-    return _Gated(output, gemms[0].inputs[0], stack(1), bias, activation)
+    bias = stack("bias") if operand(gemms[0], "bias") is not None else None
+    return _Gated(output, gemms[0].inputs[0], stack("weight"), bias, activation)
 
 
 def _rewrite_gated(graph: gs.Graph, match: _Gated, settings: Settings) -> None:
-    replace(graph, "GatedMLP", [match.source, match.weight, match.bias], [match.output],
-            {"activation": match.activation})
+    replace(graph, GATED_MLP, {"x": match.source, "weight": match.weight, "bias": match.bias},
+            [match.output], {"activation": match.activation})

@@ -18,6 +18,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE, Piece, close, closed_regions
 from llmc.compiler.graph.rewrite import (
+    CannotEvaluate,
     NoMatch,
     Report,
     Rule,
@@ -25,18 +26,28 @@ from llmc.compiler.graph.rewrite import (
     apply_rules,
     constant,
     consumers,
+    is_op,
+    operands,
+    producer,
     replace,
     scalar,
 )
 from llmc.compiler.graph.weights import Weight
+from llmc.plugins import Op
+from llmc.plugins.add_layer_norm.op import OP as ADD_LAYER_NORM
+from llmc.plugins.add_rms_norm.op import OP as ADD_RMS_NORM
+from llmc.plugins.layer_norm.op import OP as LAYER_NORM
+from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 _ALLOWED = ELEMENTWISE | {"ReduceMean"}
 _MAX_NODES = 16
+# What a norm becomes where it takes in the Add before it.
+_ADDED = {RMS_NORM.name: ADD_RMS_NORM, LAYER_NORM.name: ADD_LAYER_NORM}
 
 
 @dataclass(frozen=True)
 class _Norm:
-    op: str
+    op: Op
     source: gs.Tensor
     output: gs.Tensor
     weight: gs.Tensor | None
@@ -60,7 +71,7 @@ def _standard(node: gs.Node, settings: Settings) -> _Norm | NoMatch:
     shape = gain.shape
     if axis not in (-1, rank - 1) or shape is None or len(shape) != 1:
         return NoMatch("the norm is not over the last axis alone", node)
-    op = "LayerNorm" if node.op == "LayerNormalization" else "RMSNorm"
+    op = LAYER_NORM if node.op == "LayerNormalization" else RMS_NORM
     bias = node.inputs[2] if len(node.inputs) > 2 and not node.inputs[2].is_empty() else None
     if bias is not None and _is_zero(bias):
         bias = None
@@ -73,21 +84,23 @@ def _is_zero(tensor: gs.Tensor) -> bool:
     return array is not None and not array.any()
 
 
-def _decomposed(graph: gs.Graph, node: gs.Node) -> _Norm | NoMatch | None:
+def _decomposed(graph: gs.Graph, node: gs.Node) -> _Norm | NoMatch:
     """Start at a mean: of x (LayerNorm) or of x² (RMSNorm)."""
-    reason: NoMatch | None = None
+    reason = NoMatch("the nodes around this mean compute neither RMSNorm nor LayerNorm", node)
     for source, seeds in _sources(node):
         width = source.shape[-1] if source.shape else None
         if not isinstance(width, int):
             return NoMatch("the last dimension of the norm's input is not known", source)
-        best = None
+        best: _Norm | None = None
         for piece in closed_regions(graph, source, seeds, _ALLOWED):
             if len(piece.nodes) > _MAX_NODES:
                 break
-            best = _prove(piece, source, width) or best
+            try:
+                best = _prove(piece, source, width) or best  # the largest wins
+            except CannotEvaluate as error:
+                reason = error.reason
         if best:
             return best
-        reason = NoMatch("the nodes around this mean compute neither RMSNorm nor LayerNorm", source)
     return reason
 
 
@@ -108,10 +121,14 @@ def _sources(mean: gs.Node) -> Iterator[tuple[gs.Tensor, list[gs.Node]]]:
 
 
 def _prove(piece: Piece, source: gs.Tensor, width: int) -> _Norm | None:
-    """Which norm the piece is, if it is one."""
+    """Which norm the piece is, if it is one.
+
+    Raises:
+        CannotEvaluate: ONNX Runtime cannot run it.
+    """
     weights = [t for t in piece.inputs if t is not source]
     weights += [t for node in piece.nodes for t in node.inputs
-                if constant(t) is not None and constant(t).shape == (width,) and width > 1]
+                if (array := constant(t)) is not None and array.shape == (width,) and width > 1]
     if any(tuple(w.shape) != (width,) for w in weights) or len(weights) > 2:
         return None
     small = {scalar(t) for node in piece.nodes for t in node.inputs if isinstance(t, gs.Constant)
@@ -124,18 +141,15 @@ def _prove(piece: Piece, source: gs.Tensor, width: int) -> _Norm | None:
              for w in weights if isinstance(w._values, Weight)}
     values = {w.name: drawn.get(w.name, constant(w) if w.name not in drawn else None)
               for w in weights}
-    try:
-        actual = piece.run({source.name: x, **drawn})
-    except RuntimeError:
-        return None
+    actual = piece.run({source.name: x, **drawn})
     for epsilon in epsilons:
         for gain, bias in _roles(weights):
-            for op in ("RMSNorm", "LayerNorm"):
-                centred = x - x.mean(-1, keepdims=True) if op == "LayerNorm" else x
+            for op in (RMS_NORM, LAYER_NORM):
+                centred = x - x.mean(-1, keepdims=True) if op is LAYER_NORM else x
                 expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
                 expected = expected * (values[gain.name] if gain is not None else 1.0)
                 expected = expected + (values[bias.name] if bias is not None else 0.0)
-                if (op == "LayerNorm" or bias is None) and close(actual, expected, 1e-5):
+                if (op is LAYER_NORM or bias is None) and close(actual, expected, 1e-5):
                     return _Norm(op, source, piece.output, gain, bias, width, epsilon)
     return None
 
@@ -153,7 +167,9 @@ def _rewrite(graph: gs.Graph, match: _Norm, settings: Settings) -> None:
     if gain is None:
         gain = gs.Constant(f"ones.{match.width}.{match.output.name}",
                            Weight.of(np.ones(match.width, np.float32)))
-    inputs = [match.source, gain] + ([match.bias] if match.bias is not None else [])
+    inputs = {"x": match.source, "weight": gain}
+    if match.bias is not None:
+        inputs["bias"] = match.bias
     replace(graph, match.op, inputs, [match.output], {"epsilon": match.epsilon})
 
 
@@ -169,26 +185,34 @@ def add_norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
     Given:   sum = Add(x, residual); y = RMSNorm(sum, w)
     Result:  y, sum = AddRMSNorm(x, residual, w)
     """
-    rule = Rule("add-norm", frozenset({"RMSNorm", "LayerNorm"}),
+    rule = Rule("add-norm", frozenset(_ADDED),
                 lambda node, settings: _check_add(graph, node), _rewrite_add)
     apply_rules(graph, [rule], settings, report)
 
 
-def _check_add(graph: gs.Graph, node: gs.Node) -> _AddNorm | None:
-    add = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
-    if add is None or add.op != "Add" or any(isinstance(t, gs.Constant) for t in add.inputs):
-        return None
-    norms = [user for user in consumers(graph, add.outputs[0])
-             if user is not None and user.op == node.op]
-    return _AddNorm(add, node) if norms and norms[0] is node else None
+def _check_add(graph: gs.Graph, node: gs.Node) -> _AddNorm | NoMatch | None:
+    add = producer(node.inputs[0])
+    if add is None or add.op != "Add":
+        return None  # nothing is added before it
+    if any(isinstance(t, gs.Constant) for t in add.inputs):
+        return NoMatch("what is added before the norm is a constant", add)
+    left, right = add.inputs
+    if left.shape is not None and right.shape is not None and (
+            len(left.shape) != len(right.shape) or left.shape[-1] != right.shape[-1]):
+        return NoMatch(f"shapes {list(left.shape)} and {list(right.shape)} are added before the "
+                       f"norm", add)
+    first = next(user for user in consumers(graph, add.outputs[0])
+                 if is_op(user, RMS_NORM, LAYER_NORM))
+    if first is not node:
+        return NoMatch("another norm reads the same sum, and takes it", first)
+    return _AddNorm(add, node)
 
 
 def _rewrite_add(graph: gs.Graph, match: _AddNorm, settings: Settings) -> None:
     left, right = match.add.inputs
     total, result = match.add.outputs[0], match.norm.outputs[0]
-    extra = list(match.norm.inputs[1:])
+    inputs = {**operands(match.norm), "x": left, "residual": right}
     match.add.outputs.clear()
-    replace(graph, f"Add{match.norm.op}", [left, right, *extra], [result, total],
-            dict(match.norm.attrs))
+    replace(graph, _ADDED[match.norm.op], inputs, [result, total], match.norm.attrs)
 
 

@@ -17,16 +17,19 @@ from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
+    attends,
     constant,
     describe,
     is_llmc,
+    is_op,
     producer,
+    row_weights,
     tidy,
-    weight,
+    values_of,
 )
+from llmc.compiler.graph.sdpa import SDPA
 from llmc.errors import LlmcError
 
-ATTENTION = ("CausalAttention", "BidirectionalAttention")
 _LAST_AXIS = frozenset({"Gather", "Concat", "Slice", "Split", "Softmax"})
 
 
@@ -54,7 +57,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _check_row_wise(node: gs.Node) -> None:
-    if is_llmc(node) and node.op != "Sdpa":
+    if is_llmc(node) and not is_op(node, SDPA):
         return
     if node.op in ELEMENTWISE:
         for tensor in node.inputs:
@@ -89,7 +92,7 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     Given:   attention → row-wise nodes → logits
     Result:  attention → Gather(rows of logits_indices) → row-wise nodes → logits
     """
-    last = [node for node in graph.nodes if is_llmc(node, *ATTENTION)][-1]
+    last = [node for node in graph.nodes if attends(node)][-1]
     after: set[int] = {id(last.outputs[0])}
     nodes = []
     for node in graph.nodes:
@@ -105,8 +108,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
             if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside:
                 continue
             if id(tensor) not in selected:
-                rows = gs.Variable(f"{tensor.name}.selected", tensor.dtype,
-                                   ("num_logits", *(tensor.shape or (0, 0))[1:]))
+                shape = None if tensor.shape is None else ("num_logits", *tensor.shape[1:])
+                rows = gs.Variable(f"{tensor.name}.selected", tensor.dtype, shape)
                 graph.nodes.append(gs.Node(op="Gather", name=rows.name, attrs={"axis": 0},
                                            inputs=[tensor, wanted], outputs=[rows]))
                 selected[id(tensor)] = rows
@@ -119,7 +122,7 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def lm_head(graph: gs.Graph) -> gs.Node:
-    """The GEMM that makes the logits: above the output, past row-wise nodes.
+    """The linear layer that makes the logits: above the output, past row-wise nodes.
 
     Raises:
         LlmcError: there is none.
@@ -127,7 +130,7 @@ def lm_head(graph: gs.Graph) -> gs.Node:
     tensor = graph.outputs[0]
     while True:
         node = producer(tensor)
-        if is_llmc(node, "GemmBiasAct"):
+        if row_weights(node):
             return node
         computed = [] if node is None else [t for t in node.inputs
                                             if not isinstance(t, gs.Constant)]
@@ -143,14 +146,14 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     Given:   logits [num_logits, vocab_size]
     Result:  logits [num_logits, padded_vocab_size]; the runtime cuts the padding off
     """
-    head = lm_head(graph)
-    rows = weight(head.inputs[1]).shape[0]
+    weights = list(row_weights(lm_head(graph)).values())
+    rows = values_of(weights[0]).shape[0]
     report.count("vocab_size", rows)
     padded = -(-rows // settings.vocab_multiple) * settings.vocab_multiple
     if padded == rows:
         return
-    for tensor in head.inputs[1:]:  # a tied embedding reads the same constant
-        tensor._values = weight(tensor).pad_rows(padded)
+    for tensor in weights:  # a tied embedding reads the same constant
+        tensor._values = values_of(tensor).pad_rows(padded)
     report.count("padded", padded - rows)
     for node in graph.nodes:
         for tensor in node.outputs:

@@ -25,10 +25,12 @@ from llmc.compiler.graph.rewrite import (
     apply_rules,
     constant,
     consumers,
+    is_op,
     producer,
     replace,
     scalar,
 )
+from llmc.compiler.graph.sdpa import SDPA
 
 _MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
     "Range", "ConstantOfShape", "Trilu", "CumSum", "GatherND", "ScatterND", "Shape", "Tile",
@@ -60,7 +62,7 @@ def sdpa(graph: gs.Graph, settings: Settings, report: Report) -> None:
                    lambda node, settings: _check_softmax(graph, node, data, masks, settings),
                    _rewrite)
     apply_rules(graph, [standard, softmax], settings, report)
-    found = [node for node in graph.nodes if node.op == "Sdpa"]
+    found = [node for node in graph.nodes if is_op(node, SDPA)]
     if any(node.attrs["layer"] < 0 for node in found):
         for layer, node in enumerate(found):
             node.attrs["layer"] = layer
@@ -255,6 +257,6 @@ def _rewrite(graph: gs.Graph, match: _Sdpa, settings: Settings) -> None:
                                    outputs=[straight],
                                    attrs={"perm": [*range(rank - 2), rank - 1, rank - 2]}))
         key = straight
-    replace(graph, "Sdpa", [match.query, key, match.value], [match.output],
+    replace(graph, SDPA, {"query": match.query, "key": key, "value": match.value}, [match.output],
             {"scale": match.scale, "window": match.window, "softcap": match.softcap, "causal": 1,
              "layer": -1})

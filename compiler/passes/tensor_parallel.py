@@ -18,11 +18,28 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc import plugins
 from llmc.compiler.graph.probe import ELEMENTWISE
-from llmc.compiler.graph.rewrite import consumers, describe, is_llmc, weight
-from llmc.compiler.passes.packing import ATTENTION, lm_head
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Settings,
+    arranged,
+    caches,
+    consumers,
+    describe,
+    fields_of,
+    is_llmc,
+    is_op,
+    op_of,
+    operand,
+    operands,
+    shard_of,
+    values_of,
+)
+from llmc.compiler.passes.packing import lm_head
 from llmc.errors import LlmcError
+from llmc.plugins.all_gather.op import OP as ALL_GATHER
+from llmc.plugins.all_reduce.op import OP as ALL_REDUCE
+from llmc.plugins.roles import ByColumns, ByElements, ByHeads, ByRows, ByVocabulary, Shard
 
 
 @dataclass(frozen=True)
@@ -62,26 +79,44 @@ class Plan:
     """How every node is divided.
 
     Args:
-        columns: for a sharded tensor, per rank the columns of the whole that it holds.
+        ways: how each node that is cut is, by its id.
+        columns: for a tensor that is cut, per rank the columns of the whole that it holds.
+        shares: for a tensor of heads, and for attention, which heads each rank has.
         partial: ids of tensors that are sums over ranks.
         reduce: ids of partial tensors that an AllReduce must complete.
-        sharded_nodes: ids of nodes that are cut.
-        logits: the tensor that an AllGather must complete, with its columns in order.
+        gather: ids of the tensors that an AllGather must complete, with their columns in order.
     """
 
     tp_size: int
+    ways: dict[int, Shard] = field(default_factory=dict)
     columns: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    shares: dict[int, list[HeadShare]] = field(default_factory=dict)
     partial: set[int] = field(default_factory=set)
     reduce: set[int] = field(default_factory=set)
-    sharded_nodes: set[int] = field(default_factory=set)
-    shares: dict[int, list[HeadShare]] = field(default_factory=dict)
     gather: set[int] = field(default_factory=set)
+
+    def is_cut(self, tensor: gs.Tensor | None) -> bool:
+        return tensor is not None and id(tensor) in self.columns and id(tensor) not in self.gather
+
+
+def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> \
+        list[list[gs.Graph]]:
+    """Run the pass: for each rank its graphs. For tp_size 1 they are the graphs themselves.
+
+    Raises:
+        LlmcError: tp_size is below 1 or above the number of heads.
+    """
+    ranks = [list(rank) for rank in zip(
+        *partition_all(graphs, settings.tp_size, settings.model), strict=True)]
+    for op in (ALL_REDUCE, ALL_GATHER):
+        report.count(op.name, sum(is_op(node, op) for graph in ranks[0] for node in graph.nodes))
+    return ranks
 
 
 def max_tp_size(graph: gs.Graph) -> int:
     """The largest tp_size that gives every rank a head of every layer."""
     return min(int(node.attrs["num_heads"]) for node in graph.nodes
-               if is_llmc(node, *ATTENTION))
+               if shard_of(node, ByHeads) is not None)
 
 
 def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
@@ -101,8 +136,8 @@ def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str) -> list[
     """
     limit = min(map(max_tp_size, graphs))
     if not 1 <= tp_size <= limit:
-        raise LlmcError(f"tp_size {tp_size} is not possible: {model!r} has {limit} attention "
-                        f"heads; allowed: 1 to {limit}")
+        wrong = f"exceeds num_attention_heads {limit} of '{model}'" if tp_size > 1 else "is below 1"
+        raise LlmcError(f"tp_size {tp_size} {wrong}; allowed: 1 to {limit}")
     if tp_size == 1:
         return [[graph] for graph in graphs]
     shards = [_Shards() for _ in range(tp_size)]
@@ -118,102 +153,134 @@ def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
     plan = Plan(tp_size)
     head = lm_head(graph) if graph.outputs[0].name == "logits" else None
     for node in graph.nodes:
-        if is_llmc(node, "Embedding"):
-            plan.sharded_nodes.add(id(node))
-            plan.partial.add(id(node.outputs[0]))
-        elif is_llmc(node, "GemmBiasAct", "GemmBiasRes", "GatedMLP"):
-            _plan_gemm(graph, node, plan, is_head=node is head)
-        elif is_llmc(node, *ATTENTION):
-            divided = [id(tensor) in plan.columns for tensor in
-                       node.inputs[:1 if node.op == "CausalAttention" else 3]]
-            if any(divided) and not all(divided):
-                raise LlmcError(f"{describe(node)} cannot be divided among chips, as not all of "
-                                f"its inputs can; compile with --tp_size 1")
-            if divided[0]:
-                share = plan.shares[id(node.inputs[0])]
-                dim = node.attrs["head_dim"]
-                plan.sharded_nodes.add(id(node))
-                plan.shares[id(node)] = share
-                plan.columns[id(node.outputs[0])] = [
-                    np.arange(s.start * dim, s.stop * dim) for s in share]
-        elif node.op in ELEMENTWISE or _selects_rows(node):
-            cut = next((plan.columns[id(t)] for t in node.inputs
-                        if id(t) in plan.columns and id(t) not in plan.gather), None)
-            if cut is not None:
-                plan.sharded_nodes.add(id(node))
-                plan.columns[id(node.outputs[0])] = cut
+        way = _choose(graph, node, plan, node is head)
+        if way is not None:
+            plan.ways[id(node)] = way
     for node in graph.nodes:
-        for index, tensor in enumerate(node.inputs):
-            if id(tensor) in plan.partial and not (
-                    is_llmc(node, "GemmBiasRes") and index == 3
-                    and id(node.outputs[0]) in plan.partial and len(consumers(graph, tensor)) == 1):
+        for tensor in node.inputs:
+            if id(tensor) in plan.partial and not _adds_partial(graph, node, tensor, plan):
                 plan.reduce.add(id(tensor))
     plan.reduce.update(id(t) for t in graph.outputs if id(t) in plan.partial)
     return plan
 
 
-def _plan_gemm(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> None:
+def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard | None:
+    """How to divide a node, and in `plan` what becomes of its result; None: each rank does it all.
+    """
     result = node.outputs[0]
-    if id(node.inputs[0]) in plan.columns:  # behind a cut tensor: cut by columns, sum later
-        plan.sharded_nodes.add(id(node))
-        if node.op == "GemmBiasAct" and node.attrs.get("activation", "none") != "none":
-            raise AssertionError(f"activation behind a partial sum in {node.name}")
-        plan.partial.add(id(result))
-        return
-    width = weight(node.inputs[1]).shape[0] // (2 if node.op == "GatedMLP" else 1)
+    for way in _ways(node):
+        if isinstance(way, ByVocabulary):
+            plan.partial.add(id(result))
+            return way
+        if isinstance(way, ByColumns) and plan.is_cut(operand(node, way.x)):
+            if not _is_linear(node, way):
+                raise AssertionError(f"{describe(node)} is not linear behind a cut tensor")
+            plan.partial.add(id(result))
+            return way
+        if isinstance(way, ByRows):
+            columns = _columns(graph, node, way, plan, is_head)
+            if columns is not None:
+                plan.columns[id(result)] = columns
+                if is_head:
+                    plan.gather.add(id(result))
+                return way
+        if isinstance(way, ByHeads) and _takes_heads(node, way, plan):
+            shares = plan.shares[id(node)]
+            dim = node.attrs["head_dim"]
+            plan.columns[id(result)] = [np.arange(s.start * dim, s.stop * dim) for s in shares]
+            return way
+        if isinstance(way, ByElements):
+            cut = next((t for t in node.inputs if plan.is_cut(t)), None)
+            if cut is not None:
+                plan.columns[id(result)] = plan.columns[id(cut)]
+                return way
+    return None
+
+
+def _ways(node: gs.Node) -> Sequence[Shard]:
+    """How a node could be divided, an op of ours or of ONNX."""
+    op = op_of(node)
+    if op is not None:
+        return op.shard
+    return (ByElements(),) if node.op in ELEMENTWISE or _selects_rows(node) else ()
+
+
+def _is_linear(node: gs.Node, way: ByColumns) -> bool:
+    fields = fields_of(node)
+    return all(fields[name] == value for name, value in way.only_if.items())
+
+
+def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
+    """Whether attention's inputs are cut, and then by which heads."""
+    tensors = [operands(node)[name] for name in way.heads]
+    divided = [plan.is_cut(tensor) for tensor in tensors]
+    if any(divided) and not all(divided):
+        raise LlmcError(f"{describe(node)} cannot be divided among chips, as not all of its "
+                        f"inputs can; compile with --tp_size 1")
+    if divided[0]:
+        plan.shares[id(node)] = plan.shares[id(tensors[0])]
+    return divided[0]
+
+
+def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan, is_head: bool) -> \
+        list[np.ndarray] | None:
+    """The columns of its result that each rank makes; None where all must make all."""
+    result, tp_size = node.outputs[0], plan.tp_size
+    width = values_of(operands(node)[way.inputs[0]]).shape[0] // way.stacked
     if is_head:
-        plan.sharded_nodes.add(id(node))
-        plan.gather.add(id(result))
-        size = width // plan.tp_size
-        plan.columns[id(result)] = [np.arange(r * size, (r + 1) * size)
-                                    for r in range(plan.tp_size)]
-        return
-    if node.op == "GemmBiasRes" or not _ends_in_gemms(graph, result):
-        return  # replicated
+        return list(np.arange(width).reshape(tp_size, -1))
+    if not _can_be_cut(graph, result):
+        return None
     users = consumers(graph, result)
-    attention = users[0] if len(users) == 1 and is_llmc(users[0], *ATTENTION) else None
-    if attention is not None:
-        heads, kv_heads, dim = (attention.attrs[key] for key in
-                                ("num_heads", "num_kv_heads", "head_dim"))
-        shares = share_heads(heads, kv_heads, plan.tp_size)
-        plan.shares[id(result)] = shares
-        if attention.op == "CausalAttention":
-            plan.columns[id(result)] = [
-                np.concatenate([_heads(range(s.start, s.stop), dim),
-                                _heads(s.kv_heads, dim, heads),
-                                _heads(s.kv_heads, dim, heads + kv_heads)]) for s in shares]
-        else:
-            plan.columns[id(result)] = [
-                _heads(range(s.start, s.stop) if attention.inputs[0] is result else s.kv_heads, dim)
-                for s in shares]
-    else:
-        if width < plan.tp_size:
-            return
-        ends = np.cumsum(_balanced(width, plan.tp_size))
-        starts = np.concatenate([[0], ends[:-1]])
-        plan.columns[id(result)] = [np.arange(a, b) for a, b in zip(starts, ends, strict=True)]
-    plan.sharded_nodes.add(id(node))
+    attention = users[0] if len(users) == 1 else None
+    heads = shard_of(attention, ByHeads)
+    if attention is None or heads is None:
+        if width < tp_size:
+            return None
+        return np.split(np.arange(width), np.cumsum(_balanced(width, tp_size))[:-1])
+    name = next(name for name in heads.heads if operand(attention, name) is result)
+    fields = attention.attrs
+    shares = share_heads(fields["num_heads"], fields["num_kv_heads"], tp_size)
+    plan.shares[id(result)] = shares
+    return [_head_columns(heads.heads[name], share, fields) for share in shares]
 
 
-def _heads(heads: range | tuple[int, ...], dim: int, offset: int = 0) -> np.ndarray:
-    return np.concatenate([np.arange((h + offset) * dim, (h + offset + 1) * dim) for h in heads])
+def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int]) -> np.ndarray:
+    """What a rank has of a tensor that holds these kinds of heads, one behind the other."""
+    dim, first, parts = fields["head_dim"], 0, []
+    for kind in kinds:
+        heads = range(share.start, share.stop) if kind == "q" else share.kv_heads
+        parts += [np.arange((first + h) * dim, (first + h + 1) * dim) for h in heads]
+        first += fields["num_heads" if kind == "q" else "num_kv_heads"]
+    return np.concatenate(parts)
 
 
-def _ends_in_gemms(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    """Whether a cut tensor only reaches GEMMs, through attention or one-input row-wise ops."""
-    for user in consumers(graph, tensor):
-        if is_llmc(user, "GemmBiasAct", "GemmBiasRes"):
-            if user.inputs[0] is not tensor or user.attrs.get("activation", "none") != "none" \
-                    or any(t is tensor for t in user.inputs[1:]):
-                return False
-        elif is_llmc(user, *ATTENTION):
-            if not _ends_in_gemms(graph, user.outputs[0]):
-                return False
-        elif user is None or is_llmc(user) or not (
-                _selects_rows(user) or _one_input(user, tensor)) \
-                or not _ends_in_gemms(graph, user.outputs[0]):
-            return False
-    return True
+def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+    """Whether a cut tensor only reaches what sums it up, through attention or row-wise ops."""
+    return all(user is not None and _takes_cut(graph, user, tensor)
+               for user in consumers(graph, tensor))
+
+
+def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor) -> bool:
+    for way in _ways(user):
+        if isinstance(way, ByColumns):
+            if operand(user, way.x) is tensor and _is_linear(user, way) \
+                    and sum(t is tensor for t in user.inputs) == 1:
+                return True
+        elif isinstance(way, ByHeads):
+            if any(operand(user, name) is tensor for name in way.heads):
+                return _can_be_cut(graph, user.outputs[0])
+        elif isinstance(way, ByElements) and _follows(user, way, tensor):
+            return _can_be_cut(graph, user.outputs[0])
+    return False
+
+
+def _follows(user: gs.Node, way: ByElements, tensor: gs.Tensor) -> bool:
+    """Whether elements of a node's result depend on those of one tensor alone."""
+    if is_llmc(user):
+        return operand(user, way.x) is tensor and sum(t is tensor for t in user.inputs) == 1
+    return _selects_rows(user) or all(
+        t is tensor or (isinstance(t, gs.Constant) and t.values.size == 1) for t in user.inputs)
 
 
 def _selects_rows(node: gs.Node) -> bool:
@@ -222,9 +289,11 @@ def _selects_rows(node: gs.Node) -> bool:
         and not isinstance(node.inputs[0], gs.Constant)
 
 
-def _one_input(node: gs.Node, tensor: gs.Tensor) -> bool:
-    return node.op in ELEMENTWISE and all(
-        t is tensor or (isinstance(t, gs.Constant) and t.values.size == 1) for t in node.inputs)
+def _adds_partial(graph: gs.Graph, node: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:
+    """Whether a partial tensor joins another sum, which is completed instead."""
+    way = plan.ways.get(id(node))
+    return isinstance(way, ByColumns) and any(operand(node, name) is tensor for name in way.added) \
+        and len(consumers(graph, tensor)) == 1
 
 
 class _Shards:
@@ -234,7 +303,7 @@ class _Shards:
         self._made: dict[tuple[int, str, bytes], gs.Constant] = {}
 
     def cut(self, tensor: gs.Tensor, axis: int, index: np.ndarray) -> gs.Constant:
-        values = weight(tensor)
+        values = values_of(tensor)
         key = (id(tensor._values), str(axis), index.tobytes())
         if key not in self._made:
             shard = values.take_rows(index) if axis == 0 else values.take_columns(index)
@@ -269,77 +338,66 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
         inputs = [tensor(t) for t in node.inputs]
         outputs = [tensor(t) for t in node.outputs]
         attrs = dict(node.attrs)
-        if id(node) in plan.sharded_nodes and is_llmc(node):
-            _CUT[node.op](node, plan, rank, shards, inputs, outputs, attrs)
+        way, op = plan.ways.get(id(node)), op_of(node)
+        if way is not None and op is not None:
+            changed, fields = _cut(node, way, plan, rank, shards)
+            attrs |= fields
+            given = dict(zip(op.input_names, inputs, strict=False)) | changed
+            inputs = arranged(op, given)
         copy = gs.Node(op=node.op, name=node.name, domain=node.domain, attrs=attrs, inputs=inputs,
                        outputs=outputs)
         nodes.append(copy)
         result = node.outputs[0]
-        collective = "AllReduce" if id(result) in plan.reduce else \
-            "AllGather" if id(result) in plan.gather else None
+        collective = ALL_REDUCE if id(result) in plan.reduce else \
+            ALL_GATHER if id(result) in plan.gather else None
         if collective:
             part = gs.Variable(f"{result.name}.part", result.dtype, outputs[0].shape)
             copy.outputs[0] = part
             whole = gs.Variable(result.name, result.dtype, result.shape)
             made[id(result)] = whole
-            nodes.append(gs.Node(op=collective, name=f"{node.name}.{collective}", domain="llmc",
-                                 attrs={"tp_size": plan.tp_size}, inputs=[part],
+            nodes.append(gs.Node(op=collective.name, name=f"{node.name}.{collective.name}",
+                                 domain="llmc", attrs={"tp_size": plan.tp_size}, inputs=[part],
                                  outputs=[whole]))
     ranked = gs.Graph(nodes=nodes, inputs=[tensor(t) for t in graph.inputs],
                       outputs=[tensor(t) for t in graph.outputs], opset=graph.opset)
-    _resize_caches(ranked)
+    for node in ranked.nodes:
+        for cache in (cache for pair in caches(node) for cache in pair):
+            cache.shape = (cache.shape[0], node.attrs["num_kv_heads"], *cache.shape[2:])
     return ranked
 
 
-def _resize_caches(graph: gs.Graph) -> None:
-    for node in graph.nodes:
-        if is_llmc(node, "CausalAttention"):
-            for cache in (*node.inputs[1:3], *node.outputs[1:3]):
-                cache.shape = (cache.shape[0], node.attrs["num_kv_heads"], *cache.shape[2:])
+def _cut(node: gs.Node, way: Shard, plan: Plan, rank: int, shards: _Shards) -> \
+        tuple[dict[str, gs.Tensor | None], dict[str, int]]:
+    """A rank's inputs and fields of a node, where they are not those of the whole."""
+    inputs: dict[str, gs.Tensor | None] = {}
+    fields: dict[str, int] = {}
 
+    def cut(names: Sequence[str], axis: int, index: np.ndarray) -> None:
+        for name in names:
+            whole = operand(node, name)
+            if whole is not None:
+                inputs[name] = shards.cut(whole, axis, index)
 
-def _cut_embedding(node, plan, rank, shards, inputs, outputs, attrs) -> None:
-    rows = weight(node.inputs[1]).shape[0]
-    counts = _balanced(rows, plan.tp_size)
-    start = sum(counts[:rank])
-    inputs[1] = shards.cut(node.inputs[1], 0, np.arange(start, start + counts[rank]))
-    attrs.update(vocab_start=start, vocab_sharded=1)
-    if rank:
-        del inputs[2:]  # rank 0 adds the positions
-
-
-def _cut_attention(node, plan, rank, shards, inputs, outputs, attrs) -> None:
-    share = plan.shares[id(node)][rank]
-    attrs.update(num_heads=share.stop - share.start, num_kv_heads=len(share.kv_heads))
-    bias = plugins.registry()[node.op].input_names.index("distance_bias")
-    if len(inputs) > bias:
-        inputs[bias] = shards.cut(node.inputs[bias], 0, np.arange(share.start, share.stop))
-
-
-def _cut_gemm(node, plan, rank, shards, inputs, outputs, attrs) -> None:
-    if id(node.inputs[0]) in plan.columns:  # by columns; rank 0 adds bias and residual
-        columns = plan.columns[id(node.inputs[0])][rank]
-        inputs[1] = shards.cut(node.inputs[1], 1, columns)
-        partial_residual = len(node.inputs) > 3 and id(node.inputs[3]) in plan.partial \
-            and id(node.inputs[3]) not in plan.reduce
-        if rank:
-            residual = inputs[3:] if partial_residual else []
-            del inputs[2:]
-            if residual:
-                inputs.extend([gs.Variable.empty(), *residual])
-        return
-    rows = plan.columns[id(node.outputs[0])][rank]
-    if node.op == "GatedMLP":
-        rows = np.concatenate([rows, rows + weight(node.inputs[1]).shape[0] // 2])
-    for index in range(1, len(node.inputs)):
-        inputs[index] = shards.cut(node.inputs[index], 0, rows)
-
-
-_CUT = {
-    "Embedding": _cut_embedding,
-    "CausalAttention": _cut_attention,
-    "BidirectionalAttention": _cut_attention,
-    "GemmBiasAct": _cut_gemm,
-    "GemmBiasRes": _cut_gemm,
-    "GatedMLP": _cut_gemm,
-}
+    if isinstance(way, ByRows):
+        rows = plan.columns[id(node.outputs[0])][rank]
+        height = values_of(operands(node)[way.inputs[0]]).shape[0] // way.stacked
+        cut(way.inputs, 0, np.concatenate([rows + height * i for i in range(way.stacked)]))
+    elif isinstance(way, ByColumns):
+        cut(way.inputs, 1, plan.columns[id(operands(node)[way.x])][rank])
+    elif isinstance(way, ByHeads):
+        share = plan.shares[id(node)][rank]
+        fields = {"num_heads": share.stop - share.start, "num_kv_heads": len(share.kv_heads)}
+        cut(way.per_head, 0, np.arange(share.start, share.stop))
+    elif isinstance(way, ByVocabulary):
+        counts = _balanced(values_of(operands(node)[way.table]).shape[0], plan.tp_size)
+        start = sum(counts[:rank])
+        fields = {way.start: start, way.sharded: 1}
+        cut([way.table], 0, np.arange(start, start + counts[rank]))
+    else:
+        cut(way.vectors, 0, plan.columns[id(node.outputs[0])][rank])
+    if rank and isinstance(way, ByColumns | ByVocabulary):  # rank 0 adds what comes once
+        for name in way.added:
+            tensor = operand(node, name)
+            if id(tensor) not in plan.partial or id(tensor) in plan.reduce:
+                inputs[name] = None
+    return inputs, fields

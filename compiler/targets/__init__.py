@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Options:
-    """What a target is asked for.
+    """What is asked for: of the compiler, and of the target.
 
     Args:
         dtype: of weights and activations.
@@ -20,7 +20,12 @@ class Options:
         timing_cache: what a builder measured, kept for the next time; None: nowhere.
         progress: called with what a builder does.
         kv_dtype: of the KV caches; "" is dtype.
-        mem_max_seq_len: tokens of a prompt that the model's encoder takes; 0: it has none.
+        target: engine kind.
+        tp_size: chips that share the model.
+        max_seq_len: positions a sequence may use; None: as many as the model's, in bounds.
+        mem_max_seq_len: tokens of a prompt that the model's encoder takes, likewise.
+        max_beam_width: beams of a prompt, at most.
+        vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
     """
 
     dtype: str = "float32"
@@ -28,5 +33,10 @@ class Options:
     max_batch_size: int = 64
     timing_cache: Path | None = None
     progress: Callable[[str], None] = lambda text: None
-    mem_max_seq_len: int = 0
     kv_dtype: str = ""
+    target: str = "cpu"
+    tp_size: int = 1
+    max_seq_len: int | None = None
+    mem_max_seq_len: int | None = None
+    max_beam_width: int = 1
+    vocab_multiple: int | None = None

@@ -21,12 +21,12 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
+from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
 
 KIND = "cpu"
 DTYPES = ("float32",)
-_COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 
 
 def describe(options: Options) -> Target:
@@ -61,7 +61,9 @@ def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, wh
     steps: list[GraphStep | CollectiveStep] = []
     for index, piece in enumerate(pieces):
         if isinstance(piece, gs.Node):
-            steps.append(CollectiveStep(kind=_COLLECTIVES[piece.op], input=piece.inputs[0].name,
+            op = op_of(piece)
+            assert op is not None and op.collective, piece.op
+            steps.append(CollectiveStep(kind=op.collective, input=piece.inputs[0].name,
                                         output=piece.outputs[0].name))
             continue
         file = whole if len(pieces) == 1 else f"{segment}_{index:03}.onnx"

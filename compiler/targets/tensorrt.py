@@ -33,12 +33,12 @@ from llmc.compiler.artifact import (
     describe_encoder,
     file_entry,
     graph_step,
-    to_onnx,
     write_onnx,
     write_weights,
 )
-from llmc.compiler.graph.rewrite import is_llmc
+from llmc.compiler.graph.rewrite import attends, caches
 from llmc.compiler.targets import Options, cuda
+from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
@@ -84,18 +84,13 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     directory = case_dir / name
     directory.mkdir()
     graphs = [graph] if encoder is None else [graph, encoder]
-    cuda.prepare(graphs, options.dtype, options.kv_dtype)
     for program in graphs:
         _check(program, options)
-        _narrow(program)
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
-    length = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")) \
-        .inputs[1].shape[2]
+    length = next(cache.shape[2] for node in graph.nodes for cache, _ in caches(node))
     files, steps = [weights], []
     for program, (onnx_name, script, plan) in zip(graphs, _FILES, strict=False):
-        if options.dtype != "float32":
-            cuda.widen_elementwise(program)
-        model = with_plugins(to_onnx(program, places, KIND, options.dtype), options.dtype)
+        model = with_plugins(typed_onnx(program, places, KIND, options.dtype), options.dtype)
         (directory / script).write_text(_script(program.inputs, length, options), encoding="utf-8")
         files.append(write_onnx(model, directory / onnx_name))
         del model.functions[:]  # TensorRT 10's parser would take them, and no plugins
@@ -152,25 +147,15 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
 def _check(graph: gs.Graph, options: Options) -> None:
     """Refuse what a kernel or TensorRT cannot do."""
     for node in graph.nodes:
-        if is_llmc(node, "CausalAttention", "BidirectionalAttention") and \
-                node.attrs["head_dim"] % 8:
+        if attends(node) and node.attrs["head_dim"] % 8:
             raise LlmcError(f"head_dim {node.attrs['head_dim']} is not a multiple of 8, which "
                             f"attention kernels need; compile for --target cpu")
-        if not is_llmc(node, "CausalAttention"):
-            continue
-        cache = node.inputs[1]
-        row = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
-        if row % _ALIGNMENT:
-            raise LlmcError(f"a cache row of {row} bytes is no multiple of {_ALIGNMENT}, at which "
-                            f"TensorRT wants its inputs; make max_seq_len a multiple of "
-                            f"{32 if options.kv_dtype else 16}")
-
-
-def _narrow(graph: gs.Graph) -> None:
-    """Give token ids, positions and indices 32 bits: TensorRT 8 has no others."""
-    for tensor in graph.inputs:
-        if np.dtype(tensor.dtype) == np.int64:
-            tensor.dtype = np.int32
+        for cache, _ in caches(node):
+            row = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
+            if row % _ALIGNMENT:
+                raise LlmcError(f"a cache row of {row} bytes is no multiple of {_ALIGNMENT}, at "
+                                f"which TensorRT wants its inputs; make max_seq_len a multiple of "
+                                f"{32 if options.kv_dtype else 16}")
 
 
 def _profiles(inputs: Sequence[gs.Tensor], length: int, options: Options) -> \
@@ -178,7 +163,7 @@ def _profiles(inputs: Sequence[gs.Tensor], length: int, options: Options) -> \
     """Least, usual and most of each input's shape, for prompts and for decoding; `length` is that
     of a cache row.
     """
-    rows, memory = options.max_batch_size, options.mem_max_seq_len
+    rows, memory = options.max_batch_size, options.mem_max_seq_len or 0
     some = min(8, rows)
     tokens = max(MAX_TOKENS, length, memory)
     sizes = [{"batch": (1, some, rows), "num_tokens": (1, min(1024, tokens), tokens),

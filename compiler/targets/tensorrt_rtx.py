@@ -25,7 +25,7 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.compiler.graph.rewrite import is_llmc
+from llmc.compiler.graph.rewrite import caches, op_of
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, FileEntry, Target
@@ -50,12 +50,12 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     Raises:
         LlmcError: the model has several chips, or TensorRT refuses the graph.
     """
-    if any(is_llmc(node, "AllReduce", "AllGather") for node in graph.nodes):
+    if any((op := op_of(node)) is not None and op.collective for node in graph.nodes):
         raise LlmcError("TensorRT-RTX has no collectives; compile with --tp_size 1")
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
-    cache = next(node for node in graph.nodes if is_llmc(node, "CausalAttention")).inputs[1]
+    cache = next(cache for node in graph.nodes for cache, _ in caches(node))
     step = graph_step(f"{name}/{ENGINE_NAME}", graph)
     profiles = [{tensor.name: [tuple(_size(dim, sizes, which) for dim in tensor.shape)
                                for which in range(3)] for tensor in graph.inputs}
@@ -102,7 +102,8 @@ def _library() -> ModuleType:
     except ImportError as error:
         raise LlmcError(f"target {KIND} needs the package tensorrt-rtx ({error}); install it with: "
                         f"pip install tensorrt-rtx") from error
-    return tensorrt_rtx
+    library: ModuleType = tensorrt_rtx
+    return library
 
 
 def _build(path: Path, profiles: list[dict[str, list[tuple[int, ...]]]]) -> memoryview:

@@ -1,8 +1,8 @@
 """The registry of llmc:: ops. Each folder beside this file holds one op; its `op.py` defines `OP`.
 
 An op is declared once, as a value: its inputs, outputs and fields (ONNX attributes), its shape
-rule, the ONNX body that defines what it computes, and what tests need. Registering a name twice
-raises.
+rule, how it is divided among ranks, the ONNX body that defines what it computes, and what tests
+need. Registering a name twice raises.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the runtime reads the registry and has no onnx
     import onnx
+
+from llmc.plugins.roles import Attention, Norm, Shard
 
 DOMAIN = "llmc"
 OPSET = 24
@@ -25,7 +27,7 @@ OPSET = 24
 OPSETS = {"tensorrt": 23}
 
 Shape = tuple[int | str, ...]
-Fields = Mapping[str, int | float | str]
+Fields = Mapping[str, Any]  # int, float or str, as the op declares
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,17 @@ class Op:
         integer_inputs: inputs that are integers.
         cache_inputs: inputs that are of the dtype that the field `kv_dtype` names, if it names one;
             so are the outputs `<input>_out`.
-        shapes: (input shapes by name, fields) to output shapes, in order.
+        shapes: (input shapes by name, fields) to output shapes, in order. Dimensions may be names,
+            and what comes before the last of activations may be [num_tokens] or [batch, seq].
         dims: (fields, names of the inputs present) to each input's shape: numbers, and names, each
             of which is one size wherever it stands. `2 * n + 1` is of that form, `>= n` at least n.
             It raises ValueError where fields and inputs contradict one another.
         choices: what a field may be, where that is not all that its type allows.
+        shard: how it can be divided among ranks, in the order in which to try; in no way: every
+            rank computes the whole.
+        norm: what it is, if it is a norm.
+        attention: what it is, if it is attention.
+        collective: what the ranks do together, if it is that.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
@@ -80,6 +88,10 @@ class Op:
         default_factory=dict)
     serves: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
     dims: Callable[[Fields, frozenset[str]], Mapping[str, Shape]] | None = None
+    shard: tuple[Shard, ...] = ()
+    norm: Norm | None = None
+    attention: Attention | None = None
+    collective: Literal["", "all_reduce", "all_gather"] = ""
     required: tuple[str, ...] = ()
     choices: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     float32_inputs: frozenset[str] = frozenset()
@@ -232,9 +244,11 @@ def _known(wanted: int | str, sizes: Mapping[str, int | str]) -> int | str:
 
 @cache
 def registry() -> Mapping[str, Op]:
-    """Every op by name, found by importing `<folder>/op.py` for each folder beside this file."""
+    """Every op by name, found by importing `<folder>/op.py` for each folder on this package's path,
+    which is the one of this file.
+    """
     ops: dict[str, Op] = {}
-    for path in sorted(Path(__file__).parent.glob("*/op.py")):
+    for path in sorted(path for root in __path__ for path in Path(root).glob("*/op.py")):
         op = importlib.import_module(f"{__name__}.{path.parent.name}.op").OP
         if op.name in ops:
             raise ValueError(f"op {op.name!r} is registered twice, the second time in {path}")

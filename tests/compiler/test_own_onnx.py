@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import llmc
-from llmc.compiler import api
 from llmc.compiler.frontend import load
+from llmc.compiler.lower import lower
+from llmc.compiler.targets import Options
 
 
 def export(model, path, attention, opset, optimize=True, mask=False):
@@ -52,8 +53,8 @@ def test_every_form_fuses_to_the_graph_of_the_hugging_face_route(family, attenti
     model = families.tiny_model(family, **changes)
     directory = families.save(model, tmp_path / "hf")
     export(model, tmp_path / "model.onnx", attention, opset, optimize)
-    own = api.lower(load(tmp_path / "model.onnx", hf_dir=directory), 1, None).graphs[0]
-    route = api.lower(load(directory), 1, None).graphs[0]
+    own = lower(load(tmp_path / "model.onnx", hf_dir=directory), Options()).graphs[0]
+    route = lower(load(directory), Options()).graphs[0]
     assert form(own) == form(route)
     llmc.compile(tmp_path / "model.onnx", tmp_path / "case", hf_dir=directory, tp_size=2)
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()

@@ -11,7 +11,8 @@ import pytest
 
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load
-from llmc.compiler.graph.rewrite import Report, Settings, tidy, verify
+from llmc.compiler.graph.rewrite import Report, Settings, tidy
+from llmc.compiler.graph.verify import verify
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.embedding import embedding

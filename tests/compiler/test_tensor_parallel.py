@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmc
-from llmc.compiler import api
 from llmc.compiler.frontend import load
+from llmc.compiler.lower import fuse
 from llmc.compiler.passes.tensor_parallel import partition, share_heads
+from llmc.compiler.targets import Options
 from llmc.runtime.manifest import read_manifest
 
 
@@ -42,7 +43,7 @@ def test_kv_heads_are_replicated_where_ranks_exceed_them():
 
 def test_collectives_are_where_they_are_needed_and_nowhere_else(tiny_hf):
     raw = load(tiny_hf)
-    whole = api.lower(raw, 1, None, vocab_multiple=192).graphs[0]
+    whole, = fuse(raw, Options(vocab_multiple=192)).graphs
     assert not any(node.op.startswith("All") for node in whole.nodes)
     for tp_size in (2, 3, 4):
         for graph in partition(whole, tp_size, "tiny"):

@@ -11,5 +11,6 @@ OP = Op(
     required=("tp_size",),
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["x"][-1] * fields["tp_size"])],
     dims=lambda fields, present: {"x": ("rows", "width")},
+    collective="all_gather",
     body=None,
 )

@@ -11,5 +11,6 @@ OP = Op(
     required=("tp_size",),
     shapes=lambda shapes, fields: [shapes["x"]],
     dims=lambda fields, present: {"x": ("rows", "width")},
+    collective="all_reduce",
     body=None,
 )

@@ -32,6 +32,7 @@ filled afterwards in the fullest cache row, D head_dim.
 import numpy as np
 
 from llmc.plugins import Op, Sample
+from llmc.plugins.roles import Attention, ByHeads
 
 
 def check_heads(fields):
@@ -573,9 +574,11 @@ OP = Op(
     required=("num_heads", "num_kv_heads", "head_dim"),
     choices={"interleaved": (0, 1), "kv_dtype": ("", "float8_e4m3fn")},
     shapes=lambda shapes, fields: [
-        (shapes["qkv"][0], fields["num_heads"] * fields["head_dim"]),
+        (*shapes["qkv"][:-1], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
     dims=_dims,
+    shard=(ByHeads({"qkv": "qkv"}, per_head=("distance_bias",)),),
+    attention=Attention(caches=("key_cache", "value_cache")),
     body=_body,
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},

@@ -23,6 +23,7 @@ import numpy as np
 
 from llmc.plugins import Op, Sample
 from llmc.plugins.attention.op import _TOKENS, _ints, _out, _queries, _scale, check_heads
+from llmc.plugins.roles import Attention, ByHeads
 
 
 def _dims(fields, present):
@@ -152,8 +153,11 @@ OP = Op(
     outputs=("out",),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0},
     required=("num_heads", "num_kv_heads", "head_dim"),
-    shapes=lambda shapes, fields: [(shapes["query"][0], fields["num_heads"] * fields["head_dim"])],
+    shapes=lambda shapes, fields: [
+        (*shapes["query"][:-1], fields["num_heads"] * fields["head_dim"])],
     dims=_dims,
+    shard=(ByHeads({"query": "q", "key": "k", "value": "v"}, per_head=("distance_bias",)),),
+    attention=Attention(memory=("key", "value")),
     body=_body,
     float32_inputs=frozenset({"distance_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),

@@ -6,6 +6,7 @@
 import numpy as np
 
 from llmc.plugins import Op, Sample
+from llmc.plugins.roles import ByVocabulary
 
 
 def _body(fields, present):
@@ -81,6 +82,8 @@ OP = Op(
     choices={"vocab_sharded": (0, 1)},
     shapes=lambda shapes, fields: [(*shapes["input_ids"], shapes["table"][-1])],
     dims=_dims,
+    shard=(ByVocabulary("input_ids", "table", "vocab_start", "vocab_sharded",
+                        added=("position_ids", "position_table")),),
     body=_body,
     integer_inputs=frozenset({"input_ids", "position_ids"}),
     reference=_reference,

@@ -4,6 +4,7 @@ import numpy as np
 
 from llmc.plugins import Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.roles import ByRows
 
 
 def _product(fields):
@@ -50,6 +51,7 @@ OP = Op(
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0] // 2)],
     dims=lambda fields, present: {
         "x": ("rows", "in"), "weight": ("2 * out", "in"), "bias": ("2 * out",)},
+    shard=(ByRows(("weight", "bias"), stacked=2),),
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

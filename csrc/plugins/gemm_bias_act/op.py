@@ -4,6 +4,7 @@ import numpy as np
 
 from llmc.plugins import Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.roles import ByColumns, ByRows
 
 
 def _body(fields, present):
@@ -45,6 +46,8 @@ OP = Op(
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
     dims=lambda fields, present: {
         "x": ("rows", "in"), "weight": ("out", "in"), "bias": ("out",)},
+    shard=(ByColumns(("weight",), added=("bias",), only_if={"activation": "none"}),
+           ByRows(("weight", "bias"))),
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

@@ -3,6 +3,7 @@
 import numpy as np
 
 from llmc.plugins import Op, Sample
+from llmc.plugins.roles import ByColumns
 
 
 def _body(fields, present):
@@ -46,6 +47,7 @@ OP = Op(
     shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0])],
     dims=lambda fields, present: {"x": ("rows", "in"), "weight": ("out", "in"), "bias": ("out",),
                                   "residual": ("rows", "out")},
+    shard=(ByColumns(("weight",), added=("bias", "residual")),),
     body=_body,
     bodies={"cpu": _cpu},
     reference=_reference,

@@ -2,6 +2,7 @@
 
 from llmc.plugins import Op
 from llmc.plugins.normalization import norm_dims, norm_samples, normalize
+from llmc.plugins.roles import Norm
 
 OP = Op(
     name="LayerNorm",
@@ -11,6 +12,7 @@ OP = Op(
     fields={"epsilon": 1e-5},
     shapes=lambda shapes, fields: [shapes["x"]],
     dims=norm_dims,
+    norm=Norm(centred=True, bias="bias"),
     body=lambda fields, present:
         f"y = LayerNormalization<axis=-1, epsilon={fields['epsilon']!r}>"
         f"(x, weight{', bias' if 'bias' in present else ''})",

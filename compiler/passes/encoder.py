@@ -1,4 +1,5 @@
-"""Compute what a decoder sees of its encoder behind the encoder, once for each prompt.
+"""What the two graphs of an encoder-decoder model have to do with each other: weights, and what the
+decoder sees of the encoder, which is computed behind the encoder, once for each prompt.
 
 Given:   encoder: … → encoder_output
          decoder: encoder_output → GemmBiasAct(Wk) → k; BidirectionalAttention(q, k, v, …)
@@ -11,23 +12,52 @@ anything but attention's keys and values reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.probe import data_tensors
-from llmc.compiler.graph.rewrite import describe, is_llmc, tidy
+from llmc.compiler.graph.rewrite import Report, Settings, describe, op_of, tidy, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
-_POSITIONS = {1: "key", 2: "value"}  # of BidirectionalAttention's inputs
+
+def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
+    """Pad what the encoder shares with the decoder as it is padded there."""
+    decoder, encoder = graphs
+    theirs = _weights(decoder)
+    for name, tensor in _weights(encoder).items():
+        values = values_of(tensor)
+        other = values_of(theirs[name]) if name in theirs else values
+        if other.shape[0] > values.shape[0] and values.pad_rows(other.shape[0]) is other:
+            tensor._values = other
+            report.count("padded")
+    name_weights(graphs, settings, report)
 
 
-def move_memory(encoder: gs.Graph, decoder: gs.Graph) -> int:
-    """Change the graphs of one rank; returns how many tensors the decoder reads now.
+def name_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
+    """Rename what has the name of another weight: a chip's weights lie in one file."""
+    decoder, encoder = graphs
+    theirs = _weights(decoder)
+    for name, tensor in _weights(encoder).items():
+        if name in theirs and theirs[name]._values is not tensor._values:
+            tensor.name = f"encoder.{name}"
+            report.count("renamed")
+
+
+def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:
+    return {tensor.name: tensor for node in graph.nodes for tensor in node.inputs
+            if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
+
+
+def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
+    """Move from the decoder of one rank to its encoder what depends on the encoder's output alone.
 
     Raises:
         LlmcError: the decoder uses the encoder's output otherwise than as keys and values.
     """
+    decoder, encoder = graphs
     source, = encoder.outputs
     tokens = data_tensors(decoder, ("input_ids",))
     memory = data_tensors(decoder, (ENCODER_OUTPUT,)) - tokens
@@ -39,12 +69,11 @@ def move_memory(encoder: gs.Graph, decoder: gs.Graph) -> int:
         for position, tensor in enumerate(node.inputs):
             if id(tensor) not in memory:
                 continue
-            if not is_llmc(node, "BidirectionalAttention") or position not in _POSITIONS \
-                    or not tensor.inputs:
+            kind = _kind(node, position)
+            if not kind or not tensor.inputs:
                 raise LlmcError(f"{describe(node)} reads {describe(tensor)}, which comes from the "
                                 f"encoder, otherwise than as attention's keys and values")
             if id(tensor) not in made:
-                kind = _POSITIONS[position]
                 number = sum(kind in other.name for other in made.values())
                 made[id(tensor)] = gs.Variable(f"memory_{kind}_{number}", tensor.dtype,
                                                ("num_memory_tokens", tensor.shape[-1]))
@@ -70,4 +99,12 @@ def move_memory(encoder: gs.Graph, decoder: gs.Graph) -> int:
     decoder.inputs.extend(made.values())
     tidy(encoder)
     tidy(decoder)
-    return len(outputs)
+    report.count("memory", len(outputs))
+
+
+def _kind(node: gs.Node, position: int) -> str:
+    """What an input of attention is called that may come from an encoder; "" for any other."""
+    op = op_of(node)
+    if op is None or op.attention is None or op.input_names[position] not in op.attention.memory:
+        return ""
+    return op.input_names[position]

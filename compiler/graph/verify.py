@@ -1,0 +1,90 @@
+"""Check a graph after a pass: its structure, every llmc node's contract, and every shape.
+
+An op's shape rule says what comes out of the shapes that go in, so a pass that declares another one
+is named, with the node. What is not known yet is filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.rewrite import describe, op_of
+from llmc.plugins import Op, Shape
+
+# Names that llmc gives dimensions. An exporter's own may stand for any of these.
+_DIMENSIONS = frozenset({"batch", "seq", "mem_seq", "num_tokens", "num_logits", "num_memory_tokens",
+                         "batch_plus_1"})
+
+
+def verify(graph: gs.Graph, after: str) -> None:
+    """Check `graph`, and fill in the shapes that ops' rules give.
+
+    Raises:
+        AssertionError: a pass broke the graph; the message names the pass and the node.
+    """
+    known = {id(tensor) for tensor in graph.inputs}
+    names: dict[str, int] = {tensor.name: id(tensor) for tensor in graph.inputs}
+
+    def fail(message: str) -> None:
+        raise AssertionError(f"pass '{after}' broke the graph: {message}")
+
+    for node in graph.nodes:
+        for tensor in node.inputs:
+            if not tensor.is_empty() and not isinstance(tensor, gs.Constant) \
+                    and id(tensor) not in known:
+                fail(f"{describe(node)} reads '{tensor.name}', which nothing before it computes")
+            if not tensor.is_empty() and names.setdefault(tensor.name, id(tensor)) != id(tensor):
+                fail(f"two tensors are named '{tensor.name}'")
+        for tensor in node.outputs:
+            if id(tensor) in known:
+                fail(f"'{tensor.name}' is computed twice")
+            known.add(id(tensor))
+            if not tensor.is_empty() and names.setdefault(tensor.name, id(tensor)) != id(tensor):
+                fail(f"two tensors are named '{tensor.name}'")
+        op = op_of(node)
+        if op is not None:
+            try:
+                _check_contract(node, op)
+            except ValueError as error:
+                fail(f"{describe(node)}: {error}")
+    for tensor in graph.outputs:
+        if id(tensor) not in known:
+            fail(f"the output '{tensor.name}' is not computed")
+
+
+def _check_contract(node: gs.Node, op: Op) -> None:
+    """Check fields, inputs and output shapes of a node.
+
+    Raises:
+        ValueError: something is not as the op declares it.
+    """
+    fields = op.complete(node.attrs)
+    present = op.present([tensor.name for tensor in node.inputs])
+    shapes: dict[str, Shape] = {}
+    for name, tensor in zip(op.input_names, node.inputs, strict=False):
+        if name in present:
+            if tensor.shape is None or None in tensor.shape:
+                return  # nothing follows from it
+            shapes[name] = tuple(tensor.shape)
+    for tensor, shape in zip(node.outputs, op.shapes(shapes, fields), strict=False):
+        if tensor.is_empty():
+            continue
+        declared = tensor.shape
+        if declared is not None and not _fits(declared, shape):
+            raise ValueError(f"'{tensor.name}' is declared {list(declared)}, its inputs "
+                             f"{ {name: list(s) for name, s in shapes.items()} } make it "
+                             f"{list(shape)}")
+        if declared is None or any(_is_unknown(dim) for dim in declared):
+            tensor.shape = shape
+
+
+def _fits(declared: Sequence[int | str | None], shape: Shape) -> bool:
+    return len(declared) == len(shape) and all(
+        a == b or _is_unknown(a) or _is_unknown(b)
+        for a, b in zip(declared, shape, strict=True))
+
+
+def _is_unknown(dim: int | str | None) -> bool:
+    return not isinstance(dim, int) and dim not in _DIMENSIONS

@@ -1,0 +1,237 @@
+"""From the exported graphs of a model to what a target's engine runs: one list of passes, in order.
+
+    fuse         exported nodes become llmc's ops; [batch, seq, …] becomes packed tokens
+    partition    one graph becomes one for each rank
+    the engine   what only some targets want: norms inside of GEMMs, other dtypes
+
+Each graph is verified after every pass, shapes and all, and what the pass did and refused is
+reported: `llmc inspect` shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.dims import describe_encoder, describe_model, limit_seq_len
+from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.graph.rewrite import Report, Settings, attends, is_op, tidy
+from llmc.compiler.graph.sdpa import SDPA
+from llmc.compiler.graph.verify import verify
+from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.embedding import embedding
+from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
+from llmc.compiler.passes.fold import fold
+from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
+from llmc.compiler.passes.norm import add_norm, norm
+from llmc.compiler.passes.norm_gemm import norm_gemm
+from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
+from llmc.compiler.passes.precision import cache_dtype, cast, narrow_indices
+from llmc.compiler.passes.sdpa import sdpa
+from llmc.compiler.passes.tensor_parallel import tensor_parallel
+from llmc.compiler.targets import Options, cuda, tensorrt
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import Dims, EncoderInfo
+
+_VOCAB_MULTIPLE = 64
+_GPU = (cuda.KIND, tensorrt.KIND)
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """A pass over each graph by itself, of `targets` only if there are any; over an encoder's too
+    unless it needs logits.
+    """
+
+    name: str
+    run: Callable[[gs.Graph, Settings, Report], None]
+    targets: Sequence[str] = ()
+    needs_logits: bool = False
+
+
+@dataclass(frozen=True)
+class EncoderPass:
+    """A pass over the two graphs of a rank, the decoder's and the encoder's."""
+
+    name: str
+    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
+    targets: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """A pass over what one rank has, be it one graph or two."""
+
+    name: str
+    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
+    targets: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The pass that makes the graphs of all ranks from those of the whole model."""
+
+    name: str
+    run: Callable[[Sequence[gs.Graph], Settings, Report], list[list[gs.Graph]]]
+    targets: Sequence[str] = ()
+
+
+Pass = GraphPass | EncoderPass | RankPass | Partition
+
+PASSES: tuple[Pass, ...] = (
+    # Fuse.
+    GraphPass("fold", fold),
+    GraphPass("norm", norm),            # before attention, which looks for per-head norms
+    GraphPass("embedding", embedding),  # before add_norm, which would take the positions' Add
+    GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs
+    GraphPass("sdpa", sdpa),
+    GraphPass("attention", attention),
+    GraphPass("gated_mlp", gated_mlp),  # before activation, which would take the gate's
+    GraphPass("activation", activation),
+    GraphPass("residual", residual),    # before add_norm: a GEMM adds for free
+    GraphPass("add_norm", add_norm),
+    GraphPass("pack", pack),            # after all that needs the batch axis to be run in pieces
+    GraphPass("select_tokens", select_tokens, needs_logits=True),
+    GraphPass("pad_vocabulary", pad_vocabulary, needs_logits=True),
+    EncoderPass("share_weights", share_weights),  # after padding, so that a shared table stays one
+    # Partition.
+    Partition("tensor_parallel", tensor_parallel),
+    EncoderPass("memory", move_memory),  # what moves has been cut where it was used
+    # What the engine of a target wants.
+    GraphPass("norm_gemm", norm_gemm, _GPU),  # before cast: gains are multiplied in float32
+    RankPass("cast", cast, _GPU),
+    GraphPass("cache_dtype", cache_dtype, _GPU),  # after cast, which gives caches the model's
+    EncoderPass("name_weights", name_weights, _GPU),  # after all that makes weights anew
+    GraphPass("narrow_indices", narrow_indices, (tensorrt.KIND,)),
+)
+_FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A model whose graphs, the encoder's last, are fused and not divided yet."""
+
+    graphs: list[gs.Graph]
+    reports: list[Report]
+    settings: Settings
+    dims: Dims
+    encoder_info: EncoderInfo | None = None
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The graphs that a target writes, one for each rank, and what is known of the whole.
+    `encoders` is empty where the model has none.
+    """
+
+    graphs: list[gs.Graph]
+    encoders: list[gs.Graph]
+    reports: list[Report]
+    settings: Settings
+    dims: Dims
+    encoder_info: EncoderInfo | None = None
+
+
+def lower(raw: RawModel, options: Options) -> Lowered:
+    """Run all passes. Consumes `raw`'s graphs.
+
+    Raises:
+        LlmcError: the model cannot be compiled; the message says what did not match.
+    """
+    return divide(fuse(raw, options), options)
+
+
+def fuse(raw: RawModel, options: Options) -> Fused:
+    """Run the passes before partition. Consumes `raw`'s graphs.
+
+    Raises:
+        LlmcError: see `lower`.
+    """
+    settings = Settings(
+        limit_seq_len(raw, options.max_seq_len),
+        options.vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
+        options.max_beam_width,
+        0 if raw.encoder is None else limit_seq_len(raw, options.mem_max_seq_len, "mem_"),
+        model=raw.architecture)
+    graphs = [raw.graph, *([raw.encoder] if raw.encoder is not None else [])]
+    reports: list[Report] = []
+    for graph in graphs:
+        tidy(graph)
+    for step in _FUSE:
+        _apply(step, [graphs], settings, options.target, reports)
+        if step.name == "attention":
+            _require_attention(graphs, reports)
+    vocab_size = next(report.matches["vocab_size"] for report in reports
+                      if "vocab_size" in report.matches)
+    return Fused(graphs, reports, settings,
+                 describe_model(raw.graph, raw.architecture, vocab_size),
+                 None if raw.encoder is None else
+                 describe_encoder(raw, raw.encoder, settings.mem_max_seq_len))
+
+
+def divide(fused: Fused, options: Options) -> Lowered:
+    """Run the passes from partition on. Consumes the graphs where tp_size is 1.
+
+    Raises:
+        LlmcError: see `lower`.
+    """
+    settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
+                       kv_dtype=options.kv_dtype)
+    ranks, reports = [fused.graphs], list(fused.reports)
+    for step in PASSES[len(_FUSE):]:
+        ranks = _apply(step, ranks, settings, options.target, reports)
+    return Lowered([graphs[0] for graphs in ranks], [graphs[1] for graphs in ranks if graphs[1:]],
+                   reports, settings, fused.dims, fused.encoder_info)
+
+
+def _apply(step: Pass, ranks: list[list[gs.Graph]], settings: Settings, target: str,
+           reports: list[Report]) -> list[list[gs.Graph]]:
+    """Run a pass on the graphs of every rank and verify them; what there is then. Ranks differ in
+    sizes only, so the report is the first one's.
+    """
+    if step.targets and target not in step.targets:
+        return ranks
+    if isinstance(step, Partition):
+        reports.append(Report(step.name))
+        ranks = step.run(ranks[0], settings, reports[-1])
+    for rank, graphs in enumerate(ranks):
+        made: list[Report] = []
+        if isinstance(step, GraphPass):
+            made = _apply_to_each(step, graphs, settings)
+        elif isinstance(step, RankPass) or (isinstance(step, EncoderPass) and len(graphs) > 1):
+            made = [Report(step.name)]
+            step.run(graphs, settings, made[0])
+        if rank == 0:
+            reports.extend(made)
+        for graph in graphs:
+            tidy(graph)
+            verify(graph, step.name)
+    return ranks
+
+
+def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settings) -> list[Report]:
+    made = [Report(step.name)]
+    step.run(graphs[0], settings, made[0])
+    for encoder in graphs[1:] if not step.needs_logits else ():
+        made.append(Report(f"encoder.{step.name}"))
+        step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), made[1])
+    return made
+
+
+def _require_attention(graphs: Sequence[gs.Graph], reports: list[Report]) -> None:
+    """Refuse a model whose attention was not fused."""
+    for graph, prefix in zip(graphs, ("", "encoder."), strict=False):
+        if any(attends(node) for node in graph.nodes) and not any(
+                is_op(node, SDPA) or node.op == "Softmax" for node in graph.nodes):
+            continue
+        refusals = [text for report in reports for text in report.refusals
+                    if report.name in (f"{prefix}sdpa", f"{prefix}attention")]
+        why = refusals[0] if refusals else "the graph has neither Softmax nor Attention nodes"
+        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        raise LlmcError(
+            f"attention was not recognised: {why}{more}; llmc compiles causal self-attention with "
+            f"optional rotary embedding, GQA, sliding window and soft-cap, and plain attention in "
+            f"and to an encoder, both with biases by distance")

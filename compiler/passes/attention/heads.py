@@ -1,0 +1,203 @@
+"""From one input of Sdpa up to the projection that it comes from.
+
+Running what lies between on ones and on column numbers tells which column of the projection each
+element of each head comes from. Random inputs then prove the whole: columns, gain, norm, rotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.probe import ROTARY, Piece, close, cone, token_feeds
+from llmc.compiler.graph.rewrite import (
+    NoMatch,
+    Settings,
+    constant,
+    fields_of,
+    op_of,
+    operands,
+    producer,
+    values_of,
+)
+from llmc.compiler.passes.attention.rotary import Rotary, find_layout, read_table
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What lies between a projection and one input of Sdpa.
+
+    `columns [heads, head_dim]` are the projection's columns; `gain` a constant factor.
+    """
+
+    columns: np.ndarray
+    gain: float
+    rotary: Rotary | None
+
+    @property
+    def distinct(self) -> np.ndarray:
+        """`columns` without the repetitions of a head, in order of first use."""
+        _, first = np.unique(self.columns[:, 0], return_index=True)
+        return self.columns[np.sort(first)]
+
+    def apply(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """`[batch, heads, seq, head_dim]` of a projection x `[batch, seq, width]`, in float64."""
+        result = x[..., self.columns].transpose(0, 2, 1, 3).astype(np.float64)
+        if self.rotary is not None:
+            result = self.rotary.rotate(result, positions)
+        return result * self.gain
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMSNorm over each head, before its rotary embedding: `gain [head_dim]`."""
+
+    gain: gs.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One input of Sdpa: the projection, and what is done to it."""
+
+    projected: gs.Tensor
+    heads: Heads
+    norm: HeadNorm | None
+
+
+def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoMatch:
+    """What one input of Sdpa is.
+
+    Raises:
+        CannotEvaluate: ONNX Runtime cannot run what lies above it.
+    """
+    piece = cone(tensor, data, ROTARY, _per_head_norm)
+    if isinstance(piece, NoMatch):
+        return piece
+    sources = [t for t in piece.inputs if id(t) in data and producer(t) is not None]
+    norms = [node for node in piece.nodes if _per_head_norm(node)]
+    if len(sources) != 1 or len(norms) > 1:
+        return NoMatch(f"it comes from {len(sources)} projections through {len(norms)} norms",
+                       tensor)
+    source, = sources
+    width = source.shape[-1] if source.shape else None
+    if not isinstance(width, int):
+        return NoMatch("the projection's width is not known", source)
+    linear = Piece(piece.nodes, tuple(t for t in piece.inputs if not isinstance(t, gs.Constant)),
+                   piece.outputs).without(norms)
+    heads = _identify(_Linear(linear, source.name, width), settings.max_seq_len)
+    if isinstance(heads, NoMatch):
+        return NoMatch(heads.reason, tensor)
+    if not norms:
+        return Branch(source, heads, None)
+    norm = _head_norm(norms[0], heads)
+    if isinstance(norm, NoMatch):
+        return norm
+    if not _norm_is_inside(piece, source, width, norm, heads):
+        return NoMatch("it is not a per-head norm followed by a rotary embedding", norms[0])
+    return Branch(source, heads, norm)
+
+
+def _per_head_norm(node: gs.Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.norm is not None and not op.norm.centred \
+        and len(node.inputs[0].shape or ()) == 4
+
+
+def _head_norm(node: gs.Node, heads: Heads) -> HeadNorm | NoMatch:
+    op = op_of(node)
+    assert op is not None and op.norm is not None
+    inputs, dim = operands(node), heads.columns.shape[1]
+    if values_of(inputs[op.norm.gain]).shape != (dim,) or inputs[op.norm.x].shape[-1] != dim:
+        return NoMatch("the norm is not over one head", node)
+    return HeadNorm(inputs[op.norm.gain], fields_of(node)[op.norm.epsilon])
+
+
+def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm, heads: Heads) -> \
+        bool:
+    """Whether the piece, norm and all, is: choose columns, norm each head, rotate and scale."""
+    rng = np.random.default_rng(1)
+    seq, dim = 4, heads.columns.shape[1]
+    x = rng.standard_normal((1, seq, width)).astype(np.float32)
+    gain = constant(norm.gain)
+    if gain is None:
+        gain = rng.standard_normal((dim,)).astype(np.float32)
+    actual = piece.run({**token_feeds(1, seq), source.name: x, norm.gain.name: gain})
+    chosen = x[..., heads.columns].astype(np.float64)  # [batch, seq, heads, head_dim]
+    scale = np.sqrt((chosen**2).mean(-1, keepdims=True) + norm.epsilon)
+    plain = Heads(np.arange(heads.columns.size).reshape(heads.columns.shape), heads.gain,
+                  heads.rotary)
+    return close(actual, plain.apply((chosen / scale * gain).reshape(1, seq, -1), np.arange(seq)),
+                 1e-4)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A piece that is linear in its one data input `[batch, seq, width]`. Equal when it computes
+    the same function, so that what was found out for one layer serves all."""
+
+    piece: Piece
+    source: str
+    width: int
+
+    def __hash__(self) -> int:
+        return hash(self.piece.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Linear) and (self.piece.key, self.width) == \
+            (other.piece.key, other.width)
+
+    @property
+    def takes_positions(self) -> bool:
+        return any(tensor.name == "position_ids" for tensor in self.piece.inputs)
+
+    def __call__(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """`[batch, heads, seq, head_dim]` for x `[batch, seq, width]`, positions `[seq]`."""
+        batch, seq, _ = x.shape
+        return self.piece.run({**token_feeds(batch, seq, positions),
+                               self.source: x.astype(np.float32)})
+
+
+@lru_cache(maxsize=256)
+def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
+    """Find out which columns, gain and rotary embedding a piece is, by running it."""
+    rng = np.random.default_rng(0)
+    # Without a position input positions are 0, 1, …: far ones need a long sequence.
+    last = max_seq_len - 1
+    sample = np.array([0, 1, last // 2, last]) if linear.takes_positions \
+        else np.arange(min(max_seq_len, 64))
+    at_zero = linear(np.ones((1, len(sample), linear.width)), sample)[0, :, 0]
+    numbers = np.broadcast_to(np.arange(1, linear.width + 1), (1, len(sample), linear.width))
+    columns = linear(numbers, sample)[0, :, 0] / np.where(at_zero, at_zero, np.nan) - 1
+    if columns.ndim != 2 or not np.isfinite(columns).all() or \
+            np.abs(columns - np.rint(columns)).max() > 0.05:
+        return NoMatch("it is not a choice of the projection's columns at position 0")
+    columns = np.rint(columns).astype(np.int64)
+    gain = float(at_zero[0, -1])
+    head_dim = columns.shape[1]
+    basis = np.zeros((head_dim, len(sample), linear.width), np.float32)
+    basis[np.arange(head_dim), :, columns[0]] = 1.0
+    rotation = linear(basis, sample)[:, 0].transpose(1, 2, 0) / gain  # [position, out, in]
+    rotary: Rotary | None = None
+    if not close(rotation, np.broadcast_to(np.eye(head_dim), rotation.shape), 1e-6):
+        layout = find_layout(rotation)
+        if layout is None:
+            return NoMatch("it is neither the identity nor a rotary embedding")
+
+        def rotated(elements: np.ndarray, positions: np.ndarray) -> np.ndarray:
+            x = np.zeros((1, len(positions), linear.width), np.float32)
+            x[..., columns[0][elements]] = 1.0
+            return linear(x, positions)[0, 0] / gain
+
+        found = read_table(rotated, linear.takes_positions, *layout, max_seq_len)
+        if isinstance(found, NoMatch):
+            return found
+        rotary = found
+    heads = Heads(columns, 1.0 if abs(gain - 1.0) < 1e-6 else gain, rotary)
+    x = rng.standard_normal((2, len(sample), linear.width)).astype(np.float32)
+    if not close(linear(x, sample), heads.apply(x, sample), 1e-4):
+        return NoMatch("it is not the same rotary embedding for every head")
+    return heads

@@ -1,0 +1,96 @@
+"""Find the rotary embedding that a piece of a graph applies, by running it.
+
+Unit vectors give the rotation at a position. Its pattern of zeros tells the layout, and cos and sin
+are read from it at every position.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.compiler.graph.probe import close
+from llmc.compiler.graph.rewrite import NoMatch
+
+_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotation of the first `dim` elements of each head.
+
+    `cos` and `sin` are `[max_seq_len, dim / 2]` float32; `interleaved` pairs elements 2i and 2i + 1
+    instead of i and i + dim / 2.
+    """
+
+    dim: int
+    interleaved: bool
+    cos: np.ndarray
+    sin: np.ndarray
+
+    def equals(self, other: Rotary) -> bool:
+        return (self.dim, self.interleaved) == (other.dim, other.interleaved) \
+            and close(self.cos, other.cos, 1e-6) and close(self.sin, other.sin, 1e-6)
+
+    def rotate(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """x `[batch, heads, seq, head_dim]` at positions `[seq]`, rotated."""
+        first, second = _pairs(self.dim, self.interleaved)
+        cos, sin = self.cos[positions], self.sin[positions]
+        result = x.copy()
+        result[..., first] = x[..., first] * cos - x[..., second] * sin
+        result[..., second] = x[..., second] * cos + x[..., first] * sin
+        return result
+
+
+def _pairs(dim: int, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The elements that are turned together, `[dim / 2]` each."""
+    first = np.arange(0, dim, 2) if interleaved else np.arange(dim // 2)
+    return first, first + (1 if interleaved else dim // 2)
+
+
+def find_layout(rotation: np.ndarray) -> tuple[int, bool] | None:
+    """`(dim, interleaved)` from rotation matrices `[position, out, in]`; None if they are none."""
+    head_dim = rotation.shape[-1]
+    for dim in range(2, head_dim + 1, 2):
+        for interleaved in (False, True):
+            first, second = _pairs(dim, interleaved)
+            expected = np.zeros_like(rotation)
+            rest = np.arange(dim, head_dim)
+            expected[:, rest, rest] = 1.0
+            cos, sin = rotation[:, first, first], rotation[:, second, first]
+            expected[:, first, first] = expected[:, second, second] = cos
+            expected[:, second, first], expected[:, first, second] = sin, -sin
+            if close(rotation, expected, 1e-5):
+                return dim, interleaved
+    return None
+
+
+def read_table(rotated: Callable[[np.ndarray, np.ndarray], np.ndarray], takes_positions: bool,
+               dim: int, interleaved: bool, max_seq_len: int) -> Rotary | NoMatch:
+    """cos and sin at every position, read from the rotation of the first of each pair.
+
+    Args:
+        rotated: (elements of a head that are 1, positions [seq]) to the head, [seq, head_dim].
+        takes_positions: whether positions can be given; else they are 0, 1, … whatever is given.
+    """
+    first, second = _pairs(dim, interleaved)
+    size = _CHUNK if takes_positions else max_seq_len
+    chunks = [rotated(first, np.arange(start, min(start + size, max_seq_len)))
+              for start in range(0, max_seq_len, size)]
+    table = np.concatenate(chunks)
+    if takes_positions and max_seq_len > 2:
+        alone = rotated(first, np.arange(2))
+
+        def changes(length: int) -> bool:
+            together = rotated(first, np.array([0, 1, length - 1]))
+            return not close(together[:2], alone, 1e-6)
+
+        if changes(max_seq_len):
+            limit = bisect_left(range(max_seq_len), True, lo=3, key=changes) - 1
+            return NoMatch(f"the rotary embedding is another one in sequences of more than {limit} "
+                           f"tokens; compile with --max_seq_len of at most {limit}")
+    return Rotary(dim, interleaved, np.ascontiguousarray(table[:, first]),
+                  np.ascontiguousarray(table[:, second]))

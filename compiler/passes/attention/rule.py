@@ -1,0 +1,279 @@
+"""What heads, rotary embedding and bias must be together, and the rewrite of Sdpa."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.probe import LAYOUT, cone, data_tensors, token_feeds
+from llmc.compiler.graph.rewrite import (
+    NoMatch,
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    consumers,
+    fields_of,
+    merge_constants,
+    op_of,
+    operands,
+    producer,
+    replace,
+    row_weights,
+    values_of,
+)
+from llmc.compiler.graph.sdpa import SDPA
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.attention.bias import distance_bias
+from llmc.compiler.passes.attention.heads import Branch, trace
+from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
+from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
+
+
+@dataclass(frozen=True)
+class _Attention:
+    node: gs.Node
+    query: Branch
+    key: Branch
+    value: Branch
+    num_kv_heads: int
+    output: gs.Tensor
+    bias: gs.Constant | None
+
+
+@dataclass(frozen=True)
+class _CrossAttention(_Attention):
+    """Keys and values come from the encoder."""
+
+
+def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    data = data_tensors(graph)
+    tokens = data_tensors(graph, ("input_ids",))
+    shared: dict[bytes, tuple[gs.Constant, gs.Constant]] = {}
+    biases: dict[int, gs.Constant | NoMatch | None] = {}
+
+    def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
+        cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
+        match = _check(graph, node, data, settings, biases, cross)
+        if isinstance(match, NoMatch) or (node.attrs["causal"] and not cross):
+            return match
+        return _check_bidirectional(match)
+
+    def rewrite(graph: gs.Graph, match: _Attention, settings: Settings) -> None:
+        if match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
+            _rewrite(graph, match, settings, shared)
+        else:
+            _rewrite_bidirectional(graph, match)
+
+    apply_rules(graph, [Rule("attention", frozenset({SDPA.name}), check, rewrite)], settings,
+                report)
+
+
+def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
+           biases: dict[int, gs.Constant | NoMatch | None], cross: bool) -> _Attention | NoMatch:
+    branches = []
+    for tensor in node.inputs[:3]:
+        branch = trace(tensor, data, settings)
+        if isinstance(branch, NoMatch):
+            return branch
+        branches.append(branch)
+    query, key, value = branches
+    if value.heads.rotary or value.norm or value.heads.gain != 1.0:
+        return NoMatch("the values are rotated, scaled or normalised", node)
+    rotaries = query.heads.rotary, key.heads.rotary
+    if (rotaries[0] is None) != (rotaries[1] is None) or (
+            rotaries[0] and rotaries[1] and not rotaries[0].equals(rotaries[1])):
+        return NoMatch("queries and keys are rotated differently", node)
+    if query.norm is not None and key.norm is not None and query.norm.epsilon != key.norm.epsilon:
+        return NoMatch("the norms of queries and keys have different epsilons", node)
+    if query.heads.columns.shape[1] != key.heads.columns.shape[1] or \
+            key.heads.columns.shape != value.heads.columns.shape:
+        return NoMatch("queries, keys and values differ in head_dim or heads", node)
+    num_heads, repeated = len(query.heads.columns), len(key.heads.columns)
+    num_kv_heads = len(key.heads.distinct)
+    if num_kv_heads != len(value.heads.distinct) or num_heads % num_kv_heads:
+        return NoMatch("the key and value heads cannot be grouped", node)
+    for branch in (key, value):
+        if not np.array_equal(branch.heads.columns, np.repeat(
+                branch.heads.distinct, repeated // num_kv_heads, axis=0)):
+            return NoMatch("the key and value heads are not repeated in groups", node)
+    output = _output(graph, node, num_heads, key.heads.columns.shape[1], data)
+    if isinstance(output, NoMatch):
+        return output
+    bias = None
+    if len(node.inputs) > 3:
+        tensor = node.inputs[3]
+        if id(tensor) not in biases:
+            biases[id(tensor)] = distance_bias(tensor, num_heads, data, settings,
+                                               bool(node.attrs["causal"]), cross)
+        bias = biases[id(tensor)]
+        if isinstance(bias, NoMatch):
+            return bias
+    return (_CrossAttention if cross else _Attention)(node, query, key, value, num_kv_heads, output,
+                                                      bias)
+
+
+def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
+    """Refuse what llmc::BidirectionalAttention does not have."""
+    attrs = match.node.attrs
+    for what, there in (("a rotary embedding", match.query.heads.rotary is not None),
+                        ("norms of its heads", match.query.norm or match.key.norm),
+                        ("a sliding window", attrs["window"]), ("a soft-cap", attrs["softcap"])):
+        if there:
+            return NoMatch(f"attention in or to an encoder with {what}, which "
+                           f"llmc::BidirectionalAttention does not have", match.node)
+    return match
+
+
+def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data: set[int]) -> \
+        gs.Tensor | NoMatch:
+    """The `[batch, seq, num_heads * head_dim]` tensor below Sdpa, past layout nodes."""
+    result = node.outputs[0]
+    while True:
+        users = consumers(graph, result)
+        if len(users) != 1 or users[0] is None or users[0].op not in LAYOUT:
+            break
+        result = users[0].outputs[0]
+    if result is node.outputs[0]:
+        return NoMatch("nothing joins the heads after attention", node)
+    piece = cone(result, data, LAYOUT)
+    if isinstance(piece, NoMatch):
+        return piece
+    seq = 3
+    numbers = np.arange(num_heads * seq * head_dim, dtype=np.float32)
+    x = numbers.reshape(1, num_heads, seq, head_dim)
+    joined = piece.run({**token_feeds(1, seq), node.outputs[0].name: x})
+    if not np.array_equal(joined.reshape(-1), x.transpose(0, 2, 1, 3).reshape(-1)) \
+            or joined.shape[-1] != num_heads * head_dim:
+        return NoMatch("the heads are not joined in order after attention", result)
+    return result
+
+
+def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
+             shared: dict[bytes, tuple[gs.Constant, gs.Constant]]) -> None:
+    sdpa, heads = match.node, match.query.heads
+    dim = heads.columns.shape[1]
+    attrs = dict(num_heads=len(heads.columns), num_kv_heads=match.num_kv_heads, head_dim=dim,
+                 scale=sdpa.attrs["scale"] * heads.gain * match.key.heads.gain,
+                 softcap=sdpa.attrs["softcap"], window=sdpa.attrs["window"])
+    inputs: dict[str, gs.Tensor | None] = {"distance_bias": match.bias}
+    if heads.rotary is not None:
+        attrs.update(rotary_dim=heads.rotary.dim, interleaved=int(heads.rotary.interleaved))
+        key = heads.rotary.cos.tobytes() + heads.rotary.sin.tobytes()
+        if key not in shared:
+            suffix = f".{len(shared)}" if shared else ""
+            shared[key] = (
+                gs.Constant(f"rotary.cos{suffix}", Weight.of(heads.rotary.cos)),
+                gs.Constant(f"rotary.sin{suffix}", Weight.of(heads.rotary.sin)))
+        inputs["cos"], inputs["sin"] = shared[key]
+    for name, branch in (("q_norm", match.query), ("k_norm", match.key)):
+        if branch.norm is not None:
+            attrs["norm_epsilon"] = branch.norm.epsilon
+            inputs[name] = branch.norm.gain
+    layer = sdpa.attrs["layer"]
+    cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)
+    caches = [gs.Variable(f"{kind}_cache_{layer}", np.float32, cache_shape)
+              for kind in ("key", "value")]
+    updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
+    graph.inputs.extend(caches)
+    graph.outputs.extend(updated)
+    if settings.max_beam_width > 1:
+        inputs["cache_indirection"] = _input(graph, "cache_indirection",
+                                             ("batch", settings.max_seq_len))
+    inputs |= {"key_cache": caches[0], "value_cache": caches[1],
+               "qkv": _merged_projection(graph, match),
+               "cu_seqlens": _input(graph, "cu_seqlens", ("batch_plus_1",)),
+               "past_lens": _input(graph, "past_lens", ("batch",))}
+    replace(graph, CAUSAL_ATTENTION, inputs, [match.output, *updated], attrs)
+
+
+def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
+    query, key, value = match.query, match.key, match.value
+    inputs: dict[str, gs.Tensor | None] = {"distance_bias": match.bias}
+    if isinstance(match, _CrossAttention):
+        inputs |= {"key_starts": _input(graph, "memory_starts", ("batch",)),
+                   "key_lens": _input(graph, "encoder_sequence_length", ("batch",))}
+    inputs |= {"query": _projection(graph, query, query.heads.columns, match.output),
+               "key": _projection(graph, key, key.heads.distinct, match.output),
+               "value": _projection(graph, value, value.heads.distinct, match.output),
+               "cu_seqlens": _input(graph, "cu_seqlens", ("batch_plus_1",))}
+    replace(graph, BIDIRECTIONAL_ATTENTION, inputs, [match.output],
+            dict(num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
+                 head_dim=query.heads.columns.shape[1],
+                 scale=match.node.attrs["scale"] * query.heads.gain * key.heads.gain))
+
+
+def _input(graph: gs.Graph, name: str, shape: tuple[str | int, ...]) -> gs.Variable:
+    """The graph's int32 input of this name, made on first use."""
+    found = next((tensor for tensor in graph.inputs if tensor.name == name), None)
+    if found is None:
+        found = gs.Variable(name, np.int32, shape)
+        graph.inputs.append(found)
+    return found
+
+
+def _projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs.Tensor) -> \
+        gs.Tensor:
+    """Columns of a projection, by another GEMM where they are not all of one, in order."""
+    rows, gemm = columns.reshape(-1), producer(branch.projected)
+    if np.array_equal(rows, np.arange(branch.projected.shape[-1])):
+        return branch.projected
+    shape = [*branch.projected.shape[:-1], len(rows)]
+    part = gs.Variable(f"{branch.projected.name}.{int(rows[0])}.{output.name}", np.float32, shape)
+    op, weights = op_of(gemm), row_weights(gemm)
+    if gemm is None or op is None or not weights:
+        return _gathered(graph, branch, rows, part)
+    cut = {name: gs.Constant(f"{tensor.name}.{part.name}", values_of(tensor).take_rows(rows))
+           for name, tensor in weights.items()}
+    replace(graph, op, {**operands(gemm), **cut}, [part], gemm.attrs)
+    return part
+
+
+def _gathered(graph: gs.Graph, branch: Branch, columns: np.ndarray, part: gs.Variable) -> \
+        gs.Variable:
+    """`part` as columns of what does not come from a linear layer."""
+    graph.nodes.append(gs.Node(
+        op="Gather", name=part.name, attrs={"axis": -1}, outputs=[part],
+        inputs=[branch.projected, gs.Constant(f"{part.name}.index", columns)]))
+    return part
+
+
+def _merged_projection(graph: gs.Graph, match: _Attention) -> gs.Tensor:
+    """One GEMM for queries, keys and values; where that cannot be, their concatenation."""
+    branches = (match.query, match.key, match.value)
+    rows = [match.query.heads.columns.reshape(-1),
+            *(branch.heads.distinct.reshape(-1) for branch in branches[1:])]
+    width = sum(map(len, rows))
+    name = f"{match.output.name}.qkv"
+    shape = [*match.output.shape[:-1], width] if match.output.shape else None
+    qkv = gs.Variable(name, dtype=np.float32, shape=shape)
+    gemms = [gemm for branch in branches
+             if row_weights(gemm := producer(branch.projected)) and gemm is not None]
+    if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
+        parts: list[gs.Variable] = []
+        for branch, index in zip(branches, rows, strict=True):
+            part = gs.Variable(f"{branch.projected.name}.{len(parts)}.{name}", dtype=np.float32)
+            parts.append(_gathered(graph, branch, index, part))
+        graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": -1}, inputs=parts,
+                                   outputs=[qkv]))
+        return qkv
+    op = op_of(gemms[0])
+    assert op is not None
+    stacked = {given: merge_constants(
+        gemms, given, Weight.concat([values_of(operands(gemm)[given]).take_rows(index)
+                                     for gemm, index in zip(gemms, rows, strict=True)]),
+        "qkv_proj", match.output) for given in row_weights(gemms[0])}
+    replace(graph, op, {**operands(gemms[0]), **stacked}, [qkv], gemms[0].attrs)
+    return qkv
+
+
+def _can_merge(gemm: gs.Node, first: gs.Node) -> bool:
+    """Whether linear layers differ in nothing but their rows."""
+    weights, others = row_weights(gemm), row_weights(first)
+    return gemm.op == first.op and fields_of(gemm) == fields_of(first) \
+        and list(weights) == list(others) \
+        and all(tensor is operands(first).get(name) for name, tensor in operands(gemm).items()
+                if name not in weights)

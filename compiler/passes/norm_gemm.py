@@ -1,0 +1,86 @@
+"""Let a GEMM that alone reads a norm's result do the norm itself.
+
+Given:   GemmBiasAct(RMSNorm(x, g), w, b), or with LayerNorm, GatedMLP
+Result:  NormGemm(x, w · g, b, row sums of w · g), with the norm's bias in b
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc import plugins
+from llmc.compiler.graph.dtypes import numpy_dtype
+from llmc.compiler.graph.rewrite import (
+    NoMatch,
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    consumers,
+    fields_of,
+    is_op,
+    op_of,
+    operand,
+    operands,
+    replace,
+    values_of,
+)
+from llmc.compiler.graph.weights import Weight
+from llmc.plugins.gated_mlp.op import OP as GATED_MLP
+from llmc.plugins.gemm_bias_act.op import OP as GEMM
+from llmc.plugins.norm_gemm.op import OP as NORM_GEMM
+from llmc.plugins.roles import Norm
+
+
+def norm_gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    norms = frozenset(op.name for op in plugins.registry().values() if op.norm is not None)
+    rule = Rule("norm-gemm", norms, lambda node, settings: _check(graph, node), _rewrite)
+    apply_rules(graph, [rule], settings, report)
+
+
+@dataclass(frozen=True)
+class _NormGemm:
+    norm: gs.Node
+    role: Norm
+    gemm: gs.Node
+
+
+def _check(graph: gs.Graph, node: gs.Node) -> _NormGemm | NoMatch | None:
+    op = op_of(node)
+    if op is None or op.norm is None:
+        return None  # an op of ONNX with that name
+    users = consumers(graph, node.outputs[0])
+    if len(users) != 1:
+        return NoMatch(f"{len(users)} nodes read the norm's result, not one GEMM", node)
+    user, = users
+    if not is_op(user, GEMM, GATED_MLP) or operand(user, "x") is not node.outputs[0]:
+        return NoMatch("what reads the norm's result is not a GEMM that can do it",
+                       node if user is None else user)
+    if len(operands(user)["weight"].outputs) > 1:  # a table that is the LM head too stays whole
+        return NoMatch("the GEMM's weight is another node's too", user)
+    return _NormGemm(node, op.norm, user)
+
+
+def _rewrite(graph: gs.Graph, match: _NormGemm, settings: Settings) -> None:
+    norm, gemm, role = operands(match.norm), match.gemm, match.role
+    fields = fields_of(gemm)
+    gain = values_of(norm[role.gain]).load().astype(np.float32)
+    weight, bias = operands(gemm)["weight"], operand(gemm, "bias")
+    matrix = values_of(weight)
+    scaled = matrix.scale_columns(gain).cast(numpy_dtype(settings.dtype))
+    if role.bias in norm:
+        shift = values_of(norm[role.bias]).load().astype(np.float32)
+        known = values_of(bias).load() if bias is not None else 0.0
+        bias = gs.Constant(f"{weight.name}.bias", Weight.of(
+            (matrix.dot(shift) + known).astype(np.float32), f"{weight.name}.bias"))
+    sums = gs.Constant(f"{weight.name}.row_sums", Weight.of(
+        scaled.dot(np.ones(len(gain), np.float32)))) if role.centred else None
+    replace(graph, NORM_GEMM,
+            {"x": norm[role.x], "weight": gs.Constant(f"{weight.name}.normed", scaled),
+             "bias": bias, "row_sums": sums}, list(gemm.outputs),
+            {"centred": int(role.centred), "gated": int(is_op(gemm, GATED_MLP)),
+             "epsilon": fields_of(match.norm)[role.epsilon], "activation": fields["activation"]})

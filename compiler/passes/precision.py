@@ -1,0 +1,71 @@
+"""Give a fused graph the dtypes of the engine that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.dtypes import numpy_dtype
+from llmc.compiler.graph.rewrite import Report, Settings, caches, op_of, values_of
+from llmc.compiler.graph.weights import Weight
+
+
+def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
+    """Give weights, activations and caches the model's dtype; what an op wants exact, and numbers
+    of ONNX's own ops, stay float32. What the graphs share, they go on to share.
+    """
+    done: dict[tuple[int, str], tuple[Weight, Weight]] = {}
+    for graph in graphs:
+        report.count("weights", _cast_weights(graph, numpy_dtype(settings.dtype), done))
+        for tensor in graph.tensors().values():
+            if isinstance(tensor, gs.Variable) and tensor.dtype is not None \
+                    and np.dtype(tensor.dtype) == np.float32:
+                tensor.dtype = numpy_dtype(settings.dtype)
+                report.count("activations")
+
+
+def _cast_weights(graph: gs.Graph, dtype: np.dtype,
+                  done: dict[tuple[int, str], tuple[Weight, Weight]]) -> int:
+    """Cast a graph's constants; returns how many there are now. `done` has what weights became, by
+    identity and dtype; and the weights themselves, so that no identity is used again.
+    """
+    made: dict[tuple[int, str], gs.Constant] = {}
+    for node in graph.nodes:
+        op = op_of(node)
+        for index, tensor in enumerate(node.inputs):
+            if not isinstance(tensor, gs.Constant):
+                continue
+            exact = op is None or op.input_names[index] in op.float32_inputs
+            wanted = np.dtype(np.float32) if exact else dtype
+            key = (id(tensor), wanted.name)
+            if key not in made:
+                values = values_of(tensor)
+                if not values.shape:
+                    values = Weight.of(np.reshape(tensor.values, 1), tensor.name)
+                suffix = "" if not any(k[0] == id(tensor) for k in made) else f".{wanted.name}"
+                _, values = done.setdefault((id(values), wanted.name),
+                                            (values, values.cast(wanted)))
+                made[key] = gs.Constant(tensor.name + suffix, values)
+            node.inputs[index] = made[key]
+    return len(made)
+
+
+def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Keep keys and values in a dtype of their own, if one is asked for."""
+    for node in graph.nodes if settings.kv_dtype else ():
+        pairs = caches(node)
+        if pairs:
+            node.attrs["kv_dtype"] = settings.kv_dtype
+            report.count("caches", len(pairs))
+        for tensor in (tensor for pair in pairs for tensor in pair):
+            tensor.dtype = numpy_dtype(settings.kv_dtype)
+
+
+def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Give token ids, positions and indices 32 bits: TensorRT 8 has no others."""
+    for tensor in graph.inputs:
+        if np.dtype(tensor.dtype) == np.int64:
+            tensor.dtype = np.int32
+            report.count("inputs")

@@ -1,0 +1,50 @@
+"""A graph of 16 bits as ONNX, for the targets of GPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.artifact import Placed, to_onnx
+
+# What the engine does beside llmc's ops, always in float32.
+ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Min", "Max", "Tanh", "Exp", "Sigmoid", "Neg"})
+
+
+def typed_onnx(graph: gs.Graph, places: dict[str, Placed], target: str, dtype: str) -> \
+        onnx.ModelProto:
+    """`to_onnx`, with ONNX's own ops on elements in float32 whatever the dtype. Changes the graph.
+    """
+    if dtype != "float32":
+        _widen_elementwise(graph)
+    return to_onnx(graph, places, target, dtype)
+
+
+def _widen_elementwise(graph: gs.Graph) -> None:
+    """Let ONNX ops on elements compute in float32, as the engine does with its float32 numbers.
+
+    Given:   Mul(x, 2.0) in 16 bits, of which 2.0 is float32
+    Result:  Cast(Mul(Cast(x), 2.0))
+    """
+    nodes: list[gs.Node] = []
+    for node in list(graph.nodes):
+        if node.op not in ELEMENTWISE:
+            nodes.append(node)
+            continue
+        for index, tensor in enumerate(node.inputs):
+            if isinstance(tensor, gs.Variable):
+                wide = gs.Variable(f"{node.outputs[0].name}.input_{index}", np.float32,
+                                   tensor.shape)
+                nodes.append(_float_cast(tensor, wide))
+                node.inputs[index] = wide
+        narrow = node.outputs[0]
+        node.outputs = [gs.Variable(f"{narrow.name}.float32", np.float32, narrow.shape)]
+        nodes += (node, _float_cast(node.outputs[0], narrow))
+    graph.nodes.clear()
+    graph.nodes.extend(nodes)
+
+
+def _float_cast(source: gs.Variable, target: gs.Variable) -> gs.Node:
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(target.dtype))
+    return gs.Node("Cast", target.name, {"to": int(kind)}, [source], [target])

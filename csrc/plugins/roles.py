@@ -1,0 +1,118 @@
+"""What an op tells the compiler's passes about itself: how it is divided among ranks, and which of
+its inputs and fields they may take for what. Passes ask for these, never for an op's name.
+
+A name in here is that of an input or a field of the op that declares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """A rank makes some columns of the output, from some rows of the weights.
+
+    Args:
+        inputs: cut along axis 0, as the output then is along its last; a weight, then vectors.
+        stacked: so many blocks lie one above the other in each of them, and a rank has the same
+            rows of every block: 2 for a gate above what it gates.
+    """
+
+    inputs: tuple[str, ...]
+    stacked: int = 1
+
+
+@dataclass(frozen=True)
+class ByColumns:
+    """Where `x` is cut along its last axis, a rank makes a term of the output, which is their sum.
+
+    Args:
+        inputs: cut along axis 1, as `x` is along its last.
+        added: what is added to the product; one rank adds it for all.
+        only_if: what fields must be for the op to be linear.
+        x: the input that is cut.
+    """
+
+    inputs: tuple[str, ...]
+    added: tuple[str, ...] = ()
+    only_if: Mapping[str, int | float | str] = field(default_factory=dict)
+    x: str = "x"
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """A rank has some query heads, and the KV heads that they read. The fields `num_heads`,
+    `num_kv_heads` and `head_dim` say what there is; the first output is cut by query heads.
+
+    Args:
+        heads: for each input that is cut along its last axis, what it holds, one behind the other:
+            "q" for all query heads, "k" and "v" for all KV heads.
+        per_head: inputs cut along axis 0, by query heads.
+    """
+
+    heads: Mapping[str, str]
+    per_head: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ByVocabulary:
+    """A rank has some rows of a table and gives zeros for all others, so that the output is a sum.
+
+    Args:
+        ids: the rows that are wanted.
+        table: cut along axis 0.
+        start: the field for the first row that a rank has.
+        sharded: the field that is 1 where the table is cut.
+        added: what is added to the rows; one rank adds it for all.
+    """
+
+    ids: str
+    table: str
+    start: str
+    sharded: str
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ByElements:
+    """An element of the output depends on the same one of `x` alone: it is cut where `x` is.
+
+    Args:
+        vectors: inputs [width], cut along axis 0 as `x` is along its last.
+        x: the input that it follows.
+    """
+
+    vectors: tuple[str, ...] = ()
+    x: str = "x"
+
+
+Shard = ByRows | ByColumns | ByHeads | ByVocabulary | ByElements
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The op is RMSNorm of `x` over the last axis, or LayerNorm where it is `centred`, times `gain`
+    [width], plus `bias` [width] if it has one. A GEMM can take it in.
+    """
+
+    centred: bool
+    gain: str = "weight"
+    bias: str = ""
+    epsilon: str = "epsilon"
+    x: str = "x"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The op knows of sequences. Its fields are those that `ByHeads` speaks of.
+
+    Args:
+        caches: inputs [rows, num_kv_heads, positions, head_dim] that keep keys and values from step
+            to step; the output `<cache>_out` continues each. What has caches is causal.
+        memory: inputs that an encoder may make, once for each prompt: keys and values.
+    """
+
+    caches: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
