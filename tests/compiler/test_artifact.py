@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 
@@ -136,3 +137,11 @@ def test_a_directory_that_is_no_case_directory_is_not_replaced(tiny_hf, tmp_path
     with pytest.raises(llmc.LlmcError, match="is not a case directory"):
         llmc.compile(tiny_hf, tmp_path)
     assert (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_an_output_that_holds_a_user_s_file_is_refused_before_the_export(case_tp1, tmp_path):
+    target = shutil.copytree(case_tp1, tmp_path / "case")
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(llmc.LlmcError, match="would be lost: 'notes.txt'"):
+        llmc.compile(tmp_path / "no such model", target)
+    assert (target / "notes.txt").read_text() == "mine"
