@@ -108,8 +108,7 @@ def test_every_op_body_travels_in_the_file(case_tp2):
 
 
 def test_a_full_disk_leaves_the_old_case_directory_whole(tiny_hf, case_tp1, tmp_path, monkeypatch):
-    target = tmp_path / "case"
-    llmc.compile(tiny_hf, target)
+    target = shutil.copytree(case_tp1, tmp_path / "case")
     before = digests(target)
     real = api.TARGETS["cpu"].emit
 
@@ -124,8 +123,8 @@ def test_a_full_disk_leaves_the_old_case_directory_whole(tiny_hf, case_tp1, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["case"]
 
 
-def test_a_new_compile_replaces_the_old_directory(tiny_hf, tmp_path):
-    llmc.compile(tiny_hf, tmp_path / "case", tp_size=2)
+def test_a_new_compile_replaces_the_old_directory(tiny_hf, case_tp2, tmp_path):
+    shutil.copytree(case_tp2, tmp_path / "case")
     llmc.compile(tiny_hf, tmp_path / "case", tp_size=1)
     assert read_manifest(tmp_path / "case").tp_size == 1
     assert not (tmp_path / "case" / "chip1").exists()

@@ -143,7 +143,7 @@ def test_a_folder_is_made_again_where_it_was_taken_for_a_dead_one_s(tmp_path, mo
 def test_a_full_disk_leaves_nothing_new(tmp_path):
     case = write_case(tmp_path / "case")
     for output in (case, tmp_path / "deep" / "deeper" / "case"):
-        with pytest.raises(llmc.LlmcError, match=r"No space left on device\); nothing was changed"), \
+        with pytest.raises(llmc.LlmcError, match=r"No space left.*\); nothing was changed"), \
                 new_directory(output) as directory:
             (directory / "weights").write_text("half")
             raise OSError(errno.ENOSPC, "No space left on device")
