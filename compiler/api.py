@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +16,10 @@ from llmc.compiler.artifact import file_entry
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, lower
+from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import (
-    MANIFEST_NAME,
     Chip,
     FileEntry,
     Manifest,
@@ -53,7 +50,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
 
     Args:
         model: a Hugging Face directory, a hub id, a .gguf file, or an .onnx file with `hf_dir`.
-        output: the case directory to make.
+        output: the case directory to make; of a symbolic link, its target is. One that holds what
+            llmc did not put there is not replaced.
         tp_size: chips that share the model.
         dtype: of weights and activations; the cpu target has float32.
         kv_dtype: of the KV caches; the cuda and tensorrt targets have float8_e4m3fn; "": as dtype.
@@ -98,7 +96,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         raise LlmcError(f"max_beam_width {max_beam_width} exceeds max_batch_size {max_batch_size}, "
                         f"the rows that a plan has; raise it")
     output = Path(output)
-    _check_output(output)
+    check_output(output)
     options = Options(dtype, compute_capability, max_batch_size,
                       output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
                       tp_size, max_seq_len, mem_max_seq_len, max_beam_width)
@@ -114,7 +112,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                         f"no encoder; leave it out")
     lowered = lower(raw, options)
     progress("write")
-    with _new_directory(output) as directory:
+    with new_directory(output) as directory:
         return write(raw, lowered, described, options, directory)
 
 
@@ -174,32 +172,3 @@ def _write_tokenizer(raw: RawModel, directory: Path) -> TokenizerInfo:
                          bos_token_id=bos[0] if bos else None,
                          eos_token_ids=raw.token_ids("eos_token_id"),
                          chat_template=template if (directory / template).is_file() else None)
-
-
-def _check_output(output: Path) -> None:
-    """Refuse to replace what is not a case directory."""
-    if output.exists() and not (output / MANIFEST_NAME).is_file() and (
-            not output.is_dir() or any(output.iterdir())):
-        raise LlmcError(f"'{output}' is there and is not a case directory; choose another output")
-
-
-@contextmanager
-def _new_directory(output: Path) -> Iterator[Path]:
-    """A temporary sibling that takes the place of `output` when the block succeeds."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    except OSError as error:
-        raise LlmcError(f"'{output}' cannot be written ({error})") from error
-    try:
-        os.chmod(work, 0o755)
-        yield work
-        old = Path(f"{work}.old")
-        if output.exists():
-            os.rename(output, old)
-        os.rename(work, output)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise LlmcError(f"'{output}' cannot be written ({error}); nothing was changed") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

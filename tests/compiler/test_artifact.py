@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 
@@ -107,8 +108,7 @@ def test_every_op_body_travels_in_the_file(case_tp2):
 
 
 def test_a_full_disk_leaves_the_old_case_directory_whole(tiny_hf, case_tp1, tmp_path, monkeypatch):
-    target = tmp_path / "case"
-    llmc.compile(tiny_hf, target)
+    target = shutil.copytree(case_tp1, tmp_path / "case")
     before = digests(target)
     real = api.TARGETS["cpu"].emit
 
@@ -123,8 +123,8 @@ def test_a_full_disk_leaves_the_old_case_directory_whole(tiny_hf, case_tp1, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["case"]
 
 
-def test_a_new_compile_replaces_the_old_directory(tiny_hf, tmp_path):
-    llmc.compile(tiny_hf, tmp_path / "case", tp_size=2)
+def test_a_new_compile_replaces_the_old_directory(tiny_hf, case_tp2, tmp_path):
+    shutil.copytree(case_tp2, tmp_path / "case")
     llmc.compile(tiny_hf, tmp_path / "case", tp_size=1)
     assert read_manifest(tmp_path / "case").tp_size == 1
     assert not (tmp_path / "case" / "chip1").exists()
@@ -136,3 +136,11 @@ def test_a_directory_that_is_no_case_directory_is_not_replaced(tiny_hf, tmp_path
     with pytest.raises(llmc.LlmcError, match="is not a case directory"):
         llmc.compile(tiny_hf, tmp_path)
     assert (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_an_output_that_holds_a_user_s_file_is_refused_before_the_export(case_tp1, tmp_path):
+    target = shutil.copytree(case_tp1, tmp_path / "case")
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(llmc.LlmcError, match="would be lost: 'notes.txt'"):
+        llmc.compile(tmp_path / "no such model", target)
+    assert (target / "notes.txt").read_text() == "mine"
