@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import cast
 
 import onnx_graphsurgeon as gs
@@ -58,11 +58,6 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in by_id.values() for name in names}
 
 
-def load_buffers(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
-    """Give buffers that are in the checkpoint their values from there, but for single numbers,
-    which are the config's.
-    """
-    renamed = _renamed(model, tensors)
-    for name, buffer in model.named_buffers():
-        if buffer.dim() and name in renamed and renamed[name].shape == tuple(buffer.shape):
-            buffer.copy_(torch.from_numpy(renamed[name].load()))
+def names_in(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> Set[str]:
+    """The checkpoint's names, as transformers calls them today."""
+    return _renamed(model, tensors).keys()

@@ -14,10 +14,10 @@ from typing import Any
 import onnx_graphsurgeon as gs
 import torch
 
-from llmc.compiler.frontend.bind import attach_weights
+from llmc.compiler.frontend.bind import attach_weights, names_in
 from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, DECODER, ENCODER, Part, build
 from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
-from llmc.compiler.frontend.trace import quiet, trace
+from llmc.compiler.frontend.trace import quiet, to_graph, trace
 from llmc.compiler.graph.weights import Weight
 
 
@@ -64,14 +64,16 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
 def _export_part(config: Any, part: Part, tensors: Mapping[str, Weight], origin: str,
                  trust_remote_code: bool, names: dict[int, str], notes: list[str]) -> gs.Graph:
     """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
+    with torch.device("meta"):
+        model = build(config, part, trust_remote_code)
+    bound = names_in(model, tensors) & model.state_dict().keys()
     try:
-        plan = plan_layers(config, part, trust_remote_code)
-        graph, model = trace(plan.config, part, plan.layers_name, tensors,
-                                     trust_remote_code)
-        graph = repeat(graph, plan)
+        plan = plan_layers(config, part, model, trust_remote_code)
+        traced = trace(plan.config, part, plan.layers_name, trust_remote_code)
+        graph = repeat(to_graph(traced, bound), plan)
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
-        graph, model = trace(config, part, None, tensors, trust_remote_code)
+        graph = to_graph(trace(config, part, None, trust_remote_code), bound)
     attach_weights(graph, model, tensors, origin, names)
     return graph
 

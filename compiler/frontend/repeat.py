@@ -71,15 +71,19 @@ def _signature(module: torch.nn.Module) -> tuple:
     return type(module).__qualname__, settings, tensors, children
 
 
-def plan_layers(config: Any, part: Part, trust_remote_code: bool) -> LayerPlan:
+def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_code: bool) -> \
+        LayerPlan:
+    """Which layers of `model`, which `config` describes, to export.
+
+    Raises:
+        CannotRepeat: all of them.
+    """
     text = text_config(config)
     key = part.layers_key(text)
     if key is None or getattr(text, key) < 1:
         raise CannotRepeat(f"the config has no {' or '.join(part.layers)}")
     count = getattr(text, key)
-    with torch.device("meta"):
-        full = build(config, part, trust_remote_code)
-    name, layers = _find_layers(full, part, count)
+    name, layers = _find_layers(model, part, count)
     signatures = [_signature(layer) for layer in layers]
     kinds = list(dict.fromkeys(signatures))
     group = [kinds.index(signature) for signature in signatures]

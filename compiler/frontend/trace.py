@@ -14,10 +14,11 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 import onnx_ir as ir
 import torch
@@ -27,7 +28,6 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
-from llmc.compiler.frontend.bind import load_buffers
 from llmc.compiler.frontend.parts import (
     ATTENTION,
     CAUSAL_LM,
@@ -47,17 +47,23 @@ from llmc.errors import LlmcError
 _OPSET = 23
 
 
-def trace(config: Any, part: Part, layers_name: str | None,
-                  tensors: Mapping[str, Weight], trust_remote_code: bool) -> \
-        tuple[gs.Graph, torch.nn.Module]:
-    """The graph with constants folded, weights as placeholders, and layers in the nodes' names;
-    and the model that was exported, whose parameters are fake.
+def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool) -> \
+        onnx.ModelProto:
+    """The model that `config` describes, exported.
+
+    Nothing but the arguments goes in, no tensor of a checkpoint does: so the result may be kept by
+    config, part, `layers_name` and the versions of what runs here. Parameters are external tensors
+    without a file, named `ROOT` and their name in the model; buffers have the values that the model
+    gives them. Nodes are named `layer|index|op`, with nothing for layer outside of `layers_name`.
+
+    Raises:
+        LlmcError: transformers cannot build the model, or it cannot be exported.
     """
     reasons = []
     for implementation in (ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
-            program, model = _run_exporter(config, part, tensors, trust_remote_code)
+            program = _run_exporter(config, part, trust_remote_code)
         except LlmcError as error:
             if "transformers cannot build" in str(error):
                 raise
@@ -66,13 +72,14 @@ def trace(config: Any, part: Part, layers_name: str | None,
         except Exception as error:  # the exporter raises whatever the model's code raises
             reasons.append(_root_cause(error))
             continue
-        graph = _to_graph(program, layers_name)
+        model = _to_proto(program, layers_name)
         text = text_config(config)
         count = getattr(text, part.layers_key(text) or "num_hidden_layers") * part.attentions
-        if implementation == ATTENTION and sum(n.op == "Sdpa" for n in graph.nodes) < count:
+        if implementation == ATTENTION and \
+                sum(node.op_type == "Sdpa" for node in model.graph.node) < count:
             reasons.append("the model bypasses transformers' attention interface")
             continue
-        return graph, model
+        return model
     text = text_config(config)
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if (getattr(text, key, None) or 0) > 1:
@@ -89,15 +96,13 @@ def _root_cause(error: BaseException) -> str:
     return lines[0].split(". Failure message:")[0][:200] if lines else type(error).__name__
 
 
-def _run_exporter(config: Any, part: Part, tensors: Mapping[str, Weight],
-                  trust_remote_code: bool) -> tuple[Any, Any]:
+def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> Any:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
         model: Any = build(config, part, trust_remote_code)
     rules: list[Callable[..., torch.Tensor]] = []  # no mask is built: the node knows which
     AttentionMaskInterface.register(
         ATTENTION, lambda *args, mask_function, **others: rules.append(mask_function))
-    load_buffers(model, tensors)
     _freeze_rotary(model)
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -118,7 +123,7 @@ def _run_exporter(config: Any, part: Part, tensors: Mapping[str, Weight],
             output_names=[output], dynamic_shapes=tuple(
                 {0: dims["batch"], 1: dims[length]} for _, length in inputs.values()))
     _check_masks(rules, part)
-    return program, model
+    return program
 
 
 def _wrap(model: Any, part: Part) -> \
@@ -249,26 +254,37 @@ def _one_sequence_per_row() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
-def _to_graph(program: Any, layers_name: str | None) -> gs.Graph:
-    """The exported program as a graph-surgeon graph, parameters empty, constants folded."""
+def _to_proto(program: Any, layers_name: str | None) -> onnx.ModelProto:
+    """The exported program with its parameters empty and its nodes tagged by layer."""
     ir_model = program.model
     pattern = re.compile(re.escape(ROOT + layers_name) + r"\.(\d+)") if layers_name else None
-    if pattern:
-        for index, node in enumerate(ir_model.graph):
-            scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
-            match = pattern.search(scopes)
+    for index, node in enumerate(ir_model.graph):
+        scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+        match = pattern.search(scopes) if pattern else None
+        if pattern:
             node.name = f"{match.group(1) if match else ''}|{index}|{node.op_type}"
-    parameters: dict[str, tuple[int, ...]] = {}
+        node.metadata_props.clear()  # stack traces
     for name, value in ir_model.graph.initializers.items():
         tensor = getattr(value.const_value, "raw", None)
         if isinstance(tensor, torch.nn.Parameter) or _is_fake(tensor):
-            parameters[name] = tuple(int(dim) for dim in value.shape)
-            value.const_value = ir.ExternalTensor(
-                "weights", 0, 0, ir.DataType.FLOAT, shape=ir.Shape(parameters[name]), name=name)
-    graph = gs.import_onnx(ir.to_proto(ir_model))
+            shape = ir.Shape(tuple(int(dim) for dim in value.shape))
+            value.const_value = ir.ExternalTensor("weights", 0, 0, ir.DataType.FLOAT, shape=shape,
+                                                  name=name)
+    return ir.to_proto(ir_model)
+
+
+def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
+    """What `trace` made as a graph, constants folded. Parameters, and the buffers of floats that
+    `bound` names, are placeholders for weights.
+    """
+    graph = gs.import_onnx(model)
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer
+              if tensor.data_location == onnx.TensorProto.EXTERNAL
+              or (tensor.name.removeprefix(ROOT) in bound and tensor.dims
+                  and tensor.data_type == onnx.TensorProto.FLOAT)}
     for tensor in graph.tensors().values():
-        if isinstance(tensor, gs.Constant) and tensor.name in parameters:
-            tensor._values = Weight(parameters[tensor.name], np.float32, unread, tensor.name)
+        if isinstance(tensor, gs.Constant) and tensor.name in shapes:
+            tensor._values = Weight(shapes[tensor.name], np.float32, unread, tensor.name)
     tidy(graph)
     fold_constants(graph)
     return graph
