@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 import torch
 
 from llmc.compiler.frontend.bind import attach_weights, names_in
+from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, DECODER, ENCODER, Part, build
 from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
 from llmc.compiler.frontend.trace import quiet, to_graph, trace
@@ -66,6 +67,7 @@ def _export_part(config: Any, part: Part, tensors: Mapping[str, Weight], origin:
     """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
     with torch.device("meta"):
         model = build(config, part, trust_remote_code)
+    check_features(model, part)
     bound = names_in(model, tensors) & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)

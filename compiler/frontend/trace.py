@@ -14,7 +14,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
+from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate
 from llmc.compiler.frontend.parts import (
     ATTENTION,
     CAUSAL_LM,
@@ -47,6 +48,10 @@ from llmc.errors import LlmcError
 _OPSET = 23
 
 
+class Contradiction(LlmcError):
+    """A model says one thing of its attention and computes another."""
+
+
 def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool) -> \
         onnx.ModelProto:
     """The model that `config` describes, exported.
@@ -64,6 +69,8 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         config._attn_implementation = implementation
         try:
             program = _run_exporter(config, part, trust_remote_code)
+        except Contradiction as error:
+            raise Contradiction(f"'{config.model_type}' contradicts itself: {error}") from error
         except LlmcError as error:
             if "transformers cannot build" in str(error):
                 raise
@@ -80,11 +87,6 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
             reasons.append("the model bypasses transformers' attention interface")
             continue
         return model
-    text = text_config(config)
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if (getattr(text, key, None) or 0) > 1:
-            raise LlmcError(f"'{config.model_type}' has mixture-of-experts layers ({key} "
-                            f"{getattr(text, key)}), which llmc does not compile")
     raise LlmcError(f"'{config.model_type}' cannot be exported: "
                     f"{'; '.join(dict.fromkeys(reasons))}")
 
@@ -100,9 +102,8 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> Any:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
         model: Any = build(config, part, trust_remote_code)
-    rules: list[Callable[..., torch.Tensor]] = []  # no mask is built: the node knows which
-    AttentionMaskInterface.register(
-        ATTENTION, lambda *args, mask_function, **others: rules.append(mask_function))
+    functions: list[MaskFunction] = []
+    AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
     _freeze_rotary(model)
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -122,7 +123,8 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> Any:
             opset_version=_OPSET, optimize=False, verbose=False, input_names=list(inputs),
             output_names=[output], dynamic_shapes=tuple(
                 {0: dims["batch"], 1: dims[length]} for _, length in inputs.values()))
-    _check_masks(rules, part)
+    _see(program.model.graph, functions, part, getattr(text_config(config),
+                                                      "max_position_embeddings", None))
     return program
 
 
@@ -142,9 +144,15 @@ def _wrap(model: Any, part: Part) -> \
         {"input_ids": ids} | ({"position_ids": positions} if takes_positions else {}), "logits"
 
 
-def _sdpa(part, module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-          sliding_window=None, softcap=None, is_causal=None, position_bias=None, **others):
-    """transformers' attention function: one symbolic node, heads as they are."""
+def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+          attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+          sliding_window: int | None = None, softcap: float | None = None,
+          is_causal: bool | None = None, position_bias: torch.Tensor | None = None,
+          **others: object) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: one symbolic node, heads as they are. Its scale and
+    soft-cap are what the model multiplies by, its window and whether it is causal are of its mask,
+    once `_see` has been there.
+    """
     neutral = {"position_ids", "output_attentions", "use_cache", "cache_position", "head_mask",
                "output_router_logits", "logits_to_keep", "return_dict", "num_items_in_batch",
                "position_embeddings"}
@@ -152,38 +160,88 @@ def _sdpa(part, module, query, key, value, attention_mask, scaling=None, dropout
         if name not in neutral and argument is not None and argument is not False:
             raise LlmcError(f"{type(module).__name__} passes {name!r} to its attention, which "
                             f"llmc::CausalAttention does not have")
-    if attention_mask is not None:
-        raise LlmcError(f"{type(module).__name__} passes a mask of its own to its attention")
-    if part is CAUSAL_LM and (is_causal is False or getattr(module, "is_causal", True) is False):
-        raise LlmcError(f"{type(module).__name__} is not causal")
     batch, heads, seq, head_dim = query.shape
     scale = float(head_dim**-0.5 if scaling is None else scaling)
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     out = torch.onnx.ops.symbolic(
-        "llmc::Sdpa", (query, key, value, *([] if position_bias is None else [position_bias])),
+        "llmc::Sdpa", (query, key, value, position_bias, attention_mask),
         {"scale": scale, "window": int(sliding_window or 0), "softcap": float(softcap or 0.0),
-         "causal": int(part.causal), "layer": int(module.layer_idx if part.causal else -1)},
+         "causal": -1 if causal is None else int(causal),
+         "layer": int(module.layer_idx if part.causal else -1), "module": type(module).__name__},
         dtype=query.dtype, shape=(batch, heads, seq, value.shape[-1]), version=1)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_masks(rules: Sequence[Callable[..., torch.Tensor]], part: Part) -> None:
-    """Evaluate which keys a model lets a query see; refuse what the attention nodes do not do."""
-    full = [_is_full(rule, part) for rule in rules]
-    if part is DECODER and all(full):
-        raise LlmcError("the model asks for no causal mask in its decoder")
+def _mask(functions: list[MaskFunction], batch_size: int, q_length: int, kv_length: int,
+          mask_function: MaskFunction, dtype: torch.dtype = torch.float32, **others: object) -> \
+        torch.Tensor:
+    """transformers' mask function: a symbolic node that tells one mask from another."""
+    functions.append(mask_function)
+    return torch.onnx.ops.symbolic(
+        "llmc::Mask", (), {"kind": len(functions) - 1}, dtype=dtype,
+        shape=(batch_size, 1, q_length, kv_length), version=1)
 
 
-def _is_full(rule: Callable[..., torch.Tensor], part: Part) -> bool:
-    """Whether a query sees all keys; else it must be causal, perhaps in a window."""
-    queries = torch.tensor([0, 1, 6, 100, 1000, 5000, 9001])[:, None]
-    keys = torch.arange(9002)[None]
-    visible = rule(torch.tensor(0), torch.tensor(0), queries, keys)
-    if part is not CAUSAL_LM and visible.all():
-        return True  # an encoder, or what a decoder sees of one
-    window = visible.sum(1).max()
-    if not part.causal or not torch.equal(visible, (keys <= queries) & (keys > queries - window)):
-        raise LlmcError("the model asks for a mask that is neither causal nor a window")
-    return False
+def _see(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
+         max_positions: int | None) -> None:
+    """Say in each Sdpa node what its mask lets it see, instead of what its module says.
+
+    Raises:
+        Contradiction: the mask and the module say different things.
+        LlmcError: a mask cannot be followed to where it was made, or is of an unknown kind.
+    """
+    kinds = [evaluate(function, max_positions) for function in functions]
+    for node in graph:
+        if node.op_type != "Sdpa":
+            continue
+        inputs = [*node.inputs, None, None][:5]
+        mask, claimed = inputs[4], {name: node.attributes[name].value
+                                    for name in ("causal", "window", "module")}
+        if mask is None:
+            if claimed["window"]:
+                raise LlmcError(f"{claimed['module']} passes sliding_window {claimed['window']} "
+                                f"to its attention, and no mask")
+            visible = Visible(claimed["causal"] == 1, 0, 0)
+        else:
+            visible = kinds[_kind(mask, claimed["module"])]
+            if claimed["window"] and not visible.has_window(claimed["window"]):
+                raise Contradiction(f"{claimed['module']} passes sliding_window "
+                                    f"{claimed['window']} to its attention, but its mask shows "
+                                    f"{visible}")
+            if part is CAUSAL_LM and claimed["causal"] == 0 and visible.causal:
+                raise Contradiction(f"{claimed['module']} says that it is not causal, but its "
+                                    f"mask shows {visible}")
+        if visible.causal != (part.causal and not _is_cross(node)):
+            raise LlmcError(f"{claimed['module']} in the {part.name} sees {visible}")
+        node.attributes["causal"] = ir.AttrInt64("causal", int(visible.causal))
+        node.attributes["window"] = ir.AttrInt64("window", visible.window)
+        del node.attributes["module"]
+        node.replace_input_with(4, None)
+        while node.inputs and node.inputs[-1] is None:
+            node.resize_inputs(len(node.inputs) - 1)
+
+
+def _is_cross(node: ir.Node) -> bool:
+    """Whether the keys are of other tokens than the queries."""
+    query, key = node.inputs[:2]
+    assert query is not None and query.shape is not None
+    assert key is not None and key.shape is not None
+    return query.shape[2] != key.shape[2]
+
+
+def _kind(mask: ir.Value, module: str) -> int:
+    """Which Mask node a mask comes from, past what leaves it as it is."""
+    value: ir.Value | None = mask
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type == "Mask":
+            return int(node.attributes["kind"].value)
+        starts = node.inputs[1].const_value if node.op_type == "Slice" and node.inputs[1] else None
+        if node.op_type not in ("Identity", "Cast", "Expand") and (
+                starts is None or starts.numpy().any()):
+            raise LlmcError(f"{module} passes a mask to its attention that is changed by "
+                            f"{node.op_type} '{node.name}'")
+        value = node.inputs[0]
+    raise LlmcError(f"{module} passes a mask of its own to its attention")
 
 
 AttentionInterface.register(ATTENTION, functools.partial(_sdpa, CAUSAL_LM))

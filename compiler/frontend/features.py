@@ -1,0 +1,124 @@
+"""What llmc does not compile, seen in a model's modules and config before anything is exported.
+
+This spares the wait; the passes refuse by themselves what is not here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config
+from llmc.errors import LlmcError
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a model has, in the words of the field.
+
+    Args:
+        words: what it is.
+        classes: a pattern of names of module classes that do it.
+        parameters: names of parameters that only modules have that do it.
+        keys: what the config calls its number or switch; named where it is set. Where there is
+            neither a class nor a parameter to know it by, these alone tell.
+    """
+
+    words: str
+    classes: str = ""
+    parameters: frozenset[str] = frozenset()
+    keys: tuple[str, ...] = ()
+
+    def is_in(self, module: torch.nn.Module) -> bool:
+        """Whether this very module does it."""
+        return bool((self.classes and re.search(self.classes, type(module).__name__))
+                    or self.parameters & module._parameters.keys())
+
+    def setting(self, config: dict[str, Any]) -> str | None:
+        """The config's key and value, where it sets one."""
+        for key in self.keys:
+            value: Any = config
+            for name in key.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if isinstance(value, int | float) and value:
+                return f"{key} {value}"
+        return None
+
+
+FEATURES = (
+    Feature("a mixture of experts", r"Experts$|M[oO][eE]$|M[oO][eE](Block|Layer)$",
+            keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")),
+    Feature("linear attention, which keeps a state instead of keys and values",
+            r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$"),
+    Feature("state-space layers (Mamba)", r"Mamba\w*Mixer$|^(Bamba|FalconH1)Mixer$",
+            frozenset({"A_log"})),
+    Feature("xLSTM layers, which keep a state instead of keys and values", r"^xLSTMLayer$"),
+    Feature("RWKV layers, which keep a state instead of keys and values", r"^Rwkv\w*Attention$"),
+    Feature("gated linear recurrences", r"Rglru$"),
+    Feature("multi-head latent attention, whose keys and values come from a narrow latent",
+            keys=("kv_lora_rank",)),
+    Feature("sparse attention with an indexer of keys", r"Indexer$", keys=("index_topk",)),
+    Feature("keys and values that are compressed along the sequence", r"Compressor$"),
+    Feature("attention sinks (a score without a key in each softmax)",
+            parameters=frozenset({"sinks"})),
+    Feature("differential attention (one softmax less another)",
+            parameters=frozenset({"lambda_q1"})),
+    Feature("block-sparse attention", r"BlockSparseAttention$"),
+    Feature("attention in chunks (a token sees those of its own chunk)",
+            keys=("attention_chunk_size",)),
+    Feature("ALiBi (a bias that grows with distance)",
+            keys=("alibi", "use_alibi", "attn_config.alibi")),
+    Feature("ALiBi (a bias that grows with distance)", r"^BloomAttention$"),
+    Feature("AltUp (several hidden states side by side)", r"AltUp$"),
+    Feature("embeddings of its own for each layer", keys=("hidden_size_per_layer_input",)),
+    Feature("short convolutions", r"^Conv1d$"),  # last: what is above has some too
+)
+
+
+def check_features(model: Any, part: Part) -> None:
+    """Refuse a model for what its modules or its config say.
+
+    Raises:
+        LlmcError: it names every such feature, and where each is.
+    """
+    config = text_config(model.config)
+    found = dict(_found(model, config.to_dict()))
+    both_ways = _both_ways(model)
+    if part is CAUSAL_LM and both_ways and not getattr(config, "is_decoder", False):
+        found["attention both ways (a token sees those after it)"] = both_ways
+    if found:
+        features = " and ".join(f"{words} ({where})" for words, where in found.items())
+        raise LlmcError(f"'{config.model_type}' has {features}, which llmc does not compile")
+
+
+def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The words of each feature, and where it is."""
+    seen: dict[Feature, str] = {}
+    claimed: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in claimed):
+            continue
+        feature = next((feature for feature in FEATURES if feature.is_in(module)), None)
+        if feature is not None:
+            claimed.append(f"{name}.")
+            seen.setdefault(feature, f"{type(module).__name__} '{name}'")
+    for feature in FEATURES:
+        setting = feature.setting(config)
+        known = feature.classes or feature.parameters
+        if feature in seen or (setting and not known):
+            yield feature.words, "; ".join(filter(None, (setting, seen.get(feature))))
+
+
+def _both_ways(model: torch.nn.Module) -> str | None:
+    """An attention that says that it is not causal, where none says that it is."""
+    attentions = [(name, module) for name, module in model.named_modules()
+                  if "Attention" in type(module).__name__
+                  and isinstance(getattr(module, "is_causal", None), bool)]
+    if not attentions or any(module.is_causal for _, module in attentions):
+        return None
+    name, module = attentions[0]
+    return f"{type(module).__name__} '{name}'"

@@ -1,0 +1,139 @@
+"""What a model lets each query see: the mask functions that it makes, evaluated.
+
+A model asks transformers for a mask of each kind that it needs, by a function of batch, head, query
+and key, and gets a `Mask` node from us, which it hands to its layers. So the graph tells which
+layer has which mask, and the function tells what that mask is: nothing is read from a config.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmc.errors import LlmcError
+
+MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_POSITIONS = 1 << 16  # that are looked at, at least, where a model names no limit
+_BLOCK = 1 << 22  # pairs of query and key that are looked at together
+# What makes parts of mask functions in transformers, and what they are to a user.
+_KINDS = {
+    "chunked_overlay": "attention in chunks: a token sees those of its own chunk",
+    "blockwise_overlay": "attention both ways inside of blocks of tokens, as for images",
+    "sliding_window_bidirectional_overlay": "a window that looks ahead",
+}
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What queries see: the keys up to their own where `causal`, else all; of those the last
+    `window`, or all where that is 0. Up to `positions` this was looked at.
+    """
+
+    causal: bool
+    window: int
+    positions: int
+
+    def __str__(self) -> str:
+        if not self.causal:
+            return "all keys"
+        return f"a window of {self.window}" if self.window else "all keys up to the query's"
+
+    def has_window(self, claimed: int) -> bool:
+        """Whether a window of `claimed` keys (0: none) is the same."""
+        return claimed == self.window or (not self.window and claimed >= self.positions)
+
+
+def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visible:
+    """What a mask function is, by running it around every number in it and far beyond.
+
+    Raises:
+        LlmcError: it is neither causal, perhaps with a window, nor full, or it cannot be run.
+    """
+    last = max(max_positions or 0, _POSITIONS) - 1
+    sizes = sorted({n for n in _numbers(function, set()) if 1 < n <= last})
+    last = max(last, 3 * max(sizes, default=0))
+    queries = torch.tensor(sorted(q for q in {
+        0, 1, 2, 6, 7, 63, 64, 100, 1000, 5000, 9001, last // 2, last - 1, last,
+        *(n * k + d for n in sizes for k in (1, 2) for d in (-2, -1, 0, 1))} if 0 <= q <= last))
+    keys = torch.arange(last + 2)
+    try:
+        counts = _check_rows(function, queries, keys)
+    except LlmcError:
+        raise
+    except Exception as error:  # whatever a model's own function raises
+        raise _unknown(function) from error
+    if counts is None:
+        return Visible(False, 0, last + 1)
+    window = int(counts.max())
+    return Visible(True, 0 if window == last + 1 else window, last + 1)
+
+
+def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> \
+        torch.Tensor | None:
+    """How many keys each query sees; None where all of them see all."""
+    rows = list(queries.split(max(1, _BLOCK // len(keys))))
+    seen = [_seen(function, block, keys) for block in rows]
+    if all(bool(block.all()) for block in seen):
+        return None
+    counts = torch.cat([block.sum(1) for block in seen])
+    window = int(counts.max())
+    for block, visible in zip(rows, seen, strict=True):
+        query = block[:, None]
+        if not torch.equal(visible, (keys <= query) & (keys > query - window)):
+            raise _unknown(function)
+    return counts
+
+
+def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """bool [queries, keys], which must be the same for every head."""
+    first, other = (function(torch.tensor(0), torch.tensor(head), queries[:, None], keys[None])
+                    .expand(len(queries), len(keys)) for head in (0, 1))
+    if not torch.equal(first, other):
+        raise _unknown(function)
+    return first
+
+
+def _unknown(function: MaskFunction) -> LlmcError:
+    made_by = {name.split(".")[0] for name in _names(function, set())}
+    kinds = [text for name, text in _KINDS.items() if name in made_by]
+    return LlmcError(f"the model asks for a mask that is neither causal nor a window"
+                     f"{''.join(f' ({kind})' for kind in kinds[:1])}")
+
+
+def _parts(value: object) -> Iterator[object]:
+    """What a function has closed over, and what it is called with."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, *vars(value.__self__).values())
+    elif isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or ())
+        yield from value.__defaults__ or ()
+        yield from value.__code__.co_consts
+    elif isinstance(value, tuple | list):
+        yield from value
+
+
+def _numbers(value: object, known: set[int]) -> Iterator[int]:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        yield abs(int(value))
+    if id(value) not in known:
+        known.add(id(value))
+        for part in _parts(value):
+            yield from _numbers(part, known)
+
+
+def _names(value: object, known: set[int]) -> Iterator[str]:
+    if isinstance(value, types.FunctionType):
+        yield value.__qualname__
+    if id(value) not in known:
+        known.add(id(value))
+        for part in _parts(value):
+            yield from _names(part, known)

@@ -1,0 +1,233 @@
+"""What the mask of attention in an exported graph lets a query see, by running it.
+
+At small lengths the mask is run as it is. Far positions are put into it: where it computes the
+positions 0, 1, 2, … others take their place, a few of up to max_seq_len, so that no window is too
+wide to be seen; on near positions this is held against the mask as it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, token_feeds
+from llmc.compiler.graph.rewrite import NoMatch, Settings, constant, producer
+
+_MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
+    "Range", "ConstantOfShape", "Trilu", "CumSum", "GatherND", "ScatterND", "Shape", "Tile",
+    "ReduceAll", "ReduceMax", "ReduceMin", "ReduceSum", "Size", "Mod", "Floor", "Ceil", "Pad",
+    "GatherElements", "ScatterElements", "OneHot", "EyeLike", "NonZero", "Xor", "BitwiseAnd",
+})
+_WHOLE = 2048  # positions at which a mask is run as it is, at most: 4 million pairs
+_HIDDEN = -1e4  # scores below are of keys that are not seen
+
+
+class MaskProver:
+    """Remembers what it has found out: the layers of a model mostly share their masks."""
+
+    def __init__(self, data: set[int], settings: Settings) -> None:
+        self._data = data
+        self._max_seq_len = settings.max_seq_len
+        self._known: dict[bytes, int | NoMatch] = {}
+
+    def window(self, parts: Sequence[gs.Tensor], causal: bool) -> int | NoMatch:
+        """The sliding window, 0 for none that max_seq_len tokens would notice, if the parts
+        together (with the causal mask too where `causal`) mask causally.
+        """
+        pieces: list[Piece] = []
+        for part in parts:
+            piece = _mask_piece(part, self._data)
+            if isinstance(piece, NoMatch):
+                return piece
+            pieces.append(piece)
+        key = b"".join(piece.key for piece in pieces) + bytes([causal])
+        if key not in self._known:
+            try:
+                self._known[key] = _window(_Mask(pieces, causal), self._max_seq_len)
+            except _Unclear as unclear:
+                self._known[key] = unclear.reason
+        return self._known[key]
+
+
+class _Unclear(Exception):
+    """A mask is not what `_window` looks for."""
+
+    def __init__(self, reason: str, value: object) -> None:
+        super().__init__(reason)
+        self.reason = NoMatch(reason, value)
+
+
+def _mask_piece(part: gs.Tensor, data: set[int]) -> Piece | NoMatch:
+    """What computes one part of the mask. A Where is run with zeros for scores."""
+    if id(part) not in data:
+        return cone(part, data, _MASK_OPS)
+    where = producer(part)
+    assert where is not None
+    scores = [t for t in where.inputs if id(t) in data]
+    conditions: list[Piece] = []
+    for tensor in where.inputs:
+        if id(tensor) not in data:
+            condition = cone(tensor, data, _MASK_OPS)
+            if isinstance(condition, NoMatch):
+                return condition
+            conditions.append(condition)
+    nodes = {id(n): n for c in conditions for n in c.nodes}
+    inputs = {id(t): t for c in conditions for t in c.inputs}
+    return Piece((*nodes.values(), where), (*inputs.values(), *scores), (part,))
+
+
+class _Mask:
+    """The parts of a mask, which all must let a key be seen."""
+
+    def __init__(self, pieces: Sequence[Piece], causal: bool) -> None:
+        self.pieces = pieces
+        self.output = pieces[0].output
+        self._causal = causal
+        self._far = [_with_positions(piece) for piece in pieces]
+
+    def takes_positions(self) -> bool:
+        """Whether `far` says of near positions what `near` does, in whatever order: what goes by
+        their places, such as a table, does not.
+        """
+        sample = np.array([30, 1, 62, 5, 12, 0, 11, 63, 47, 2, 61])
+        try:
+            return np.array_equal(self.far(sample), self.near(64)[np.ix_(sample, sample)])
+        except RuntimeError:
+            return False
+
+    def near(self, length: int) -> np.ndarray:
+        """bool [length, length]: which key (axis 1) each query sees, of the first positions."""
+        return self._all(np.arange(length), [piece.run(_feeds(piece, np.arange(length)))
+                                             for piece in self.pieces])
+
+    def far(self, positions: np.ndarray) -> np.ndarray:
+        """bool [n, n]: the same of any n positions."""
+        return self._all(positions, [
+            piece.run(_feeds(piece, positions) | {
+                tensor.name: _place(positions, shape).astype(tensor.dtype)
+                for tensor, shape in places})
+            for piece, places in self._far])
+
+    def _all(self, positions: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
+        seen = np.ones((len(positions),) * 2, bool)
+        if self._causal:
+            seen = positions[None] <= positions[:, None]
+        for piece, mask in zip(self.pieces, masks, strict=True):
+            seen &= _visible(piece, mask, len(positions))
+        return seen
+
+    def numbers(self) -> Iterator[int]:
+        """Every single number in it."""
+        for piece in self.pieces:
+            for tensor in (t for node in piece.nodes for t in node.inputs):
+                array = constant(tensor)
+                if array is not None and array.size == 1 and array.dtype.kind in "iuf":
+                    number = abs(float(array.reshape(-1)[0]))
+                    if 1 < number < 1 << 40:
+                        yield int(number)
+
+
+def _window(mask: _Mask, max_seq_len: int) -> int:
+    numbers = {n for n in mask.numbers() if n < max_seq_len}
+    lengths = sorted({1, 2, 7, 64, *(n + 2 for n in numbers)})
+    try:
+        if max_seq_len > _WHOLE and mask.takes_positions():
+            windows = _far_windows(mask, numbers, max_seq_len)
+        elif max_seq_len <= 2 * _WHOLE:
+            windows, lengths = set(), [*lengths, max_seq_len]
+        else:
+            raise _Unclear(f"the mask cannot be evaluated at more than {2 * _WHOLE} positions; "
+                           f"compile with --max_seq_len of at most {2 * _WHOLE}", mask.output)
+        for length in lengths:
+            if length <= min(max_seq_len, 2 * _WHOLE):
+                windows.add(_span(mask, mask.near(length), np.arange(length)))
+    except RuntimeError as error:
+        raise _Unclear(f"the mask cannot be evaluated ({str(error)[:120]})",
+                       mask.output) from error
+    windows.discard(0)
+    if len(windows) > 1:
+        raise _Unclear(f"the mask's window changes with the length: {sorted(windows)}",
+                       mask.output)
+    return windows.pop() if windows else 0
+
+
+def _far_windows(mask: _Mask, numbers: set[int], max_seq_len: int) -> set[int]:
+    """The window, if there is one, from chosen positions of up to max_seq_len."""
+    last = max_seq_len - 1
+    some = np.random.default_rng(0).integers(0, max_seq_len, 64)
+    positions = np.unique([p for p in (
+        *range(8), *some, last // 2, last - 1, last,
+        *(n * k + d for n in numbers for k in (1, 2) for d in (-2, -1, 0, 1, 2)))
+        if 0 <= p <= last])
+    if not _span(mask, mask.far(positions), positions):
+        return set()
+    window = bisect_left(range(max_seq_len), True, lo=1, key=lambda distance: not mask.far(
+        np.array([0, distance]))[1, 0])  # the first distance that is not seen
+    distance = positions[:, None] - positions[None]
+    if not np.array_equal(mask.far(positions), (distance >= 0) & (distance < window)):
+        raise _Unclear("the mask is not causal with one window", mask.output)
+    return {window}
+
+
+def _span(mask: _Mask, seen: np.ndarray, positions: np.ndarray) -> int:
+    """The number of keys that the mask shows at most, as far as these positions tell; 0 for all."""
+    positions = positions.astype(np.int32)
+    distance = positions[:, None] - positions[None]
+    span = int(distance[seen].max(initial=-1)) + 1
+    if span < 1 or not np.array_equal(seen, (distance >= 0) & (distance < span)):
+        raise _Unclear(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
+    return 0 if span == positions[-1] + 1 else span
+
+
+def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
+    """bool [length, length] of a mask of booleans or of what is added to scores."""
+    try:
+        mask = np.broadcast_to(mask, (1, mask.shape[1] if mask.ndim == 4 else 1, length, length))[0]
+    except ValueError:
+        raise _Unclear(f"the mask has shape {list(mask.shape)}, not [1, 1, {length}, {length}]",
+                       piece.output) from None
+    seen = mask if mask.dtype == bool else mask > _HIDDEN
+    if mask.dtype != bool and np.abs(mask[seen]).max(initial=0) > 0:
+        raise _Unclear("the mask adds a bias to the scores (ALiBi, relative positions), which "
+                       "llmc::CausalAttention does not have", piece.output)
+    if (seen != seen[:1]).any():
+        raise _Unclear("the mask differs between heads", piece.output)
+    return seen[0]
+
+
+def _feeds(piece: Piece, positions: np.ndarray) -> dict[str, np.ndarray]:
+    length = len(positions)
+    feeds = token_feeds(1, length, positions)
+    for tensor in piece.inputs:
+        if tensor.name not in feeds:
+            feeds[tensor.name] = np.zeros((1, 1, length, length), np.float32)
+    return feeds
+
+
+def _with_positions(piece: Piece) -> tuple[Piece, list[tuple[gs.Tensor, tuple[int, ...]]]]:
+    """The piece with the positions that it computes as inputs, each with its shape: -1 for the
+    axis of positions.
+    """
+    made = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
+    probe = Piece(piece.nodes, piece.inputs, tuple(made))
+    places: list[tuple[gs.Tensor, tuple[int, ...]]] = []
+    try:
+        runs = [probe.run_all(_feeds(piece, np.arange(length))) for length in (5, 7)]
+    except RuntimeError:
+        return piece, []
+    for tensor, short, long in zip(made, *runs, strict=True):
+        if tensor is not piece.output and short.dtype.kind in "if" and all(
+                values.size == length and np.array_equal(values.reshape(-1), np.arange(length))
+                for values, length in ((short, 5), (long, 7))):
+            tensor.dtype = short.dtype
+            places.append((tensor, tuple(-1 if dim == 7 else 1 for dim in long.shape)))
+    cut = {id(tensor) for tensor, _ in places}
+    nodes = tuple(node for node in piece.nodes if not any(id(t) in cut for t in node.outputs))
+    return Piece(nodes, (*piece.inputs, *(tensor for tensor, _ in places)), piece.outputs), places
+
+
+def _place(positions: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return positions.reshape(shape)
