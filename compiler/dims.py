@@ -7,10 +7,9 @@ from dataclasses import replace
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.graph.rewrite import attends, caches, operands, row_weights, shard_of, values_of
-from llmc.compiler.passes.packing import lm_head
+from llmc.compiler.graph.rewrite import attends, caches, row_weights, values_of
+from llmc.compiler.passes.packing import lm_head, token_table
 from llmc.errors import LlmcError
-from llmc.plugins.roles import ByVocabulary
 from llmc.runtime.manifest import Dims, EncoderInfo
 
 _DEFAULT_MAX_SEQ_LEN = 4096
@@ -48,15 +47,16 @@ def describe_model(graph: gs.Graph, architecture: str, vocab_size: int) -> Dims:
     cache, _ = caches(attention[0])[0]
     fields = attention[0].attrs
     head = next(iter(row_weights(lm_head(graph)).values()))
-    return Dims(num_layers=len(attention), hidden_size=_table(graph)[1],
+    return Dims(num_layers=len(attention), hidden_size=token_table(graph).shape[1],
                 num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"],
                 head_dim=fields["head_dim"], vocab_size=vocab_size,
                 padded_vocab_size=values_of(head).shape[0], max_seq_len=cache.shape[2])
 
 
-def describe_encoder(raw: RawModel, encoder: gs.Graph, max_seq_len: int) -> EncoderInfo:
+def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_len: int) -> \
+        EncoderInfo:
     """What the runtime must know of an encoder-decoder model, of whose encoder this is the fused
-    graph.
+    graph; `vocab_size` is that before padding.
 
     Raises:
         LlmcError: nothing says which token the decoder begins with.
@@ -70,15 +70,8 @@ def describe_encoder(raw: RawModel, encoder: gs.Graph, max_seq_len: int) -> Enco
                         f"put decoder_start_token_id into generation_config.json")
     return EncoderInfo(
         num_layers=sum(attends(node) for node in encoder.nodes), max_seq_len=max_seq_len,
-        vocab_size=_table(encoder)[0],
+        vocab_size=vocab_size,
         decoder_start_token_id=start[0],
         forced_bos_token_ids=ids("forced_bos_token_id"),
         forced_eos_token_ids=ids("forced_eos_token_id"),
         bad_words=tuple(map(tuple, raw.generation.get("bad_words_ids") or ())))
-
-
-def _table(graph: gs.Graph) -> tuple[int, ...]:
-    """The shape of the table that tokens are looked up in, [vocabulary, hidden size]."""
-    return next(values_of(operands(node)[way.table]).shape for node in graph.nodes
-                if (way := shard_of(node, ByVocabulary)) is not None
-                and operands(node)[way.ids].name == "input_ids")

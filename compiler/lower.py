@@ -164,12 +164,12 @@ def fuse(raw: RawModel, options: Options) -> Fused:
         _apply(step, [graphs], settings, options.target, reports)
         if step.name == "attention":
             _require_attention(graphs, reports)
-    vocab_size = next(report.matches["vocab_size"] for report in reports
-                      if "vocab_size" in report.matches)
-    return Fused(graphs, reports, settings,
-                 describe_model(raw.graph, raw.architecture, vocab_size),
-                 None if raw.encoder is None else
-                 describe_encoder(raw, raw.encoder, settings.mem_max_seq_len))
+    vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
+                   if "vocab_size" in report.matches}
+    dims = describe_model(raw.graph, raw.architecture, vocab_sizes["pad_vocabulary"])
+    info = None if raw.encoder is None else describe_encoder(
+        raw, raw.encoder, vocab_sizes["share_weights"], settings.mem_max_seq_len)
+    return Fused(graphs, reports, settings, dims, info)
 
 
 def divide(fused: Fused, options: Options) -> Lowered:

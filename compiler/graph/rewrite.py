@@ -97,6 +97,8 @@ class Report:
         self.matches[rule] = self.matches.get(rule, 0) + number
 
     def refuse(self, node: gs.Node, reason: NoMatch) -> None:
+        if reason.value is node:  # named once
+            reason = NoMatch(reason.reason)
         self._refused.setdefault(reason.reason, {}).setdefault(describe(node), reason)
 
     @property

@@ -13,7 +13,15 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE
-from llmc.compiler.graph.rewrite import NoMatch, Report, Rule, Settings, apply_rules, op_of
+from llmc.compiler.graph.rewrite import (
+    NoMatch,
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    constant,
+    op_of,
+)
 from llmc.compiler.passes.fold import forward
 
 
@@ -27,12 +35,14 @@ def flatten(graph: gs.Graph, settings: Settings, report: Report) -> None:
 def _flattens(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
     """[batch, seq, …] → [batch · seq, n]: GEMMs are row-wise, so the batch axis can stay."""
     before, after = node.inputs[0].shape, node.outputs[0].shape
-    if not node.inputs[0].inputs:
-        return None  # it works on an input or a constant
+    shape = constant(node.inputs[1])
+    rank = len(after) if after is not None else None if shape is None else shape.size
+    if not node.inputs[0].inputs or rank != 2:
+        return None  # it works on an input or a constant, or does not flatten
     if before is None or after is None:
-        return NoMatch("the shapes around this Reshape are not known", node)
-    if len(before) < 3 or len(after) != 2 or list(before[:2]) != ["batch", "seq"]:
-        return None  # it does not flatten
+        return NoMatch("the shapes around what may be a flattening are not known", node)
+    if len(before) < 3 or list(before[:2]) != ["batch", "seq"]:
+        return None  # it does not flatten tokens
     inner = before[2:]
     if not all(isinstance(dim, int) for dim in inner) or np.prod(inner) != after[-1]:
         return NoMatch(f"{list(before)} is flattened to {list(after)}, of which the first is not "

@@ -55,7 +55,7 @@ def _check(graph: gs.Graph, node: gs.Node) -> _NormGemm | NoMatch | None:
         return None  # an op of ONNX with that name
     users = consumers(graph, node.outputs[0])
     if len(users) != 1:
-        return NoMatch(f"{len(users)} nodes read the norm's result, not one GEMM", node)
+        return NoMatch("more than one node reads the norm's result", node)
     user, = users
     if not is_op(user, GEMM, GATED_MLP) or operand(user, "x") is not node.outputs[0]:
         return NoMatch("what reads the norm's result is not a GEMM that can do it",

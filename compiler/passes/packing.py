@@ -22,13 +22,16 @@ from llmc.compiler.graph.rewrite import (
     describe,
     is_llmc,
     is_op,
+    operands,
     producer,
     row_weights,
+    shard_of,
     tidy,
     values_of,
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.errors import LlmcError
+from llmc.plugins.roles import ByVocabulary
 
 _LAST_AXIS = frozenset({"Gather", "Concat", "Slice", "Split", "Softmax"})
 
@@ -138,6 +141,13 @@ def lm_head(graph: gs.Graph) -> gs.Node:
             raise LlmcError(f"the logits do not come from a linear layer but from "
                             f"{describe(node) if node else describe(tensor)}")
         tensor = computed[0]
+
+
+def token_table(graph: gs.Graph) -> gs.Constant:
+    """The table that tokens are looked up in, [vocabulary, hidden size]."""
+    return next(operands(node)[way.table] for node in graph.nodes
+                if (way := shard_of(node, ByVocabulary)) is not None
+                and operands(node)[way.ids].name == "input_ids")
 
 
 def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
