@@ -161,7 +161,7 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     for graph in graphs:
         tidy(graph)
     for step in _FUSE:
-        _apply(step, [graphs], settings, options.target, reports)
+        run_pass(step, [graphs], settings, options.target, reports)
         if step.name == "attention":
             _require_attention(graphs, reports)
     vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
@@ -182,15 +182,19 @@ def divide(fused: Fused, options: Options) -> Lowered:
                        kv_dtype=options.kv_dtype)
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
-        ranks = _apply(step, ranks, settings, options.target, reports)
+        ranks = run_pass(step, ranks, settings, options.target, reports)
     return Lowered([graphs[0] for graphs in ranks], [graphs[1] for graphs in ranks if graphs[1:]],
                    reports, settings, fused.dims, fused.encoder_info)
 
 
-def _apply(step: Pass, ranks: list[list[gs.Graph]], settings: Settings, target: str,
-           reports: list[Report]) -> list[list[gs.Graph]]:
+def run_pass(step: Pass, ranks: list[list[gs.Graph]], settings: Settings, target: str,
+             reports: list[Report]) -> list[list[gs.Graph]]:
     """Run a pass on the graphs of every rank and verify them; what there is then. Ranks differ in
     sizes only, so the report is the first one's.
+
+    Raises:
+        AssertionError: the pass broke a graph; the message names it and the node.
+        LlmcError: the model cannot be compiled.
     """
     if step.targets and target not in step.targets:
         return ranks

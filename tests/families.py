@@ -166,8 +166,8 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]
 
 
 def copy_raw(raw: RawModel) -> RawModel:
-    """To consume, of an encoder-decoder model."""
-    return replace(raw, graph=raw.graph.copy(), encoder=raw.encoder.copy())
+    """To consume."""
+    return replace(raw, graph=raw.graph.copy(), encoder=raw.encoder and raw.encoder.copy())
 
 
 def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: Options,

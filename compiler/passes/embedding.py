@@ -127,7 +127,7 @@ def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) ->
         return piece
     made = next((t for t in piece.inputs if t.inputs), None)
     if made is not None:
-        return NoMatch("what is added to the embedding is computed from it", made)
+        return NoMatch("what is added to the embedding comes out of a layer", made)
     readers = [node for node in piece.nodes if any(t.name == "input_ids" for t in node.inputs)]
     padding = {number for node in readers if node.op == "Equal" for t in node.inputs
                if (number := scalar(t)) is not None}

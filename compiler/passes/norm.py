@@ -192,6 +192,8 @@ def add_norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 def _check_add(graph: gs.Graph, node: gs.Node) -> _AddNorm | NoMatch | None:
     add = producer(node.inputs[0])
+    if is_op(add, *_ADDED.values()) and node.inputs[0] is add.outputs[1]:
+        return NoMatch("another norm of the same sum has taken the Add", add)
     if add is None or add.op != "Add":
         return None  # nothing is added before it
     if any(isinstance(t, gs.Constant) for t in add.inputs):
@@ -204,7 +206,7 @@ def _check_add(graph: gs.Graph, node: gs.Node) -> _AddNorm | NoMatch | None:
     first = next(user for user in consumers(graph, add.outputs[0])
                  if is_op(user, RMS_NORM, LAYER_NORM))
     if first is not node:
-        return NoMatch("another norm reads the same sum, and takes it", first)
+        return NoMatch("another norm of the same sum takes the Add", first)
     return _AddNorm(add, node)
 
 

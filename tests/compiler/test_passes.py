@@ -14,11 +14,13 @@ from llmc.compiler.frontend import load
 from llmc.compiler.graph.rewrite import Report, Settings, tidy
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.lower import GraphPass, run_pass
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.norm import add_norm, norm
+from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.sdpa import sdpa
 
@@ -117,7 +119,7 @@ def test_fold_removes_constants_and_no_ops_and_keeps_weights_unread(family):
 def small_graph(text, constants):
     """A graph from ONNX text, with lazy weights."""
     model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["": 23]> g (int64[batch, seq] input_ids) => '
+        f'<ir_version: 10, opset_import: ["": 23, "llmc": 1]> g (int64[batch, seq] input_ids) => '
         f"(float[batch, seq, 6] logits) {{ x = Gather(table, input_ids)\n{text} }}")
     rng = np.random.default_rng(1)
     arrays = {"table": rng.standard_normal((9, 6)).astype(np.float32), **constants}
@@ -262,8 +264,152 @@ def test_embedding_takes_scale_and_positions_with_their_offset():
     families.assert_close(run_graph(graph, feeds, ["logits"])["logits"], expected, 1e-6)
 
 
+REFUSALS = {
+    "fold, a sequence": (
+        "two = Constant<value_int=2>() s = SplitToSequence<axis=-1>(x, two) "
+        "logits = ConcatFromSequence<axis=-1>(s)", [fold], "a sequence that is not only indexed"),
+    "fold, a weight": (
+        "d = Sub(w, b) logits = Mul(x, d)", [fold], "this op on a weight is not folded"),
+    "norm, an axis": (
+        "logits = LayerNormalization<axis=1>(x, w)", [norm],
+        "the norm is not over the last axis alone"),
+    "norm, no norm": (RMS + "logits = Mul(x, s)", [fold, norm], "neither RMSNorm nor LayerNorm"),
+    "add_norm, a constant": (
+        "t = Add(x, b) logits = RMSNormalization(t, w)", [norm, add_norm],
+        "what is added before the norm is a constant"),
+    "add_norm, another norm": (
+        "r = Mul(x, x) t = Add(x, r) n = RMSNormalization(t, w) m = RMSNormalization(t, b) "
+        "logits = Add(n, m)", [norm, add_norm],
+        "another norm of the same sum has taken the Add: AddRMSNorm"),
+    "embedding, an axis": (
+        "logits = Gather<axis=1>(square, input_ids)", [embedding], "gathers along another axis"),
+    "embedding, other data": (
+        "more = Gather(square, input_ids) logits = Add(x, more)", [embedding],
+        "what is added to the embedding depends on which tokens there are"),
+    "embedding, computed": (
+        "more = Gather(square, input_ids) m = MatMul(more, other) logits = Add(x, m)",
+        [gemm, embedding], "what is added to the embedding comes out of a layer"),
+    "linear, a Gemm": (
+        "rows = Constant<value_ints=[-1, 6]>() f = Reshape(x, rows) "
+        "g = Gemm<alpha=2.0>(f, square) there = Shape(x) logits = Reshape(g, there)", [gemm],
+        "Gemm with alpha, beta or transA"),
+    "linear, no matrix": (
+        "logits = MatMul(x, w)", [gemm], "the weight is not a matrix: 'w'"),
+    "bias, a second one": (
+        "m = MatMul(x, square) y = Add(m, b) logits = Add(y, w)", [gemm],
+        "the GEMM has a bias already"),
+    "bias, read before": (
+        "m = MatMul(x, square) y = Add(m, b) logits = Mul(y, m)", [gemm],
+        "the GEMM's result is read without the bias too"),
+    "activation, unknown": (
+        "m = MatMul(x, square) logits = Exp(m)", [gemm, activation],
+        "what follows the GEMM computes none of its activations: 'logits'"),
+    "activation, cannot be run": (
+        "m = MatMul(x, square) k = Constant<value_floats=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]>() "
+        "logits = Max(m, k)", [fold, gemm, activation], "it cannot be evaluated"),
+    "residual, read before": (
+        "m = MatMul(x, square) y = Add(x, m) logits = Mul(y, m)", [gemm, residual],
+        "the GEMM's result is read without what is added too"),
+    "residual, an activation": (
+        "m = MatMul(x, square) a = Relu(m) logits = Add(x, a)", [gemm, activation, residual],
+        "the GEMM has an activation before what is added"),
+    "gated_mlp, no activation": (
+        "g = MatMul(x, square) u = MatMul(x, other) logits = Mul(g, u)", [gemm, gated_mlp],
+        "the product is not an activation of one half times the other"),
+    "gated_mlp, no GEMM": (
+        "g = MatMul(x, square) s = Sigmoid(g) logits = Mul(s, x)", [embedding, gemm, gated_mlp],
+        "the product comes from 1 GEMMs and 1 other values"),
+    "gated_mlp, what cannot be inside": (
+        "g = MatMul(x, square) s = Sin(g) logits = Mul(s, g)", [gemm, gated_mlp],
+        "this op is neither layout nor rotary: Sin"),
+    "sdpa, no mask": (
+        "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) s = Softmax(p) logits = MatMul(s, x)",
+        [sdpa], "attention without a mask is not causal"),
+    "sdpa, an axis": (
+        "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) s = Softmax<axis=1>(p) "
+        "logits = MatMul(s, x)", [sdpa], "a softmax that is not over the last axis"),
+    "attention, what cannot be inside": (
+        "m = MatMul(x, square) s = Sin(m) one = Constant<value_ints=[1]>() h = Unsqueeze(s, one) "
+        "a = llmc.Sdpa<layer=0>(h, h, h) logits = Squeeze(a, one)", [fold, gemm, attention],
+        "this op is neither layout nor rotary: Sin"),
+    "norm_gemm, several readers": (
+        "n = RMSNormalization(x, w) g = MatMul(n, square) logits = Add(n, g)",
+        [norm, gemm, norm_gemm], "more than one node reads the norm's result"),
+    "norm_gemm, no GEMM": (
+        "n = RMSNormalization(x, w) logits = Exp(n)", [norm, norm_gemm],
+        "what reads the norm's result is not a GEMM that can do it: Exp"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_match_is_refused_with_its_reason(name):
+    text, functions, reason = REFUSALS[name]
+    graph = small_graph(text, {"w": VECTOR, "b": VECTOR - 1, "square": SQUARE,
+                               "other": SQUARE.T.copy()})
+    reports = [run(graph, function) for function in functions]
+    assert any(reason in refusal for report in reports for refusal in report.refusals), \
+        [report.refusals for report in reports]
+
+
+@pytest.mark.parametrize(("text", "forgotten", "reason"), [
+    ("logits = CastLike(x, x)", "x", "the dtype that is cast to is not known: 'x'"),
+    ("e = Exp(x) s = Shape(e) logits = Expand(x, s)", "e",
+     "the shape of a computed tensor is not known: 'e'"),
+])
+def test_what_an_exporter_did_not_say_is_a_reason(text, forgotten, reason):
+    graph = small_graph(text, {})
+    tensor = graph.tensors()[forgotten]
+    tensor.dtype = tensor.shape = None
+    assert reason in run(graph, fold).refusals[0]
+
+
+def test_a_reason_that_every_layer_has_is_reported_once_with_their_number():
+    text = "y0 = Identity(x) " + "".join(
+        f"m{i} = MatMul(y{i}, square) y{i + 1} = Exp(m{i}) " for i in range(5)) + "logits = Neg(y5)"
+    graph = small_graph(text, {"square": SQUARE})
+    run(graph, fold)
+    run(graph, gemm)
+    report = run(graph, activation)
+    refusal, = report.refusals
+    assert refusal == "GemmBiasAct 'm0': what follows the GEMM computes none of its activations: " \
+        "'y1' (and 4 more)"
+
+
 def test_a_pass_that_breaks_the_graph_is_named():
     graph = small_graph("logits = MatMul(x, w1)", {"w1": SQUARE})
     graph.nodes[1].inputs[0] = gs.Variable("from nowhere", np.float32)
     with pytest.raises(AssertionError, match="pass 'clumsy' broke the graph.*from nowhere"):
         verify(graph, "clumsy")
+
+
+def test_a_pass_that_declares_a_wrong_shape_is_named_with_the_node():
+    graph = small_graph("m = MatMul(x, w1) logits = MatMul(m, w1)", {"w1": SQUARE})
+    run(graph, gemm)
+
+    def clumsy(graph, settings, report):
+        next(node for node in graph.nodes if node.outputs[0].name == "m").outputs[0].shape = \
+            ["batch", "seq", 7]
+
+    with pytest.raises(AssertionError, match=r"pass 'clumsy' broke the graph: GemmBiasAct 'm': 'm' "
+                       r"is declared \['batch', 'seq', 7\], its inputs .* make it \['batch', "
+                       r"'seq', 6\]"):
+        run_pass(GraphPass("clumsy", clumsy), [[graph]], SETTINGS, "cpu", [])
+
+
+@pytest.mark.parametrize("wrong", [["batch", 6], ["num_tokens", "seq", 6], [4, "seq", 6],
+                                   ["seq", "batch", 6]])
+def test_a_dimension_of_another_name_or_number_is_a_wrong_shape(wrong):
+    graph = small_graph("logits = RMSNormalization(x, w)", {"w": VECTOR})
+    run(graph, norm)
+    graph.outputs[0].shape = wrong
+    with pytest.raises(AssertionError, match="'logits' is declared"):
+        verify(graph, "clumsy")
+
+
+@pytest.mark.parametrize("unknown", [None, ["batch", "seq", None], ["batch", "unk__1", 6]])
+def test_a_shape_that_is_not_known_is_filled_in(unknown):
+    graph = small_graph("logits = RMSNormalization(x, w)", {"w": VECTOR})
+    run(graph, norm)
+    graph.outputs[0].shape = unknown
+    verify(graph, "any")
+    assert list(graph.outputs[0].shape) == ["batch", "seq", 6]

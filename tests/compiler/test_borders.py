@@ -1,0 +1,58 @@
+"""Which room may import which, and where an op's name may be written."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from llmc import plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOVE_PASSES = ("llmc.compiler.lower", "llmc.compiler.dims", "llmc.compiler.api",
+                "llmc.compiler.targets", "llmc.compiler.check", "llmc.compiler.frontend")
+# What the files of a room must not import.
+FORBIDDEN = {
+    "csrc/plugins": ("llmc.compiler", "llmc.runtime", "llmc.cli"),
+    "runtime": ("llmc.compiler", "llmc.cli"),
+    "compiler/graph": (*ABOVE_PASSES, "llmc.compiler.passes", "llmc.runtime", "llmc.cli"),
+    "compiler/passes": (*ABOVE_PASSES, "llmc.runtime", "llmc.cli"),
+    "compiler/frontend": ("llmc.compiler.passes", "llmc.compiler.lower", "llmc.compiler.dims",
+                          "llmc.compiler.api", "llmc.compiler.targets", "llmc.compiler.check",
+                          "llmc.cli"),
+    "compiler/targets": ("llmc.compiler.frontend", "llmc.compiler.passes", "llmc.compiler.lower",
+                         "llmc.compiler.dims", "llmc.compiler.api", "llmc.compiler.check",
+                         "llmc.cli"),
+    "compiler/check": ("llmc.cli",),
+}
+
+
+def sources(room):
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def imported(path):
+    """Every module that a file imports, at its top or later."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_a_room_imports_nothing_from_above_it(room):
+    files = sources(room)
+    assert files
+    crossing = [f"{path.relative_to(ROOT)} imports {name}" for path in files
+                for name in imported(path)
+                if any(f"{name}.".startswith(f"{door}.") for door in FORBIDDEN[room])]
+    assert not crossing
+
+
+def test_no_op_is_named_by_a_string_outside_of_its_folder():
+    """Passes ask an op what it is, and make one by its value: a new op edits none of them."""
+    quoted = [f"{path.relative_to(ROOT)}:{node.lineno} {node.value!r}"
+              for path in sources("compiler") for node in ast.walk(ast.parse(path.read_text()))
+              if isinstance(node, ast.Constant) and node.value in plugins.registry()]
+    assert not quoted
