@@ -268,7 +268,8 @@ def constant(tensor: gs.Tensor) -> np.ndarray | None:
     """The array of a small constant; None for weights and computed tensors."""
     if not isinstance(tensor, gs.Constant) or isinstance(tensor._values, Weight):
         return None
-    return tensor.values
+    values: np.ndarray = tensor.values
+    return values
 
 
 def scalar(tensor: gs.Tensor) -> float | None:

@@ -6,14 +6,20 @@ Work comes as JSON on standard input: `plugins`, and to build `onnx`, `script`, 
 `progress` any number of times, then `error`, or `version`, `gpu` and `compute_capability`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
+from typing import Any
+
+Answer = Callable[..., None]
 
 
-def main(work, answer):
+def main(work: dict[str, str], answer: Answer) -> None:
     import tensorrt as trt
     name, capability = gpu()
     load_plugins(work["plugins"])
@@ -22,7 +28,7 @@ def main(work, answer):
     answer(version=trt.__version__, gpu=name, compute_capability=capability)
 
 
-def gpu():
+def gpu() -> tuple[str, str]:
     """Name and compute capability of the first GPU, from the driver."""
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
@@ -39,7 +45,7 @@ def gpu():
     return name.value.decode(), f"{major.value}.{minor.value}"
 
 
-def load_plugins(path):
+def load_plugins(path: str) -> None:
     library = ctypes.CDLL(path)
     library.initLlmcPlugins.restype = ctypes.c_bool
     library.llmcPluginError.restype = ctypes.c_char_p
@@ -47,7 +53,7 @@ def load_plugins(path):
         raise RuntimeError(library.llmcPluginError().decode())
 
 
-def build(trt, work, answer):
+def build(trt: Any, work: dict[str, str], answer: Answer) -> None:
     from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
     strongly_typed = int(trt.__version__.split(".")[0]) >= 10
     builder, network, parser = network_from_onnx_path(work["onnx"], strongly_typed=strongly_typed)
@@ -71,25 +77,25 @@ def build(trt, work, answer):
             file.write(content)
 
 
-def make_monitor(trt, answer):
-    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]
+def make_monitor(trt: Any, answer: Answer) -> Any:
+    class Monitor(trt.IProgressMonitor):
         """Tells of the builder's outermost phases, each tenth of them."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
-            self.steps = {}
+            self.steps: dict[str, int] = {}
 
-        def phase_start(self, phase, parent, steps):
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
             if parent is None:
                 self.steps[phase] = max(1, steps)
 
-        def step_complete(self, phase, step):
+        def step_complete(self, phase: str, step: int) -> bool:
             count = self.steps.get(phase)
             if count and step * 10 // count != (step - 1) * 10 // count:
                 answer(progress=f"TensorRT: {phase}, {step} of {count}")
             return True
 
-        def phase_finish(self, phase):
+        def phase_finish(self, phase: str) -> None:
             self.steps.pop(phase, None)
 
     return Monitor()
@@ -98,7 +104,7 @@ def make_monitor(trt, answer):
 if __name__ == "__main__":
     del sys.path[0]  # this folder, which has a tensorrt.py too
     with open(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
-        def answer(**said):
+        def answer(**said: str) -> None:
             pipe.write(json.dumps(said) + "\n")
             pipe.flush()
 

@@ -48,7 +48,7 @@ class Heads:
         result = x[..., self.columns].transpose(0, 2, 1, 3).astype(np.float64)
         if self.rotary is not None:
             result = self.rotary.rotate(result, positions)
-        return result * self.gain
+        return np.asarray(result * self.gain)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
         def rotated(elements: np.ndarray, positions: np.ndarray) -> np.ndarray:
             x = np.zeros((1, len(positions), linear.width), np.float32)
             x[..., columns[0][elements]] = 1.0
-            return linear(x, positions)[0, 0] / gain
+            return np.asarray(linear(x, positions)[0, 0] / gain)
 
         found = read_table(rotated, linear.takes_positions, *layout, max_seq_len)
         if isinstance(found, NoMatch):
