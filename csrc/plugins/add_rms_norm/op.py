@@ -1,10 +1,14 @@
 """sum = x + residual; y = RMSNorm(sum)."""
 
-from llmc.plugins import Op
+from collections.abc import Mapping
+
+import numpy as np
+
+from llmc.plugins import Fields, Op
 from llmc.plugins.normalization import norm_dims, norm_samples, normalize
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     total = inputs["x"].astype(float) + inputs["residual"]
     return [normalize(total, fields, inputs, centred=False), total]
 

@@ -29,13 +29,16 @@ In the comments below: T new tokens, B sequences, S new tokens of the longest se
 filled afterwards in the fullest cache row, D head_dim.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
-from llmc.plugins import Op, Sample
+from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.roles import Attention, ByHeads
 
 
-def check_heads(fields):
+def check_heads(fields: Fields) -> None:
     """Raises ValueError where there are no whole groups of query heads."""
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
@@ -43,7 +46,7 @@ def check_heads(fields):
                          f"groups of heads")
 
 
-def _dims(fields, present):
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     check_heads(fields)
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, paged = fields["rotary_dim"], "block_table" in present
@@ -64,11 +67,11 @@ def _dims(fields, present):
             "cache_indirection": ("batch", "max_seq_len"), "distance_bias": (heads, "distances")}
 
 
-def _scale(fields):
-    return fields["scale"] or fields["head_dim"] ** -0.5
+def _scale(fields: Fields) -> float:
+    return float(fields["scale"] or fields["head_dim"] ** -0.5)
 
 
-def _ints(name, *values):
+def _ints(name: str, *values: int) -> str:
     return f"{name} = Constant<value_ints=[{', '.join(map(str, values))}]>()"
 
 
@@ -110,7 +113,7 @@ _POSITIONS = "\n".join([
 ])
 
 
-def _heads(fields, present, rotate):
+def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> tuple[list[str], str, str]:
     """Lines that split qkv into heads [T, heads, 1, D], normed and rotated; the names of q and k.
 
     v is `v`. The axis of size 1 is the sequence axis that RotaryEmbedding wants.
@@ -132,7 +135,7 @@ def _heads(fields, present, rotate):
                          f"({name}, cos, sin, position_column)")
             name = f"{name}_rotated"
         results.append(name)
-    return lines, *results
+    return lines, results[0], results[1]
 
 
 # Where a token's position lies: the block, and the row in it.
@@ -168,12 +171,12 @@ _HOLDERS = [
 ]
 
 
-def _wide(cache, fields):
+def _wide(cache: str, fields: Fields) -> str:
     """The name of a cache in the dtype that is computed in."""
     return f"{cache}_wide" if fields["kv_dtype"] else cache
 
 
-def _append(name, new, fields, as_bytes):
+def _append(name: str, new: str, fields: Fields, as_bytes: bool) -> list[str]:
     """Lines that write a cache, and leave it `_wide` too."""
     if not fields["kv_dtype"]:
         return [f"{name}_cache_out = ScatterND({name}_cache, index, {new})"]
@@ -195,7 +198,7 @@ def _append(name, new, fields, as_bytes):
             f"{name}_cache_out = Cast<to=17>({name}_cache_out_wide)"]
 
 
-def _filled(name, present, fields):
+def _filled(name: str, present: frozenset[str], fields: Fields) -> list[str]:
     """The filled positions of the cache, [B, kv_heads, L, D]."""
     cache, lines = _wide(f"{name}_cache_out", fields), []
     if "cache_indirection" in present:
@@ -209,7 +212,7 @@ def _filled(name, present, fields):
     return [*lines, f"{name}s = Slice({cache}, c0, fullest, c2)"]
 
 
-def _float8s():
+def _float8s() -> str:
     """Every float8_e4m3fn by its byte, from -128 to 127; for the two that are no numbers 512, which
     no other is.
     """
@@ -218,12 +221,12 @@ def _float8s():
     return ", ".join(map(repr, np.nan_to_num(values, nan=512).tolist()))
 
 
-def _tensorrt(fields, present):
+def _tensorrt(fields: Fields, present: frozenset[str]) -> str | None:
     """Caches of float8 are int8 in a plan: its bytes."""
     return _body(fields, present, as_bytes=True) if fields["kv_dtype"] else None
 
 
-def _body(fields, present, as_bytes=False):
+def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> str:
     kv_heads = fields["num_kv_heads"]
     split, q, k = _heads(fields, present, rotate="cos" in present)
     paged, indirect = "block_table" in present, "cache_indirection" in present
@@ -270,7 +273,7 @@ def _body(fields, present, as_bytes=False):
     return "\n".join(lines)
 
 
-def _queries(packed, fields):
+def _queries(packed: str, fields: Fields) -> list[str]:
     """Lines for `queries` by sequence, [B, kv_heads, heads / kv_heads, S, D]."""
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     return [f"padded = Gather<axis=0>({packed}, pad)",
@@ -279,7 +282,7 @@ def _queries(packed, fields):
             "queries = Transpose<perm=[0, 2, 3, 1, 4]>(grouped)"]
 
 
-def _out(fields):
+def _out(fields: Fields) -> list[str]:
     """Lines for `out`, packed again, from the weights."""
     return ["attended = MatMul(weights, values_grouped)",
             "by_token = Transpose<perm=[0, 3, 1, 2, 4]>(attended)",
@@ -287,7 +290,7 @@ def _out(fields):
             "rows = Reshape(by_token, rows_shape)", "out = Gather<axis=0>(rows, place)"]
 
 
-def _weights(fields, present, position):
+def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str]:
     """From products to weights: what the queries at `position`, [B, S], see of the positions j."""
     lines = [f"scale = Constant<value_float={float(_scale(fields))!r}>()",
              "scaled = Mul(products, scale)"]
@@ -312,7 +315,7 @@ def _weights(fields, present, position):
             "weights = Softmax<axis=-1>(masked)"]
 
 
-def _distance_bias(fields):
+def _distance_bias(fields: Fields) -> list[str]:
     """Lines for `bias` of queries i, [B, S, 1], and positions j, [L]: [B, kv_heads, heads /
     kv_heads, S, L].
     """
@@ -329,7 +332,7 @@ def _distance_bias(fields):
             "bias = Reshape(bias_by_sequence, bias_shape)"]
 
 
-def _uniform(fields, present):
+def _uniform(fields: Fields, present: frozenset[str]) -> str | None:
     """For engines whose shapes may not depend on data: every sequence has S new tokens, and
     num_tokens is batch * S. What padding leaves in the cache lies behind the sequence's end.
     """
@@ -374,12 +377,12 @@ def _uniform(fields, present):
     return "\n".join(lines)
 
 
-def _uniform_lengths(inputs):
+def _uniform_lengths(inputs: Mapping[str, np.ndarray]) -> bool:
     lengths = np.diff(inputs["cu_seqlens"])
-    return lengths.min() == lengths.max() and lengths.min() > 0
+    return bool(lengths.min() == lengths.max() and lengths.min() > 0)
 
 
-def _cpu(fields, present):
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """com.microsoft.GroupQueryAttention, which wants [B, S, ...] padded on the right.
 
     Every sequence is treated as having S new tokens: what the padding leaves in the cache lies
@@ -423,21 +426,21 @@ def _cpu(fields, present):
     ])
 
 
-def _group_query_lengths(inputs):
+def _group_query_lengths(inputs: Mapping[str, np.ndarray]) -> bool:
     """All new, or one sequence, or one token each: the kernel refuses anything else."""
     return not np.any(inputs["past_lens"]) or len(inputs["past_lens"]) == 1 \
         or np.diff(inputs["cu_seqlens"]).max() == 1
 
 
-def _cached(x, kv_dtype):
+def _cached(x: np.ndarray, kv_dtype: str) -> np.ndarray:
     """What a cache holds of x, in x's dtype."""
     if not kv_dtype:
         return x
     import ml_dtypes
-    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype)
+    return np.asarray(np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype))
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     qkv = inputs["qkv"].astype(np.float64)
     keys, values = (inputs[name].astype(np.float64) for name in ("key_cache", "value_cache"))
@@ -445,7 +448,7 @@ def _reference(fields, inputs):
     block_size = keys.shape[2]
     table = inputs.get("block_table", np.arange(len(keys))[:, None])
 
-    def prepare(x, norm, position):
+    def prepare(x: np.ndarray, norm: str, position: int) -> np.ndarray:
         if norm in inputs:
             x = x / np.sqrt((x**2).mean() + fields["norm_epsilon"]) * inputs[norm]
         if "cos" in inputs:
@@ -488,7 +491,7 @@ def _reference(fields, inputs):
     return [out, keys, values]
 
 
-def _samples(rng):
+def _samples(rng: np.random.Generator) -> list[Sample]:
     """Prompts, continued prompts, decoding and mixtures, of unequal and of no new tokens."""
     prompts = {"new": (5, 2, 3), "past": (0, 0, 0)}
     decode = {"new": (1, 1, 1), "past": (11, 3, 0)}
@@ -528,13 +531,14 @@ def _samples(rng):
     )]
 
 
-def _sample(rng, new, past, dim, heads=4, kv_heads=2, norms="", max_seq_len=16, block_size=0,
-            indirect=False, biased=0, **fields):
-    def normal(*shape):
+def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
+            heads: int = 4, kv_heads: int = 2, norms: str = "", max_seq_len: int = 16,
+            block_size: int = 0, indirect: bool = False, biased: int = 0, **fields: Any) -> Sample:
+    def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
-    def cached(*shape):
-        return _cached(normal(*shape), fields.get("kv_dtype")).astype(np.float32)
+    def cached(*shape: int) -> np.ndarray:
+        return _cached(normal(*shape), fields.get("kv_dtype", "")).astype(np.float32)
 
     cache = (len(new), kv_heads, max_seq_len, dim)
     places = {}

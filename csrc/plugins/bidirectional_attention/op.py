@@ -19,14 +19,17 @@ In the comments below: B sequences, S queries of the longest sequence, L keys of
 head_dim.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
-from llmc.plugins import Op, Sample
+from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.attention.op import _TOKENS, _ints, _out, _queries, _scale, check_heads
 from llmc.plugins.roles import Attention, ByHeads
 
 
-def _dims(fields, present):
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     check_heads(fields)
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if ("key_starts" in present) != ("key_lens" in present):
@@ -37,7 +40,7 @@ def _dims(fields, present):
             "distance_bias": (heads, "2 * n + 1")}
 
 
-def _gathered(present):
+def _gathered(present: frozenset[str]) -> list[str]:
     """Lines for `keys` and `values` by sequence, [B, L, ...], and `key_len`."""
     if {"key_starts", "key_lens"} & present and not {"key_starts", "key_lens"} <= present:
         raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
@@ -58,7 +61,7 @@ def _gathered(present):
     ]
 
 
-def _bias():
+def _bias() -> list[str]:
     """Lines for `head_bias`, [num_heads, S, L]."""
     return ["step_column = Unsqueeze(step, c1)", "ahead = Sub(j, step_column)",
             _ints("c2", 2), "distances = Shape<start=1, end=2>(distance_bias)",
@@ -67,7 +70,7 @@ def _bias():
             "column = Add(distance, farthest)", "head_bias = Gather<axis=1>(distance_bias, column)"]
 
 
-def _body(fields, present):
+def _body(fields: Fields, present: frozenset[str]) -> str:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     lines = [
         *_gathered(present), *_queries("query", fields),
@@ -96,7 +99,7 @@ def _body(fields, present):
     return "\n".join(lines)
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     query, key, value = (inputs[name].astype(np.float64) for name in ("query", "key", "value"))
     out = np.zeros((len(query), heads * dim))
@@ -118,9 +121,9 @@ def _reference(fields, inputs):
     return [out]
 
 
-def _samples(rng):
+def _samples(rng: np.random.Generator) -> list[Sample]:
     """Encoders and decoders, of unequal and of no queries, with shared keys."""
-    return [_sample(rng, **variant) for variant in (
+    variants: tuple[dict[str, Any], ...] = (
         {"new": (5, 2, 3), "dim": 16},
         {"new": (4,), "dim": 6, "kv_heads": 4, "scale": 0.3, "biased": 1},
         {"new": (9, 1, 4), "dim": 8, "biased": 3},
@@ -128,14 +131,19 @@ def _samples(rng):
         {"new": (1, 1, 1, 1), "dim": 8, "starts": (8, 8, 0, 0), "lens": (4, 4, 6, 6)},
         {"new": (3, 0, 2), "dim": 24, "heads": 3, "kv_heads": 1, "scale": 1.0,
          "starts": (2, 2, 9), "lens": (6, 6, 1), "biased": 2},
-    )]
+    )
+    return [_sample(rng, **variant) for variant in variants]
 
 
-def _sample(rng, new, dim, heads=4, kv_heads=2, starts=None, lens=None, biased=0, **fields):
-    def normal(*shape):
+def _sample(rng: np.random.Generator, new: Sequence[int], dim: int, heads: int = 4,
+            kv_heads: int = 2, starts: Sequence[int] | None = None,
+            lens: Sequence[int] | None = None, biased: int = 0, **fields: Any) -> Sample:
+    def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
-    count = sum(new) if starts is None else max(map(sum, zip(starts, lens, strict=True))) + 2
+    count = sum(new)
+    if starts is not None and lens is not None:
+        count = max(map(sum, zip(starts, lens, strict=True))) + 2
     inputs = {"query": normal(sum(new), heads * dim), "key": normal(count, kv_heads * dim),
               "value": normal(count, kv_heads * dim),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32)}

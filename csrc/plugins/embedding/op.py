@@ -3,13 +3,15 @@
 `vocab_sharded`: the table holds rows `vocab_start` on of the vocabulary; other ids give zeros.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from llmc.plugins import Op, Sample
+from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.roles import ByVocabulary
 
 
-def _body(fields, present):
+def _body(fields: Fields, present: frozenset[str]) -> str:
     lines = []
     ids = "input_ids"
     if fields["vocab_sharded"]:
@@ -43,14 +45,14 @@ def _body(fields, present):
     return "\n".join(lines)
 
 
-def _dims(fields, present):
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if ("position_ids" in present) != ("position_table" in present):
         raise ValueError("Embedding takes position_ids and position_table together")
     return {"input_ids": ("num_tokens",), "table": ("vocab", "hidden"),
             "position_ids": ("num_tokens",), "position_table": ("positions", "hidden")}
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     ids = inputs["input_ids"] - fields["vocab_start"] * fields["vocab_sharded"]
     table = inputs["table"].astype(np.float64)
     mine = (ids >= 0) & (ids < len(table))
@@ -60,7 +62,7 @@ def _reference(fields, inputs):
     return [y]
 
 
-def _samples(rng):
+def _samples(rng: np.random.Generator) -> list[Sample]:
     table = rng.standard_normal((11, 6)).astype(np.float32)
     ids = rng.integers(0, 11, 7)
     positions = {"position_ids": rng.integers(0, 5, 7),

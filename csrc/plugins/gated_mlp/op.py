@@ -1,36 +1,38 @@
 """y = activation(x · Wgᵀ + bg) · (x · Wuᵀ + bu), with Wg above Wu in one weight [2 · I, K]."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from llmc.plugins import Op, Sample
+from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.roles import ByRows
 
 
-def _product(fields):
+def _product(fields: Fields) -> str:
     return "\n".join(["gate, up = Split<axis=-1, num_outputs=2>(both)",
                       activation_text(fields["activation"], "gate", "active"),
                       "y = Mul(active, up)"])
 
 
-def _body(fields, present):
+def _body(fields: Fields, present: frozenset[str]) -> str:
     lines = ["wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(x, wt)"]
     lines.append("both = Add(m, bias)" if "bias" in present else "both = Identity(m)")
     return "\n".join([*lines, _product(fields)])
 
 
-def _cpu(fields, present):
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     gemm = f"both = Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
     return f"{gemm}\n{_product(fields)}"
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     y = inputs["x"].astype(np.float64) @ inputs["weight"].astype(np.float64).T
     gate, up = np.split(y + inputs.get("bias", 0.0), 2, axis=-1)
     return [REFERENCE[fields["activation"]](gate) * up]
 
 
-def _samples(rng):
+def _samples(rng: np.random.Generator) -> list[Sample]:
     made = []
     for index, activation in enumerate(("silu", "gelu_tanh", "gelu", "relu")):
         inputs = {"x": rng.standard_normal((3, 10)).astype(np.float32),
@@ -48,7 +50,7 @@ OP = Op(
     outputs=("y",),
     fields={"activation": "silu"},
     choices={"activation": tuple(REFERENCE)},
-    shapes=lambda shapes, fields: [(*shapes["x"][:-1], shapes["weight"][0] // 2)],
+    shapes=lambda shapes, fields: [(*shapes["x"][:-1], int(shapes["weight"][0]) // 2)],
     dims=lambda fields, present: {
         "x": ("rows", "in"), "weight": ("2 * out", "in"), "bias": ("2 * out",)},
     shard=(ByRows(("weight", "bias"), stacked=2),),

@@ -1,31 +1,33 @@
 """y = activation(x · weightᵀ + bias), weight as [out, in]."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from llmc.plugins import Op, Sample
+from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.roles import ByColumns, ByRows
 
 
-def _body(fields, present):
+def _body(fields: Fields, present: frozenset[str]) -> str:
     lines = ["wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(x, wt)"]
     lines.append("b = Add(m, bias)" if "bias" in present else "b = Identity(m)")
     return "\n".join([*lines, activation_text(fields["activation"], "b", "y")])
 
 
-def _cpu(fields, present):
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     gemm = f"Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
     if fields["activation"] == "none":
         return f"y = {gemm}"
     return f"b = {gemm}\n{activation_text(fields['activation'], 'b', 'y')}"
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     y = inputs["x"].astype(np.float64) @ inputs["weight"].astype(np.float64).T
     return [REFERENCE[fields["activation"]](y + inputs.get("bias", 0.0))]
 
 
-def _samples(rng):
+def _samples(rng: np.random.Generator) -> list[Sample]:
     made = []
     for index, activation in enumerate(REFERENCE):
         inputs = {"x": rng.standard_normal((3, 10)).astype(np.float32),

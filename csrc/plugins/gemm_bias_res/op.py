@@ -1,12 +1,14 @@
 """y = x · weightᵀ + bias + residual, weight as [out, in]."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from llmc.plugins import Op, Sample
+from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.roles import ByColumns
 
 
-def _body(fields, present):
+def _body(fields: Fields, present: frozenset[str]) -> str:
     lines, result = ["wt = Transpose<perm=[1, 0]>(weight)", "m0 = MatMul(x, wt)"], "m0"
     for index, term in enumerate(("bias", "residual"), 1):
         if term in present:
@@ -15,7 +17,7 @@ def _body(fields, present):
     return "\n".join([*lines, f"y = Identity({result})"])
 
 
-def _cpu(fields, present):
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """The residual is what the GEMM accumulates into, so adding it is free."""
     if "residual" not in present:
         return f"y = Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
@@ -24,12 +26,12 @@ def _cpu(fields, present):
     return "m = Gemm<transB=1>(x, weight, residual)\ny = Add(m, bias)"
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     y = inputs["x"].astype(np.float64) @ inputs["weight"].astype(np.float64).T
     return [y + inputs.get("bias", 0.0) + inputs.get("residual", 0.0)]
 
 
-def _samples(rng):
+def _samples(rng: np.random.Generator) -> list[Sample]:
     inputs = {"x": rng.standard_normal((3, 10)).astype(np.float32),
               "weight": rng.standard_normal((7, 10)).astype(np.float32)}
     bias = {"bias": rng.standard_normal(7).astype(np.float32)}

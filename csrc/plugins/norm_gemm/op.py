@@ -5,14 +5,16 @@ The norm's own weight and bias are part of `weight` and `bias`. `centred`: Layer
 `weight`, lets a kernel take the mean off after the product; a centred op has it.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from llmc.plugins import Op, Sample
+from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.normalization import normalize
 
 
-def _body(fields, present):
+def _body(fields: Fields, present: frozenset[str]) -> str:
     lines = ["width = Shape<start=-1>(x)", "one = Constant<value_float=1.0>()",
              "flat = Expand(one, width)",
              f"n = {'LayerNormalization' if fields['centred'] else 'RMSNormalization'}"
@@ -27,14 +29,14 @@ def _body(fields, present):
     return "\n".join(lines)
 
 
-def _dims(fields, present):
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if fields["centred"] and "row_sums" not in present:
         raise ValueError("a centred NormGemm needs row_sums")
     rows = "2 * out" if fields["gated"] else "out"
     return {"x": ("rows", "in"), "weight": (rows, "in"), "bias": (rows,), "row_sums": (rows,)}
 
 
-def _reference(fields, inputs):
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     x = normalize(inputs["x"], fields, {"weight": 1.0}, centred=bool(fields["centred"]))
     y = x @ inputs["weight"].astype(np.float64).T + inputs.get("bias", 0.0)
     if fields["gated"]:
@@ -43,7 +45,7 @@ def _reference(fields, inputs):
     return [REFERENCE[fields["activation"]](y)]
 
 
-def _samples(rng):
+def _samples(rng: np.random.Generator) -> list[Sample]:
     made = []
     for rows, centred, gated, activation in ((1, 0, 1, "silu"), (2, 1, 0, "gelu_tanh"),
                                              (5, 1, 1, "relu"), (3, 0, 0, "none")):
@@ -65,7 +67,7 @@ OP = Op(
     fields={"centred": 0, "epsilon": 1e-6, "activation": "none", "gated": 0},
     choices={"activation": tuple(REFERENCE), "centred": (0, 1), "gated": (0, 1)},
     shapes=lambda shapes, fields: [
-        (*shapes["x"][:-1], shapes["weight"][0] // (2 if fields["gated"] else 1))],
+        (*shapes["x"][:-1], int(shapes["weight"][0]) // (2 if fields["gated"] else 1))],
     dims=_dims,
     body=_body,
     float32_inputs=frozenset({"row_sums"}),
