@@ -1,12 +1,12 @@
 """Check a graph after a pass: its structure, every llmc node's contract, and every shape.
 
-An op's shape rule says what comes out of the shapes that go in, so a pass that declares another one
-is named, with the node. What is not known yet is filled in.
+An op's shape rule says which shapes fit together as its inputs and what comes out of them, so a
+pass that declares another one is named, with the node. What is not known yet is filled in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_graphsurgeon as gs
 
@@ -68,7 +68,10 @@ def _check_contract(node: gs.Node, op: Op) -> None:
             if tensor.shape is None or None in tensor.shape:
                 return  # nothing follows from it
             shapes[name] = tuple(tensor.shape)
-    for tensor, shape in zip(node.outputs, op.shapes(shapes, fields), strict=False):
+    made = op.shapes(shapes, fields)
+    if op.dims is not None and _is_packed(shapes, op.dims(fields, present)):
+        made = op.fit(shapes, fields)
+    for tensor, shape in zip(node.outputs, made, strict=False):
         if tensor.is_empty():
             continue
         declared = tensor.shape
@@ -78,6 +81,14 @@ def _check_contract(node: gs.Node, op: Op) -> None:
                              f"{list(shape)}")
         if declared is None or any(_is_unknown(dim) for dim in declared):
             tensor.shape = shape
+
+
+def _is_packed(shapes: Mapping[str, Shape], dims: Mapping[str, Shape]) -> bool:
+    """Whether inputs can be held against what the op says of them, which is of packed tokens, with
+    dimensions that llmc has named.
+    """
+    return all(len(shape) == len(dims[name]) and not any(map(_is_unknown, shape))
+               for name, shape in shapes.items())
 
 
 def _fits(declared: Sequence[int | str | None], shape: Shape) -> bool:

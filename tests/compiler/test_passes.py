@@ -406,6 +406,17 @@ def test_a_dimension_of_another_name_or_number_is_a_wrong_shape(wrong):
         verify(graph, "clumsy")
 
 
+def test_packed_inputs_that_do_not_fit_together_are_named():
+    graph = small_graph("logits = MatMul(x, w1)", {"w1": SQUARE})
+    run(graph, embedding)
+    run(graph, gemm)
+    run(graph, pack)
+    graph.nodes[-1].inputs[1].values = SQUARE[:, :5]
+    with pytest.raises(AssertionError, match=r"pass 'clumsy' broke the graph: GemmBiasAct "
+                       r"'logits': GemmBiasAct's weight is \[6, 5\], expected \[6, 6\]"):
+        verify(graph, "clumsy")
+
+
 @pytest.mark.parametrize("unknown", [None, ["batch", "seq", None], ["batch", "unk__1", 6]])
 def test_a_shape_that_is_not_known_is_filled_in(unknown):
     graph = small_graph("logits = RMSNormalization(x, w)", {"w": VECTOR})
