@@ -169,7 +169,7 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     return Fused(graphs, reports, settings,
                  describe_model(raw.graph, raw.architecture, vocab_size),
                  None if raw.encoder is None else
-                 describe_encoder(raw, raw.encoder, settings.mem_max_seq_len))
+                 describe_encoder(raw, raw.encoder, settings.mem_max_seq_len, vocab_size))
 
 
 def divide(fused: Fused, options: Options) -> Lowered:
