@@ -116,12 +116,12 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
 
 def _facts(graph: gs.Graph) -> str:
     """What a loader holds against the manifest, as JSON: ops with their versions, and the heads of
-    each self-attention.
+    each attention that has caches.
     """
-    nodes = [node for node in graph.nodes if is_llmc(node) and node.op in plugins.registry()]
-    return json.dumps({
-        "ops": {op: plugins.registry()[op].version for op in sorted({node.op for node in nodes})},
-        "num_heads": [node.attrs["num_heads"] for node in nodes if node.op == "CausalAttention"]})
+    ops = {op.name: op.version for node in graph.nodes if (op := op_of(node)) is not None}
+    return json.dumps({"ops": dict(sorted(ops.items())),
+                       "num_heads": [node.attrs["num_heads"] for node in graph.nodes
+                                     if caches(node)]})
 
 
 def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:
