@@ -26,11 +26,10 @@ FACTS = "llmc"  # the key of what an ONNX file says of itself
 DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
                                "int64": 8, "int32": 4}
-SizeName = Literal["num_tokens", "num_logits", "batch", "batch_plus_1", "num_memory_tokens"]
 
 # What engines are given: dtype and shape; -1 is max_seq_len. Plans have 32 bits where others have
 # 64.
-ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[int | SizeName, ...]]] = {
+ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[int | str, ...]]] = {
     "input_ids": ("int64", ("num_tokens",)),
     "position_ids": ("int64", ("num_tokens",)),
     "cu_seqlens": ("int32", ("batch_plus_1",)),
@@ -56,6 +55,8 @@ def _inside_case_dir(path: str) -> str:
 
 CasePath = Annotated[str, AfterValidator(_inside_case_dir)]
 Count = Annotated[int, Field(ge=1, le=_MOST)]
+SizeName = Annotated[str, Field(
+    pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 
 
