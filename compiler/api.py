@@ -29,6 +29,7 @@ from llmc.runtime.manifest import (
     TokenizerInfo,
     write_manifest,
 )
+from llmc.runtime.tokenizer import named_end, read_tokenizer
 
 TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
@@ -135,7 +136,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         chip, written = TARGETS[target.kind].emit(graph, rank, directory, options, *encoder)
         chips.append(chip)
         files.extend(_inside(chip.path, written))
-    tokenizer = _write_tokenizer(raw, directory)
+    tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
     files.extend(_inside("tokenizer", map(file_entry, sorted((directory / "tokenizer").glob("*")))))
     tp_size = len(chips)
     manifest = Manifest(
@@ -159,7 +160,7 @@ def _inside(folder: str, files: Iterable[FileEntry]) -> Iterator[FileEntry]:
     return (file.model_copy(update={"path": f"{folder}/{file.path}"}) for file in files)
 
 
-def _write_tokenizer(raw: RawModel, directory: Path) -> TokenizerInfo:
+def _write_tokenizer(raw: RawModel, directory: Path, vocab_size: int) -> TokenizerInfo:
     target = directory / "tokenizer"
     target.mkdir()
     raw.save_tokenizer(target)
@@ -167,8 +168,11 @@ def _write_tokenizer(raw: RawModel, directory: Path) -> TokenizerInfo:
     if not present:
         shutil.rmtree(target)
     template = "tokenizer/chat_template.jinja"
-    bos = raw.token_ids("bos_token_id")
+    bos, ends = (raw.token_ids(key, vocab_size) for key in ("bos_token_id", "eos_token_id"))
+    if present and not ends:  # what only the tokenizer says
+        end = named_end(target, read_tokenizer(target), vocab_size)
+        ends = () if end is None else (end,)
     return TokenizerInfo(path="tokenizer" if present else None,
                          bos_token_id=bos[0] if bos else None,
-                         eos_token_ids=raw.token_ids("eos_token_id"),
+                         eos_token_ids=ends,
                          chat_template=template if (directory / template).is_file() else None)

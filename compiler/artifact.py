@@ -18,6 +18,7 @@ from llmc import __version__, plugins
 from llmc.compiler.graph.rewrite import caches, is_llmc, op_of
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.manifest import (
+    FACTS,
     Chip,
     CollectiveStep,
     EncoderProgram,
@@ -27,8 +28,8 @@ from llmc.runtime.manifest import (
     TensorInfo,
     hash_file,
 )
+from llmc.runtime.weights import WEIGHTS_NAME as WEIGHTS_NAME
 
-WEIGHTS_NAME = "weights.safetensors"
 _ALIGNMENT = 4096
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
                        "int32": "I32"}
@@ -109,7 +110,18 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
     proto.functions.extend(functions[name] for name in sorted(functions))
     proto.ir_version, proto.producer_name, proto.producer_version = 10, "llmc", __version__
     proto.graph.name = "llmc"
+    onnx.helper.set_model_props(proto, {FACTS: _facts(graph)})
     return proto
+
+
+def _facts(graph: gs.Graph) -> str:
+    """What a loader holds against the manifest, as JSON: ops with their versions, and the heads of
+    each attention that has caches.
+    """
+    ops = {op.name: op.version for node in graph.nodes if (op := op_of(node)) is not None}
+    return json.dumps({"ops": dict(sorted(ops.items())),
+                       "num_heads": [node.attrs["num_heads"] for node in graph.nodes
+                                     if caches(node)]})
 
 
 def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:

@@ -53,8 +53,8 @@ def describe_model(graph: gs.Graph, architecture: str, vocab_size: int) -> Dims:
                 padded_vocab_size=values_of(head).shape[0], max_seq_len=cache.shape[2])
 
 
-def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_len: int) -> \
-        EncoderInfo:
+def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_len: int,
+                     decoder_vocab_size: int) -> EncoderInfo:
     """What the runtime must know of an encoder-decoder model, of whose encoder this is the fused
     graph; `vocab_size` is that before padding.
 
@@ -62,9 +62,10 @@ def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_
         LlmcError: nothing says which token the decoder begins with.
     """
     def ids(key: str) -> tuple[int, ...]:  # the config's own are not for generation
-        return replace(raw, config={}).token_ids(key)
+        return replace(raw, config={}).token_ids(key, decoder_vocab_size)
 
-    start = raw.token_ids("decoder_start_token_id") or raw.token_ids("bos_token_id")
+    start = raw.token_ids("decoder_start_token_id", decoder_vocab_size) or \
+        raw.token_ids("bos_token_id", decoder_vocab_size)
     if not start:
         raise LlmcError(f"'{raw.architecture}' does not say which token its decoder begins with; "
                         f"put decoder_start_token_id into generation_config.json")
@@ -74,4 +75,5 @@ def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_
         decoder_start_token_id=start[0],
         forced_bos_token_ids=ids("forced_bos_token_id"),
         forced_eos_token_ids=ids("forced_eos_token_id"),
-        bad_words=tuple(map(tuple, raw.generation.get("bad_words_ids") or ())))
+        bad_words=tuple(tuple(word) for word in raw.generation.get("bad_words_ids") or ()
+                        if word and max(word) < decoder_vocab_size))

@@ -168,7 +168,7 @@ def fuse(raw: RawModel, options: Options) -> Fused:
                    if "vocab_size" in report.matches}
     dims = describe_model(raw.graph, raw.architecture, vocab_sizes["pad_vocabulary"])
     info = None if raw.encoder is None else describe_encoder(
-        raw, raw.encoder, vocab_sizes["share_weights"], settings.mem_max_seq_len)
+        raw, raw.encoder, vocab_sizes["share_weights"], settings.mem_max_seq_len, dims.vocab_size)
     return Fused(graphs, reports, settings, dims, info)
 
 

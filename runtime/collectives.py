@@ -6,9 +6,14 @@ import threading
 
 import numpy as np
 
+from llmc.errors import LlmcError
+
 
 class Aborted(Exception):
     """Another rank failed; this one stops."""
+
+
+_NOTHING = np.empty(0)
 
 
 class Communicator:
@@ -20,12 +25,13 @@ class Communicator:
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier = threading.Barrier(size)
-        self._slots: tuple[list, list] = ([None] * size, [None] * size)
+        self._slots: tuple[list[np.ndarray], list[np.ndarray]] = ([_NOTHING] * size,
+                                                                  [_NOTHING] * size)
         self._calls = [0] * size
 
     def all_reduce(self, rank: int, array: np.ndarray) -> np.ndarray:
         """The sum over ranks; every rank gets an array of its own."""
-        parts = self._exchange(rank, array)
+        parts = self._exchange(rank, array, array.shape)
         total = parts[0] + parts[1] if self.size > 1 else parts[0].copy()
         for part in parts[2:]:
             total += part
@@ -33,9 +39,14 @@ class Communicator:
 
     def all_gather(self, rank: int, array: np.ndarray) -> np.ndarray:
         """The arrays of all ranks joined along the last axis."""
-        return np.concatenate(self._exchange(rank, array), axis=-1)
+        return np.concatenate(self._exchange(rank, array, array.shape[:-1]), axis=-1)
 
-    def _exchange(self, rank: int, array: np.ndarray) -> list[np.ndarray]:
+    def _exchange(self, rank: int, array: np.ndarray, alike: tuple[int, ...]) -> list[np.ndarray]:
+        """What every rank brought; the shapes of all begin like this.
+
+        Raises:
+            LlmcError: one does not.
+        """
         slots = self._slots[self._calls[rank] % 2]
         self._calls[rank] += 1
         slots[rank] = array
@@ -43,7 +54,13 @@ class Communicator:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise Aborted from None
-        return list(slots)
+        parts = list(slots)
+        odd = next((part.shape for part in parts if part.shape[:len(alike)] != alike
+                    or part.ndim != array.ndim), None)
+        if odd is not None:
+            raise LlmcError(f"chips combine {list(array.shape)} and {list(odd)}, which are not "
+                            f"of one model; compile the model again")
+        return parts
 
     def abort(self) -> None:
         """Wake all ranks that wait; their calls raise `Aborted`."""

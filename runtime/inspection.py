@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmc.runtime.manifest import Manifest
-
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
+from llmc.runtime.manifest import DTYPE_BYTES, Manifest
 
 
 def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
@@ -14,7 +12,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     many prompts, heads and files, in bytes.
     """
     length = manifest.dims.max_seq_len
-    width, kv_width = _WIDTHS[manifest.dtype], _WIDTHS[manifest.kv_dtype]
+    width, kv_width = DTYPE_BYTES[manifest.dtype], DTYPE_BYTES[manifest.kv_dtype]
     chips = []
     for chip in manifest.chips:
         cache = sum(2 * kv_width * layer.num_kv_heads * layer.head_dim * length

@@ -8,31 +8,56 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from llmc import plugins
 from llmc.errors import LlmcError
+from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight, read_weight_header
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "model_info.json"
-ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
-ENGINE_INPUTS = (*ENCODER_INPUTS, "past_lens", "logits_indices", "cache_indirection",
-                 "memory_starts", "encoder_sequence_length")
+FACTS = "llmc"  # the key of what an ONNX file says of itself
 
 DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
+                               "int64": 8, "int32": 4}
+
+# What engines are given: dtype and shape; -1 is max_seq_len. Plans have 32 bits where others have
+# 64.
+ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[int | str, ...]]] = {
+    "input_ids": ("int64", ("num_tokens",)),
+    "position_ids": ("int64", ("num_tokens",)),
+    "cu_seqlens": ("int32", ("batch_plus_1",)),
+    "past_lens": ("int32", ("batch",)),
+    "logits_indices": ("int64", ("num_logits",)),
+    "cache_indirection": ("int32", ("batch", -1)),
+    "memory_starts": ("int32", ("batch",)),
+    "encoder_sequence_length": ("int32", ("batch",)),
+}
+ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+_MOST = 2**31 - 1  # what a kernel counts with
+_MOST_ROW_BYTES = 2**40  # of a cache; more than any device has
 
 
 def _inside_case_dir(path: str) -> str:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or ":" in path:
         raise ValueError(f"path {path!r} must be relative and stay inside the case directory")
+    if str(PurePosixPath(path)) != path or not path.isprintable():
+        raise ValueError(f"path {path!r} is not written as {str(PurePosixPath(path))!r}")
     return path
 
 
 CasePath = Annotated[str, AfterValidator(_inside_case_dir)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+SizeName = Annotated[str, Field(
+    pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens)$")]
+TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 
 
 class _Frozen(BaseModel):
@@ -48,11 +73,22 @@ class FileEntry(_Frozen):
 
 
 class TensorInfo(_Frozen):
-    """An engine's input or output; a named dimension is a string (`num_tokens`, `batch`, …)."""
+    """An engine's input or output; a dimension is a number or a step's size."""
 
     name: str
     dtype: DTypeName
-    shape: tuple[int | str, ...]
+    shape: tuple[Count | SizeName, ...]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return int(self.shape[-1])
+
+    def require(self, dtype: str, shape: Sequence[int | str]) -> None:
+        """Raises ValueError where it is something else."""
+        if self.dtype != dtype or self.shape != tuple(shape):
+            raise ValueError(f"{self.name!r} is {self.dtype} {list(self.shape)}, which should be "
+                             f"{dtype} {list(shape)}")
 
 
 class GraphStep(_Frozen):
@@ -110,7 +146,8 @@ class Chip(_Frozen):
     `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where beams
     share the caches `cache_indirection`, and the caches; an updated cache is named `<cache>_out`,
     and the last step makes `logits`. With an `encoder`, they are its decoder's, whose inputs also
-    are `memory_starts`, `encoder_sequence_length`, and what the encoder made.
+    are `memory_starts`, `encoder_sequence_length`, and what the encoder made. `num_heads` are the
+    query heads of each layer.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -119,7 +156,7 @@ class Chip(_Frozen):
     outputs: tuple[TensorInfo, ...]
     steps: Steps
     cache: tuple[LayerCache, ...]
-    num_heads: tuple[int, ...]
+    num_heads: tuple[Count, ...]
     weight_bytes: Annotated[int, Field(ge=0)]
     encoder: EncoderProgram | None = None
 
@@ -128,16 +165,43 @@ class Chip(_Frozen):
         """The encoder's, and then its own."""
         return (*(self.encoder.steps if self.encoder else ()), *self.steps)
 
+    @property
+    def caches(self) -> dict[str, LayerCache]:
+        """By their names."""
+        return {f"{kind}_cache_{layer}": cache for layer, cache in enumerate(self.cache)
+                for kind in ("key", "value")}
+
     @model_validator(mode="after")
     def _steps_follow(self) -> Chip:
-        caches = {f"{kind}_cache_{layer}" for layer in range(len(self.cache))
-                  for kind in ("key", "value")}
-        updated = {f"{name}_out" for name in caches}
         memory = {tensor.name for tensor in self.encoder.outputs} if self.encoder else set()
         if self.encoder:
-            self._follow(self.encoder.steps, set(ENCODER_INPUTS), memory)
-        self._follow(self.steps, {*caches, *ENGINE_INPUTS, *memory}, updated | {"logits"})
+            self._follow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
+            self._listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
+        self._follow(self.steps, {*self.caches, *ENGINE_INPUTS, *memory},
+                     {*(f"{name}_out" for name in self.caches), "logits"})
+        self._listed(self.inputs, self.outputs, self.steps)
+        for step in self.all_steps:
+            if isinstance(step, GraphStep) and not step.path.startswith(f"{self.path}/"):
+                raise ValueError(f"chip {self.rank} runs {step.path!r}, which is not in "
+                                 f"{self.path!r}")
         return self
+
+    def _listed(self, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo],
+                steps: Steps) -> None:
+        """Check that what is said to go in and come out is what does."""
+        made = {name for step in steps for name in step.outputs}
+        given = {name for step in steps for name in step.inputs} - made
+        names = [tensor.name for tensor in (*inputs, *outputs)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"chip {self.rank} lists {twice!r} twice")
+        # Of positions only the rank that adds them makes use.
+        odd = {tensor.name for tensor in inputs} ^ given
+        if odd - {"position_ids"} or given - {tensor.name for tensor in inputs}:
+            raise ValueError(f"chip {self.rank}'s steps and its inputs differ in {min(odd)!r}")
+        absent = {tensor.name for tensor in outputs} - made
+        if absent:
+            raise ValueError(f"chip {self.rank} does not make {min(absent)!r}")
 
     def _follow(self, steps: Steps, known: set[str], wanted: set[str]) -> None:
         """Check that steps make what is wanted from what is known."""
@@ -178,6 +242,9 @@ class Dims(_Frozen):
             raise ValueError(
                 f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
             )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads "
+                             f"{self.num_kv_heads}")
         return self
 
 
@@ -193,10 +260,10 @@ class EncoderInfo(_Frozen):
     num_layers: Count
     max_seq_len: Count
     vocab_size: Count
-    decoder_start_token_id: int
-    forced_bos_token_ids: tuple[int, ...] = ()
-    forced_eos_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    decoder_start_token_id: TokenId
+    forced_bos_token_ids: tuple[TokenId, ...] = ()
+    forced_eos_token_ids: tuple[TokenId, ...] = ()
+    bad_words: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
 
 
 class Target(_Frozen):
@@ -212,13 +279,51 @@ class Target(_Frozen):
     gpu: str | None = None
     max_batch_size: Count | None = None
 
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Target:
+        given = {name for name in ("compute_capability", "gpu", "max_batch_size")
+                 if getattr(self, name) is not None}
+        odd = given - _TARGETS[self.kind].may_have
+        if odd:
+            raise ValueError(f"target {self.kind} has no {min(odd)}, but it is "
+                             f"{getattr(self, min(odd))!r}")
+        return self
+
+    def require_versions(self) -> None:
+        """Raises ValueError where an engine that its builder made does not say for what."""
+        kind = _TARGETS[self.kind]
+        absent = [*(f"versions.{name}" for name in kind.versions if name not in self.versions),
+                  *(name for name in kind.has if getattr(self, name) is None)]
+        if absent:
+            raise ValueError(f"target {self.kind} does not say {absent[0]}")
+
+
+@dataclass(frozen=True)
+class _TargetKind:
+    """What a target of the kind says, may say, and the dtypes that its engines have."""
+
+    dtypes: tuple[DTypeName, ...] = ("float32",)
+    kv_dtypes: tuple[DTypeName, ...] = ()
+    versions: tuple[str, ...] = ()
+    has: frozenset[str] = frozenset()
+    may_have: frozenset[str] = frozenset()
+
+
+_BUILT = frozenset({"compute_capability", "gpu", "max_batch_size"})
+_FLOATS: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
+_TARGETS = {
+    "cpu": _TargetKind(),
+    "cuda": _TargetKind(_FLOATS, ("float8_e4m3fn",), may_have=frozenset({"compute_capability"})),
+    "tensorrt": _TargetKind(_FLOATS, ("float8_e4m3fn",), ("tensorrt",), _BUILT, _BUILT),
+    "tensorrt_rtx": _TargetKind(versions=("tensorrt_rtx",)),
+}
 
 class TokenizerInfo(_Frozen):
     """`path` is the tokenizer directory, absent when the source had none."""
 
     path: CasePath | None
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+    bos_token_id: TokenId | None
+    eos_token_ids: tuple[TokenId, ...]
     chat_template: CasePath | None
 
 
@@ -241,7 +346,7 @@ class Manifest(_Frozen):
     max_beam_width: Count = 1
     dtype: DTypeName
     quantization: None = None
-    tp_size: Count
+    tp_size: Annotated[int, Field(ge=1)]
     pp_size: Literal[1] = 1
     device_groups: tuple[tuple[int, ...], ...]
     kv_cache_layout: Literal["linear"] = "linear"
@@ -264,33 +369,195 @@ class Manifest(_Frozen):
                 any(chip.rank != rank for rank, chip in enumerate(self.chips)):
             raise ValueError(f"tp_size is {self.tp_size}, but the chips are not ranks 0 to "
                              f"{self.tp_size - 1}")
-        listed = {entry.path for entry in self.files}
-        if len(listed) != len(self.files):
-            raise ValueError("a file is listed twice")
+        self._check_files()
+        self._check_dtypes()
         for chip in self.chips:
-            for step in chip.all_steps:
-                if isinstance(step, GraphStep) and step.path not in listed:
-                    raise ValueError(f"chip {chip.rank} runs {step.path!r}, which is not listed")
             if _collectives(chip) != _collectives(self.chips[0]):
                 raise ValueError(f"chips 0 and {chip.rank} do not have the same collectives")
             if (chip.encoder is None) != (self.encoder is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
                                  f"unlike the model")
-            if len(chip.cache) != self.dims.num_layers:
-                raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers, "
-                                 f"the model has {self.dims.num_layers}")
-            if self.max_beam_width > 1 and "cache_indirection" not in (
-                    tensor.name for tensor in chip.inputs):
-                raise ValueError(f"max_beam_width is {self.max_beam_width}, but chip {chip.rank} "
-                                 f"has no input 'cache_indirection'")
+            if not len(chip.cache) == len(chip.num_heads) == self.dims.num_layers:
+                raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers and "
+                                 f"heads for {len(chip.num_heads)}, the model has "
+                                 f"{self.dims.num_layers}")
+            self._check_inputs(chip)
+            self._check_outputs(chip)
+        self._check_heads()
+        self._check_ops()
+        for name, token in self._token_ids():
+            if token >= self.dims.vocab_size:
+                raise ValueError(f"{name} has token {token}, the vocabulary "
+                                 f"{self.dims.vocab_size}")
         for group in self.device_groups:
             if len(group) != self.tp_size or len(set(group)) != len(group) or min(group) < 0:
                 raise ValueError(f"device group {list(group)} is not {self.tp_size} devices")
         return self
 
+    def _check_files(self) -> None:
+        """What the chips and the tokenizer read is listed."""
+        listed = {entry.path: entry.size for entry in self.files}
+        if len(listed) != len(self.files):
+            raise ValueError("a file is listed twice")
+        if len({chip.path for chip in self.chips}) != len(self.chips):
+            raise ValueError("two chips have one path")
+        for chip in self.chips:
+            for step in chip.all_steps:
+                if isinstance(step, GraphStep) and step.path not in listed:
+                    raise ValueError(f"chip {chip.rank} runs {step.path!r}, which is not listed")
+            weights = f"{chip.path}/{WEIGHTS_NAME}"
+            if weights not in listed:
+                raise ValueError(f"chip {chip.rank}'s {weights!r} is not listed")
+            if listed[weights] < chip.weight_bytes:
+                raise ValueError(f"chip {chip.rank} has {chip.weight_bytes} bytes of weights, "
+                                 f"{weights!r} only {listed[weights]}")
+        own = self.tokenizer
+        for path in (own.path and f"{own.path}/tokenizer.json", own.chat_template):
+            if path is not None and path not in listed:
+                raise ValueError(f"the tokenizer's {path!r} is not listed")
 
-def _collectives(chip: Chip) -> list[str]:
-    return [step.kind for step in chip.all_steps if isinstance(step, CollectiveStep)]
+    def _check_dtypes(self) -> None:
+        kind = _TARGETS[self.target.kind]
+        if self.dtype not in kind.dtypes:
+            raise ValueError(f"target {self.target.kind} has no dtype {self.dtype}")
+        if self.kv_dtype not in (self.dtype, *kind.kv_dtypes):
+            raise ValueError(f"the KV caches are of {self.kv_dtype}, the model of {self.dtype}")
+        length = self.dims.max_seq_len
+        for chip in self.chips:
+            for cache in chip.cache:
+                row = cache.num_kv_heads * cache.head_dim * length * DTYPE_BYTES[self.kv_dtype]
+                if row > _MOST_ROW_BYTES:
+                    raise ValueError(f"max_seq_len {length} makes a cache row of {row} bytes, more "
+                                     f"than any device has")
+
+    def _check_inputs(self, chip: Chip) -> None:
+        """What a chip is given is what an engine gives it, of its dtype and shape."""
+        dims = self.dims
+        beams = {"cache_indirection"} if self.max_beam_width > 1 else set()
+        memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
+        given = {tensor.name: tensor for tensor in chip.inputs}
+        if beams - given.keys():
+            raise ValueError(f"max_beam_width is {self.max_beam_width}, but chip {chip.rank} "
+                             f"has no input 'cache_indirection'")
+        made = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
+        wanted = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *beams, *memory,
+                  *chip.caches, *made}
+        odd = (given.keys() ^ wanted) - {"position_ids"}
+        if odd:
+            raise ValueError(f"chip {chip.rank} has {'an' if min(odd) in given else 'no'} input "
+                             f"{min(odd)!r}")
+        for name, tensor in given.items():
+            if name in chip.caches:
+                cache = chip.caches[name]
+                tensor.require(self.kv_dtype, ("batch", cache.num_kv_heads, dims.max_seq_len,
+                                               cache.head_dim))
+            elif name in made:
+                tensor.require(self.dtype, ("num_memory_tokens", *made[name].shape[1:]))
+            else:
+                self._require_input(tensor)
+        for tensor in chip.encoder.inputs if chip.encoder else ():
+            self._require_input(tensor)
+
+    def _require_input(self, tensor: TensorInfo) -> None:
+        dtype, shape = ENGINE_INPUTS[tensor.name]
+        if self.target.kind == "tensorrt":  # whose version 8 has no 64 bits
+            dtype = "int32"
+        tensor.require(dtype, [self.dims.max_seq_len if dim == -1 else dim for dim in shape])
+
+    def _check_outputs(self, chip: Chip) -> None:
+        """What a chip makes is what an engine reads."""
+        dims = self.dims
+        given = {f"{tensor.name}_out": tensor for tensor in chip.inputs
+                 if tensor.name in chip.caches}
+        odd = {tensor.name for tensor in chip.outputs} ^ {*given, "logits"}
+        if odd:
+            raise ValueError(f"chip {chip.rank}'s outputs are not its caches and logits: see "
+                             f"{min(odd)!r}")
+        for tensor in chip.outputs:
+            if tensor.name == "logits":
+                tensor.require(self.dtype, ("num_logits", dims.padded_vocab_size))
+            else:
+                cache = given[tensor.name]
+                tensor.require(cache.dtype, cache.shape)
+        made = chip.encoder.outputs if chip.encoder else ()
+        for tensor in made:
+            width = tensor.shape[-1] if len(tensor.shape) == 2 else 0
+            if not isinstance(width, int):
+                raise ValueError(f"{tensor.name!r} is {width} wide")
+            tensor.require(self.dtype, ("num_tokens", width))
+        names = {tensor.name for tensor in made}
+        layers = len(made) // 2
+        if names != {f"memory_{kind}_{i}" for kind in ("key", "value") for i in range(layers)}:
+            raise ValueError(f"chip {chip.rank}'s encoder makes {min(names)!r} and others, which "
+                             f"are not keys and values of as many layers")
+
+    def _check_heads(self) -> None:
+        """Each head is on one chip, beside its KV head; or all chips have all."""
+        dims = self.dims
+        first = [(chip.num_heads[0], chip.cache[0].num_kv_heads) for chip in self.chips]
+        whole = dims.num_heads, dims.num_kv_heads
+        if {*first} != {whole} and not _cover(*whole, first):
+            raise ValueError(
+                f"the chips have {[heads for heads, _ in first]} heads and "
+                f"{[kv_heads for _, kv_heads in first]} KV heads, which are not the model's "
+                f"{dims.num_heads} and {dims.num_kv_heads}")
+        if self.chips[0].cache[0].head_dim != dims.head_dim:
+            raise ValueError(f"chip 0 has heads of {self.chips[0].cache[0].head_dim}, the model of "
+                             f"head_dim {dims.head_dim}")
+        for chip in self.chips:
+            for layer, (heads, cache) in enumerate(zip(chip.num_heads, chip.cache, strict=True)):
+                if heads % cache.num_kv_heads or \
+                        cache.head_dim != self.chips[0].cache[layer].head_dim:
+                    raise ValueError(
+                        f"layer {layer} of chip {chip.rank} has {heads} heads, "
+                        f"{cache.num_kv_heads} KV heads and head_dim {cache.head_dim}, which do "
+                        f"not go together")
+
+    def _check_ops(self) -> None:
+        """The ops are this llmc's, in its versions, and there are those that every model has."""
+        known = plugins.registry()
+        for name, version in self.ops.items():
+            if name not in known or known[name].version != version:
+                here = f"version {known[name].version}" if name in known else "none"
+                raise ValueError(f"the model uses version {version} of {name}, this llmc has "
+                                 f"{here}")
+        wanted = {"CausalAttention", "Embedding"}
+        if self.encoder:
+            wanted.add("BidirectionalAttention")
+        if self.tp_size > 1:
+            wanted |= {"AllGather", "AllReduce"}
+        absent = wanted - self.ops.keys()
+        if absent:
+            raise ValueError(f"ops lacks {min(absent)}, which every such model uses")
+
+    def _token_ids(self) -> Iterator[tuple[str, int]]:
+        """Every token that is named, and where."""
+        named: dict[str, Sequence[int | None]] = {
+            "bos_token_id": [self.tokenizer.bos_token_id],
+            "eos_token_ids": self.tokenizer.eos_token_ids}
+        if self.encoder:
+            named |= {"decoder_start_token_id": [self.encoder.decoder_start_token_id],
+                      "forced_bos_token_ids": self.encoder.forced_bos_token_ids,
+                      "forced_eos_token_ids": self.encoder.forced_eos_token_ids,
+                      "bad_words": [token for word in self.encoder.bad_words for token in word]}
+        return ((name, token) for name, tokens in named.items() for token in tokens
+                if token is not None)
+
+
+def _cover(num_heads: int, num_kv_heads: int, ranks: Sequence[tuple[int, int]]) -> bool:
+    """Whether ranks with so many heads and KV heads have each head once, and the KV head that it
+    reads: ranks that divide a group each have a copy.
+    """
+    group, stop = num_heads // num_kv_heads, 0
+    for heads, kv_heads in ranks:
+        start, stop = stop, stop + heads
+        if -(-stop // group) - start // group != kv_heads or heads % kv_heads:
+            return False
+    return stop == num_heads
+
+
+def _collectives(chip: Chip) -> list[CollectiveStep]:
+    return [step for step in chip.all_steps if isinstance(step, CollectiveStep)]
 
 
 def read_manifest(case_dir: str | Path) -> Manifest:
@@ -321,12 +588,23 @@ def read_manifest(case_dir: str | Path) -> Manifest:
         raise LlmcError(f"'{path}' has format_version {version}, this llmc reads up to "
                         f"{FORMAT_VERSION}; install a newer llmc or compile the model again")
     try:
-        return Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(text)
+        manifest.target.require_versions()
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "top level"
-        raise LlmcError(f"'{path}' is not a valid manifest: {where}: {first['msg']}; "
-                        f"compile the model again") from error
+        raise LlmcError(f"'{path}' is not a valid manifest: {explain(error)}; compile the model "
+                        f"again") from error
+    except ValueError as error:
+        raise LlmcError(f"'{path}' is not a valid manifest: {error}; compile the model again") \
+            from error
+    return manifest
+
+
+def explain(error: ValidationError) -> str:
+    """The first thing that is wrong with a file, on one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
+    text = where + first["msg"].removeprefix("Value error, ")
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def refuse_encoder(manifest: Manifest, command: str) -> None:
@@ -340,7 +618,7 @@ def refuse_encoder(manifest: Manifest, command: str) -> None:
                         f"'{manifest.source.architecture}'; it takes causal LMs")
 
 
-def json_schema() -> dict:
+def json_schema() -> dict[str, Any]:
     """The JSON schema of `model_info.json`; `artifacts/model_info.schema.json` is this."""
     return Manifest.model_json_schema()
 
@@ -358,10 +636,12 @@ def hash_file(path: str | Path) -> str:
 
 
 def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = True) -> None:
-    """Check that every listed file is there, has its size and, if asked, its SHA-256.
+    """Check that every listed file is there, has its size and, if asked, its SHA-256, and that the
+    weight files hold what the manifest says of them.
 
     Raises:
-        LlmcError: naming the first file that is missing, truncated or changed.
+        LlmcError: naming the first file that is missing, truncated or changed, or what its weights
+            do not fit.
     """
     root = Path(case_dir)
     for entry in manifest.files:
@@ -379,3 +659,40 @@ def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = Tru
         if changed:
             raise LlmcError(f"'{path}' has changed since it was compiled: its SHA-256 is not the "
                             f"one in {MANIFEST_NAME}{again}")
+    _check_weights(manifest, root)
+
+
+def _check_weights(manifest: Manifest, root: Path) -> None:
+    """Hold the weight files against the dims: an embedding has hidden_size columns, and the chips
+    together a row for each token.
+    """
+    headers = []
+    for chip in manifest.chips:
+        headers.append(read_weight_header(root / chip.path / WEIGHTS_NAME))
+        held = sum(weight.stop - weight.start for weight in headers[-1].values())
+        if held != chip.weight_bytes:
+            raise LlmcError(f"'{root / chip.path / WEIGHTS_NAME}' has {held} bytes of weights, "
+                            f"{MANIFEST_NAME} says {chip.weight_bytes}; compile the model again")
+    dims, encoder = manifest.dims, manifest.encoder
+    if not _has_table(headers, dims.vocab_size, dims.hidden_size):
+        raise LlmcError(f"no weight under '{root}' has a row of hidden_size {dims.hidden_size} for "
+                        f"each token of vocab_size {dims.vocab_size}, as {MANIFEST_NAME} says; "
+                        f"compile the model again")
+    if encoder is not None and not _has_table(headers, encoder.vocab_size):
+        raise LlmcError(f"no weight under '{root}' has a row for each token of the encoder's "
+                        f"vocab_size {encoder.vocab_size}, as {MANIFEST_NAME} says; compile the "
+                        f"model again")
+
+
+def _has_table(headers: Sequence[Mapping[str, StoredWeight]], rows: int,
+               columns: int | None = None) -> bool:
+    """Whether all chips have a matrix of one name and so many columns, if that is said, and so many
+    rows together at least.
+    """
+    for name in headers[0]:
+        shapes = [header[name].shape for header in headers if name in header]
+        if len(shapes) == len(headers) and all(
+                len(shape) == 2 and columns in (None, shape[1]) for shape in shapes) \
+                and sum(shape[0] for shape in shapes) >= rows:
+            return True
+    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,11 +14,14 @@ from llmc.runtime.collectives import Communicator
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.devices import Placement, pin
-from llmc.runtime.engines import Engine
-from llmc.runtime.engines.cpu import CpuEngine
+from llmc.runtime.engines.cpu import CpuEngine, check_ops
 from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.manifest import Manifest
+
+_GpuEngine = CudaEngine | RemoteEngine
+_AnyEngine = CpuEngine | _GpuEngine
+_Result = TypeVar("_Result")
 
 
 def on_gpus(manifest: Manifest) -> bool:
@@ -46,7 +49,7 @@ class Replica:
         # Each rank's own thread works too.
         threads = sum(len(placement.cores) for placement in placements) - manifest.tp_size + 1
 
-        def load(rank: int) -> Engine:
+        def load(rank: int) -> _AnyEngine:
             if self.on_gpus:
                 limits = placements[rank].device, max_batch_size, max_tokens
                 return RemoteEngine(case_dir, rank, *limits) if rank else \
@@ -54,9 +57,12 @@ class Replica:
             return CpuEngine(manifest, manifest.chips[rank], case_dir, placements[rank],
                              self._communicator, threads, max_batch_size)
 
-        self._engines: list[Engine] = []
+        self._engines: list[_AnyEngine] = []
         try:
             self._engines = self._on_all_ranks(load)
+            if not self.on_gpus:
+                check_ops(manifest, [engine for engine in self._engines
+                                     if isinstance(engine, CpuEngine)])
             if self.on_gpus and manifest.tp_size > 1:
                 first = self._engines[0]
                 assert isinstance(first, CudaEngine)
@@ -78,23 +84,29 @@ class Replica:
     def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
             Choices:
         """Steps whose tokens GPUs choose: see `CudaEngine.decode`."""
-        return self._on_each(lambda engine: engine.decode(batch, draws, end_ids, steps))[0]
+        chosen = self._on_gpus(lambda engine: engine.decode(batch, draws, end_ids, steps))[0]
+        assert chosen is not None  # of the first rank, whose engine is in this process
+        return chosen
 
     def likeliest(self, batch: PackedBatch, count: int) -> Candidates:
         """A step on GPUs: the likeliest tokens [num_logits, count] of each row of its logits."""
-        return self._on_each(lambda engine: engine.likeliest(batch, count))[0]
+        found = self._on_gpus(lambda engine: engine.likeliest(batch, count))[0]
+        assert found is not None
+        return found
 
     def follow(self, step: BeamStep) -> Candidates:
         """A step of beam search on GPUs: candidates [batch * beam, count]."""
-        return self._on_each(lambda engine: engine.follow(step))[0]
+        found = self._on_gpus(lambda engine: engine.follow(step))[0]
+        assert found is not None
+        return found
 
     def trace(self, batch: PackedBatch) -> list[dict[str, np.ndarray]]:
         """A step on GPUs, and every value that each rank makes in it, by name."""
-        return self._on_each(lambda engine: engine.trace(batch))
+        return self._on_gpus(lambda engine: engine.trace(batch))
 
-    def _gpu(self, rank: int) -> CudaEngine | RemoteEngine:
+    def _gpu(self, rank: int) -> _GpuEngine:
         engine = self._engines[rank]
-        assert isinstance(engine, CudaEngine | RemoteEngine)
+        assert isinstance(engine, _GpuEngine)
         return engine
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -110,16 +122,24 @@ class Replica:
             if isinstance(engine, RemoteEngine):
                 engine.close()
 
-    def _on_each(self, work: Callable[[Any], Any]) -> list[Any]:
+    def _on_gpus(self, work: Callable[[_GpuEngine], _Result]) -> list[_Result]:
+        """`_on_each` of engines on GPUs."""
+        def on_gpu(engine: _AnyEngine) -> _Result:
+            assert isinstance(engine, _GpuEngine)
+            return work(engine)
+
+        return self._on_each(on_gpu)
+
+    def _on_each(self, work: Callable[[_AnyEngine], _Result]) -> list[_Result]:
         """Do this with every rank's engine; where one fails, wake the ranks that wait for it."""
         if not self._threads:
             return [work(self._engines[0])]
         return self._on_all_ranks(lambda rank: self._guard(work, self._engines[rank]))
 
-    def _guard(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    def _guard(self, work: Callable[[_AnyEngine], _Result], engine: _AnyEngine) -> _Result:
         """Do one rank's work; where it fails, wake the ranks that wait for it."""
         try:
-            return work(*arguments)
+            return work(engine)
         except BaseException as error:
             if self._failure is None:  # what the others then say is a consequence
                 self._failure = error
@@ -129,14 +149,14 @@ class Replica:
     def _abort(self) -> None:
         self._communicator.abort()
         for engine in self._engines:
-            if isinstance(engine, CudaEngine | RemoteEngine):
+            if isinstance(engine, _GpuEngine):
                 engine.abort()
 
-    def _on_all_ranks(self, work: Callable[[int], Any]) -> list[Any]:
+    def _on_all_ranks(self, work: Callable[[int], _Result]) -> list[_Result]:
         """Run `work(rank)` for every rank in its thread; raise the first real error."""
         if not self._threads:
             return [work(0)]
-        futures: list[Future] = []
+        futures: list[Future[_Result]] = []
         self._failure = None
         try:
             futures += (thread.submit(work, rank) for rank, thread in enumerate(self._threads))

@@ -16,23 +16,49 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 
 
 def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
     """The tokenizer; None where the model came without one.
 
     Raises:
-        LlmcError: tokenizer.json is broken.
+        LlmcError: tokenizer.json is broken, or names an end token and the manifest none.
     """
     if manifest.tokenizer.path is None:
         return None
-    path = case_dir / manifest.tokenizer.path / "tokenizer.json"
+    directory = case_dir / manifest.tokenizer.path
+    tokenizer = read_tokenizer(directory)
+    end = named_end(directory, tokenizer, manifest.dims.vocab_size)
+    if end is not None and not manifest.tokenizer.eos_token_ids:
+        raise LlmcError(f"the tokenizer in '{directory}' ends texts with token {end}, "
+                        f"{MANIFEST_NAME} lists no eos_token_ids; compile the model again")
+    return tokenizer
+
+
+def read_tokenizer(directory: Path) -> Tokenizer:
+    """Raises LlmcError where tokenizer.json is broken."""
+    path = directory / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise LlmcError(f"'{path}' is not a tokenizer ({error}); compile the model again") \
             from error
+
+
+def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | None:
+    """The token that tokenizer_config.json beside the tokenizer names as the end of a text, if
+    there is one, and a model of this vocabulary has it.
+    """
+    path = directory / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
+    named = config.get("eos_token") if isinstance(config, dict) else None
+    text = named.get("content") if isinstance(named, dict) else named
+    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return token if token is not None and token < vocab_size else None
 
 
 def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[str, str]]) -> str:

@@ -1,4 +1,6 @@
-"""The CUDA engine's place taken by NumPy: a schedule run with the ops' references."""
+"""The CUDA engine's place taken by NumPy: a schedule run with the ops' references, in an arena that
+knows whose bytes each are.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,64 @@ from safetensors.numpy import load_file
 from llmc import plugins
 from llmc.runtime.attention.metadata import Memory, PackedBatch
 from llmc.runtime.collectives import Communicator
-from llmc.runtime.manifest import read_manifest
-from llmc.runtime.schedule import Schedule, read_schedule
+from llmc.runtime.manifest import read_manifest, verify_files
+from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
            "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
-_ELEMENTWISE = {"Add": np.add, "Mul": np.multiply, "Div": np.divide, "Tanh": np.tanh}
+_ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide,
+                "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
+                "Sigmoid": lambda x: 1 / (1 + np.exp(-x)), "Neg": np.negative}
+_GUARD, _POISON = 64, 0xA5
+
+
+class Arena:
+    """Memory for the values of a step of `count` tokens or logits, `row_bytes` each, between two
+    guards.
+    """
+
+    def __init__(self, row_bytes: int, count: int, dtype: np.dtype) -> None:
+        self.count, self.dtype = count, dtype
+        self.bytes = np.full(row_bytes * count + 2 * _GUARD, _POISON, np.uint8)
+        self.owners = np.full(len(self.bytes), -1)
+
+    def _place(self, tensor: ScheduledTensor) -> slice:
+        start = _GUARD + tensor.offset * self.count
+        stop = start + self.dtype.itemsize * self.count * tensor.shape[1]
+        assert start >= _GUARD and stop <= len(self.bytes) - _GUARD, f"{tensor.name} is outside"
+        return slice(start, stop)
+
+    def write(self, number: int, tensor: ScheduledTensor, value: np.ndarray) -> None:
+        place = self._place(tensor)
+        rows = self.bytes[place].view(self.dtype).reshape(self.count, tensor.shape[1])
+        assert value.shape == rows.shape, f"{tensor.name} is {value.shape}, not {rows.shape}"
+        rows[:] = value
+        self.owners[place] = number
+
+    def read(self, number: int, tensor: ScheduledTensor) -> np.ndarray:
+        place = self._place(tensor)
+        assert (self.owners[place] == number).all(), f"{tensor.name} is not there any more"
+        return self.bytes[place].view(self.dtype).reshape(self.count, tensor.shape[1])
+
+    def check_guards(self) -> None:
+        assert (self.bytes[:_GUARD] == _POISON).all() and (self.bytes[-_GUARD:] == _POISON).all()
 
 
 class Interpreter:
     """A schedule on NumPy, one sequence at a time, each value rounded to the model's dtype.
 
-    Values lie in one buffer at the schedule's offsets, so a plan that lets two living values share
-    memory gives wrong logits.
+    Values lie in one buffer at the schedule's offsets; one that is outside it, or read when another
+    has been written over it, is an error.
     """
 
     def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None) -> None:
         self.rank, self.communicator = rank, communicator
         self.manifest = read_manifest(case)
+        verify_files(self.manifest, case, hashes=False)
         chip = self.manifest.chips[rank]
-        self.schedule = read_schedule(case / chip.steps[0].path)
-        self.encoder = read_schedule(case / chip.encoder.steps[0].path) if chip.encoder else None
+        program = read_program(self.manifest, chip, case)
+        self.schedule, self.encoder = program.model, program.encoder
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
         self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
         self.caches = {t.name: np.zeros((1, *t.shape[1:]), _DTYPES[t.dtype])
@@ -75,29 +113,28 @@ class Interpreter:
              inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a program; `inputs` are those that the batch has not by their names."""
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
-        arenas = {False: np.full(schedule.token_bytes * sizes["num_tokens"], 255, np.uint8),
-                  True: np.full(schedule.logit_bytes * sizes["num_logits"], 255, np.uint8)}
+        arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"], self.dtype),
+                  True: Arena(schedule.logit_bytes, sizes["num_logits"], self.dtype)}
+        decode = sizes["num_tokens"] == sizes["num_logits"] == batch.batch_size
+        moved: dict[int, int] = {}  # values that the engine reads where another is
         kept: dict[str, np.ndarray] = {}
 
-        def view(number):
-            tensor = schedule.tensors[number]
-            count, width = sizes[tensor.shape[0]], tensor.shape[1]
-            start = tensor.offset * count
-            return arenas[tensor.per_logit][start:start + self.dtype.itemsize * count * width] \
-                .view(self.dtype).reshape(count, width)
-
         def read(number):
+            number = moved.get(number, number)
             tensor = schedule.tensors[number]
             known = {"weight": self.weights, "cache": self.caches,
                      "memory": self.memory}.get(tensor.kind)
             if tensor.kind == "input":
                 return inputs[tensor.name] if tensor.name in inputs else \
                     getattr(batch, tensor.name)
-            return view(number) if known is None else known[tensor.name]
+            return arenas[tensor.per_logit].read(number, tensor) if known is None \
+                else known[tensor.name]
 
         for node in schedule.nodes:
             if node.op == "Gather":
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
+                if decode:
+                    moved[node.outputs[0]] = node.inputs[0]
             elif node.op == "Scatter":
                 read(node.inputs[2])[read(node.inputs[1])] = read(node.inputs[0])
                 results = []
@@ -114,14 +151,18 @@ class Interpreter:
                          in zip(op.input_names, node.inputs, strict=False) if number >= 0}
                 if given.get("cache_indirection", 0) is None:
                     del given["cache_indirection"]
-                results = op.reference(node.fields, given)
+                results = op.reference(op.complete(node.fields), given)
             for number, result in zip(node.outputs, results, strict=True):
                 if number >= 0:
-                    view(number)[:] = result
-                    kept[schedule.tensors[number].name] = view(number).astype(np.float32)
+                    tensor = schedule.tensors[number]
+                    arenas[tensor.per_logit].write(number, tensor, result)
+                    kept[tensor.name] = arenas[tensor.per_logit].read(number, tensor) \
+                        .astype(np.float32)
             if node.op == "CausalAttention":
                 for number, result in zip(node.inputs[1:3], results[1:], strict=True):
                     self.caches[schedule.tensors[number].name][:] = result
+        for arena in arenas.values():
+            arena.check_guards()
         return kept
 
 

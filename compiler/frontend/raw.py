@@ -52,9 +52,10 @@ class RawModel:
         text = json.dumps(kept, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """`eos_token_id` or `bos_token_id`, from the generation config or else the config."""
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """`eos_token_id` or `bos_token_id`, from the generation config or else the config; without
+        those that the vocabulary lacks, as where a small model has its family's config.
+        """
         value = self.generation.get(key, self.config.get(key))
-        if value is None:
-            return ()
-        return tuple(value) if isinstance(value, list) else (value,)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(token for token in values if 0 <= token < vocab_size)

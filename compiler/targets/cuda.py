@@ -28,10 +28,11 @@ from llmc.compiler.artifact import (
 from llmc.compiler.graph.dtypes import numpy_dtype
 from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, values_of
 from llmc.compiler.targets import Options
-from llmc.compiler.targets.typed_onnx import ELEMENTWISE, typed_onnx
+from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Chip, DTypeName, FileEntry, Target
 from llmc.runtime.schedule import (
+    ELEMENTWISE,
     ENCODER_SCHEDULE_NAME,
     SCHEDULE_NAME,
     Schedule,
@@ -173,6 +174,10 @@ def _plan(graph: gs.Graph, kept: set[int], memory: Sequence[gs.Tensor], dtype: s
             last_use[id(tensor)] = step
     for tensor in () if memory else graph.outputs:
         last_use[id(tensor)] = len(graph.nodes)
+    for node in graph.nodes:
+        if node.op == "Gather":  # where all rows are wanted, the engine reads them where they are
+            rows, selected = id(node.inputs[0]), id(node.outputs[0])
+            last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs
               if id(tensor) not in kept and not tensor.is_empty()]
 

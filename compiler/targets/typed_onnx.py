@@ -7,9 +7,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.artifact import Placed, to_onnx
-
-# What the engine does beside llmc's ops, always in float32.
-ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Min", "Max", "Tanh", "Exp", "Sigmoid", "Neg"})
+from llmc.runtime.schedule import ELEMENTWISE  # which the engine computes in float32 always
 
 
 def typed_onnx(graph: gs.Graph, places: dict[str, Placed], target: str, dtype: str) -> \

@@ -7,8 +7,11 @@ written. So is the memory of an encoder-decoder model, whose rows a decoder only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -17,13 +20,25 @@ from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement
-from llmc.runtime.manifest import MANIFEST_NAME, Chip, GraphStep, Manifest, Steps
+from llmc.runtime.manifest import (
+    FACTS,
+    MANIFEST_NAME,
+    Chip,
+    CollectiveStep,
+    EncoderProgram,
+    GraphStep,
+    Manifest,
+    Steps,
+)
 
 _SIZES = {"num_tokens", "num_logits"}
+_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+_COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
+_Described = tuple[str, tuple[int | str, ...]]  # dtype and shape
 
 
 class CpuEngine:
-    """One rank on ONNX Runtime. See `Engine`.
+    """One rank on ONNX Runtime. See `Engine`. `ops` are the names of those that it runs.
 
     Args:
         threads: for a pool that the ranks of the replica share.
@@ -44,8 +59,9 @@ class CpuEngine:
         segments = [step for step in chip.all_steps if isinstance(step, GraphStep)]
         options = _session_options(placement, len(chip.steps), threads)
         self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
-        self._caches, self._memory = _allocate(manifest, chip, max_batch_size)
+        self._check(manifest)
         self._outputs = {step.path: self._made(step) for step in segments}
+        self._caches, self._memory = _allocate(manifest, chip, max_batch_size)
         self._last_uses = self._find_last_uses(chip.steps, {"logits"})
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
             if chip.encoder else []
@@ -80,7 +96,8 @@ class CpuEngine:
         rank = self._chip.rank
         for step, finished in zip(steps, last_uses, strict=True):
             if isinstance(step, GraphStep):
-                self._run_graph(step, batch, values)
+                with _telling(f"ONNX Runtime failed in '{step.path}'"):
+                    self._run_graph(step, batch, values)
             elif step.kind == "all_reduce":
                 values[step.output] = self._communicator.all_reduce(rank, values[step.input])
             else:
@@ -91,6 +108,56 @@ class CpuEngine:
     def copy_row(self, source: int, target: int, length: int) -> None:
         for cache in self._caches.values():
             cache[target, :, :length] = cache[source, :, :length]
+
+    def _check(self, manifest: Manifest) -> None:
+        """Hold what the graphs say of themselves against the manifest, and one against the next."""
+        chip = self._chip
+        facts = [_facts(step.path, self._sessions[step.path]) for step in chip.all_steps
+                 if isinstance(step, GraphStep)]
+        self.ops = {_COLLECTIVES[step.kind] for step in chip.all_steps
+                    if isinstance(step, CollectiveStep)}
+        for fact in facts:
+            self.ops.update(fact["ops"])
+            for name, version in fact["ops"].items():
+                if manifest.ops.get(name, version) != version:
+                    raise LlmcError(f"the graphs of chip {chip.rank} have version {version} of "
+                                    f"{name}, {MANIFEST_NAME} says {manifest.ops[name]}; compile "
+                                    f"the model again")
+        heads = tuple(count for fact in facts for count in fact["num_heads"])
+        if chip.num_heads != heads:
+            raise LlmcError(f"the graphs of chip {chip.rank} have num_heads {list(heads)}, "
+                            f"{MANIFEST_NAME} says {list(chip.num_heads)}; compile the model again")
+        for program in (chip, chip.encoder) if chip.encoder else (chip,):
+            self._check_steps(program, manifest.tp_size)
+
+    def _check_steps(self, program: Chip | EncoderProgram, tp_size: int) -> None:
+        """Hold each tensor that a graph reads or makes against what is known of it: what the
+        manifest lists, and what graphs before it made.
+        """
+        known: dict[str, _Described] = {tensor.name: (tensor.dtype, tensor.shape)
+                                        for tensor in (*program.inputs, *program.outputs)}
+        for step in program.steps:
+            if isinstance(step, CollectiveStep):
+                dtype, shape = known[step.input]
+                if step.kind == "all_gather" and isinstance(shape[-1], int):
+                    shape = (*shape[:-1], shape[-1] * tp_size)
+                found: dict[str, _Described] = {step.output: (dtype, shape)}
+            else:
+                session = self._sessions[step.path]
+                inputs, outputs = ({tensor.name: (_DTYPES.get(tensor.type, tensor.type),
+                                                  tuple(tensor.shape)) for tensor in tensors}
+                                   for tensors in (session.get_inputs(), session.get_outputs()))
+                if inputs.keys() != {*step.inputs} or outputs.keys() != {*step.outputs}:
+                    raise LlmcError(f"'{step.path}' has other inputs or outputs than "
+                                    f"{MANIFEST_NAME} says; compile the model again")
+                found = inputs | outputs
+            for name, described in found.items():
+                if known.setdefault(name, described) != described:
+                    dtype, shape = known[name]
+                    raise LlmcError(
+                        f"{name!r} is {described[0]} {list(described[1])} in "
+                        f"'{self._chip.path}', which should be {dtype} {list(shape)} after what "
+                        f"{MANIFEST_NAME} and the other graphs say; compile the model again")
 
     def _run_graph(self, step: GraphStep, batch: PackedBatch,
                    values: dict[str, np.ndarray]) -> None:
@@ -106,11 +173,7 @@ class CpuEngine:
                             np.float32)
             binding.bind_output(name, "cpu", 0, made.dtype, made.shape, made.ctypes.data)
             values[name] = made
-        try:
-            self._sessions[step.path].run_with_iobinding(binding)
-        except Exception as error:  # onnxruntime's exceptions share no base class
-            raise LlmcError(f"ONNX Runtime failed in '{step.path}': {_first_line(error)}") \
-                from error
+        self._sessions[step.path].run_with_iobinding(binding)
 
     def _binding(self, step: GraphStep, first_row: int, batch_size: int) -> ort.IOBinding:
         """The step's binding for these cache rows, with the caches bound in place."""
@@ -127,25 +190,21 @@ class CpuEngine:
         return self._bindings[key]
 
     def _made(self, step: GraphStep) -> list[tuple[str, list[int | str]]]:
-        """Name and shape of what a graph makes besides caches; refuses one that is not what the
-        manifest says.
+        """Name and shape of what a graph makes besides caches.
+
+        Raises:
+            LlmcError: it is of no size that a step has.
         """
-        session = self._sessions[step.path]
-        inputs, outputs = session.get_inputs(), session.get_outputs()
-        fits = {tensor.name for tensor in inputs} == set(step.inputs) \
-            and {tensor.name for tensor in outputs} == set(step.outputs)
         made = []
-        for tensor in (*inputs, *outputs):
-            cache = self._cache(tensor.name)
-            fits = fits and (cache is None or tuple(tensor.shape[1:]) == cache.shape[1:])
-        for tensor in outputs:
-            if self._cache(tensor.name) is None:
-                made.append((tensor.name, tensor.shape))
-                fits = fits and tensor.type == "tensor(float)" and all(
-                    isinstance(size, int) or size in _SIZES for size in tensor.shape)
-        if not fits:
-            raise LlmcError(f"'{step.path}' has other inputs or outputs than {MANIFEST_NAME} says; "
-                            f"compile the model again")
+        for tensor in self._sessions[step.path].get_outputs():
+            if tensor.name.removesuffix("_out") in self._chip.caches:
+                continue
+            if tensor.type != "tensor(float)" or not all(
+                    isinstance(size, int) or size in _SIZES for size in tensor.shape):
+                raise LlmcError(f"'{step.path}' makes {tensor.name!r}, {tensor.type} "
+                                f"{tensor.shape}, whose size no step tells; compile the model "
+                                f"again")
+            made.append((tensor.name, tensor.shape))
         return made
 
     def _find_last_uses(self, steps: Steps, wanted: set[str]) -> list[list[str]]:
@@ -154,25 +213,54 @@ class CpuEngine:
         uses = []
         for step in reversed(steps):
             names = {*step.inputs, *step.outputs}
-            uses.append([name for name in names - seen if self._cache(name) is None])
+            uses.append([name for name in names - seen
+                         if name.removesuffix("_out") not in self._chip.caches])
             seen |= names
         return uses[::-1]
 
-    def _cache(self, name: str) -> np.ndarray | None:
-        """The cache that a tensor is, before or after its update."""
-        return self._caches.get(name.removesuffix("_out"))
+
+def check_ops(manifest: Manifest, engines: Sequence[CpuEngine]) -> None:
+    """Hold the ops of all ranks against those that the manifest lists.
+
+    Raises:
+        LlmcError: naming one that only one of them has.
+    """
+    used = {name for engine in engines for name in engine.ops}
+    odd = used ^ manifest.ops.keys()
+    if odd:
+        where = "a graph has and the ops of" if min(odd) in used else "no graph has, but the ops of"
+        raise LlmcError(f"there is {min(odd)}, which {where} {MANIFEST_NAME} "
+                        f"{'lack' if min(odd) in used else 'list'}; compile the model again")
 
 
 def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:
     path = case_dir / step.path
-    try:
+    with _telling(f"ONNX Runtime cannot load '{path}'"):
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """What ONNX Runtime says, and what there is no memory for, as one sentence."""
+    try:
+        yield
     except Exception as error:  # onnxruntime's exceptions share no base class
-        raise LlmcError(f"ONNX Runtime cannot load '{path}': {_first_line(error)}") from error
+        text = (str(error).splitlines() or [""])[0] or type(error).__name__
+        if isinstance(error, MemoryError) or "Failed to allocate memory" in str(error):
+            text += "; give fewer or shorter prompts at once, or lower max_batch_size"
+        raise LlmcError(f"{what}: {text}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
+    """What a graph says of itself: the versions of its `ops` by name, and the `num_heads` of each
+    self-attention.
+    """
+    try:
+        facts = json.loads(session.get_modelmeta().custom_metadata_map[FACTS])
+        return {"ops": dict(facts["ops"]), "num_heads": list(facts["num_heads"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise LlmcError(f"'{path}' does not say which ops it has; compile the model again") \
+            from error
 
 
 def _allocate(manifest: Manifest, chip: Chip, max_batch_size: int) -> \
@@ -222,7 +310,8 @@ def _session_options(placement: Placement, steps: int, threads: int) -> ort.Sess
 def _make_shared_pool(threads: int) -> None:
     """Make the process's pool; the first model's size stays, as ONNX Runtime cannot change it."""
     try:
-        ort.set_global_thread_pool_sizes(threads, 1)
-    except Exception as error:  # onnxruntime's exceptions share no base class
+        with _telling(f"ONNX Runtime cannot make {threads} threads"):
+            ort.set_global_thread_pool_sizes(threads, 1)
+    except LlmcError as error:
         if "already been created" not in str(error):
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.rules import LOGPROBS
 from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.engines import MAX_LOGITS
-from llmc.runtime.manifest import Chip, GraphStep, Manifest
-from llmc.runtime.schedule import Schedule, ScheduledTensor, read_schedule
+from llmc.runtime.manifest import Chip, Manifest
+from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
+from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 INSTALL = "pip install -v ./csrc"
@@ -118,17 +118,13 @@ class CudaEngine:
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
               limits: Mapping[str, Any]) -> Any:
         """The extension's engine, its tensors and nodes declared and its weights there."""
-        step = chip.steps[0]
-        assert isinstance(step, GraphStep)
-        self._schedule = schedule = read_schedule(case_dir / step.path)
-        schedules = [schedule]
-        for step in chip.encoder.steps if chip.encoder else ():
-            assert isinstance(step, GraphStep)
-            schedules.append(read_schedule(case_dir / step.path))
+        read = read_program(manifest, chip, case_dir)
+        self._schedule = schedule = read.model
+        schedules = [schedule, *([read.encoder] if read.encoder else [])]
         engine = cuda.Engine(**limits, token_bytes=max(s.token_bytes for s in schedules),
                              logit_bytes=schedule.logit_bytes)
         weights = _build(engine, schedules, self._vocab)
-        _load_weights(engine, weights, case_dir / chip.path / "weights.safetensors")
+        _load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, read.weights)
         return engine
 
     @contextmanager
@@ -365,12 +361,10 @@ def _declare(engine: Any, tensor: ScheduledTensor) -> int:
     return engine.add_cache(tensor.dtype, tensor.shape[1:])
 
 
-def _load_weights(engine: Any, weights: Mapping[str, int], path: Path) -> None:
-    """Copy each weight from the mapped file to the device."""
+def _load_weights(engine: Any, weights: Mapping[str, int], path: Path,
+                  stored: Mapping[str, StoredWeight]) -> None:
+    """Copy each weight from where it is stored in the mapped file to the device."""
     data = np.memmap(path, np.uint8, "r")
-    start = 8 + int(data[:8].view("<u8")[0])
-    header = json.loads(bytes(data[8:start]))
     for name, number in weights.items():
-        low, high = header[name]["data_offsets"]
-        engine.load_weight(number, data[start + low:start + high], 0)
+        engine.load_weight(number, data[stored[name].start:stored[name].stop], 0)
     engine.synchronize()

@@ -1,0 +1,336 @@
+"""A case directory for the CUDA engine, damaged and hashed again: it is refused, or it runs inside
+its memory. NumPy takes the engine's place, in arenas that know whose bytes each are.
+
+LLMC_FUZZ_EXAMPLES says how many damages of each file are tried; 100 where it is not set.
+"""
+
+import copy
+import json
+import math
+import os
+import shutil
+
+import numpy as np
+import pytest
+import small_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schedule_interpreter import Interpreter
+
+import llmc
+from llmc.runtime.manifest import hash_file
+from llmc.runtime.schedule import read_schedule
+from llmc.runtime.weights import read_weight_header
+
+EXAMPLES = int(os.environ.get("LLMC_FUZZ_EXAMPLES", "100"))
+FILES = ("chip0/schedule.json", "chip0/encoder.json", "chip0/weights.safetensors",
+         "model_info.json")
+NUMBERS = (-2**63, -1, 0, 1, 2, 3, 7, 8, 15, 16, 17, 2**31 - 1, 2**31, 2**32 + 8, 2**63 - 1, 2**63,
+           10**30)
+ODD = (None, True, [], {}, "", "num_tokens", "batch", "\u0000", "é\n", "\ud800", 0.0, -1.0, 0.5,
+       1e29, 1e300, math.nan, math.inf)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return small_case.write_case(tmp_path_factory.mktemp("small") / "case")
+
+
+def load(case, file):
+    """A file as JSON; of the weights the header."""
+    if file.endswith(".json"):
+        return json.loads((case / file).read_text())
+    data = (case / file).read_bytes()
+    return json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+
+
+def store(case, file, content):
+    """Write a file again, and its size and hash into the manifest, if that is still one."""
+    path = case / file
+    if file.endswith(".json"):
+        path.write_text(json.dumps(content))
+    else:
+        data = path.read_bytes()
+        header = json.dumps(content).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header
+                         + data[8 + int.from_bytes(data[:8], "little"):])
+    manifest = load(case, "model_info.json")
+    for entry in manifest["files"] if file != "model_info.json" else ():
+        if entry["path"] == file:
+            entry.update(size=path.stat().st_size, sha256=hash_file(path))
+    if file != "model_info.json":
+        (case / "model_info.json").write_text(json.dumps(manifest))
+
+
+def places(content, trail=()):
+    """Every place of a JSON document, as the keys that lead there."""
+    inner = content.items() if isinstance(content, dict) else \
+        enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        yield (*trail, key)
+        yield from places(value, (*trail, key))
+
+
+def at(content, trail):
+    for key in trail:
+        content = content[key]
+    return content
+
+
+def damage(draw, content):
+    """Change one place of a JSON document."""
+    everywhere = list(places(content))
+    trail = draw(st.sampled_from(everywhere))
+    parent, key = at(content, trail[:-1]), trail[-1]
+    value = parent[key]
+    other = draw(st.sampled_from(everywhere))
+    ways = ["remove", "replace", "copy", "swap"]
+    if type(value) is int:
+        ways += ["near", "number"] * 3
+    way = draw(st.sampled_from(ways))
+    if way == "remove":
+        del parent[key]
+    elif way == "near":
+        parent[key] = draw(st.sampled_from([value + 1, value - 1, value + 16, 2 * value,
+                                            value // 2, -value]))
+    elif way == "number":
+        parent[key] = draw(st.sampled_from(NUMBERS))
+    elif way == "replace":
+        parent[key] = draw(st.sampled_from(ODD))
+    elif way == "swap" and trail[:len(other)] != other and other[:len(trail)] != trail:
+        home = at(content, other[:-1])
+        parent[key], home[other[-1]] = home[other[-1]], value
+    elif isinstance(parent, list):
+        parent.insert(key, copy.deepcopy(value))
+    else:
+        parent[f"{key}2"] = copy.deepcopy(value)
+
+
+def run(case):
+    """What the schedule gives for two steps, each of which all is checked in."""
+    interpreter = Interpreter(case)
+    vocab_size = interpreter.manifest.dims.vocab_size
+    memory = interpreter.encode([3, 5, 7], 8)
+    for tokens, past in (([1, 4], 0), ([4], 2)):
+        assert interpreter.run(tokens, past, memory).shape == (len(tokens), vocab_size)
+
+
+def test_the_whole_case_runs(case):
+    run(case)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None,
+          suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@pytest.mark.parametrize("file", FILES)
+def test_what_is_damaged_is_refused_or_runs_inside_its_memory(case, tmp_path_factory, file, data):
+    damaged = shutil.copytree(case, tmp_path_factory.mktemp("damaged") / "case")
+    content = load(damaged, file)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damage(data.draw, content)
+    store(damaged, file, content)
+    try:
+        with np.errstate(all="ignore"):
+            run(damaged)
+    except llmc.LlmcError as error:
+        assert str(error).isprintable()
+    finally:
+        shutil.rmtree(damaged.parent)
+
+
+def tensor(name):
+    return lambda content: next(t for t in content["tensors"] if t["name"] == name)
+
+
+def node(op, number=0):
+    return lambda content: [n for n in content["nodes"] if n["op"] == op][number]
+
+
+def number_of(content, name):
+    return content["tensors"].index(tensor(name)(content))
+
+
+@pytest.mark.parametrize(("where", "changes", "match"), [
+    (tensor("0.x"), {"offset": 2**20}, "'0.x' ends at byte 10486.* of an arena of"),
+    (tensor("0.x"), {"offset": 8}, "value '0.x' .* lies at 8"),
+    (tensor("0.x"), {"per_logit": True}, "per_logit True"),
+    (tensor("0.x"), {"kind": "weight"}, "weight '0.x' is float32"),
+    (tensor("0.x"), {"shape": ["num_tokens", 2**31]}, "less than or equal to 2147483647"),
+    (tensor("0.x"), {"shape": ["num_tokens", 0]}, "greater than or equal to 1"),
+    (tensor("0.x"), {"shape": ["batch", 16]}, "value '0.x'"),
+    (tensor("0.x"), {"shape": ["num_tokens", 32]}, r"output 0 is \['num_tokens', 32\]"),
+    (tensor("0.x"), {"dtype": "float16"}, "values are of float16 and float32"),
+    (tensor("0.down"), {"shape": [16, 13]}, r"weight is \[16, 13\], expected \[16, 12\]"),
+    (tensor("0.qkv.bias"), {"shape": [31]}, r"bias is \[31\], expected \[32\]"),
+    (tensor("cos"), {"shape": [7, 4]}, "CausalAttention's cos has size 7, expected max_seq_len, 8"),
+    (tensor("cos"), {"dtype": "bfloat16"}, "its cos is weight 'cos' of bfloat16"),
+    (tensor("past_lens"), {"name": "cu_seqlens"}, "input 'cu_seqlens' is int32"),
+    (tensor("half"), {"shape": [2]}, r"float32 weights of shape \[1\], not 'half'"),
+    (node("CausalAttention"), {"fields": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8,
+                                          "rotary_dim": 8}},
+     r"CausalAttention's qkv is \['num_tokens', 32\], expected \['num_tokens', 48\]"),
+    (node("CausalAttention"), {"fields": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}},
+     "rotary_dim 0 is not even and from 2 to head_dim 8"),
+    (node("GatedMLP"), {"fields": {"activation": "sine"}}, "'activation' is 'sine', expected one"),
+    (node("GatedMLP"), {"fields": {"shine": 1}}, "GatedMLP has no field 'shine'"),
+    (node("RMSNorm"), {"fields": {"epsilon": 1e30}}, "'epsilon' 1e"),
+    (node("GatedMLP"), {"op": "Sine"}, "'Sine': there is no such op"),
+    (node("Mul"), {"op": "Tanh"}, "takes 1 inputs of one shape"),
+    (node("RMSNorm"), {"inputs": [0]}, "RMSNorm needs the input 'weight'"),
+    (node("RMSNorm"), {"inputs": [0, 0]}, "its x is input 'cu_seqlens' of int32"),
+    (node("RMSNorm"), {"inputs": [999, 0]}, "'RMSNorm' uses tensor 999 of"),
+    (node("RMSNorm"), {"outputs": []}, "it makes 1 tensors, not 0"),
+])
+def test_a_schedule_that_would_leave_its_memory_is_refused(case, tmp_path, where, changes, match):
+    content = load(case, "chip0/schedule.json")
+    where(content).update(changes)
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(llmc.LlmcError, match=f"is not a valid schedule: .*{match}"):
+        read_schedule(path)
+
+
+def swap_inputs(op, first, second):
+    def change(content):
+        inputs = node(op)(content)["inputs"]
+        inputs[first], inputs[second] = inputs[second], inputs[first]
+    return change
+
+
+def lose(name):
+    """Let every node that reads a value read another of its size."""
+    def change(content):
+        node("GemmBiasRes", 1)(content)["inputs"][3] = number_of(content, name)
+    return change
+
+
+def over_its_input(content):
+    tensor("logits")(content)["offset"] = tensor("halved")(content)["offset"]
+
+
+def named_cache(content):
+    outputs = node("CausalAttention")(content)["outputs"]
+    outputs[1] = outputs[0]
+
+
+def write_a_weight(content):
+    node("RMSNorm")(content)["outputs"] = [number_of(content, "q")]
+
+
+def late(content):
+    content["nodes"].append(content["nodes"].pop(2))
+
+
+def twice(content):
+    content["nodes"].insert(2, copy.deepcopy(content["nodes"][1]))
+
+
+def one_cache(content):
+    inputs = node("CausalAttention", 1)(content)["inputs"]
+    inputs[1:3] = node("CausalAttention")(content)["inputs"][1:3]
+
+
+
+def larger(content):
+    content["token_bytes"] += 16
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    (swap_inputs("CausalAttention", 3, 4), "its cu_seqlens is input 'past_lens'"),
+    (swap_inputs("CausalAttention", 1, 5), "its key_cache is weight 'cos'"),
+    (swap_inputs("Gather", 0, 1), "takes .*'logits_indices'"),
+    (over_its_input, "writes 'logits' over 'halved', which is still needed"),
+    (named_cache, "output 1 is tensor .*, which should be -1"),
+    (write_a_weight, "'RMSNorm': (output 0 is|writes 'q')"),
+    (late, "reads '0.qkv' before it is made"),
+    (twice, "writes 'normed', a value that is not its own"),
+    (one_cache, "writes 'key_cache_0' again"),
+    (larger, "are not the .* that values take"),
+    (lose("normed"), "over 'normed', which is still needed"),
+])
+def test_an_order_in_which_something_is_lost_is_refused(case, tmp_path, change, match):
+    content = load(case, "chip0/schedule.json")
+    change(content)
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(llmc.LlmcError, match=f"is not a valid schedule: .*{match}"):
+        read_schedule(path)
+
+
+def set_to(value, *trail):
+    def change(content):
+        at(content, trail[:-1])[trail[-1]] = value
+    return change
+
+
+def in_header(name, **changes):
+    return lambda content: content[name].update(changes)
+
+
+def other_memory(content):
+    memory = next(t for t in content["tensors"] if t["kind"] == "memory")
+    memory["name"] = "memory_key_1"
+
+
+def other_heads(content):
+    content["chips"][0]["num_heads"][1] = 4
+
+
+@pytest.mark.parametrize(("file", "change", "match"), [
+    (FILES[0], lambda c: tensor("key_cache_0")(c).update(shape=["batch", 1, 4, 8]),
+     "is not a valid schedule: .*CausalAttention's"),
+    (FILES[1], other_memory, "no encoder makes 'memory_key_1'"),
+    (FILES[3], set_to(9, "encoder", "max_seq_len"), None),
+    (FILES[3], set_to(7, "dims", "max_seq_len"), "'cache_indirection' is int32"),
+    (FILES[3], set_to("float16", "dtype"), "should be float16|KV caches are of float32"),
+    (FILES[3], set_to(["logits"], "chips", 0, "steps", 0, "outputs"), "does not make"),
+    (FILES[3], other_heads, r"layer 1 has 2 heads, model_info.json says 4"),
+    (FILES[3], lambda c: c["ops"].pop("GatedMLP"), "'GatedMLP' is in the schedules and not among"),
+    (FILES[3], lambda c: c["ops"].update(LayerNorm=1, AllReduce=1),
+     "'AllReduce' is not in the schedules and among ops"),
+    (FILES[3], set_to(33, "dims", "vocab_size"), "padded_vocab_size 32 is below vocab_size 33"),
+    (FILES[3], set_to(17, "dims", "hidden_size"), "has a row of hidden_size 17 for each token"),
+    (FILES[3], set_to(33, "encoder", "vocab_size"), "each token of the encoder's vocab_size 33"),
+    (FILES[3], set_to(12, "chips", 0, "weight_bytes"), "bytes of weights, model_info.json says 12"),
+    (FILES[2], in_header("norm", dtype="F16"), "not a whole weight file"),
+    (FILES[2], in_header("norm", shape=[4, 4]), r"'norm' is float32 \[16\], which should be"),
+    (FILES[2], in_header("norm", data_offsets=[0, 64]), "not a whole weight file"),
+    (FILES[2], lambda c: c.update(norms=c.pop("norm")), "weights.safetensors has no 'norm'"),
+])
+def test_what_one_file_says_of_another_must_be_so(case, tmp_path, file, change, match):
+    damaged = shutil.copytree(case, tmp_path / "case")
+    content = load(damaged, file)
+    change(content)
+    store(damaged, file, content)
+    if match is None:
+        run(damaged)
+        return
+    with pytest.raises(llmc.LlmcError, match=match):
+        run(damaged)
+
+
+@pytest.mark.parametrize(("data", "match"), [
+    (b"", "its header has 0 bytes, the file 0"),
+    (b"\xff" * 16, "its header has 18446744073709551615 bytes"),
+    (b"\x02" + b"\0" * 7 + b"[]", "its header is not a JSON object"),
+    (b"\x02" + b"\0" * 7 + b"{}x", "its weights end at byte 10, the file at 11"),
+    (b"\x02" + b"\0" * 7 + b"\xff\xfe", "not a whole weight file"),
+    (b"\x0f" + b"\0" * 7 + b'{"a":1,"a":2}  ', "a name stands twice"),
+    (b"\x08" + b"\0" * 7 + b'{"a": 1}', "'a' has not dtype, shape and data_offsets alone"),
+])
+def test_a_weight_file_is_read_or_is_one_sentence(tmp_path, data, match):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(llmc.LlmcError, match=match):
+        read_weight_header(path)
+
+
+def test_the_header_says_what_safetensors_says(case):
+    from safetensors.numpy import load_file
+    path = case / FILES[2]
+    arrays, data = load_file(path), path.read_bytes()
+    header = read_weight_header(path)
+    assert header.keys() == arrays.keys()
+    for name, weight in header.items():
+        assert weight.dtype == arrays[name].dtype.name and weight.shape == arrays[name].shape
+        assert data[weight.start:weight.stop] == arrays[name].tobytes()
