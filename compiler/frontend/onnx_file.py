@@ -16,7 +16,7 @@ from llmc.compiler.frontend.huggingface import (
     copy_tokenizer,
     find_directory,
 )
-from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
@@ -25,7 +25,7 @@ _MIN_OPSET = 18
 _WEIGHT_ELEMENTS = 1  # floats with more elements than this and rank 1 or 2 may be weights
 
 
-def load_onnx(path: Path, hf_dir: Path) -> RawModel:
+def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     """Read the graph; weights stay in the file until they are needed.
 
     Raises:
@@ -33,6 +33,7 @@ def load_onnx(path: Path, hf_dir: Path) -> RawModel:
             positions and an attention mask.
     """
     directory = find_directory(hf_dir)
+    check(_plain_config(directory), _generation(directory), False)
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's errors share no base class

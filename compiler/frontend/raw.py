@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_graphsurgeon as gs
+
+# Called with a model's config, its generation config and whether it has an encoder, before anything
+# slow is done with it; raises LlmcError where that cannot be compiled.
+Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool], None]
+
+
+def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool) -> None:
+    """Accept every model."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class RawModel:
 
     @property
     def architecture(self) -> str:
-        return (self.config.get("architectures") or [self.config.get("model_type", "unknown")])[0]
+        return architecture_of(self.config)
 
     @property
     def config_sha256(self) -> str:
@@ -54,7 +62,18 @@ class RawModel:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """`eos_token_id` or `bos_token_id`, from the generation config or else the config."""
-        value = self.generation.get(key, self.config.get(key))
-        if value is None:
-            return ()
-        return tuple(value) if isinstance(value, list) else (value,)
+        return token_ids(key, self.config, self.generation)
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """What a Hugging Face config calls its model."""
+    return str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
+
+
+def token_ids(key: str, config: Mapping[str, Any], generation: Mapping[str, Any]) -> \
+        tuple[int, ...]:
+    """`eos_token_id` or the like, from the generation config or else the config."""
+    value = generation.get(key, config.get(key))
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

@@ -82,7 +82,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         model = _to_proto(program, layers_name)
         text = text_config(config)
         count = getattr(text, part.layers_key(text) or "num_hidden_layers") * part.attentions
-        if implementation == ATTENTION and \
+        if config._attn_implementation == ATTENTION and \
                 sum(node.op_type == "Sdpa" for node in model.graph.node) < count:
             reasons.append("the model bypasses transformers' attention interface")
             continue
