@@ -17,6 +17,7 @@ from llmc.compiler.lower import Lowered, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options
+from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
     Chip,
     FileEntry,
@@ -33,6 +34,7 @@ _DEVICES = 8
 Progress = Callable[[str], None]
 
 
+@interruptible()
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
             target: str = "cpu", max_seq_len: int | None = None,
             mem_max_seq_len: int | None = None, max_beam_width: int = 1,
@@ -79,7 +81,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     lowered = lower(raw, options)
     progress("write")
     with new_directory(output) as directory:
-        return write(raw, lowered, described, options, directory)
+        manifest = write(raw, lowered, described, options, directory)
+        check_interrupted()  # before the directory takes its place
+        return manifest
 
 
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:

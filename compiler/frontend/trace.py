@@ -13,6 +13,7 @@ import inspect
 import io
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
@@ -44,6 +45,7 @@ from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import LlmcError
+from llmc.interrupts import check_interrupted
 
 _OPSET = 23
 
@@ -77,6 +79,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
             reasons.append(str(error))
             continue
         except Exception as error:  # the exporter raises whatever the model's code raises
+            check_interrupted()
             reasons.append(_root_cause(error))
             continue
         model = _to_proto(program, layers_name)
@@ -304,8 +307,9 @@ def _one_sequence_per_row() -> Iterator[None]:
     """Without transformers' search for several sequences in a row of position_ids, which would make
     every mask depend on them. llmc packs behind the mask, in the attention node.
     """
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    original, thread = masking_utils.find_packed_sequence_indices, threading.get_ident()
+    masking_utils.find_packed_sequence_indices = lambda position_ids: \
+        None if threading.get_ident() == thread else original(position_ids)
     try:
         yield
     finally:
@@ -352,9 +356,20 @@ def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
+_ALONE = threading.RLock()
+
+
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the exporter's warnings, logs and prints."""
+def alone() -> Iterator[None]:
+    """While no other thread exports, since that registers functions with transformers and patches
+    torch; and without the exporter's warnings, logs and prints.
+    """
+    with _ALONE, _quiet():
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), \
