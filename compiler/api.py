@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import onnx_graphsurgeon as gs
 
@@ -17,9 +18,11 @@ from llmc.compiler.lower import Lowered, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options
+from llmc.compiler.windows import check_windows
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
     Chip,
+    DTypeName,
     FileEntry,
     Manifest,
     PassReport,
@@ -79,6 +82,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                check=lambda *about: check_model(options, About(*about)))
     progress("passes")
     lowered = lower(raw, options)
+    check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
     with new_directory(output) as directory:
         manifest = write(raw, lowered, described, options, directory)
@@ -112,7 +116,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         format_version=1, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256),
-        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width, dtype=options.dtype,
+        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width,
+        dtype=cast(DTypeName, options.dtype),  # check_options has seen it
         tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),

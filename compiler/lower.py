@@ -231,9 +231,10 @@ def _require_attention(graphs: Sequence[gs.Graph], reports: list[Report]) -> Non
             continue
         refusals = [text for report in reports for text in report.refusals
                     if report.name in (f"{prefix}sdpa", f"{prefix}attention")]
-        why = refusals[0] if refusals else "the graph has neither Softmax nor Attention nodes"
-        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        where, _, why = (refusals or ["the graph: it has neither Softmax nor Attention nodes"]
+                         )[0].partition(": ")
+        more = f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""
         raise LlmcError(
-            f"attention was not recognised: {why}{more}; llmc compiles causal self-attention with "
-            f"optional rotary embedding, GQA, sliding window and soft-cap, and plain attention in "
-            f"and to an encoder, both with biases by distance")
+            f"attention was not recognised: {why} ({where}{more}); llmc compiles causal self-"
+            f"attention with optional rotary embedding, GQA, sliding window and soft-cap, and "
+            f"plain attention in and to an encoder, both with biases by distance")

@@ -42,9 +42,11 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     if opset < _MIN_OPSET:
         raise LlmcError(f"'{path}' has opset {opset}; export it with opset {_MIN_OPSET} or later")
     _check_inputs(model, path)
-    model = onnx.inliner.inline_local_functions(model)
-    model = _with_shapes(model)
-    graph = gs.import_onnx(model)
+    try:
+        graph = gs.import_onnx(_with_shapes(onnx.inliner.inline_local_functions(model)))
+    except Exception as error:  # onnx and graph-surgeon raise many kinds
+        first = str(error).strip().partition("\n")[0][:160] or type(error).__name__
+        raise LlmcError(f"'{path}' is no valid ONNX model ({first})") from error
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):
             _make_lazy(tensor, path.parent)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx_graphsurgeon as gs
 
@@ -41,7 +41,7 @@ class RawModel:
 
     graph: gs.Graph
     config: dict[str, Any]
-    kind: str
+    kind: Literal["huggingface", "gguf", "onnx"]
     save_tokenizer: Callable[[Path], None]
     generation: dict[str, Any]
     notes: tuple[str, ...] = ()

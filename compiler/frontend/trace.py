@@ -229,7 +229,7 @@ def _is_cross(node: ir.Node) -> bool:
     query, key = node.inputs[:2]
     assert query is not None and query.shape is not None
     assert key is not None and key.shape is not None
-    return query.shape[2] != key.shape[2]
+    return bool(query.shape[2] != key.shape[2])
 
 
 def _kind(mask: ir.Value, module: str) -> int:
@@ -258,9 +258,12 @@ class _Stateless(torch.nn.Module):
         self.model = model
         self.takes_positions = takes_positions
 
-    def forward(self, input_ids, position_ids=None):
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> \
+            torch.Tensor:
         positions = {"position_ids": position_ids} if self.takes_positions else {}
-        return self.model(input_ids=input_ids, use_cache=False, return_dict=False, **positions)[0]
+        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, return_dict=False,
+                                          **positions)[0]
+        return logits
 
 
 class _Encoder(torch.nn.Module):
@@ -272,8 +275,9 @@ class _Encoder(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids):
-        return self.model.get_encoder()(input_ids=input_ids)[0]
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        memory: torch.Tensor = self.model.get_encoder()(input_ids=input_ids)[0]
+        return memory
 
 
 class _Decoder(torch.nn.Module):
@@ -283,9 +287,11 @@ class _Decoder(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, encoder_output):
-        return self.model(encoder_outputs=BaseModelOutput(last_hidden_state=encoder_output),
-                          decoder_input_ids=input_ids, use_cache=False, return_dict=True).logits
+    def forward(self, input_ids: torch.Tensor, encoder_output: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoder_output),
+            decoder_input_ids=input_ids, use_cache=False, return_dict=True).logits
+        return logits
 
 
 def _freeze_rotary(model: torch.nn.Module) -> None:
@@ -332,7 +338,8 @@ def _to_proto(program: Any, layers_name: str | None) -> onnx.ModelProto:
             shape = ir.Shape(tuple(int(dim) for dim in value.shape))
             value.const_value = ir.ExternalTensor("weights", 0, 0, ir.DataType.FLOAT, shape=shape,
                                                   name=name)
-    return ir.to_proto(ir_model)
+    made: onnx.ModelProto = ir.to_proto(ir_model)
+    return made
 
 
 def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
