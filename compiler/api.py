@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import cast
 
 import onnx_graphsurgeon as gs
 
@@ -17,10 +16,13 @@ from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, lower
 from llmc.compiler.output import check_output, new_directory
-from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
-from llmc.errors import LlmcError
+from llmc.compiler.preflight import TARGETS, About, check_model, check_options
+from llmc.compiler.targets import Options
+from llmc.compiler.windows import check_windows
+from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
     Chip,
+    DTypeName,
     FileEntry,
     Manifest,
     PassReport,
@@ -31,13 +33,12 @@ from llmc.runtime.manifest import (
 )
 from llmc.runtime.tokenizer import named_end, read_tokenizer
 
-TARGETS: dict[str, ModuleType] = {target.KIND: target
-                                  for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
 _DEVICES = 8
 
 Progress = Callable[[str], None]
 
 
+@interruptible()
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
             target: str = "cpu", max_seq_len: int | None = None,
             mem_max_seq_len: int | None = None, max_beam_width: int = 1,
@@ -70,51 +71,24 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     Raises:
         LlmcError: the input is bad, the model cannot be compiled, or the disk is full.
     """
-    if target not in TARGETS:
-        raise LlmcError(f"target '{target}' is not known; there are: {', '.join(TARGETS)}")
-    if dtype not in TARGETS[target].DTYPES:
-        raise LlmcError(f"target '{target}' has no dtype '{dtype}'; it has: "
-                        f"{', '.join(TARGETS[target].DTYPES)}")
-    kv_dtypes = getattr(TARGETS[target], "KV_DTYPES", ())
-    if kv_dtype and kv_dtype not in kv_dtypes:
-        raise LlmcError(f"target '{target}' has no kv_dtype '{kv_dtype}'; leave it out"
-                        f"{''.join(f', or give {name}' for name in kv_dtypes)}")
-    if compute_capability is not None and (
-            target not in ("cuda", "tensorrt")
-            or not re.fullmatch(r"[1-9]\d*\.\d", compute_capability)):
-        raise LlmcError(f"compute_capability '{compute_capability}' is not one of a GPU's for "
-                        f"target {target}; write it like 9.0")
-    if tp_size < 1:
-        raise LlmcError(f"tp_size {tp_size} is below 1")
-    if max_beam_width < 1:
-        raise LlmcError(f"max_beam_width {max_beam_width} is below 1; 1 is no beam search")
-    if max_beam_width > 1 and target == tensorrt_rtx.KIND:
-        raise LlmcError(f"max_beam_width {max_beam_width} is not there yet for target '{target}'; "
-                        f"leave it out, or compile with --target cpu, cuda or tensorrt")
-    if max_batch_size < 1:
-        raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
-    if target == tensorrt.KIND and max_beam_width > max_batch_size:
-        raise LlmcError(f"max_beam_width {max_beam_width} exceeds max_batch_size {max_batch_size}, "
-                        f"the rows that a plan has; raise it")
     output = Path(output)
-    check_output(output)
     options = Options(dtype, compute_capability, max_batch_size,
                       output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
                       tp_size, max_seq_len, mem_max_seq_len, max_beam_width)
+    check_options(options)
+    check_output(output)
     described = TARGETS[target].describe(options)
     progress("export")
-    raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+               check=lambda *about: check_model(options, About(*about)))
     progress("passes")
-    if raw.encoder is not None and target == tensorrt_rtx.KIND:
-        raise LlmcError(f"'{raw.architecture}' is an encoder-decoder model, which is not there yet "
-                        f"for target '{target}'; compile it with --target cpu, cuda or tensorrt")
-    if raw.encoder is None and mem_max_seq_len is not None:
-        raise LlmcError(f"mem_max_seq_len {mem_max_seq_len} is given, but '{raw.architecture}' has "
-                        f"no encoder; leave it out")
     lowered = lower(raw, options)
+    check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
     with new_directory(output) as directory:
-        return write(raw, lowered, described, options, directory)
+        manifest = write(raw, lowered, described, options, directory)
+        check_interrupted()  # before the directory takes its place
+        return manifest
 
 
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
@@ -143,7 +117,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         format_version=1, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256),
-        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width, dtype=options.dtype,
+        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width,
+        dtype=cast(DTypeName, options.dtype),  # check_options has seen it
         tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),

@@ -1,4 +1,4 @@
-"""What is known of a whole model: its sizes and limits, and how its encoder is used."""
+"""What is known of a whole model: its sizes, and how its encoder is used."""
 
 from __future__ import annotations
 
@@ -11,28 +11,6 @@ from llmc.compiler.graph.rewrite import attends, caches, row_weights, values_of
 from llmc.compiler.passes.packing import lm_head, token_table
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Dims, EncoderInfo
-
-_DEFAULT_MAX_SEQ_LEN = 4096
-
-
-def limit_seq_len(raw: RawModel, wish: int | None, prefix: str = "") -> int:
-    """How many positions a sequence may use, `wish` or as many as is sensible.
-
-    Raises:
-        LlmcError: the model has not so many.
-    """
-    config = raw.config.get("text_config") or raw.config
-    key, limit = next(((key, config[key]) for key in
-                       ("max_position_embeddings", "n_positions", "max_seq_len")
-                       if isinstance(config.get(key), int)), ("", None))
-    if wish is None:
-        return min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
-    if raw.encoder is not None and key == "n_positions":
-        limit = None  # T5's, whose positions are relative: what it was trained with
-    if wish < 2 or (limit is not None and wish > limit):
-        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: '{raw.architecture}' has "
-                        f"max_position_embeddings {limit}; allowed: 2 to {limit or 'any'}")
-    return wish
 
 
 def describe_model(graph: gs.Graph, architecture: str, vocab_size: int) -> Dims:

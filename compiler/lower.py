@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.dims import describe_encoder, describe_model, limit_seq_len
+from llmc.compiler.dims import describe_encoder, describe_model
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.rewrite import Report, Settings, attends, is_op, tidy
 from llmc.compiler.graph.sdpa import SDPA
@@ -32,6 +32,7 @@ from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, narrow_indices
 from llmc.compiler.passes.sdpa import sdpa
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
+from llmc.compiler.preflight import About, limit_seq_len
 from llmc.compiler.targets import Options, cuda, tensorrt
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Dims, EncoderInfo
@@ -150,11 +151,12 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     Raises:
         LlmcError: see `lower`.
     """
+    about = About(raw.config, raw.generation, raw.encoder is not None)
     settings = Settings(
-        limit_seq_len(raw, options.max_seq_len),
+        limit_seq_len(about, options.max_seq_len),
         options.vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
         options.max_beam_width,
-        0 if raw.encoder is None else limit_seq_len(raw, options.mem_max_seq_len, "mem_"),
+        0 if raw.encoder is None else limit_seq_len(about, options.mem_max_seq_len, "mem_"),
         model=raw.architecture)
     graphs = [raw.graph, *([raw.encoder] if raw.encoder is not None else [])]
     reports: list[Report] = []
@@ -233,9 +235,10 @@ def _require_attention(graphs: Sequence[gs.Graph], reports: list[Report]) -> Non
             continue
         refusals = [text for report in reports for text in report.refusals
                     if report.name in (f"{prefix}sdpa", f"{prefix}attention")]
-        why = refusals[0] if refusals else "the graph has neither Softmax nor Attention nodes"
-        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        where, _, why = (refusals or ["the graph: it has neither Softmax nor Attention nodes"]
+                         )[0].partition(": ")
+        more = f", and {len(refusals) - 1} more" if len(refusals) > 1 else ""
         raise LlmcError(
-            f"attention was not recognised: {why}{more}; llmc compiles causal self-attention with "
-            f"optional rotary embedding, GQA, sliding window and soft-cap, and plain attention in "
-            f"and to an encoder, both with biases by distance")
+            f"attention was not recognised: {why} ({where}{more}); llmc compiles causal self-"
+            f"attention with optional rotary embedding, GQA, sliding window and soft-cap, and "
+            f"plain attention in and to an encoder, both with biases by distance")

@@ -21,6 +21,7 @@ from click.core import ParameterSource
 
 from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
+from llmc.interrupts import interruptible
 
 if TYPE_CHECKING:
     from llmc.runtime.decoding.sampling import SamplingParams
@@ -197,12 +198,12 @@ def main() -> None:
 def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **options: Any) -> None:
     """Compile MODEL: a Hugging Face directory, hub id, .gguf or .onnx file."""
     started = time.perf_counter()
-    api = _import_compiler()
 
     def progress(text: str) -> None:
         click.echo(f"[{time.perf_counter() - started:6.2f} s] {text}", err=True)
 
-    manifest = api.compile(model, output, progress=progress, **options)
+    with interruptible():  # imports too
+        manifest = _import_compiler().compile(model, output, progress=progress, **options)
     seconds = time.perf_counter() - started
     if verbose:
         _print_passes(manifest)

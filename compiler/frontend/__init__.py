@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.errors import LlmcError
 
-__all__ = ["RawModel", "load"]
+__all__ = ["Check", "RawModel", "load"]
 
 
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
-         allow_pickle: bool = False) -> RawModel:
+         allow_pickle: bool = False, check: Check = unchecked) -> RawModel:
     """Read a model.
 
     Args:
@@ -19,6 +19,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
         trust_remote_code: run code that comes with the model.
         allow_pickle: read .bin checkpoints with torch.load.
+        check: called before the export, see `Check`.
 
     Raises:
         LlmcError: the model is missing, incomplete, or of an unknown architecture.
@@ -26,15 +27,16 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     path = Path(model)
     if path.suffix == ".gguf":
         from llmc.compiler.frontend.gguf_file import load_gguf
-        return load_gguf(_existing(path))
+        return load_gguf(_existing(path), check)
     if path.suffix == ".onnx":
         from llmc.compiler.frontend.onnx_file import load_onnx
         if hf_dir is None:
             raise LlmcError(f"'{path}' needs --hf_dir, the Hugging Face directory with its "
                             f"config.json and tokenizer")
-        return load_onnx(_existing(path), Path(hf_dir))
+        return load_onnx(_existing(path), Path(hf_dir), check)
     from llmc.compiler.frontend.huggingface import load_huggingface
-    return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+                            check=check)
 
 
 def _existing(path: Path) -> Path:

@@ -18,7 +18,7 @@ from llmc.compiler.frontend.bind import attach_weights, names_in
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, DECODER, ENCODER, Part, build
 from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
-from llmc.compiler.frontend.trace import quiet, to_graph, trace
+from llmc.compiler.frontend.trace import alone, to_graph, trace
 from llmc.compiler.graph.weights import Weight
 
 
@@ -54,7 +54,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     notes: list[str] = []
     names: dict[int, str] = {}
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
-    with quiet():
+    with alone():
         if config.is_encoder_decoder:
             tensors = _completed(config, tensors, trust_remote_code)
         graphs = [_export_part(copy.deepcopy(config), part, tensors, origin, trust_remote_code,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 
-def load_gguf(path: Path) -> RawModel:
+def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     """Export the model in a GGUF file. Quantised weights become float32.
 
     Raises:
@@ -32,10 +32,11 @@ def load_gguf(path: Path) -> RawModel:
     if config.is_encoder_decoder:
         raise LlmcError(f"'{path}' holds an encoder-decoder model, which llmc reads from a Hugging "
                         f"Face directory only; give that")
-    exported = export(config, _tensors(path, reader, config), str(path))
     plain = config.to_dict()
     if not plain.get("architectures"):
         plain["architectures"] = [type(config).__name__.replace("Config", "ForCausalLM")]
+    check(plain, {}, False)
+    exported = export(config, _tensors(path, reader, config), str(path))
 
     def save_tokenizer(target: Path) -> None:
         from transformers import AutoTokenizer

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmc.compiler.frontend import sentencepiece_pair
-from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
@@ -20,7 +21,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
-                     allow_pickle: bool = False) -> RawModel:
+                     allow_pickle: bool = False, check: Check = unchecked) -> RawModel:
     """Export the model in a directory, or fetch it by hub id first.
 
     Raises:
@@ -28,14 +29,17 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     """
     directory = find_directory(model)
     config = read_config(directory, trust_remote_code)
+    generation = _generation(directory)
+    if config.is_encoder_decoder and not generation:  # as transformers does
+        from transformers import GenerationConfig
+        generation = GenerationConfig.from_model_config(config).to_dict()
+    check(_plain_config(directory), generation, config.is_encoder_decoder)
+    with tempfile.TemporaryDirectory() as scratch:
+        copy_tokenizer(directory, Path(scratch))  # rather now than after the export
     tensors = open_checkpoint(directory, allow_pickle)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, tensors, str(directory), trust_remote_code=trust_remote_code)
-    generation = _generation(directory)
-    if exported.encoder is not None and not generation:  # as transformers does
-        from transformers import GenerationConfig
-        generation = GenerationConfig.from_model_config(config).to_dict()
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
                     lambda target: copy_tokenizer(directory, target), generation,
                     tuple(exported.notes), exported.encoder)

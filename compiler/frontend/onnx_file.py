@@ -16,7 +16,7 @@ from llmc.compiler.frontend.huggingface import (
     copy_tokenizer,
     find_directory,
 )
-from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
@@ -25,7 +25,7 @@ _MIN_OPSET = 18
 _WEIGHT_ELEMENTS = 1  # floats with more elements than this and rank 1 or 2 may be weights
 
 
-def load_onnx(path: Path, hf_dir: Path) -> RawModel:
+def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     """Read the graph; weights stay in the file until they are needed.
 
     Raises:
@@ -33,6 +33,7 @@ def load_onnx(path: Path, hf_dir: Path) -> RawModel:
             positions and an attention mask.
     """
     directory = find_directory(hf_dir)
+    check(_plain_config(directory), _generation(directory), False)
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's errors share no base class
@@ -41,9 +42,11 @@ def load_onnx(path: Path, hf_dir: Path) -> RawModel:
     if opset < _MIN_OPSET:
         raise LlmcError(f"'{path}' has opset {opset}; export it with opset {_MIN_OPSET} or later")
     _check_inputs(model, path)
-    model = onnx.inliner.inline_local_functions(model)
-    model = _with_shapes(model)
-    graph = gs.import_onnx(model)
+    try:
+        graph = gs.import_onnx(_with_shapes(onnx.inliner.inline_local_functions(model)))
+    except Exception as error:  # onnx and graph-surgeon raise many kinds
+        first = str(error).strip().partition("\n")[0][:160] or type(error).__name__
+        raise LlmcError(f"'{path}' is no valid ONNX model ({first})") from error
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):
             _make_lazy(tensor, path.parent)

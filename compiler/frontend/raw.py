@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx_graphsurgeon as gs
+
+# Called with a model's config, its generation config and whether it has an encoder, before anything
+# slow is done with it; raises LlmcError where that cannot be compiled.
+Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool], None]
+
+
+def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool) -> None:
+    """Accept every model."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class RawModel:
 
     graph: gs.Graph
     config: dict[str, Any]
-    kind: str
+    kind: Literal["huggingface", "gguf", "onnx"]
     save_tokenizer: Callable[[Path], None]
     generation: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -41,7 +49,7 @@ class RawModel:
 
     @property
     def architecture(self) -> str:
-        return (self.config.get("architectures") or [self.config.get("model_type", "unknown")])[0]
+        return architecture_of(self.config)
 
     @property
     def config_sha256(self) -> str:
@@ -56,6 +64,19 @@ class RawModel:
         """`eos_token_id` or `bos_token_id`, from the generation config or else the config; without
         those that the vocabulary lacks, as where a small model has its family's config.
         """
-        value = self.generation.get(key, self.config.get(key))
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        return tuple(token for token in values if 0 <= token < vocab_size)
+        return tuple(token for token in token_ids(key, self.config, self.generation)
+                     if 0 <= token < vocab_size)
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """What a Hugging Face config calls its model."""
+    return str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
+
+
+def token_ids(key: str, config: Mapping[str, Any], generation: Mapping[str, Any]) -> \
+        tuple[int, ...]:
+    """`eos_token_id` or the like, from the generation config or else the config."""
+    value = generation.get(key, config.get(key))
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

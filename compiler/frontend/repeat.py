@@ -58,7 +58,7 @@ def _find_layers(model: Any, part: Part, count: int) -> tuple[str, torch.nn.Modu
     return found[0]
 
 
-def _signature(module: torch.nn.Module) -> tuple:
+def _signature(module: torch.nn.Module) -> tuple[object, ...]:
     """All that distinguishes one layer from another, but for its index and its weights' values."""
     settings = tuple(sorted(
         (name, repr(value)) for name, value in vars(module).items()
@@ -155,7 +155,7 @@ def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
     tidy(graph)
     order = [node.attrs["layer"] for node in graph.nodes if node.op == "Sdpa"]
     expected = [layer for layer in range(len(plan.group)) for _ in range(plan.part.attentions)]
-    if plan.part.causal and order != expected:
+    if plan.part.causal and order and order != expected:  # eager attention has no such nodes
         raise CannotRepeat("attention layers are not in the order of the layers")
     return graph
 
@@ -211,11 +211,11 @@ def _untag_shared(graph: gs.Graph, tag: dict[int, str]) -> None:
             stack.extend(t.inputs[0] for t in node.inputs if t.inputs)
 
 
-def _canonical(layer: _Layer, prefix: str, index: int) -> list:
+def _canonical(layer: _Layer, prefix: str, index: int) -> list[tuple[object, ...]]:
     """A form that equal layers share. The first layer's carried input stands for any tensor that
     the model computes from the tokens, so that it compares equal to later layers."""
     number: dict[int, int] = {}
-    form: list = []
+    form: list[tuple[object, ...]] = []
     for node in layer.nodes:
         reads: list[Any] = []
         for tensor in node.inputs:

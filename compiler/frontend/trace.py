@@ -13,6 +13,7 @@ import inspect
 import io
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
@@ -44,6 +45,7 @@ from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import LlmcError
+from llmc.interrupts import check_interrupted
 
 _OPSET = 23
 
@@ -77,12 +79,13 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
             reasons.append(str(error))
             continue
         except Exception as error:  # the exporter raises whatever the model's code raises
+            check_interrupted()
             reasons.append(_root_cause(error))
             continue
         model = _to_proto(program, layers_name)
         text = text_config(config)
         count = getattr(text, part.layers_key(text) or "num_hidden_layers") * part.attentions
-        if implementation == ATTENTION and \
+        if config._attn_implementation == ATTENTION and \
                 sum(node.op_type == "Sdpa" for node in model.graph.node) < count:
             reasons.append("the model bypasses transformers' attention interface")
             continue
@@ -226,7 +229,7 @@ def _is_cross(node: ir.Node) -> bool:
     query, key = node.inputs[:2]
     assert query is not None and query.shape is not None
     assert key is not None and key.shape is not None
-    return query.shape[2] != key.shape[2]
+    return bool(query.shape[2] != key.shape[2])
 
 
 def _kind(mask: ir.Value, module: str) -> int:
@@ -255,9 +258,12 @@ class _Stateless(torch.nn.Module):
         self.model = model
         self.takes_positions = takes_positions
 
-    def forward(self, input_ids, position_ids=None):
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> \
+            torch.Tensor:
         positions = {"position_ids": position_ids} if self.takes_positions else {}
-        return self.model(input_ids=input_ids, use_cache=False, return_dict=False, **positions)[0]
+        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, return_dict=False,
+                                          **positions)[0]
+        return logits
 
 
 class _Encoder(torch.nn.Module):
@@ -269,8 +275,9 @@ class _Encoder(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids):
-        return self.model.get_encoder()(input_ids=input_ids)[0]
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        memory: torch.Tensor = self.model.get_encoder()(input_ids=input_ids)[0]
+        return memory
 
 
 class _Decoder(torch.nn.Module):
@@ -280,9 +287,11 @@ class _Decoder(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, encoder_output):
-        return self.model(encoder_outputs=BaseModelOutput(last_hidden_state=encoder_output),
-                          decoder_input_ids=input_ids, use_cache=False, return_dict=True).logits
+    def forward(self, input_ids: torch.Tensor, encoder_output: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoder_output),
+            decoder_input_ids=input_ids, use_cache=False, return_dict=True).logits
+        return logits
 
 
 def _freeze_rotary(model: torch.nn.Module) -> None:
@@ -304,8 +313,9 @@ def _one_sequence_per_row() -> Iterator[None]:
     """Without transformers' search for several sequences in a row of position_ids, which would make
     every mask depend on them. llmc packs behind the mask, in the attention node.
     """
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    original, thread = masking_utils.find_packed_sequence_indices, threading.get_ident()
+    masking_utils.find_packed_sequence_indices = lambda position_ids: \
+        None if threading.get_ident() == thread else original(position_ids)
     try:
         yield
     finally:
@@ -328,7 +338,8 @@ def _to_proto(program: Any, layers_name: str | None) -> onnx.ModelProto:
             shape = ir.Shape(tuple(int(dim) for dim in value.shape))
             value.const_value = ir.ExternalTensor("weights", 0, 0, ir.DataType.FLOAT, shape=shape,
                                                   name=name)
-    return ir.to_proto(ir_model)
+    made: onnx.ModelProto = ir.to_proto(ir_model)
+    return made
 
 
 def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
@@ -352,9 +363,20 @@ def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
+_ALONE = threading.RLock()
+
+
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the exporter's warnings, logs and prints."""
+def alone() -> Iterator[None]:
+    """While no other thread exports, since that registers functions with transformers and patches
+    torch; and without the exporter's warnings, logs and prints.
+    """
+    with _ALONE, _quiet():
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), \

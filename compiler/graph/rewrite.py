@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 from llmc import plugins
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
 from llmc.plugins import Op
 from llmc.plugins.roles import ByRows, Shard
 
@@ -76,13 +77,15 @@ class Rule:
     rewrite: Callable[[gs.Graph, Any, Settings], None]
 
 
-class CannotEvaluate(RuntimeError):
+class CannotEvaluate(LlmcError):
     """A piece of a graph cannot be run. Where a check does not catch it, its node is refused."""
 
     def __init__(self, output: gs.Tensor, error: str) -> None:
-        super().__init__(error)
+        first = " ".join(error.split())[:160]
+        super().__init__(f"ONNX Runtime cannot compute '{output.name}' of the exported graph "
+                         f"({first})")
         self.output = output
-        self.reason = NoMatch(f"it cannot be evaluated ({error[:160]})", output)
+        self.reason = NoMatch(f"it cannot be evaluated ({first})", output)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, token_feeds
-from llmc.compiler.graph.rewrite import NoMatch, Settings, constant, producer
+from llmc.compiler.graph.rewrite import CannotEvaluate, NoMatch, Settings, constant, producer
 
 _MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
     "Range", "ConstantOfShape", "Trilu", "CumSum", "GatherND", "ScatterND", "Shape", "Tile",
@@ -95,7 +95,7 @@ class _Mask:
         sample = np.array([30, 1, 62, 5, 12, 0, 11, 63, 47, 2, 61])
         try:
             return np.array_equal(self.far(sample), self.near(64)[np.ix_(sample, sample)])
-        except RuntimeError:
+        except CannotEvaluate:
             return False
 
     def near(self, length: int) -> np.ndarray:
@@ -144,9 +144,8 @@ def _window(mask: _Mask, max_seq_len: int) -> int:
         for length in lengths:
             if length <= min(max_seq_len, 2 * _WHOLE):
                 windows.add(_span(mask, mask.near(length), np.arange(length)))
-    except RuntimeError as error:
-        raise _Unclear(f"the mask cannot be evaluated ({str(error)[:120]})",
-                       mask.output) from error
+    except CannotEvaluate as error:
+        raise _Unclear(f"the mask: {error.reason.reason}", error.output) from error
     windows.discard(0)
     if len(windows) > 1:
         raise _Unclear(f"the mask's window changes with the length: {sorted(windows)}",
@@ -191,11 +190,12 @@ def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
                        piece.output) from None
     seen = mask if mask.dtype == bool else mask > _HIDDEN
     if mask.dtype != bool and np.abs(mask[seen]).max(initial=0) > 0:
-        raise _Unclear("the mask adds a bias to the scores (ALiBi, relative positions), which "
+        raise _Unclear("ALiBi or another bias that grows with distance is in the mask, which "
                        "llmc::CausalAttention does not have", piece.output)
     if (seen != seen[:1]).any():
         raise _Unclear("the mask differs between heads", piece.output)
-    return seen[0]
+    shown: np.ndarray = seen[0]
+    return shown
 
 
 def _feeds(piece: Piece, positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -216,7 +216,7 @@ def _with_positions(piece: Piece) -> tuple[Piece, list[tuple[gs.Tensor, tuple[in
     places: list[tuple[gs.Tensor, tuple[int, ...]]] = []
     try:
         runs = [probe.run_all(_feeds(piece, np.arange(length))) for length in (5, 7)]
-    except RuntimeError:
+    except CannotEvaluate:
         return piece, []
     for tensor, short, long in zip(made, *runs, strict=True):
         if tensor is not piece.output and short.dtype.kind in "if" and all(

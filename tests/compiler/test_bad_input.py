@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import families
 import numpy as np
 import pytest
 import torch
@@ -89,38 +88,6 @@ def test_remote_code_needs_a_flag(hf, tmp_path):
     config.update(model_type="homemade", auto_map={"AutoConfig": "configuration.Config"})
     (hf / "config.json").write_text(json.dumps(config))
     refused(hf, tmp_path, "--trust_remote_code")
-
-
-@pytest.mark.parametrize(("options", "match"), [
-    ({"tp_size": 0}, "tp_size 0"),
-    ({"tp_size": 5}, "tp_size 5 exceeds num_attention_heads 4 of 'LlamaForCausalLM'; allowed: 1 "),
-    ({"dtype": "float8"}, "has no dtype 'float8'; it has: float32"),
-    ({"target": "abacus"}, "target 'abacus' is not known; there are: cpu"),
-    ({"max_seq_len": 100000}, "max_position_embeddings 64; allowed: 2 to 64"),
-])
-def test_impossible_options(hf, tmp_path, options, match):
-    refused(hf, tmp_path, match, **options)
-
-
-@pytest.mark.parametrize(("family", "config", "match"), [
-    ("bloom", dict(vocab_size=101, hidden_size=64, n_layer=2, n_head=4),  # ALiBi
-     "attention was not recognised: Softmax"),
-    ("falcon", dict(alibi=True),  # in bfloat16, which numpy has not
-     "attention was not recognised: Softmax"),
-    ("deepseek_v3", dict(families.FAMILIES["llama"], q_lora_rank=16, kv_lora_rank=16, v_head_dim=16,
-                         qk_rope_head_dim=8, qk_nope_head_dim=8, n_routed_experts=4, n_group=1,
-                         topk_group=1),  # a rotary part of K that all heads share
-     "attention was not recognised: Sdpa .* neither the identity nor a rotary embedding"),
-    ("mixtral", dict(families.FAMILIES["llama"], num_local_experts=4),
-     r"mixture-of-experts layers \(num_local_experts 4\)"),
-    ("lfm2", dict(families.FAMILIES["llama"], layer_types=["conv", "full_attention", "conv"]),
-     "only llmc ops and row-wise ops may be left"),
-    ("mamba", dict(vocab_size=101, hidden_size=64, num_hidden_layers=2),
-     "neither Softmax nor Attention"),
-])
-def test_what_is_not_known_is_refused_with_what_did_not_match(tmp_path, family, config, match):
-    directory = families.save(families.tiny_model(family, **config), tmp_path / "model")
-    refused(directory, tmp_path, match)
 
 
 def test_a_hub_id_that_cannot_be_fetched(tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import llmc
 from llmc.compiler.check.execute import run_graph
-from llmc.compiler.frontend import load, parts, trace
+from llmc.compiler.frontend import load, trace
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
@@ -89,22 +88,3 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
             np.testing.assert_array_equal(tensor._values.load(), truth[tensor.name].numpy())
             seen += 1
     assert seen == 40
-
-
-def test_only_causal_and_sliding_window_rules_are_taken():
-    from transformers import masking_utils
-
-    causal = masking_utils.causal_mask_function
-    full = masking_utils.bidirectional_mask_function
-    for rule in (causal, masking_utils.sliding_window_causal_mask_function(8)):
-        trace._check_masks([rule], parts.CAUSAL_LM)
-    trace._check_masks([full], parts.ENCODER)
-    trace._check_masks([causal, full], parts.DECODER)
-    no_padding = torch.zeros(1, dtype=torch.int64)
-    chunked = masking_utils.chunked_causal_mask_function(128, no_padding)
-    for rule, part in ((chunked, parts.CAUSAL_LM), (full, parts.CAUSAL_LM),
-                       (causal, parts.ENCODER), (chunked, parts.DECODER)):
-        with pytest.raises(llmc.LlmcError, match="neither causal nor a window"):
-            trace._check_masks([rule], part)
-    with pytest.raises(llmc.LlmcError, match="no causal mask in its decoder"):
-        trace._check_masks([full], parts.DECODER)

@@ -68,6 +68,24 @@ class Branch:
     norm: HeadNorm | None
 
 
+def _is_rotated(tensor: gs.Tensor, piece: Piece) -> bool:
+    """Whether positions go into a tensor of the piece."""
+    inside = {id(node) for node in piece.nodes}
+    seen: set[int] = set()
+    stack = [tensor]
+    while stack:
+        tensor = stack.pop()
+        node = producer(tensor)
+        if tensor.name == "position_ids":
+            return True
+        if node is not None and id(node) in inside and id(node) not in seen:
+            if node.op in ("Cos", "Sin", "RotaryEmbedding"):
+                return True
+            seen.add(id(node))
+            stack.extend(node.inputs)
+    return False
+
+
 def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoMatch:
     """What one input of Sdpa is.
 
@@ -97,7 +115,9 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoM
     if isinstance(norm, NoMatch):
         return norm
     if not _norm_is_inside(piece, source, width, norm, heads):
-        return NoMatch("it is not a per-head norm followed by a rotary embedding", norms[0])
+        return NoMatch("q and k are normed after the rotary embedding, not before"
+                       if _is_rotated(norms[0].inputs[0], piece) else
+                       "it is not a per-head norm followed by a rotary embedding", norms[0])
     return Branch(source, heads, norm)
 
 

@@ -1,0 +1,249 @@
+"""What can be known of a compile before the model is exported, in tables: the options first, then
+what the model's config says of them. What lies behind is proved again by the passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from llmc.compiler.frontend.raw import architecture_of, token_ids
+from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
+from llmc.errors import LlmcError
+
+TARGETS: dict[str, ModuleType] = {target.KIND: target
+                                  for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
+_GPU = (cuda.KIND, tensorrt.KIND)
+_DEFAULT_MAX_SEQ_LEN = 4096
+_MAX_HEAD_DIM = 256  # of the attention kernels
+_TENSORRT_ALIGNMENT = 256  # bytes, of every input's address
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a model without its graph.
+
+    Args:
+        config: its config.json.
+        generation: its generation_config.json.
+        has_encoder: whether it is an encoder-decoder model.
+    """
+
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    has_encoder: bool
+
+    @property
+    def name(self) -> str:
+        return architecture_of(self.config)
+
+    def number(self, *keys: str) -> int | None:
+        """The first of these keys that the config, or its part about text, has."""
+        text = self.config.get("text_config") or self.config
+        return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
+
+    @property
+    def num_heads(self) -> int | None:
+        """The fewest that an attention has."""
+        found = [heads for key in ("num_attention_heads", "n_head", "n_heads", "num_heads",
+                                   "encoder_attention_heads", "decoder_attention_heads")
+                 if (heads := self.number(key))]
+        return min(found, default=None)
+
+    @property
+    def head_dim(self) -> int | None:
+        dim, hidden = self.number("head_dim", "d_kv"), self.number("hidden_size", "n_embd",
+                                                                   "d_model")
+        if dim is None and hidden and self.num_heads and hidden % self.num_heads == 0:
+            return hidden // self.num_heads
+        return dim
+
+
+def check_options(options: Options) -> None:
+    """Refuse options that are impossible for every model.
+
+    Raises:
+        LlmcError: it names the option, its value and what is possible.
+    """
+    for check in OPTION_CHECKS.values():
+        problem = check(options)
+        if problem:
+            raise LlmcError(problem)
+
+
+def check_model(options: Options, about: About) -> None:
+    """Refuse options that are impossible for this model.
+
+    Raises:
+        LlmcError: it names the option, its value and what is possible.
+    """
+    for check in MODEL_CHECKS.values():
+        problem = check(options, about)
+        if problem:
+            raise LlmcError(problem)
+
+
+def limit_seq_len(about: About, wish: int | None, prefix: str = "") -> int:
+    """How many positions a sequence may use, `wish` or as many as is sensible.
+
+    Raises:
+        LlmcError: the model has not so many.
+    """
+    keys = ("max_position_embeddings", "n_positions", "max_seq_len")
+    limit = about.number(*keys)
+    if wish is None:
+        return min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
+    if about.has_encoder and about.number(keys[0]) is None:
+        limit = None  # T5's n_positions, whose positions are relative: what it was trained with
+    if wish < 2 or (limit is not None and wish > limit):
+        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: '{about.name}' has "
+                        f"max_position_embeddings {limit}; allowed: 2 to {limit or 'any'}")
+    return wish
+
+
+# Each says what is wrong, or nothing.
+
+def _target(options: Options) -> str | None:
+    if options.target in TARGETS:
+        return None
+    return f"target '{options.target}' is not known; there are: {', '.join(TARGETS)}"
+
+
+def _dtype(options: Options) -> str | None:
+    dtypes = TARGETS[options.target].DTYPES
+    if options.dtype in dtypes:
+        return None
+    return f"target '{options.target}' has no dtype '{options.dtype}'; it has: {', '.join(dtypes)}"
+
+
+def _kv_dtype(options: Options) -> str | None:
+    kv_dtypes = getattr(TARGETS[options.target], "KV_DTYPES", ())
+    if not options.kv_dtype or options.kv_dtype in kv_dtypes:
+        return None
+    return (f"target '{options.target}' has no kv_dtype '{options.kv_dtype}'; leave it out"
+            f"{''.join(f', or give {name}' for name in kv_dtypes)}")
+
+
+def _compute_capability(options: Options) -> str | None:
+    if options.compute_capability is None or (
+            options.target in _GPU and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
+        return None
+    return (f"compute_capability '{options.compute_capability}' is not one of a GPU's for target "
+            f"{options.target}; write it like 9.0")
+
+
+def _tp_size(options: Options) -> str | None:
+    if options.tp_size < 1:
+        return f"tp_size {options.tp_size} is below 1"
+    if options.tp_size > 1 and options.target == tensorrt_rtx.KIND:
+        return "TensorRT-RTX has no collectives; compile with --tp_size 1"
+    return None
+
+
+def _seq_lens(options: Options) -> str | None:
+    for name in ("max_seq_len", "mem_max_seq_len"):
+        length = getattr(options, name)
+        if length is not None and length < 2:
+            return f"{name} {length} is below 2"
+    return None
+
+
+def _max_beam_width(options: Options) -> str | None:
+    if options.max_beam_width < 1:
+        return f"max_beam_width {options.max_beam_width} is below 1; 1 is no beam search"
+    if options.max_beam_width > 1 and options.target == tensorrt_rtx.KIND:
+        return (f"max_beam_width {options.max_beam_width} is not there yet for target "
+                f"'{options.target}'; leave it out, or compile with --target cpu, cuda or tensorrt")
+    return None
+
+
+def _max_batch_size(options: Options) -> str | None:
+    if options.max_batch_size < 1:
+        return f"max_batch_size {options.max_batch_size} is below 1"
+    if options.target == tensorrt.KIND and options.max_beam_width > options.max_batch_size:
+        return (f"max_beam_width {options.max_beam_width} exceeds max_batch_size "
+                f"{options.max_batch_size}, the rows that a plan has; raise it")
+    return None
+
+
+def _encoder(options: Options, about: About) -> str | None:
+    if about.has_encoder and options.target == tensorrt_rtx.KIND:
+        return (f"'{about.name}' is an encoder-decoder model, which is not there yet for target "
+                f"'{options.target}'; compile it with --target cpu, cuda or tensorrt")
+    if not about.has_encoder and options.mem_max_seq_len is not None:
+        return (f"mem_max_seq_len {options.mem_max_seq_len} is given, but '{about.name}' has no "
+                f"encoder; leave it out")
+    return None
+
+
+def _decoder_start(options: Options, about: About) -> str | None:
+    if not about.has_encoder or any(token_ids(key, about.config, about.generation)
+                                    for key in ("decoder_start_token_id", "bos_token_id")):
+        return None
+    return (f"'{about.name}' does not say which token its decoder begins with; put "
+            f"decoder_start_token_id into generation_config.json")
+
+
+def _heads(options: Options, about: About) -> str | None:
+    heads = about.num_heads
+    if heads is None or options.tp_size <= heads:
+        return None
+    return (f"tp_size {options.tp_size} exceeds num_attention_heads {heads} of '{about.name}'; "
+            f"allowed: 1 to {heads}")
+
+
+def _positions(options: Options, about: About) -> str | None:
+    try:
+        limit_seq_len(about, options.max_seq_len)
+        if about.has_encoder:
+            limit_seq_len(about, options.mem_max_seq_len, "mem_")
+    except LlmcError as error:
+        return str(error)
+    return None
+
+
+def _head_dim(options: Options, about: About) -> str | None:
+    dim = about.head_dim
+    if options.target not in _GPU or dim is None or (dim % 8 == 0 and dim <= _MAX_HEAD_DIM):
+        return None
+    return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 up to {_MAX_HEAD_DIM}, which "
+            f"attention kernels need; compile for --target cpu")
+
+
+def _cache_rows(options: Options, about: About) -> str | None:
+    """TensorRT wants every row of a cache aligned."""
+    kv_heads, dim = about.number("num_key_value_heads") or about.num_heads, about.head_dim
+    if options.target != tensorrt.KIND or kv_heads is None or dim is None or \
+            kv_heads % options.tp_size:
+        return None
+    row = (kv_heads // options.tp_size) * limit_seq_len(about, options.max_seq_len) * dim * \
+        _BYTES[options.kv_dtype or options.dtype]
+    if row % _TENSORRT_ALIGNMENT == 0:
+        return None
+    return (f"a cache row of {row} bytes is no multiple of {_TENSORRT_ALIGNMENT}, at which "
+            f"TensorRT wants its inputs; make max_seq_len a multiple of "
+            f"{32 if options.kv_dtype else 16}")
+
+
+OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
+    "target": _target,  # first: the others ask it what it has
+    "dtype": _dtype,
+    "kv_dtype": _kv_dtype,
+    "compute_capability": _compute_capability,
+    "tp_size": _tp_size,
+    "max_seq_len": _seq_lens,
+    "max_beam_width": _max_beam_width,
+    "max_batch_size": _max_batch_size,
+}
+MODEL_CHECKS: dict[str, Callable[[Options, About], str | None]] = {
+    "encoder": _encoder,
+    "decoder start": _decoder_start,
+    "heads": _heads,
+    "positions": _positions,
+    "head_dim": _head_dim,
+    "cache rows": _cache_rows,
+}

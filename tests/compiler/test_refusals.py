@@ -1,0 +1,172 @@
+"""What cannot be compiled is said in the field's words, and before the export where that is known.
+"""
+
+import json
+import os
+
+import families
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import save_file
+from transformers import AutoConfig
+
+import llmc
+from llmc.compiler import preflight
+from llmc.compiler.frontend import trace
+from llmc.compiler.targets import Options
+
+_LLAMA = families.FAMILIES["llama"]
+_MLA = dict(q_lora_rank=16, kv_lora_rank=16, v_head_dim=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+            num_key_value_heads=4)
+_EXPERTS = r"a mixture of experts \({} 4; \w+ '[\w.]+'\)"
+FEATURES = {
+    "bloom": (dict(hidden_size=64, n_layer=2, n_head=4),
+              r"ALiBi \(a bias that grows with distance\) \(BloomAttention "),
+    "mpt": (dict(d_model=64, n_heads=4, n_layers=2),
+            r"ALiBi .*\(attn_config.alibi True\)"),
+    "falcon": (dict(alibi=True, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+               r"ALiBi .*\(alibi True\)"),
+    "mixtral": (dict(_LLAMA, num_local_experts=4), _EXPERTS.format("num_local_experts")),
+    "qwen2_moe": (dict(_LLAMA, num_experts=4), _EXPERTS.format("num_experts")),
+    "gpt_oss": (dict(_LLAMA, num_local_experts=4),
+                _EXPERTS.format("num_local_experts") + r" and attention sinks"),
+    "deepseek_v3": (dict(_LLAMA, **_MLA, n_routed_experts=4, n_group=1, topk_group=1),
+                    r"multi-head latent attention, .* \(kv_lora_rank 16\)"),
+    "minicpm3": (dict(_LLAMA, **_MLA), r"has multi-head latent attention, "),
+    "llama4_text": (dict(_LLAMA, num_local_experts=4),
+                    r"attention in chunks .* \(attention_chunk_size 8192\)"),
+    "lfm2": (dict(_LLAMA, layer_types=["conv", "full_attention", "conv"]),
+             r"has short convolutions \(Conv1d 'model.layers.0.conv.conv'\)"),
+    "mamba": (dict(hidden_size=64, num_hidden_layers=2),
+              r"has state-space layers \(Mamba\) \(MambaMixer "),
+    "jamba": (dict(_LLAMA, num_experts=4, mamba_dt_rank=4),
+              r"a mixture of experts .* and state-space layers \(Mamba\)"),
+    "rwkv": (dict(hidden_size=64, num_hidden_layers=2), r"has RWKV layers"),
+    "xlstm": (dict(hidden_size=64, num_hidden_layers=2, num_heads=4), r"has xLSTM layers"),
+    "qwen3_5_text": (dict(_LLAMA, num_hidden_layers=4), r"has linear attention, which keeps a "),
+    "recurrent_gemma": (dict(_LLAMA), r"has gated linear recurrences"),
+    "diffllama": (_LLAMA, r"has differential attention"),
+    "gemma3n_text": (dict(_LLAMA, num_hidden_layers=4, num_kv_shared_layers=0), r"has AltUp"),
+    "bert": (dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+             r"has attention both ways \(a token sees those after it\) \(BertSelfAttention "),
+}
+
+
+@pytest.fixture
+def no_export(monkeypatch):
+    """Fails the test that begins an export."""
+    def begun(*args):
+        raise AssertionError("an export was begun")
+
+    monkeypatch.setattr(trace, "_run_exporter", begun)
+    monkeypatch.setattr("llmc.compiler.frontend.export.trace", begun)
+
+
+@pytest.mark.parametrize("family", FEATURES)
+def test_features_are_named_before_the_export(family, tmp_path, no_export):
+    config, match = FEATURES[family]
+    AutoConfig.for_model(family, **{"vocab_size": families.VOCAB, **config}).save_pretrained(
+        tmp_path)
+    save_file({"lm_head.weight": np.zeros((families.VOCAB, 64), np.float32)},
+              tmp_path / "model.safetensors")
+    with pytest.raises(llmc.LlmcError, match=match) as caught:
+        llmc.compile(tmp_path, tmp_path / "case")
+    assert "\n" not in str(caught.value)
+
+
+def test_norms_behind_the_rotary_embedding_are_named(tmp_path):
+    model = families.tiny_model("hunyuan_v1_dense", **_LLAMA, head_dim=16)
+    with pytest.raises(llmc.LlmcError, match=r"attention was not recognised: q and k are normed "
+                                             r"after the rotary embedding, .* \(Sdpa "):
+        llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    (dict(target="abacus"), "target 'abacus' is not known; there are: cpu"),
+    (dict(dtype="float8"), "has no dtype 'float8'; it has: float32"),
+    (dict(kv_dtype="int4"), "has no kv_dtype 'int4'; leave it out"),
+    (dict(compute_capability="9.0"), "'9.0' is not one of a GPU's for target cpu"),
+    (dict(tp_size=0), "tp_size 0 is below 1"),
+    (dict(tp_size=9), "tp_size 9 exceeds num_attention_heads 4 of 'LlamaForCausalLM'; allowed: 1 "),
+    (dict(tp_size=2, target="tensorrt_rtx"), "has no collectives; compile with --tp_size 1"),
+    (dict(max_seq_len=1), "max_seq_len 1 is below 2"),
+    (dict(max_seq_len=100000), "max_position_embeddings 64; allowed: 2 to 64"),
+    (dict(mem_max_seq_len=64), "mem_max_seq_len 64 is given, but .* has no encoder"),
+    (dict(max_beam_width=0), "max_beam_width 0 is below 1"),
+    (dict(max_beam_width=2, target="tensorrt_rtx"), "max_beam_width 2 is not there yet"),
+    (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
+])
+def test_impossible_options_are_refused_before_the_export(tiny_hf, tmp_path, options, match,
+                                                          no_export):
+    with pytest.raises(llmc.LlmcError, match=match):
+        llmc.compile(tiny_hf, tmp_path / "case", **options)
+
+
+def about(has_encoder=False, generation=None, **config):
+    known = dict(architectures=["Tiny"], hidden_size=64, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=64)
+    return preflight.About({**known, **config}, generation or {}, has_encoder)
+
+
+@pytest.mark.parametrize(("options", "model", "match"), [
+    (Options(target="cuda"), about(head_dim=12), "head_dim 12 of 'Tiny' is not a multiple of 8"),
+    (Options(target="cuda"), about(hidden_size=2048), "head_dim 512 of 'Tiny'"),
+    (Options(target="tensorrt", max_seq_len=9), about(), "a cache row of 1152 bytes is no mult"),
+    (Options(target="tensorrt_rtx"), about(True, {"bos_token_id": 1}), "an encoder-decoder model"),
+    (Options(), about(True), "put decoder_start_token_id into generation_config.json"),
+    (Options(tp_size=3), about(True, {"bos_token_id": 1}, encoder_attention_heads=2),
+     "tp_size 3 exceeds num_attention_heads 2"),
+    (Options(mem_max_seq_len=65), about(True, {"bos_token_id": 1}), "mem_max_seq_len 65"),
+    (Options(tp_size=5), about(text_config=dict(n_head=4)), "tp_size 5 exceeds"),
+])
+def test_what_a_config_rules_out(options, model, match):
+    with pytest.raises(llmc.LlmcError, match=match):
+        preflight.check_model(options, model)
+
+
+@pytest.mark.parametrize("options", [
+    Options(target="cuda", dtype="bfloat16", max_seq_len=9), Options(tp_size=4),
+    Options(target="tensorrt", max_seq_len=64), Options(max_seq_len=64)])
+def test_what_a_config_allows(options):
+    preflight.check_model(options, about())
+
+
+def test_files_that_cannot_be_used_are_refused_before_the_export(tiny_hf, tmp_path, no_export):
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "case"):
+        with pytest.raises(llmc.LlmcError, match="file"):
+            llmc.compile(tiny_hf, output)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        os.link(tiny_hf / name, hf / name)
+    (hf / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
+    (hf / "vocab.json").write_text("{")
+    with pytest.raises(llmc.LlmcError, match="tokenizer of .* cannot be converted"):
+        llmc.compile(hf, tmp_path / "case")
+    (hf / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    (hf / "vocab.json").unlink()
+    (hf / "tokenizer_config.json").unlink()
+    with pytest.raises(llmc.LlmcError, match=r"model-00001-of-00002.safetensors"):
+        llmc.compile(hf, tmp_path / "case")
+
+
+@pytest.mark.parametrize("text", [
+    "y = NoSuchOp(x)", "y = MatMul(x, x, x)",
+    "three = Add(one, two)\n  y = Add(x, three)",  # shapes that do not go together
+])
+def test_an_error_of_onnx_or_its_runtime_is_one_sentence(tiny_hf, tmp_path, text):
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 18]>
+g (int64[batch, seq] input_ids) => (float[batch, seq, 8] logits)
+<float[3] one = {{1, 2, 3}}, float[2] two = {{1, 2}}> {{
+  x = Cast<to = 1>(input_ids)
+  {text}
+  logits = Identity(y)
+}}""")
+    onnx.save(model, tmp_path / "x.onnx")
+    with pytest.raises(llmc.LlmcError) as caught:
+        llmc.compile(tmp_path / "x.onnx", tmp_path / "case", hf_dir=tiny_hf)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "case").exists()
