@@ -79,6 +79,7 @@ def new_directory(output: str | Path) -> Iterator[Path]:
     try:
         os.mkdir(new)
         yield new
+        assert not _unlisted(new), f"the manifest does not list {_unlisted(new)}"
         _sync(new)
         _check_replaceable(target, output)
         _put(new, target, work)

@@ -597,8 +597,8 @@ def _print_passes(manifest: Manifest) -> None:
               help="For an .onnx reference.")
 @click.option("--prompt", default=None, help="Text to compare on.  [default: random tokens]")
 @click.option("--tolerance", type=float, default=None,
-              help="Largest difference, relative to the range.  "
-                   "[default: 0.001, in float16 0.02, in bfloat16 0.16]")
+              help="Largest difference, relative to the range.  [default: 1e-5; in 16 bits twice "
+                   "what transformers loses there]")
 @click.option("--tokens", default=16, help="Greedy tokens to compare.")
 @click.option("--bisect", is_flag=True, help="Find the first op over tolerance.")
 @click.option("--html", type=click.Path(path_type=Path), default=None, help="Report to write.")
@@ -606,7 +606,8 @@ def _print_passes(manifest: Manifest) -> None:
 def diff_command(case_dir: Path, as_json: bool, html: Path | None, **options: Any) -> None:
     """Show where, and by how much, a compiled model differs from the original."""
     _import_compiler()
-    from llmc.compiler.check.diff import diff, print_report, write_html
+    from llmc.compiler.check.diff import diff
+    from llmc.compiler.check.report import print_report, write_html
 
     report = diff(case_dir, **options)
     if html is not None:
@@ -647,9 +648,9 @@ def eval_command(case_dir: Path, task: str, as_json: bool, **options: Any) -> No
     """Measure a compiled model's quality: perplexity of a text, ROUGE of summaries."""
     if options["hf_dir"] is not None:
         _import_compiler()
-    from llmc.compiler.check.evaluate import perplexity, print_report, summarize
+    from llmc.compiler.check.evaluate import EvalReport, perplexity, print_report, summarize
 
-    measure = {"perplexity": perplexity, "summarize": summarize}[task]
+    measure: Callable[..., EvalReport] = {"perplexity": perplexity, "summarize": summarize}[task]
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() - inspect.signature(measure).parameters.keys():
         raise LlmcError(f"--{name} is not for --task {task}; leave it out")

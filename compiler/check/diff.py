@@ -1,37 +1,61 @@
 """Where, and by how much, a compiled model differs from the original.
 
 Three things are run on the same tokens: transformers, the raw export, and the compiled graphs of
-all chips, in lockstep. They are compared, on Polygraphy's comparator, layer by layer, then at the
-logits and in greedy tokens. A compiled graph keeps the names of the tensors it still computes, so
-every one of them can be held against the raw export: that is how `bisect` finds the first op over
-tolerance. Weights are compared too, with what the reference gives for each chip, which names a
-damaged one.
+all chips, in lockstep. They are compared, on Polygraphy's comparator, layer by layer and at the
+logits, and then by their greedy tokens. A compiled graph keeps the names of the tensors it still
+computes, so every one of them can be held against the raw export: that is how `bisect` finds the
+first op over tolerance. Weights are compared too, bit by bit, with what the reference gives for
+each chip, which names a damaged one, and files with their hashes. The verdict is made of all that.
 
 What is compiled for the cuda target runs on its engine, which hands out every value as it is made.
 Of the tensorrt target the plan itself runs, and its plugins hand out theirs: whatever llmc's ops
 make, and the logits.
-The reference is float32 whatever the model's dtype, so 16 bits have wider tolerances, and their
-greedy tokens are shown but not judged: rounding decides between two that are almost as likely.
+
+What is allowed. The reference is float32 whatever the model's dtype. In float32 a tensor may be off
+by `TOLERANCE` of the reference's range. In 16 bits, by twice what transformers itself loses in that
+dtype on the same tokens, at the same place; where caches are of float8, that is measured with keys
+and values rounded to it, so what float8 costs by design is not held against the model, and what
+goes beyond is. Tensors between layers, which transformers does not show, and all where the
+reference is an .onnx file, are allowed three times what the export loses where its matrices, what
+they and attention make, and all that the compiled model stores are rounded to the dtype.
+
+A greedy token that is not the reference's is an error where the reference's logits of the two are
+further apart than the error allowed at the logits. Where they are not, the choice between them is
+a matter of rounding; what follows is then compared after the reference's token.
 """
 
 from __future__ import annotations
 
-import html as html_text
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
-import onnxruntime as ort
 from polygraphy.comparator import Comparator, IterationResult, RunResults, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
-from llmc.compiler.check.execute import run_graph
-from llmc.compiler.check.reference import load_reference
+from llmc import __version__
+from llmc.compiler.check.execute import (
+    Rounding,
+    Values,
+    load_graph,
+    read_onnx,
+    run_chips,
+    run_graph,
+)
+from llmc.compiler.check.reference import (
+    Greedy,
+    load_reference,
+    reference_greedy,
+    reference_values,
+)
+from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.weights import Weight
@@ -44,63 +68,17 @@ from llmc.runtime.devices import place
 from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import (
-    CollectiveStep,
-    Manifest,
-    hash_file,
-    read_manifest,
-    refuse_encoder,
-)
-from llmc.runtime.replica import Replica
+from llmc.runtime.manifest import Manifest, hash_file, read_manifest, refuse_encoder
+from llmc.runtime.replica import Replica, on_gpus
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.tokenizer import load_tokenizer
 
+TOLERANCE = 1e-5
+# How often what is lost in fewer bits is allowed, where it is measured by transformers, and by the
+# export, which does not round all that an engine rounds.
+_TRANSFORMERS_LOSSES, _EXPORT_LOSSES = 2.0, 3.0
+_FLOAT8_TOLERANCE = 0.1  # where what float8 caches cost cannot be measured
 _TOKENS = 24
-# By dtype. In 16 bits it is 41 roundings; SmolLM2-135M's worst tensor is off by 6e-3 and 7e-2.
-TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16, "float8_e4m3fn": 0.1}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One tensor of two runs. `relative` is max_abs over the reference's range."""
-
-    name: str
-    pair: str
-    max_abs: float
-    relative: float
-    cosine: float
-    passed: bool
-
-
-@dataclass(frozen=True)
-class BadWeight:
-    """A weight of a chip that is not what the reference gives."""
-
-    chip: int
-    name: str
-    layer: int | None
-    elements: int
-    max_abs: float
-
-
-@dataclass(frozen=True)
-class DiffReport:
-    """All that was compared. `verdict` is None when everything is within tolerance.
-
-    `first_op` (with `bisect`) is the first tensor over tolerance, with its op and chip.
-    """
-
-    case_dir: str
-    reference: str
-    tolerance: float
-    layers: tuple[Difference, ...]
-    first_layer: str | None
-    first_op: str | None
-    weights: tuple[BadWeight, ...]
-    changed_files: tuple[str, ...]
-    tokens: tuple[int, ...]
-    reference_tokens: tuple[int, ...] | None
-    verdict: str | None
 
 
 def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | None = None,
@@ -111,118 +89,320 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     Args:
         reference: Hugging Face directory, .gguf or .onnx file.
         prompt: text to run; random tokens by default.
-        tolerance: largest difference relative to the reference tensor's range; by default what
-            `TOLERANCES` has for the model's dtype and its caches'.
-        tokens: greedy tokens to compare.
+        tolerance: largest difference relative to the reference tensor's range, for all tensors; by
+            default what is allowed is as told above.
+        tokens: greedy tokens to compare, as far as the KV cache has room.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
 
     Raises:
-        LlmcError: either side cannot be read, or there is no GPU for what is compiled for one.
+        LlmcError: either side cannot be read or run, or there is no GPU for what is compiled for
+            one.
     """
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
+    for name, value in (("tolerance", tolerance), ("tokens", tokens)):
+        if value is not None and not value >= 0:
+            raise LlmcError(f"{name} {value} is below 0")
     manifest = read_manifest(case_dir)
     refuse_encoder(manifest, "diff")
     root = Path(case_dir)
-    run = {"cpu": _run_compiled, "cuda": _trace, "tensorrt": _trace}.get(manifest.target.kind)
-    if run is None:
+    if manifest.target.kind not in ("cpu", "cuda", "tensorrt"):
         raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
                         f"compile for cpu or cuda to compare")
-    if tolerance is None:
-        tolerance = max(TOLERANCES[manifest.dtype], TOLERANCES[manifest.kv_dtype])
     changed = tuple(entry.path for entry in manifest.files
                     if not (root / entry.path).is_file()
                     or hash_file(root / entry.path) != entry.sha256)
     ids = _token_ids(manifest, root, prompt)
+    tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
     raw = load(reference, hf_dir=hf_dir)
-    layer_names = [HIDDEN_STATE.format(i) for i in range(manifest.dims.num_layers)]
-    raw_names = {t.name for node in raw.graph.nodes for t in node.outputs if not t.is_empty()}
-    compiled = run(manifest, root, ids, raw_names | {"logits"})
-    order = [name for name in compiled[0] if name in raw_names]
-    feeds = {"input_ids": ids[None], "position_ids": np.arange(len(ids))[None]}
-    wanted = order if bisect else [*(n for n in layer_names if n in raw_names), "logits"]
-    exported = run_graph(raw.graph, feeds, wanted)
-    original = _run_transformers(reference, raw, ids, tokens)
+    size = raw.graph.outputs[0].shape[-1]
+    if isinstance(size, int) and size != manifest.dims.vocab_size:
+        raise LlmcError(f"'{reference}' has a vocabulary of {size}, '{case_dir}' one of "
+                        f"{manifest.dims.vocab_size}; give the model that it was compiled from")
+    known = {t.name for node in raw.graph.nodes for t in node.outputs if not t.is_empty()}
+    trace = _trace if on_gpus(manifest) else run_chips
+    compiled = trace(manifest, root, ids, known | {"logits"})
+    shared = [name for name in compiled[0] if name in known]
+    layers = [name for name in map(HIDDEN_STATE.format, range(manifest.dims.num_layers))
+              if name in shared]
+    wanted = shared if bisect else [*layers, "logits"]
+    original = _run_reference(raw, reference, manifest, ids, tokens, shared, wanted)
+    ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.export[name])
+            for name in wanted if name != "logits"}
+    ours["logits"] = compiled[0]["logits"][:, :manifest.dims.vocab_size]
+    for name in (*layers, "logits"):
+        if ours[name].shape != original.best(name).shape:
+            raise LlmcError(f"'{case_dir}' makes {name} of shape {list(ours[name].shape)}, "
+                            f"'{reference}' of {list(original.best(name).shape)}; give the model "
+                            f"that it was compiled from")
+    allowed = _Allowed(tolerance, original, manifest)
 
-    runs = {"compiled": {name: _joined(compiled, name, exported.get(name)) for name in order},
-            "export": {name: array.reshape(-1, array.shape[-1])
-                       for name, array in exported.items() if array.ndim >= 2}}
-    runs["compiled"]["logits"] = runs["compiled"]["logits"][:, :manifest.dims.vocab_size]
-    if original is not None:
-        runs["transformers"] = original[0]
-    shown = [*(name for name in layer_names if name in runs["compiled"]), "logits"]
-    pairs = [("compiled", "export")]
-    if original is not None:
-        pairs += [("export", "transformers"), ("compiled", "transformers")]
-    layers = tuple(difference for name in shown for left, right in pairs
-                   if name in runs[left] and name in runs[right]
-                   for difference in [compare(name, f"{left} vs {right}", runs[left][name],
-                                              runs[right][name], tolerance)])
-    first = next((d.name for d in layers if not d.passed and d.pair.startswith("compiled")), None)
-    first_op = _bisect(runs, order, compiled, manifest, root, tolerance) if bisect else None
-    weights = _compare_weights(raw, manifest, root)
-    made, expected = _greedy(root, ids, tokens), original[1] if original else None
-    report = DiffReport(str(case_dir), str(reference), tolerance, layers, first, first_op, weights,
-                        changed, made, expected, None)
-    verdict = _verdict(report, judge_tokens=manifest.dtype == "float32")
-    return DiffReport(**{**report.__dict__, "verdict": verdict})
-
-
-def _verdict(report: DiffReport, judge_tokens: bool) -> str | None:
-    """One sentence for what is over tolerance, or None."""
-    parts = []
-    if report.first_layer:
-        parts.append(f"first over tolerance {report.tolerance:g}: {report.first_layer}")
-    for bad in report.weights[:3]:
-        layer = f" of layer {bad.layer}" if bad.layer is not None else ""
-        parts.append(f"chip {bad.chip}'s weight '{bad.name}'{layer} differs in {bad.elements} "
-                     f"element(s), by up to {bad.max_abs:.3g}")
-    other = next((d for d in report.layers if not d.passed), None)
-    if not parts and other is not None:
-        parts.append(f"{other.pair} differ at {other.name}")
-    if not parts and judge_tokens and report.reference_tokens is not None \
-            and report.tokens != report.reference_tokens:
-        parts.append("the greedy tokens differ")
-    return "; ".join(parts) or None
+    differences = tuple(_compare_layers(ours, original, [*layers, "logits"], allowed))
+    first = next((d.name for d in differences
+                  if not d.passed and d.pair.startswith("compiled")), None)
+    first_op = _bisect(ours, original.export, compiled, manifest, root, allowed) if bisect else None
+    error = allowed.absolute("logits", original.best("logits"))
+    judged: tuple[GreedyToken, ...] = ()
+    if tokens:
+        with _greedy(root) as choose:
+            judged = judge_tokens(choose, ids, original.greedy, error)
+    report = DiffReport(
+        case_dir=str(case_dir), reference=str(reference), target=manifest.target.kind,
+        dtype=manifest.dtype, kv_dtype=manifest.kv_dtype, tp_size=manifest.tp_size,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions={"llmc": __version__,
+                  **{name: version(name) for name in ("transformers", "torch", "onnxruntime")}},
+        allowed=allowed.told, layers=differences, first_layer=first, first_op=first_op,
+        weights=_compare_weights(raw, manifest, root), changed_files=changed,
+        tokens=_decoded(judged, manifest, root), token_error=error, verdict=None)
+    return replace(report, verdict=_verdict(report, allowed.unknown))
 
 
-def compare(name: str, pair: str, actual: np.ndarray, expected: np.ndarray, tolerance: float) -> \
+@dataclass(frozen=True)
+class _Original:
+    """What the original gives: float32 [num_tokens, …] by name, and by how much each may be off in
+    fewer bits.
+
+    Args:
+        export: of the raw export.
+        transformers: of transformers; empty where the reference is an .onnx file.
+        allowed: absolutely; empty where all is float32.
+    """
+
+    export: Values
+    transformers: Values
+    allowed: dict[str, float]
+    greedy: Greedy
+
+    def best(self, name: str) -> np.ndarray:
+        """Of transformers, or else of the export."""
+        return self.transformers.get(name, self.export[name])
+
+
+def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids: list[int],
+                   tokens: int, stored: Sequence[str], wanted: Sequence[str]) -> _Original:
+    """Run the export and transformers, and both again with fewer bits where the model has them."""
+    dtype, kv_dtype = manifest.dtype, _float8(manifest)
+    narrow = dtype != "float32" or bool(kv_dtype)
+    feeds = {"input_ids": np.array([ids]), "position_ids": np.arange(len(ids))[None]}
+    export = run_graph(raw.graph, feeds, wanted)
+    transformers: Values = {}
+    allowed: dict[str, float] = {}
+    if raw.kind == "onnx":
+        greedy = _greedy_of(raw.graph, ids, tokens)
+    else:
+        model = load_reference(reference)
+        transformers = reference_values(model, ids)
+        greedy = reference_greedy(model, ids, tokens) if tokens else Greedy((), np.zeros((0, 0)))
+        if narrow:
+            if dtype != "float32":
+                del model  # two at once may not fit
+                model = load_reference(reference, dtype)
+            allowed = _losses(reference_values(model, ids, kv_dtype), transformers,
+                              _TRANSFORMERS_LOSSES)
+    missing = [name for name in wanted if name not in allowed]
+    if narrow and missing and _can_round(raw.graph, kv_dtype):
+        rounded = run_graph(raw.graph, feeds, missing, Rounding(dtype, kv_dtype, frozenset(stored)))
+        allowed |= _losses(rounded, export, _EXPORT_LOSSES)
+    return _Original({name: _flat(array) for name, array in export.items()}, transformers, allowed,
+                     greedy)
+
+
+def _float8(manifest: Manifest) -> str:
+    """The dtype of caches where it is not that of all else."""
+    return manifest.kv_dtype if manifest.kv_dtype != manifest.dtype else ""
+
+
+def _can_round(graph: gs.Graph, kv_dtype: str) -> bool:
+    return not kv_dtype or any(node.op == "Sdpa" for node in graph.nodes)
+
+
+def _losses(narrow: Values, exact: Values, times: float) -> dict[str, float]:
+    """So many times the largest difference of each tensor."""
+    return {name: times * float(np.abs(array.astype(np.float64) - exact[name]).max())
+            for name, array in narrow.items() if name in exact}
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1, array.shape[-1]) if array.ndim >= 2 else array
+
+
+def _greedy_of(graph: gs.Graph, ids: list[int], count: int) -> Greedy:
+    """Greedy tokens of the raw export, which has no cache."""
+    run, known, rows = load_graph(graph, ["logits"]), list(ids), []
+    for _ in range(count):
+        logits = run({"input_ids": np.array([known]),
+                      "position_ids": np.arange(len(known))[None]})["logits"][0]
+        rows.append(logits[-1])
+        known.append(int(logits[-1].argmax()))
+    return Greedy(tuple(known[len(ids):]), np.array(rows))
+
+
+class _Allowed:
+    """By how much a tensor of the compiled model may be off; `told` says it to a user, `unknown`
+    names tensors for which the reference cannot say it.
+    """
+
+    def __init__(self, tolerance: float | None, original: _Original, manifest: Manifest) -> None:
+        self._tolerance, self._allowed = tolerance, original.allowed
+        self.unknown: tuple[str, ...] = ()
+        kv_dtype = _float8(manifest)
+        if tolerance is None and (manifest.dtype != "float32" or kv_dtype):
+            dtypes = manifest.dtype + (f" with caches of {kv_dtype}" if kv_dtype else "")
+            self.told = f"twice what transformers loses in {dtypes}" if original.transformers \
+                else f"three times what the export loses in {dtypes}"
+            if not original.allowed:
+                self._tolerance = _FLOAT8_TOLERANCE
+                self.told = (f"{_FLOAT8_TOLERANCE:g} of a tensor's range, as the export cannot be "
+                             f"run in {dtypes}")
+            else:
+                self.unknown = tuple(name for name, value in original.allowed.items()
+                                     if not np.isfinite(value))
+        else:
+            self._tolerance = TOLERANCE if tolerance is None else tolerance
+            self.told = f"{self._tolerance:g} of a tensor's range"
+
+    def absolute(self, name: str, expected: np.ndarray) -> float:
+        """Of a tensor of the compiled model; 0 where it is unknown."""
+        if self._tolerance is not None:
+            return self._tolerance * _span(expected)
+        value = self._allowed.get(name, 0.0)
+        return max(value, TOLERANCE * _span(expected)) if np.isfinite(value) else 0.0
+
+    def relative(self, name: str, expected: np.ndarray) -> float:
+        """The same, of the reference's range."""
+        return self.absolute(name, expected) / _span(expected)
+
+    @property
+    def between_references(self) -> float:
+        """Of the export from transformers, which both are float32: of the range."""
+        return TOLERANCE if self._tolerance is None else self._tolerance
+
+
+def _span(expected: np.ndarray) -> float:
+    return float(np.ptp(expected)) or 1.0
+
+
+def _compare_layers(ours: Values, original: _Original, names: Sequence[str],
+                    allowed: _Allowed) -> Iterator[Difference]:
+    """Each pair of runs at each layer and at the logits."""
+    runs: dict[str, Values] = {"compiled": ours, "export": original.export,
+                               "transformers": original.transformers}
+    for name in names:
+        for left, right in (("compiled", "export"), ("export", "transformers"),
+                            ("compiled", "transformers")):
+            if name in runs[left] and name in runs[right]:
+                expected = runs[right][name]
+                limit = allowed.relative(name, expected) if left == "compiled" \
+                    else allowed.between_references
+                yield compare(name, f"{left} vs {right}", runs[left][name], expected, limit)
+
+
+def compare(name: str, pair: str, actual: np.ndarray, expected: np.ndarray, allowed: float) -> \
         Difference:
-    """Compare two arrays on Polygraphy's comparator, absolutely, by `tolerance` of the range."""
-    span = float(np.ptp(expected)) or 1.0
+    """Compare two arrays on Polygraphy's comparator, absolutely, by `allowed` of the range."""
+    span = _span(expected)
     runs = RunResults()
     runs.append(("actual", [IterationResult({name: actual.astype(np.float32)})]))
     runs.append(("expected", [IterationResult({name: expected.astype(np.float32)})]))
     result = Comparator.compare_accuracy(
-        runs, compare_func=SimpleCompareFunc(atol=tolerance * span, rtol=0.0))
+        runs, compare_func=SimpleCompareFunc(atol=allowed * span, rtol=0.0))
     outcome = result[0]["actual", "expected"][0][name]
     a, b = actual.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     return Difference(name, pair, float(outcome.max_absdiff), float(outcome.max_absdiff) / span,
-                      float(a @ b) / norms if norms else 1.0, bool(outcome))
+                      allowed, float(a @ b) / norms if norms else 1.0, bool(outcome))
 
 
-def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> np.ndarray:
+def judge_tokens(choose: Callable[[list[int], int], Sequence[int]], prompt: Sequence[int],
+                 reference: Greedy, error: float) -> tuple[GreedyToken, ...]:
+    """Hold greedy tokens against the reference's.
+
+    Args:
+        choose: greedy tokens of the compiled model that follow a prompt, so many.
+        error: what is allowed at the logits. A token whose logit the reference has further below
+            that of its own did not come about by rounding.
+
+    Where the two differ, the rest is chosen after the reference's tokens.
+    """
+    judged: list[GreedyToken] = []
+    while len(judged) < len(reference.tokens):
+        known = [*prompt, *reference.tokens[:len(judged)]]
+        for token in choose(known, len(reference.tokens) - len(judged)):
+            step, expected = len(judged), reference.tokens[len(judged)]
+            logits = reference.logits[step].astype(np.float64)
+            other = int(np.argsort(logits)[-2]) if token == expected else token
+            margin = float(logits[expected] - logits[other])
+            judged.append(GreedyToken(step, int(token), expected, margin,
+                                      token == expected or margin <= error))
+            if token != expected:
+                break
+    return tuple(judged)
+
+
+def _decoded(tokens: Sequence[GreedyToken], manifest: Manifest, root: Path) -> \
+        tuple[GreedyToken, ...]:
+    """With their texts, where there is a tokenizer."""
+    tokenizer = load_tokenizer(manifest, root)
+    if tokenizer is None:
+        return tuple(tokens)
+    return tuple(replace(token, text=tokenizer.decode([token.token], False),
+                         reference_text=tokenizer.decode([token.reference_token], False))
+                 for token in tokens)
+
+
+def _verdict(report: DiffReport, unknown: Sequence[str]) -> str | None:
+    """One sentence for all that is wrong, or None."""
+    parts = []
+    if unknown:
+        parts.append(f"the reference itself is not finite in {report.dtype} at {unknown[0]}, so "
+                     f"nothing there can be judged; give a tolerance")
+    if report.first_layer:
+        first = next(d for d in report.layers if d.name == report.first_layer and not d.passed)
+        parts.append(f"first over tolerance: {first.name}, {first.relative:.2g} of the range where "
+                     f"{first.allowed:.2g} is allowed")
+    if report.first_op:
+        parts.append(f"first op over tolerance: {report.first_op}")
+    parts += map(str, report.weights[:3])
+    if len(report.weights) > 3:
+        parts.append(f"so do {len(report.weights) - 3} weights more")
+    if report.changed_files:
+        parts.append(f"{', '.join(report.changed_files)} changed since compiled")
+    other = next((d for d in report.layers if not d.passed and not d.pair.startswith("compiled")),
+                 None)
+    if other is not None:
+        parts.append(f"{other.pair} differ at {other.name}, by {other.relative:.2g} of the range")
+    wrong = next((token for token in report.tokens if not token.passed), None)
+    if wrong is not None:
+        parts.append(f"greedy token {wrong.step} is {wrong.token} and not {wrong.reference_token}, "
+                     f"whose logit is {wrong.margin:.3g} higher where {report.token_error:.3g} is "
+                     f"allowed")
+    return "; ".join(parts) or None
+
+
+def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> list[int]:
     if prompt is None:
         count = min(_TOKENS, manifest.dims.max_seq_len)
-        return np.random.default_rng(0).integers(0, manifest.dims.vocab_size, count)
+        return [int(i) for i in
+                np.random.default_rng(0).integers(0, manifest.dims.vocab_size, count)]
     tokenizer = load_tokenizer(manifest, root)
     if tokenizer is None:
         raise LlmcError("this model was compiled without a tokenizer; leave --prompt out")
-    ids = np.array(tokenizer.encode(prompt).ids, dtype=np.int64)
+    ids: list[int] = tokenizer.encode(prompt).ids
+    if not ids:
+        raise LlmcError("the prompt has no tokens; give a longer one, or leave it out")
     if len(ids) > manifest.dims.max_seq_len:
         raise LlmcError(f"the prompt has {len(ids)} tokens, more than max_seq_len "
                         f"{manifest.dims.max_seq_len}; shorten it")
     return ids
 
 
-def _trace(manifest: Manifest, root: Path, ids: np.ndarray, wanted: set[str]) -> \
-        list[dict[str, np.ndarray]]:
+def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> list[Values]:
     """Prefill on GPUs: per chip, the wanted tensors in the schedule's order."""
     replica = Replica(manifest, root, place(manifest, None, device_count())[0], 1,
                       min(len(ids), MAX_LOGITS))
     try:
         steps = [replica.trace(PackedBatch.prepare(
-            [ids[start:start + MAX_LOGITS].tolist()], [start], all_logits=True))
+            [ids[start:start + MAX_LOGITS]], [start], all_logits=True))
             for start in range(0, len(ids), MAX_LOGITS)]
     finally:
         replica.close()
@@ -230,112 +410,40 @@ def _trace(manifest: Manifest, root: Path, ids: np.ndarray, wanted: set[str]) ->
              for name in steps[0][rank] if name in wanted} for rank in range(manifest.tp_size)]
 
 
-def _run_compiled(manifest: Manifest, root: Path, ids: np.ndarray, wanted: set[str]) -> \
-        list[dict[str, np.ndarray]]:
-    """Prefill on all chips in lockstep on the CPU: per chip, the wanted tensors in the graph's
-    order.
+def _joined(parts: Sequence[np.ndarray], expected: np.ndarray) -> np.ndarray:
+    """A tensor of all chips: cut along the last axis, or the same on each, or parts of a sum. Of
+    the latter two, which look alike, the one that is closer to what is expected.
     """
-    batch = PackedBatch.prepare([ids.tolist()], [0], all_logits=True)
-    states: list[dict[str, np.ndarray]] = []
-    for chip in manifest.chips:
-        state = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
-                 "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
-                 "logits_indices": batch.logits_indices.astype(np.int64),
-                 "cache_indirection": batch.rows_of_positions(manifest.dims.max_seq_len)}
-        for layer, cache in enumerate(chip.cache):
-            shape = (1, cache.num_kv_heads, manifest.dims.max_seq_len, cache.head_dim)
-            for kind in ("key", "value"):
-                state[f"{kind}_cache_{layer}"] = np.zeros(shape, np.float32)
-        states.append(state)
-    kept: list[dict[str, np.ndarray]] = [{} for _ in states]
-    for index, step in enumerate(manifest.chips[0].steps):
-        if isinstance(step, CollectiveStep):
-            parts = [state[step.input] for state in states]
-            whole = sum(parts[1:], parts[0]) if step.kind == "all_reduce" \
-                else np.concatenate(parts, axis=-1)
-            for state, keep in zip(states, kept, strict=True):
-                state[step.output] = keep[step.output] = whole
-            continue
-        for chip, state, keep in zip(manifest.chips, states, kept, strict=True):
-            results = _run_file(root / chip.steps[index].path, state, wanted)
-            state.update(results)
-            keep.update((name, array) for name, array in results.items() if name in wanted)
-    return kept
-
-
-def _run_file(path: Path, state: dict[str, np.ndarray], wanted: set[str]) -> dict[str, np.ndarray]:
-    """Run one ONNX file; its own outputs, and the wanted tensors inside it, in graph order."""
-    model = onnx.load(path, load_external_data=False)
-    own = [value.name for value in model.graph.output]
-    inside = [name for node in model.graph.node for name in node.output
-              if name in wanted and name not in own]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inside)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path",
-                                     str(path.parent))
-    session = ort.InferenceSession(model.SerializeToString(), options,
-                                   providers=["CPUExecutionProvider"])
-    feeds = {tensor.name: state[tensor.name] for tensor in session.get_inputs()}
-    names = [name for node in model.graph.node for name in node.output if name in {*own, *inside}]
-    return dict(zip(names, session.run(names, feeds), strict=True))
-
-
-def _joined(compiled: Sequence[dict[str, np.ndarray]], name: str,
-            reference: np.ndarray | None) -> np.ndarray:
-    """A tensor of all chips: the same on each, or cut along the last axis."""
-    parts = [chip[name] for chip in compiled if name in chip]
-    if len(parts) > 1 and (reference is None or parts[0].shape[-1] != reference.shape[-1]) \
-            and name != "logits":
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].shape[-1] != expected.shape[-1]:
         return np.concatenate(parts, axis=-1)
-    return parts[0]
+    if parts[0].shape != expected.shape:
+        return parts[0]
+    distances = [float(np.abs(part - expected).max()) for part in parts]
+    whole = sum(parts[1:], parts[0])
+    return whole if np.abs(whole - expected).max() < max(distances) \
+        else parts[int(np.argmax(distances))]
 
 
-def _run_transformers(reference: str | Path, raw: RawModel, ids: np.ndarray, count: int) -> \
-        tuple[dict[str, np.ndarray], tuple[int, ...]] | None:
-    """Each layer's hidden state, the logits and greedy tokens; None for an .onnx reference."""
-    if raw.kind == "onnx":
-        return None
-    import torch
-
-    model = load_reference(reference)
-    depth = model.config.get_text_config().num_hidden_layers
-    layers: Any = next((module for module in model.modules()
-                        if isinstance(module, torch.nn.ModuleList) and len(module) == depth), [])
-    seen: dict[str, np.ndarray] = {}
-
-    def keep(name: str):
-        def hook(module, arguments, output):
-            hidden = output[0] if isinstance(output, tuple) else output
-            seen.setdefault(name, hidden.detach().reshape(-1, hidden.shape[-1]).numpy().copy())
-        return hook
-
-    for index, layer in enumerate(layers):
-        layer.register_forward_hook(keep(HIDDEN_STATE.format(index)))
-    with torch.no_grad():
-        tokens = torch.from_numpy(ids)[None]
-        seen["logits"] = model(input_ids=tokens, use_cache=False).logits[0].numpy()
-        out = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens),
-                             max_new_tokens=count, do_sample=False, eos_token_id=None)
-    return seen, tuple(out[0, len(ids):].tolist())
-
-
-def _greedy(root: Path, ids: np.ndarray, count: int) -> tuple[int, ...]:
+@contextmanager
+def _greedy(root: Path) -> Iterator[Callable[[list[int], int], Sequence[int]]]:
+    """A function from a prompt and a count to so many greedy tokens that follow it."""
     with LLM(root, verify=False, max_batch_size=1) as llm:
-        params = SamplingParams(max_tokens=count, ignore_eos=True)
-        return llm.generate([ids.tolist()], params)[0].token_ids
+        yield lambda prompt, count: llm.generate(
+            [prompt], SamplingParams(max_tokens=count, ignore_eos=True))[0].token_ids
 
 
-def _bisect(runs: dict[str, dict[str, np.ndarray]], order: list[str],
-            compiled: list[dict[str, np.ndarray]], manifest: Manifest, root: Path,
-            tolerance: float) -> str | None:
+def _bisect(ours: Values, export: Values, compiled: Sequence[Values], manifest: Manifest,
+            root: Path, allowed: _Allowed) -> str | None:
     """The first tensor, in graph order, in which the compiled graph leaves the export."""
     ops = _ops(manifest, root)
-    for name in order:
-        actual, expected = runs["compiled"][name], runs["export"].get(name)
+    for name, actual in ours.items():
+        expected = export.get(name)
         if expected is None or actual.shape != expected.shape:
             continue
-        found = compare(name, "compiled vs export", actual, expected, tolerance)
+        found = compare(name, "compiled vs export", actual, expected,
+                        allowed.relative(name, expected))
         if found.passed:
             continue
         chips = ""
@@ -349,110 +457,54 @@ def _bisect(runs: dict[str, dict[str, np.ndarray]], order: list[str],
     return None
 
 
-def _ops(manifest: Manifest, root: Path) -> dict[str, str]:
+def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
     """Which op makes each tensor."""
     directory = root / manifest.chips[0].path
     if manifest.target.kind == "cuda":
         schedule = read_schedule(directory / SCHEDULE_NAME)
         return {schedule.tensors[number].name: node.op for node in schedule.nodes
                 for number in node.outputs if number >= 0}
-    model = onnx.load(directory / "graph.onnx", load_external_data=False)
+    model = read_onnx(directory / "graph.onnx")
     return {name: node.op_type for node in model.graph.node for name in node.output}
 
 
 def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[BadWeight, ...]:
     """Hold every weight of every chip against what the reference gives. Consumes `raw.graph`."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     lowered = lower(raw, Options(manifest.dtype, target=manifest.target.kind,
                                  tp_size=manifest.tp_size, max_seq_len=manifest.dims.max_seq_len))
     bad = []
     for rank, graph in enumerate(lowered.graphs):
-        with safe_open(root / f"chip{rank}" / "weights.safetensors", framework="np") as file:
-            for tensor in graph.tensors().values():
-                if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):
-                    continue
-                have, start, count, worst = file.get_slice(tensor.name), 0, 0, 0.0
-                for block in tensor._values.blocks():
-                    there = have[start:start + len(block)]
-                    start += len(block)
-                    wrong = ~((there == block) | (np.isnan(there) & np.isnan(block)))
-                    if wrong.any():
-                        count += int(wrong.sum())
-                        gap = there[wrong].astype(np.float64) - block[wrong].astype(np.float64)
-                        worst = max(worst, float(np.abs(gap).max()))
-                if count:
-                    layer = re.search(r"\.(\d+)\.", tensor.name)
-                    bad.append(BadWeight(rank, tensor.name, int(layer[1]) if layer else None,
-                                         count, worst))
+        path = root / f"chip{rank}" / "weights.safetensors"
+        try:
+            with safe_open(path, framework="np") as file:
+                names = set(file.keys())
+                for tensor in graph.tensors().values():
+                    if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+                        have = file.get_slice(tensor.name) if tensor.name in names else None
+                        found = _compare_weight(rank, tensor.name, have, tensor._values)
+                        if found is not None:
+                            bad.append(found)
+        except (OSError, SafetensorError) as error:
+            raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") \
+                from error
     return tuple(bad)
 
 
-def print_report(report: DiffReport) -> None:
-    """The report as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table("tensor", "pair", "max abs", "relative", "cosine", "")
-    for d in report.layers:
-        table.add_row(d.name, d.pair, f"{d.max_abs:.3e}", f"{d.relative:.3e}", f"{d.cosine:.8f}",
-                      "ok" if d.passed else "OVER")
-    console.print(table)
-    for name in report.changed_files:
-        console.print(f"{name} has changed since it was compiled")
-    if report.reference_tokens is not None:
-        same = sum(a == b for a, b in zip(report.tokens, report.reference_tokens, strict=False))
-        console.print(f"greedy tokens: {same} of {len(report.reference_tokens)} equal")
-    if report.first_op:
-        console.print(f"first op over tolerance: {report.first_op}")
-    console.print(report.verdict or f"within tolerance {report.tolerance:g}")
-
-
-def write_html(report: DiffReport, path: str | Path) -> None:
-    """The report as one HTML file with a plot of the relative error by layer.
-
-    Raises:
-        LlmcError: the file cannot be written.
-    """
-    rows = "".join(
-        f"<tr class='{'ok' if d.passed else 'over'}'><td>{html_text.escape(d.name)}</td>"
-        f"<td>{d.pair}</td><td>{d.max_abs:.3e}</td><td>{d.relative:.3e}</td>"
-        f"<td>{d.cosine:.8f}</td></tr>" for d in report.layers)
-    text = (
-        "<!doctype html><meta charset='utf-8'><title>llmc diff</title><style>"
-        "body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:right}"
-        ".over{color:#b00;font-weight:bold}</style>"
-        f"<h1>llmc diff</h1><p>{html_text.escape(report.case_dir)} against "
-        f"{html_text.escape(report.reference)}, tolerance {report.tolerance:g}</p>"
-        f"<p>{html_text.escape(report.verdict or 'within tolerance')}</p>"
-        f"<p>{html_text.escape(report.first_op or '')}</p>{_plot(report)}"
-        "<table><tr><th>tensor</th><th>pair</th><th>max abs</th><th>relative</th><th>cosine</th>"
-        f"</tr>{rows}</table>")
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LlmcError(f"'{path}' cannot be written ({error})") from error
-
-
-def _plot(report: DiffReport) -> str:
-    """Relative error by layer, logarithmic, as inline SVG: one line a pair."""
-    names = list(dict.fromkeys(d.name for d in report.layers))
-    width, height, low, high = 720, 260, -9.0, 1.0
-    step = (width - 60) / max(1, len(names) - 1)
-
-    def y(value: float) -> float:
-        scaled = min(high, max(low, float(np.log10(max(value, 1e-12)))))
-        return 20 + (high - scaled) / (high - low) * (height - 40)
-
-    parts = [f"<line x1='40' x2='{width}' y1='{y(report.tolerance)}' y2='{y(report.tolerance)}' "
-             f"stroke='#b00' stroke-dasharray='4'/>"]
-    for exponent in range(-9, 2, 2):
-        parts.append(f"<text x='0' y='{y(10.0**exponent) + 4}' font-size='11'>1e{exponent}</text>")
-    for pair, colour in zip(dict.fromkeys(d.pair for d in report.layers),
-                            ("#06c", "#093", "#c60"), strict=False):
-        points = " ".join(f"{40 + names.index(d.name) * step:.1f},{y(d.relative):.1f}"
-                          for d in report.layers if d.pair == pair)
-        parts.append(f"<polyline fill='none' stroke='{colour}' points='{points}'>"
-                     f"<title>{pair}</title></polyline>")
-    return f"<svg width='{width + 20}' height='{height}'>{''.join(parts)}</svg>"
+def _compare_weight(rank: int, name: str, have: Any, expected: Weight) -> BadWeight | None:
+    """One weight; `have` is its slice of the file, None where the file has it not."""
+    layer = re.search(r"\.(\d+)\.", name)
+    where = rank, name, int(layer[1]) if layer else None
+    if have is None or tuple(have.get_shape()) != expected.shape:
+        return BadWeight(*where, int(np.prod(expected.shape)), float("inf"))
+    start, count, worst = 0, 0, 0.0
+    for block in expected.blocks():
+        there = have[start:start + len(block)]
+        start += len(block)
+        wrong = ~((there == block) | (np.isnan(there) & np.isnan(block)))
+        if wrong.any():
+            count += int(wrong.sum())
+            gap = there[wrong].astype(np.float64) - block[wrong].astype(np.float64)
+            worst = max(worst, float(np.abs(gap).max()))
+    return BadWeight(*where, count, worst) if count else None

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.sampling import SamplingParams
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import read_manifest, refuse_encoder
+
+if TYPE_CHECKING:
+    from llmc.compiler.check.reference import Model
 
 ARTICLES = Path(__file__).with_name("articles.jsonl")
 # By dtype: of perplexity relative to transformers', of ROUGE in points of 100. In 16 bits,
@@ -129,8 +133,10 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
             "llmc", done, len(windows)))
     theirs = None
     if hf_dir is not None:
+        from llmc.compiler.check.reference import reference_logits
+
         model = _load_reference(hf_dir, dims.vocab_size, case_dir)
-        theirs = _perplexity(lambda tokens: _reference_logits(model, tokens), ids, windows,
+        theirs = _perplexity(lambda tokens: reference_logits(model, tokens), ids, windows,
                              lambda done: progress("transformers", done, len(windows)))
     score = Score("perplexity", ours, theirs, None if theirs is None else ours / theirs - 1)
     return EvalReport("perplexity", str(case_dir), str(data or ARTICLES), _text(hf_dir), allowed,
@@ -186,11 +192,13 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
                 progress("llmc", done, len(prompts))
     theirs: list[str] | None = None
     if hf_dir is not None:
+        from llmc.compiler.check.reference import reference_greedy
+
         model = _load_reference(hf_dir, manifest.dims.vocab_size, case_dir)
         theirs = []
         for prompt in prompts:
-            tokens = _reference_tokens(model, prompt, max_tokens, manifest.tokenizer.eos_token_ids)
-            theirs.append(tokenizer.decode(tokens))
+            made = reference_greedy(model, prompt, max_tokens, manifest.tokenizer.eos_token_ids)
+            theirs.append(tokenizer.decode(made.tokens))
             progress("transformers", len(theirs), len(prompts))
     scorer = RougeScorer(_ROUGE, use_stemmer=True)
     expected = [summary for _, summary in articles]
@@ -247,7 +255,7 @@ def _read_text(path: str | Path | None) -> str:
     return text
 
 
-def _tokenizer(llm: LLM) -> Any:
+def _tokenizer(llm: LLM) -> Tokenizer:
     if llm.tokenizer is None:
         raise LlmcError(f"'{llm.case_dir}' was compiled without a tokenizer, which eval needs; "
                         f"compile from a model directory that has one")
@@ -312,10 +320,17 @@ def _perplexity(logits_of: Callable[[list[int]], np.ndarray], ids: list[int],
 def _summary_prompt(llm: LLM, article: str) -> list[int]:
     if llm.manifest.tokenizer.chat_template is not None:
         return llm.chat_prompt(f"Summarize this article in two sentences.\n\n{article}")
-    return _tokenizer(llm).encode(f"{article}\n\nTL;DR:").ids
+    ids: list[int] = _tokenizer(llm).encode(f"{article}\n\nTL;DR:").ids
+    return ids
 
 
-def _rouge(scorer: Any, expected: Sequence[str], ours: Sequence[str],
+class _Scorer(Protocol):
+    """rouge_score's, which has no types."""
+
+    def score(self, target: str, prediction: str) -> Mapping[str, Any]: ...
+
+
+def _rouge(scorer: _Scorer, expected: Sequence[str], ours: Sequence[str],
            theirs: Sequence[str] | None) -> tuple[Score, ...]:
     def means(texts: Sequence[str]) -> dict[str, float]:
         rows = [scorer.score(_sentences(summary), _sentences(text))
@@ -334,7 +349,7 @@ def _sentences(text: str) -> str:
     return re.sub(r"(?<=[.!?])\s+", "\n", text.strip())
 
 
-def _load_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path) -> Any:
+def _load_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path) -> Model:
     from llmc.compiler.check.reference import load_reference
 
     model = load_reference(hf_dir)
@@ -343,28 +358,6 @@ def _load_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path) -
         raise LlmcError(f"'{hf_dir}' has a vocabulary of {size}, '{case_dir}' one of {vocab_size}; "
                         f"give the model that it was compiled from")
     return model
-
-
-def _reference_logits(model: Any, ids: list[int]) -> np.ndarray:
-    import torch
-
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].numpy()
-
-
-def _reference_tokens(model: Any, prompt: list[int], max_tokens: int,
-                      eos_token_ids: Sequence[int]) -> list[int]:
-    """Greedy tokens, without what the model's generation_config adds, such as penalties."""
-    import torch
-    from transformers import GenerationConfig
-
-    model.generation_config = GenerationConfig(
-        max_new_tokens=max_tokens, do_sample=False, eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=0)
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
-    return out[0, len(prompt):].tolist()
 
 
 def print_report(report: EvalReport) -> None:

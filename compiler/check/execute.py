@@ -1,8 +1,10 @@
-"""Run a graph between two passes in ONNX Runtime, weights and all: for `diff` and for tests."""
+"""Run graphs on ONNX Runtime: one between two passes, weights and all, and what was compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,18 +14,49 @@ import onnxruntime as ort
 from llmc import plugins
 from llmc.compiler.artifact import Placed, to_onnx
 from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.manifest import CollectiveStep, Manifest
+
+_FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,
+                                          "bfloat16": onnx.TensorProto.BFLOAT16}
 
 
-def run_graph(graph: gs.Graph, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]) -> \
-        dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class Rounding:
+    """What to round to fewer bits in a float32 graph, as an engine that stores them so does.
+
+    Args:
+        dtype: of matrices, of what they and attention make, and of `stored`.
+        kv_dtype: of keys and values, where attention is an Sdpa; "" is dtype.
+        stored: other tensors.
+    """
+
+    dtype: str
+    kv_dtype: str = ""
+    stored: frozenset[str] = frozenset()
+
+
+Values = dict[str, np.ndarray]
+
+
+def run_graph(graph: gs.Graph, feeds: Mapping[str, np.ndarray], outputs: Collection[str],
+              rounding: Rounding | None = None) -> Values:
     """The named tensors for these inputs. Reads every weight into memory."""
+    return load_graph(graph, outputs, rounding)(feeds)
+
+
+def load_graph(graph: gs.Graph, outputs: Collection[str], rounding: Rounding | None = None) -> \
+        Callable[[Mapping[str, np.ndarray]], Values]:
+    """A function from inputs to the named tensors. Reads every weight into memory."""
     weights = {tensor.name: tensor._values.load() for tensor in graph.tensors().values()
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     model = to_onnx(graph, dict.fromkeys(weights, Placed(0, 0)), target="")
+    kv_dtype = rounding.kv_dtype if rounding else ""
     for index, node in enumerate(model.graph.node):
         if node.domain == plugins.DOMAIN and node.op_type == "Sdpa":
             function = _sdpa_function({a.name: onnx.helper.get_attribute_value(a)
-                                       for a in node.attribute}, f"sdpa{index}")
+                                       for a in node.attribute}, f"sdpa{index}", kv_dtype)
             node.overload = function.overload
             model.functions.append(function)
     taken = set(outputs)
@@ -31,18 +64,51 @@ def run_graph(graph: gs.Graph, feeds: Mapping[str, np.ndarray], outputs: Sequenc
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(taken))
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    if rounding is not None and rounding.dtype in _TYPES:
+        import ml_dtypes
+        narrow = np.dtype(getattr(ml_dtypes, rounding.dtype, rounding.dtype))
+        weights = {name: array.astype(narrow).astype(np.float32)
+                   if array.ndim > 1 and array.dtype == np.float32 else array
+                   for name, array in weights.items()}
+        _round(model.graph, rounding)
     options.add_external_initializers(
         list(weights), [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()])
     session = ort.InferenceSession(model.SerializeToString(), options,
                                    providers=["CPUExecutionProvider"])
     wanted = {tensor.name for tensor in session.get_inputs()}
-    results = session.run(sorted(taken), {k: v for k, v in feeds.items() if k in wanted})
-    return dict(zip(sorted(taken), results, strict=True))
+
+    def run(feeds: Mapping[str, np.ndarray]) -> Values:
+        results = session.run(sorted(taken), {k: v for k, v in feeds.items() if k in wanted})
+        return dict(zip(sorted(taken), results, strict=True))
+
+    return run
 
 
-def _sdpa_function(attrs: Mapping[str, float], overload: str) -> onnx.FunctionProto:
+def _round(graph: onnx.GraphProto, rounding: Rounding) -> None:
+    """Send each tensor that is to be rounded through its dtype and back."""
+    nodes = []
+    for node in graph.node:
+        nodes.append(node)
+        for index, name in enumerate(node.output):
+            if name in rounding.stored or node.op_type in ("MatMul", "Gemm", "Sdpa"):
+                node.output[index] = f"{name}.exact"
+                nodes += [onnx.helper.make_node("Cast", [f"{name}.exact"], [f"{name}.narrow"],
+                                                to=_TYPES[rounding.dtype]),
+                          onnx.helper.make_node("Cast", [f"{name}.narrow"], [name], to=_FLOAT)]
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str) -> \
+        onnx.FunctionProto:
     """Causal attention on q `[batch, heads, seq, dim]`, k and v with their own heads."""
-    lines = [
+    lines = [f"{name} = Identity(given_{name})" for name in "kv"]
+    if kv_dtype:
+        kind = onnx.TensorProto.DataType.Value(kv_dtype.replace("_", "").upper())
+        lines = [line for name in "kv" for line in (
+            f"{name}8 = Cast<to={kind}>(given_{name})", f"{name} = Cast<to={_FLOAT}>({name}8)")]
+    lines += [
         "c0 = Constant<value_ints=[0]>()", "c2 = Constant<value_ints=[2]>()",
         "hq = Shape<start=1, end=2>(q)", "hk = Shape<start=1, end=2>(k)", "g = Div(hq, hk)",
         "b = Shape<start=0, end=1>(q)", "sd = Shape<start=2, end=4>(q)",
@@ -69,4 +135,84 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str) -> onnx.FunctionPr
               "o = Reshape(o5, four)"]
     return onnx.parser.parse_function(
         f'<domain: "llmc", overload: "{overload}", opset_import: ["": {plugins.OPSET}]>\n'
-        f"Sdpa (q, k, v) => (o) {{\n" + "\n".join(lines) + "\n}")
+        f"Sdpa (q, given_k, given_v) => (o) {{\n" + "\n".join(lines) + "\n}")
+
+
+def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Collection[str]) -> \
+        list[Values]:
+    """Prefill what is compiled for CPUs on all chips in lockstep: per chip, the wanted tensors in
+    the graph's order.
+
+    Raises:
+        LlmcError: a file cannot be run.
+    """
+    batch = PackedBatch.prepare([ids], [0], all_logits=True)
+    states: list[Values] = []
+    for chip in manifest.chips:
+        state = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
+                 "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
+                 "logits_indices": batch.logits_indices.astype(np.int64),
+                 "cache_indirection": batch.rows_of_positions(manifest.dims.max_seq_len)}
+        for layer, cache in enumerate(chip.cache):
+            shape = (1, cache.num_kv_heads, manifest.dims.max_seq_len, cache.head_dim)
+            for kind in ("key", "value"):
+                state[f"{kind}_cache_{layer}"] = np.zeros(shape, np.float32)
+        states.append(state)
+    kept: list[Values] = [{} for _ in states]
+    for steps in zip(*(chip.steps for chip in manifest.chips), strict=True):
+        if isinstance(steps[0], CollectiveStep):
+            parts = [state[steps[0].input] for state in states]
+            whole = sum(parts[1:], parts[0]) if steps[0].kind == "all_reduce" \
+                else np.concatenate(parts, axis=-1)
+            for state, keep in zip(states, kept, strict=True):
+                state[steps[0].output] = keep[steps[0].output] = whole
+            continue
+        for step, state, keep in zip(steps, states, kept, strict=True):
+            assert not isinstance(step, CollectiveStep)  # a manifest's chips have the same
+            results = _run_file(case_dir / step.path, state, wanted)
+            state.update(results)
+            keep.update((name, array) for name, array in results.items() if name in wanted)
+    return kept
+
+
+def _run_file(path: Path, state: Mapping[str, np.ndarray], wanted: Collection[str]) -> \
+        Values:
+    """Run one ONNX file; its own outputs, and the wanted tensors inside it, in graph order."""
+    model = read_onnx(path)
+    own = [value.name for value in model.graph.output]
+    inside = [name for node in model.graph.node for name in node.output
+              if name in wanted and name not in own]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inside)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path",
+                                     str(path.parent))
+    names = [name for node in model.graph.node for name in node.output if name in {*own, *inside}]
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options,
+                                       providers=["CPUExecutionProvider"])
+        results = session.run(names, {t.name: state[t.name] for t in session.get_inputs()})
+    except Exception as error:  # ONNX Runtime has many kinds, without a common one
+        raise LlmcError(f"'{path}' cannot be run ({_first_line(error)}); compile the model again") \
+            from error
+    return dict(zip(names, results, strict=True))
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """An ONNX file without its weights.
+
+    Raises:
+        LlmcError: it is missing or not ONNX.
+    """
+    try:
+        return onnx.load(path, load_external_data=False)
+    except OSError as error:
+        raise LlmcError(f"'{path}' cannot be read ({error.strerror}); compile the model again") \
+            from error
+    except Exception as error:  # protobuf's DecodeError, of one of two packages
+        raise LlmcError(f"'{path}' is not ONNX ({_first_line(error)}); compile the model again") \
+            from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0][:200]

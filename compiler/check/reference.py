@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmc.compiler.frontend.huggingface import find_directory
+from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.errors import LlmcError
 
+Model = Any  # a torch module of transformers, which has no types
 
-def load_reference(model: str | Path) -> Any:
-    """The torch module of a Hugging Face directory, hub id or .gguf file, in float32.
+
+def load_reference(model: str | Path, dtype: str = "float32") -> Model:
+    """The torch module of a Hugging Face directory, hub id or .gguf file, computing in `dtype`.
 
     Raises:
         LlmcError: there is none, or transformers cannot load it.
@@ -22,8 +29,89 @@ def load_reference(model: str | Path) -> Any:
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} \
         if path.suffix == ".gguf" else {"pretrained_model_name_or_path": find_directory(model)}
     try:
-        return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32,
+        return AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype),
                                                     attn_implementation="eager").eval()
     except Exception as error:  # transformers raises many kinds for a bad model
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
         raise LlmcError(f"transformers cannot load '{model}' ({first})") from error
+
+
+def reference_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
+    """Logits float32 [num_tokens, vocab_size] in one uncached pass."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        return np.asarray(logits.float().numpy())
+
+
+def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "") -> \
+        dict[str, np.ndarray]:
+    """The hidden state after each layer, float32 [num_tokens, hidden_size], and the logits.
+
+    With `kv_dtype` float8_e4m3fn, keys and values are rounded to it before attention reads them,
+    as a compiled model's caches have them.
+    """
+    import torch
+
+    depth = model.config.get_text_config().num_hidden_layers
+    layers: Iterable[Model] = next((module for module in model.modules()
+                   if isinstance(module, torch.nn.ModuleList) and len(module) == depth), [])
+    seen: dict[str, np.ndarray] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Model, arguments: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            seen.setdefault(
+                name, hidden.detach().reshape(-1, hidden.shape[-1]).float().numpy().copy())
+        return hook
+
+    handles = [layer.register_forward_hook(keep(HIDDEN_STATE.format(index)))
+               for index, layer in enumerate(layers)]
+    cache = {"past_key_values": _float8_cache(), "use_cache": True} if kv_dtype else \
+        {"use_cache": False}
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([list(ids)]), **cache).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {**seen, "logits": np.asarray(logits.float().numpy())}
+
+
+def _float8_cache() -> Any:
+    """An empty KV cache that hands out what float8_e4m3fn keeps of keys and values."""
+    import torch
+    from transformers import DynamicCache
+
+    class Float8Cache(DynamicCache):
+        def update(self, keys: Any, values: Any, *arguments: Any, **options: Any) -> Any:
+            kept = (x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in (keys, values))
+            return super().update(*kept, *arguments, **options)
+
+    return Float8Cache()
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy tokens, and the logits float32 [num_tokens, vocab_size] that each was chosen from."""
+
+    tokens: tuple[int, ...]
+    logits: np.ndarray
+
+
+def reference_greedy(model: Model, prompt: Sequence[int], max_tokens: int,
+                     eos_token_ids: Sequence[int] = ()) -> Greedy:
+    """Greedy tokens, without what the model's generation_config adds, such as penalties."""
+    import torch
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=0)
+    ids = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids),
+                             output_logits=True, return_dict_in_generate=True)
+    return Greedy(tuple(out.sequences[0, len(prompt):].tolist()),
+                  np.stack([step[0].float().numpy() for step in out.logits]))
