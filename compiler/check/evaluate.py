@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import read_manifest, refuse_encoder
 
