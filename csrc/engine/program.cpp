@@ -158,13 +158,16 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " + std::to_string(node.outputs.size()) +
                 " outputs, the op " + std::to_string(type.inputs.size()) + " and " +
                 std::to_string(type.outputs.size()));
-  bool reads_step = false;
+  bool reads_step = false, picks = false;
   for (size_t i = 0; i < type.inputs.size(); ++i) {
     const int number = i < node.inputs.size() ? node.inputs[i] : -1;
     if (number == -1 && !type.inputs[i].optional) throw Error("it needs the input '" + type.inputs[i].name + "'");
     if (number != -1) check_input(type, fields, i, number, of_encoder);
     reads_step = reads_step || (number != -1 && is_integer(type.inputs[i]));
+    picks = picks || type.inputs[i].name == "logits_indices";
   }
+  if (picks && tensor(node.inputs[0]).kind != Kind::kValue)  // which a decode step passes on, all rows of it
+    throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) + ", which is no value");
   for (int number : node.inputs)  // a step's numbers speak of its tokens
     if (reads_step && number != -1 && tensor(number).kind == Kind::kValue && tensor(number).shape[0] != kNumTokens)
       throw Error("tensor " + std::to_string(number) + " has rows of logits, its others rows of tokens");

@@ -38,11 +38,13 @@ class CausalAttention : public Plugin {
     const Dims *cos = optional(in, 5), *sin = optional(in, 6);
     if ((cos == nullptr) != (p_.rotary_dim == 0) || (sin == nullptr) != (cos == nullptr))
       throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
-    if (cos != nullptr) {
-      expect(op + "'s cos", *cos, {(*cos)[0], p_.rotary_dim / 2});
-      expect(op + "'s sin", *sin, *cos);
-      if (table == nullptr) expect_at_least(op + "'s number of cos", (*cos)[0], cache[2]);
+    for (const Dims* turns : {cos, sin}) {
+      if (turns == nullptr) continue;
+      expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
+      if (table == nullptr) expect_at_least(op + "'s number of cos or sin", (*turns)[0], cache[2]);
     }
+    if (table != nullptr && rows != nullptr) throw Error(op + " takes block_table or cache_indirection, not both");
+    if (table != nullptr && cos != nullptr) expect(op + "'s sin", *sin, *cos);
     for (size_t norm : {7, 8})
       if (const Dims* weight = optional(in, norm)) expect(op + "'s norm of a head", *weight, {p_.head_dim});
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
@@ -82,11 +84,8 @@ class CausalAttention : public Plugin {
         throw Error("CausalAttention's block size " + std::to_string(p.block_size) +
                     " is not a power of two");
     }
-    if (const Tensor* rows = optional(in, 10); rows != nullptr && context.indirect) {
+    if (const Tensor* rows = optional(in, 10); rows != nullptr && context.indirect)
       p.cache_indirection = static_cast<const int32_t*>(rows->data);
-      if (p.block_table != nullptr)
-        throw Error("CausalAttention takes block_table or cache_indirection, not both");
-    }
     p.decode = context.decode || (context.dense && p.num_tokens == p.batch);
     p.scratch = workspace;
     p.counters = context.counters;

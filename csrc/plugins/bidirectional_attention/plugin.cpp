@@ -25,7 +25,12 @@ class BidirectionalAttention : public Plugin {
       expect(op + "'s key_lens", *lens, *starts);
       expect_starts(op, in[3], (*starts)[0]);
     }
-    if (const Dims* bias = optional(in, 6)) expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
+    if (const Dims* bias = optional(in, 6)) {
+      expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
+      if ((*bias)[1].known() && (*bias)[1].number() % 2 == 0)
+        throw Error(op + "'s distance_bias has " + std::to_string((*bias)[1].number()) +
+                    " columns, which are not as many for keys before a query as behind it");
+    }
     return {out};
   }
 
