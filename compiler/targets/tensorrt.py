@@ -53,6 +53,8 @@ _FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
           ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))
 PYTHON = "LLMC_TENSORRT_PYTHON"
 _ALIGNMENT = 256  # TensorRT's, of the address of every input
+# What plugins are told of a step; see csrc/tensorrt/library.h. It is the plan's own: no runtime binds it.
+_STEP = gs.Variable("llmc_step", np.int32, (16,))
 
 
 def describe(options: Options) -> Target:
@@ -91,7 +93,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     files, steps = [weights], []
     for program, (onnx_name, script, plan) in zip(graphs, _FILES, strict=False):
         model = with_plugins(typed_onnx(program, places, KIND, options.dtype), options.dtype)
-        (directory / script).write_text(_script(program.inputs, length, options), encoding="utf-8")
+        (directory / script).write_text(_script([*program.inputs, _STEP], length, options),
+                                        encoding="utf-8")
         files.append(write_onnx(model, directory / onnx_name))
         del model.functions[:]  # TensorRT 10's parser would take them, and no plugins
         parsed = directory / "parsed.onnx"
@@ -111,6 +114,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
 def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
     """The model with llmc nodes as TensorRT's parser needs them, in place.
 
+    Every one takes the input `llmc_step` too, which no body reads.
+
     Each function gets a domain of its own instead of an overload: ONNX Runtime 1.23, the last for
     TensorRT 8.6's Python, knows none. TensorRT looks at neither.
     """
@@ -123,7 +128,8 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
                               if attribute.type != onnx.AttributeProto.STRING
                               else attribute.s.decode() for attribute in node.attribute})
         present = [name for name, tensor in zip(op.input_names, node.input, strict=False) if tensor]
-        node.input[:] = [tensor for tensor in node.input if tensor]
+        present.append(_STEP.name)
+        node.input[:] = [*filter(None, node.input), _STEP.name]
         attributes = {**fields, "present": " ".join(present), "dtype": dtype,
                       "makes": " ".join(name or "-" for name in node.output),
                       "plugin_namespace": plugins.DOMAIN, "plugin_version": str(op.version)}
@@ -134,6 +140,8 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
         if function is not None:
             function.input[:] = present
             node.domain, node.overload = f"{plugins.DOMAIN}.{node.overload}", ""
+    model.graph.input.append(onnx.helper.make_tensor_value_info(
+        _STEP.name, onnx.TensorProto.INT32, _STEP.shape))
     for value in (*model.graph.input, *model.graph.output):  # TensorRT 8 has no float8
         if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT8E4M3FN:
             value.type.tensor_type.elem_type = onnx.TensorProto.INT8

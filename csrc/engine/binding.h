@@ -16,6 +16,9 @@ using Foreign = std::tuple<uintptr_t, std::string, Shape>;
 
 std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign);
 
+// Single ops and kernels: functions of llmc._cuda.
+void bind_kernels(nanobind::module_& m);
+
 namespace tensorrt {
 
 // Where llmc-cuda is built with TensorRT: llmc_cuda._cuda.tensorrt.

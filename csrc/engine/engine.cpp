@@ -1,7 +1,5 @@
 #include "engine.h"
 
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -9,267 +7,112 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kPinned = 64 << 20;
-constexpr int64_t kMaxEndIds = 64;
 
-int64_t count_of(const Shape& shape) { return Tensor{nullptr, DType::kFloat32, shape}.size(); }
-
-// The rows of a tensor whose logits a step wants.
-class Gather : public Plugin {
- public:
-  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {{in[1][0], in[0][1]}};
-  }
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
-               const Context& context) const override {
-    check(kernels::gather_rows(in[0].dtype, out[0].data, in[0].data,
-                               static_cast<const int64_t*>(in[1].data),
-                               static_cast<int>(in[1].shape[0]), static_cast<int>(in[0].shape[1]),
-                               context.stream), "Gather");
-  }
-};
-
-// Write rows of a tensor to rows of the encoder's memory.
-class Scatter : public Plugin {
- public:
-  std::vector<Dims> shapes(const std::vector<Dims>&) const override { return {}; }
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>&, void*,
-               const Context& context) const override {
-    check(kernels::scatter_rows(in[0].dtype, in[2].data, in[0].data, static_cast<const int64_t*>(in[1].data),
-                                static_cast<int>(in[1].shape[0]), static_cast<int>(in[0].shape[1]),
-                                context.stream), "Scatter");
-  }
-};
-
-// An ONNX op on elements; a weight of one float32 number stands for all elements.
-class ElementwiseOp : public Plugin {
- public:
-  explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
-
-  static std::unique_ptr<Plugin> make(const std::string& name) {
-    using kernels::Elementwise;
-    static const std::map<std::string, Elementwise> ops = {
-        {"Add", Elementwise::kAdd},   {"Sub", Elementwise::kSub},   {"Mul", Elementwise::kMul},
-        {"Div", Elementwise::kDiv},   {"Min", Elementwise::kMin},   {"Max", Elementwise::kMax},
-        {"Tanh", Elementwise::kTanh}, {"Exp", Elementwise::kExp},   {"Sigmoid", Elementwise::kSigmoid},
-        {"Neg", Elementwise::kNeg}};
-    const auto found = ops.find(name);
-    return found == ops.end() ? nullptr : std::make_unique<ElementwiseOp>(found->second);
-  }
-
-  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {in[0].size() < 2 && in.size() > 1 ? in[1] : in[0]};
-  }
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
-               const Context& context) const override {
-    auto is_number = [&](size_t i) { return i < in.size() && in[i].shape.size() < 2; };
-    check(kernels::elementwise(out[0].dtype, op_, out[0].data, in[0].data,
-                               in.size() > 1 ? in[1].data : nullptr, is_number(0), is_number(1),
-                               out[0].size(), context.stream), "an elementwise op");
-  }
-
- private:
-  kernels::Elementwise op_;
-};
+// So that members made after it are of this device.
+Program on(int device, Program program) {
+  program.finish();
+  check(cudaSetDevice(device), "choosing a device");
+  return program;
+}
 
 }  // namespace
 
-void to_float(float* target, const char* source, int64_t count, DType dtype) {
-  if (dtype == DType::kFloat32) {
-    std::memcpy(target, source, 4 * count);
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    uint16_t bits;
-    std::memcpy(&bits, source + 2 * i, 2);
-    if (dtype == DType::kBFloat16) {
-      const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-      std::memcpy(target + i, &wide, 4);
-    } else {
-      __half_raw half;
-      half.x = bits;
-      target[i] = __half2float(__half(half));
-    }
-  }
-}
-
-DeviceBuffer::DeviceBuffer(int64_t bytes, const char* what) {
-  const cudaError_t status = cudaMalloc(&data, std::max<int64_t>(bytes, 1));
-  if (status == cudaErrorMemoryAllocation) {
-    size_t free = 0, total = 0;
-    cudaGetLastError();
-    cudaMemGetInfo(&free, &total);
-    throw Error(std::string("there is no device memory for ") + what + ": " +
-                std::to_string(bytes >> 20) + " MiB are needed, " + std::to_string(free >> 20) + " of " +
-                std::to_string(total >> 20) + " MiB are free");
-  }
-  check(status, what);
-}
-
-DeviceBuffer::~DeviceBuffer() {
-  if (data != nullptr) cudaFree(data);
-}
-
-Engine::Engine(int device, DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
-    : device_(device), dtype_(dtype), limits_(limits) {
-  check(cudaSetDevice(device), "choosing a device");
-  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
-  check(cudaMallocHost(&pinned_, kPinned), "allocating pinned memory");
+Engine::Engine(Program program, int device)
+    : program_(on(device, std::move(program))), device_(device), pinned_(kPinned), memory_(stream_.handle) {
+  place_tensors();
+  reserve_scratch();
   gemm_ = std::make_unique<Gemm>();
   sdpa_ = std::make_unique<Sdpa>();
-  token_arena_ = allocate<char>(token_bytes * limits.max_tokens, "activations");
-  logit_arena_ = allocate<char>(logit_bytes * limits.max_logits, "logits");
-  chosen_ = allocate<int64_t>(limits.max_batch, "tokens");
-  history_ = allocate<int64_t>(static_cast<int64_t>(limits.max_batch) * (limits.max_seq_len + 1), "tokens");
-  end_ids_ = allocate<int64_t>(kMaxEndIds, "tokens");
-  step_ = allocate<int32_t>(1, "counters");
-  counters_ = allocate<int32_t>(kCounters, "counters");
-  finished_ = allocate<uint8_t>(limits.max_batch, "counters");
-  temperature_ = allocate<float>(limits.max_batch, "sampling");
-  top_k_ = allocate<int32_t>(limits.max_batch, "sampling");
-  top_p_ = allocate<float>(limits.max_batch, "sampling");
-  min_p_ = allocate<float>(limits.max_batch, "sampling");
-  typical_p_ = allocate<float>(limits.max_batch, "sampling");
-  seed_ = allocate<uint64_t>(limits.max_batch, "sampling");
-  drawn_ = allocate<int64_t>(limits.max_batch, "sampling");
+  sampler_ = std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
+  beams_ = std::make_unique<Beams>(program_.limits(), program_.vocab_size(), stream_.handle);
+  synchronize();
 }
 
 Engine::~Engine() {
   cudaSetDevice(device_);
-  cudaStreamSynchronize(stream_);
+  cudaStreamSynchronize(stream_.handle);
   graphs_.clear();
   beams_.reset();
   if (communicator_ != nullptr) ncclCommDestroy(communicator_);
-  gemm_.reset();
-  sdpa_.reset();
-  cudaFreeHost(pinned_);
-  cudaStreamDestroy(stream_);
 }
 
-template <typename T>
-T* Engine::allocate(int64_t count, const char* what) {
-  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-  owned_.emplace_back(bytes, what);
-  allocated_ += bytes;
-  check(cudaMemsetAsync(owned_.back().data, 0, bytes, stream_), what);
-  return static_cast<T*>(owned_.back().data);
-}
-
-int Engine::place(bool is_cache, DType dtype, Shape shape, void* data) {
-  places_.push_back({is_cache, dtype, std::move(shape), static_cast<char*>(data)});
-  return static_cast<int>(places_.size()) - 1;
-}
-
-int Engine::add_input(const std::string& name, DType dtype) {
-  static const std::map<std::string, Size> sizes = {{"input_ids", kNumTokens},
-                                                    {"position_ids", kNumTokens},
-                                                    {"cu_seqlens", kBatchPlus1},
-                                                    {"past_lens", kBatch},
-                                                    {"logits_indices", kNumLogits},
-                                                    {kIndirection, kBatch},
-                                                    {kMemoryStarts, kBatch},
-                                                    {kMemoryLens, kBatch},
-                                                    {kMemoryRows, kNumTokens}};
-  const auto found = sizes.find(name);
-  if (found == sizes.end()) throw Error("there is no engine input '" + name + "'");
-  if (name == kIndirection) {
-    const int64_t bytes = static_cast<int64_t>(limits_.max_batch) * limits_.max_seq_len * width(dtype);
-    indirection_ = place(false, dtype, {kBatch, limits_.max_seq_len}, allocate<char>(bytes, "inputs"));
-    return inputs_[name] = indirection_;
+void Engine::place_tensors() {
+  const Limits& limits = program_.limits();
+  char* token_arena = memory_.allocate<char>(program_.token_bytes() * limits.max_tokens, "activations");
+  char* logit_arena = memory_.allocate<char>(program_.logit_bytes() * limits.max_logits, "logits");
+  static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
+                                                    {Kind::kWeight, "weights"},
+                                                    {Kind::kCache, "the KV cache"},
+                                                    {Kind::kMemory, "the encoder's memory"}};
+  for (size_t i = 0; i < program_.tensors().size(); ++i) {
+    const Declared& tensor = program_.tensors()[i];
+    if (tensor.kind == Kind::kValue)
+      places_.push_back(tensor.per_logit ? logit_arena + tensor.offset * limits.max_logits
+                                         : token_arena + tensor.offset * limits.max_tokens);
+    else
+      places_.push_back(memory_.allocate<char>(program_.capacity(static_cast<int>(i)) * width(tensor.dtype),
+                                               names.at(tensor.kind)));
   }
-  const int most = found->second == kNumTokens ? limits_.max_tokens
-      : found->second == kNumLogits ? limits_.max_logits : limits_.max_batch + 1;
-  return inputs_[name] =
-             place(false, dtype, {found->second}, allocate<char>(most * width(dtype), "inputs"));
+  auto input = [&](auto*& place, const char* name) {
+    const int number = program_.input(name);
+    if (number >= 0) place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(places_[number]);
+  };
+  input(inputs_.input_ids, "input_ids");
+  input(inputs_.position_ids, "position_ids");
+  input(inputs_.logits_indices, "logits_indices");
+  input(inputs_.cu_seqlens, "cu_seqlens");
+  input(inputs_.past_lens, "past_lens");
+  input(inputs_.indirection, kIndirection);
+  input(inputs_.memory_starts, kMemoryStarts);
+  input(inputs_.memory_lens, kMemoryLens);
+  input(inputs_.memory_rows, kMemoryRows);
 }
 
-int Engine::add_weight(DType dtype, const Shape& shape) {
-  return place(false, dtype, shape, allocate<char>(count_of(shape) * width(dtype), "weights"));
-}
-
-int Engine::add_cache(DType dtype, const Shape& row_shape) {
-  Shape shape{kBatch};
-  shape.insert(shape.end(), row_shape.begin(), row_shape.end());
-  const int64_t bytes = limits_.max_batch * count_of(row_shape) * width(dtype);
-  caches_.push_back(place(true, dtype, shape, allocate<char>(bytes, "the KV cache")));
-  return caches_.back();
-}
-
-int Engine::add_memory(int64_t row_width) {
-  const Shape shape{static_cast<int64_t>(limits_.max_batch) * limits_.mem_max_seq_len, row_width};
-  return place(false, dtype_, shape, allocate<char>(count_of(shape) * width(dtype_), "the encoder's memory"));
-}
-
-int Engine::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
-  return place(false, dtype, shape, per_logit ? logit_arena_ + offset * limits_.max_logits
-                                              : token_arena_ + offset * limits_.max_tokens);
-}
-
-void Engine::add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
-                      const std::vector<int>& outputs, bool of_encoder) {
-  std::unique_ptr<Plugin> plugin = ElementwiseOp::make(op);
-  if (op == "Gather") plugin = std::make_unique<Gather>();
-  if (op == "Scatter") plugin = std::make_unique<Scatter>();
-  if (plugin == nullptr) plugin = make_plugin(op, fields);
-  add_node(op, std::move(plugin), inputs, outputs, of_encoder);
-}
-
-void Engine::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
-                      const std::vector<int>& outputs, bool of_encoder) {
-  (of_encoder ? encoder_nodes_ : nodes_).push_back({op, std::move(plugin), inputs, outputs});
-}
-
-void Engine::set_logits(int tensor, int vocab_size) {
-  logits_ = tensor;
-  vocab_size_ = vocab_size;
-}
-
-void Engine::load_weight(int tensor, const void* data, int64_t bytes, int64_t offset) {
-  for (int64_t done = 0; done < bytes; done += kPinned) {
-    const int64_t part = std::min(kPinned, bytes - done);
-    synchronize();  // the pinned memory is free again
-    std::memcpy(pinned_, static_cast<const char*>(data) + done, part);
-    upload(places_[tensor].data + offset + done, pinned_, part);
-  }
-}
-
-void Engine::finish() {
-  for (const char* name : {"input_ids", "position_ids", "logits_indices"})
-    if (!inputs_.count(name)) add_input(name, DType::kInt64);
-  for (const char* name : {"cu_seqlens", "past_lens"})
-    if (!inputs_.count(name)) add_input(name, DType::kInt32);
+// Scratch for the largest step, and counters.
+void Engine::reserve_scratch() {
+  const Limits& limits = program_.limits();
   int64_t most = 0;
-  for (int tokens : {1, kernels::kGemvRows, limits_.max_tokens}) {
-    const Step step{std::min(tokens, limits_.max_tokens), std::min(tokens, limits_.max_logits),
-                    std::min(tokens, limits_.max_batch), 0, false};
-    for (const auto* nodes : {&nodes_, &encoder_nodes_})
+  for (int tokens : {1, kernels::kGemvRows, limits.max_tokens}) {
+    const Step step{std::min(tokens, limits.max_tokens), std::min(tokens, limits.max_logits),
+                    std::min(tokens, limits.max_batch)};
+    for (const auto* nodes : {&program_.nodes(), &program_.encoder_nodes()})
       for (const Node& node : *nodes) {
         std::vector<Tensor> inputs;
         for (int tensor : node.inputs) inputs.push_back(resolve(tensor, step));
         most = std::max(most, node.plugin->workspace(inputs));
       }
   }
-  scratch_ = allocate<char>(most, "scratch");
-  synchronize();
+  scratch_ = memory_.allocate<char>(most, "scratch");
+  counters_ = memory_.allocate<int32_t>(kCounters, "counters");
 }
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
   if (tensor < 0) return {};
-  const Place& place = places_[tensor];
-  Tensor made{place.data, place.dtype, place.shape};
-  for (int64_t& dim : made.shape) {
-    if (dim == kNumTokens) dim = step.num_tokens;
-    if (dim == kNumLogits) dim = step.num_logits;
-    if (dim == kBatch) dim = step.batch;
-    if (dim == kBatchPlus1) dim = step.batch + 1;
-  }
-  if (place.is_cache)
-    made.data = place.data + made.size() / step.batch * width(place.dtype) * step.first_row;
+  Tensor made = program_.resolve(tensor, step);
+  made.data = places_[tensor];
+  if (program_.tensors()[tensor].kind == Kind::kCache)
+    made.data = places_[tensor] + made.size() / step.batch * width(made.dtype) * step.first_row;
   return made;
+}
+
+void Engine::use_device() const { check(cudaSetDevice(device_), "choosing a device"); }
+
+void Engine::load_weight(int tensor, const void* data, int64_t bytes) {
+  if (program_.tensor(tensor).kind != Kind::kWeight)
+    throw Error("tensor " + std::to_string(tensor) + " is no weight");
+  check_size("a weight, in bytes,", bytes, bytes_of(tensor));
+  use_device();
+  for (int64_t done = 0; done < bytes; done += kPinned) {
+    const int64_t part = std::min(kPinned, bytes - done);
+    synchronize();  // the pinned memory is free again
+    std::memcpy(pinned_.data, static_cast<const char*>(data) + done, part);
+    upload(places_[tensor] + done, pinned_.data, part, stream_.handle);
+  }
 }
 
 void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   Context context;
-  context.stream = stream_;
+  context.stream = stream_.handle;
   context.gemm = gemm_.get();
   context.sdpa = sdpa_.get();
   context.counters = counters_;
@@ -278,6 +121,8 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.longest = step.longest;
   context.reach = step.reach;
   context.indirect = step.indirect;
+  context.watcher = watcher_;
+  context.user = user_;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
   for (const Node& node : nodes) {
     std::vector<Tensor> inputs, outputs;
@@ -286,7 +131,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
       const auto found = moved.find(tensor);
       if (found != moved.end()) inputs.back().data = found->second;
     }
-    if (node.op == "Gather" && step.decode) {  // all rows, in order
+    if (node.plugin->passes_on(context)) {
       moved[node.outputs[0]] = inputs[0].data;
       continue;
     }
@@ -294,285 +139,166 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
     node.plugin->enqueue(inputs, outputs, scratch_, context);
     for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i) {
       const auto found = watched_.find(node.outputs[i]);
-      if (found != watched_.end()) found->second = download(outputs[i]);
+      if (found != watched_.end()) found->second = download(outputs[i], stream_.handle);
     }
   }
   last_ = step;
 }
 
-void Engine::upload(void* target, const void* source, int64_t bytes) {
-  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream_), "copying to the device");
+void Engine::run(const StepInputs& inputs) {
+  const Step step = check_step(inputs, program_.limits());
+  if (step.indirect && inputs_.indirection == nullptr)
+    throw Error("the model was not compiled for beam search; compile it with --max_beam_width");
+  use_device();
+  decodes_ = false;
+  send(inputs_.input_ids, inputs.input_ids);
+  send(inputs_.position_ids, inputs.position_ids);
+  send(inputs_.cu_seqlens, inputs.cu_seqlens);
+  send(inputs_.past_lens, inputs.past_lens);
+  send(inputs_.logits_indices, inputs.logits_indices);
+  if (step.indirect) send(inputs_.indirection, inputs.indirection);
+  enqueue(program_.nodes(), step);
 }
 
-std::vector<char> Engine::download(const Tensor& tensor) {
-  std::vector<char> host(tensor.size() * width(tensor.dtype));
-  check(cudaMemcpyAsync(host.data(), tensor.data, host.size(), cudaMemcpyDeviceToHost, stream_),
-        "copying to the host");
-  synchronize();
-  return host;
+void Engine::encode(const EncoderInputs& inputs) {
+  if (program_.encoder_nodes().empty()) throw Error("the model has no encoder");
+  const Step step = check_step(inputs, program_.limits());
+  use_device();
+  decodes_ = false;
+  send(inputs_.input_ids, inputs.input_ids);
+  send(inputs_.position_ids, inputs.position_ids);
+  send(inputs_.cu_seqlens, inputs.cu_seqlens);
+  send(inputs_.memory_rows, inputs.memory_rows);
+  enqueue(program_.encoder_nodes(), step);
 }
 
-void Engine::run(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
-                 const int32_t* past_lens, const int64_t* logits_indices, const int32_t* indirection,
-                 const Step& step) {
-  if (step.num_tokens > limits_.max_tokens || step.num_logits > limits_.max_logits ||
-      step.first_row + step.batch > limits_.max_batch)
-    throw Error("a step of " + std::to_string(step.num_tokens) + " tokens, " +
-                std::to_string(step.num_logits) + " logits and cache rows up to " +
-                std::to_string(step.first_row + step.batch) + " exceeds the engine's limits of " +
-                std::to_string(limits_.max_tokens) + ", " + std::to_string(limits_.max_logits) + " and " +
-                std::to_string(limits_.max_batch));
-  check(cudaSetDevice(device_), "choosing a device");
-  upload(input("input_ids"), input_ids, 8ll * step.num_tokens);
-  upload(input("position_ids"), position_ids, 8ll * step.num_tokens);
-  upload(input("cu_seqlens"), cu_seqlens, 4ll * (step.batch + 1));
-  upload(input("past_lens"), past_lens, 4ll * step.batch);
-  upload(input("logits_indices"), logits_indices, 8ll * step.num_logits);
-  Step measured = step;
-  measured.indirect = indirection != nullptr;
-  if (measured.indirect) {
-    check_beams();
-    upload(input(kIndirection), indirection, 4ll * step.batch * limits_.max_seq_len);
-  }
-  for (int i = 0; i < step.batch; ++i) {
-    const int fresh = cu_seqlens[i + 1] - cu_seqlens[i];
-    measured.longest = std::max(measured.longest, fresh);
-    measured.reach = std::max(measured.reach, past_lens[i] + fresh);
-  }
-  enqueue(measured);
+void Engine::set_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens) {
+  if (inputs_.memory_starts == nullptr || inputs_.memory_lens == nullptr) throw Error("the model has no encoder");
+  check_memory(starts, lens, program_.limits());
+  use_device();
+  send(inputs_.memory_starts, starts);
+  send(inputs_.memory_lens, lens);
 }
 
-void Engine::encode(const int64_t* input_ids, const int64_t* position_ids, const int32_t* cu_seqlens,
-                    const int64_t* memory_rows, int num_tokens, int batch) {
-  if (encoder_nodes_.empty()) throw Error("the model has no encoder");
-  if (num_tokens > limits_.max_tokens || batch > limits_.max_batch)
-    throw Error(std::to_string(batch) + " prompts of " + std::to_string(num_tokens) +
-                " tokens exceed the engine's limits of " + std::to_string(limits_.max_batch) + " and " +
-                std::to_string(limits_.max_tokens));
-  const int64_t rows = static_cast<int64_t>(limits_.max_batch) * limits_.mem_max_seq_len;
-  for (int i = 0; i < num_tokens; ++i)
-    if (memory_rows[i] < 0 || memory_rows[i] >= rows) throw Error("there is no such row of the encoder's memory");
-  check(cudaSetDevice(device_), "choosing a device");
-  upload(input("input_ids"), input_ids, 8ll * num_tokens);
-  upload(input("position_ids"), position_ids, 8ll * num_tokens);
-  upload(input("cu_seqlens"), cu_seqlens, 4ll * (batch + 1));
-  upload(input(kMemoryRows), memory_rows, 8ll * num_tokens);
-  enqueue(encoder_nodes_, {num_tokens, 0, batch, 0, false});
-}
-
-void Engine::set_memory(const int32_t* starts, const int32_t* lens, int batch) {
-  if (batch > limits_.max_batch)
-    throw Error("a batch of " + std::to_string(batch) + " exceeds max_batch_size " +
-                std::to_string(limits_.max_batch));
-  check(cudaSetDevice(device_), "choosing a device");
-  upload(input(kMemoryStarts), starts, 4ll * batch);
-  upload(input(kMemoryLens), lens, 4ll * batch);
-}
-
-void Engine::read_logits(float* logits) {
-  const Tensor tensor = resolve(logits_, last_);
+void Engine::read_logits(float* out, int64_t count) {
+  const Tensor tensor = logits();
+  const int vocab_size = program_.vocab_size();
+  check_size("the array for logits", count, tensor.shape[0] * vocab_size);
   const int64_t stride = tensor.shape[1] * width(tensor.dtype);
-  const std::vector<char> host = download(tensor);
+  const std::vector<char> host = download(tensor, stream_.handle);
   for (int64_t row = 0; row < tensor.shape[0]; ++row)
-    to_float(logits + row * vocab_size_, host.data() + row * stride, vocab_size_, tensor.dtype);
+    to_float(out + row * vocab_size, host.data() + row * stride, vocab_size, tensor.dtype);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {
+  for (int tensor : tensors)
+    if (program_.tensor(tensor).kind != Kind::kValue)
+      throw Error("tensor " + std::to_string(tensor) + " is no value to watch");
   watched_.clear();
   for (int tensor : tensors) watched_[tensor] = {};
 }
 
-void Engine::read_watched(int tensor, float* out) const {
+void Engine::read_watched(int tensor, float* out, int64_t count) const {
   const auto found = watched_.find(tensor);
   if (found == watched_.end() || found->second.empty())
     throw Error("tensor " + std::to_string(tensor) + " was not watched in the last step");
-  const DType dtype = places_[tensor].dtype;
-  to_float(out, found->second.data(), static_cast<int64_t>(found->second.size()) / width(dtype), dtype);
+  const DType dtype = program_.tensors()[tensor].dtype;
+  const int64_t held = static_cast<int64_t>(found->second.size()) / width(dtype);
+  check_size("the array for a watched value", count, held);
+  to_float(out, found->second.data(), held, dtype);
 }
 
-void Engine::choose(int rows, int first_row) {
-  const Tensor logits = resolve(logits_, last_);
-  const int stride = static_cast<int>(logits.shape[1]);
-  kernels::SampleParams p{chosen_, logits.data, temperature_, top_k_, top_p_, min_p_, typical_p_, seed_, drawn_,
-                          rows, vocab_size_, stride, 0, draws_};
-  DType dtype = logits.dtype;
-  if (has_rules_) {
-    const int scores_stride = static_cast<int>(scores_width());
-    const kernels::ProcessParams process{scores_, logits.data, rules_, static_cast<const int32_t*>(lists_->data),
-                                         drawn_, memory_, rows, vocab_size_, stride, scores_stride, first_row};
-    check(kernels::process(dtype, process, stream_), "processing logits");
-    dtype = DType::kFloat32;
-    p.logits = scores_, p.stride = scores_stride, p.none = -1;
-  }
-  check(kernels::sample(dtype, p, stream_), "choosing tokens");
-  if (!reports_) return;
-  const kernels::LogprobsParams report{logprobs_, logits.data, chosen_, top_logprobs_, step_, rows, vocab_size_,
-                                       stride, limits_.max_batch};
-  check(kernels::logprobs(logits.dtype, report, stream_), "finding log-probabilities");
-}
+void Engine::watch_inside(Watcher watcher, void* user) { watcher_ = watcher, user_ = user; }
 
-void Engine::advance(int batch, int first_row) {
-  kernels::AdvanceParams p{};
-  p.input_ids = static_cast<int64_t*>(input("input_ids"));
-  p.position_ids = static_cast<int64_t*>(input("position_ids"));
-  p.past_lens = static_cast<int32_t*>(input("past_lens"));
-  p.drawn = drawn_;
-  p.chosen = chosen_;
-  p.history = history_;
-  p.step = step_;
-  p.finished = finished_;
-  p.end_ids = end_ids_;
-  p.batch = batch;
-  p.max_batch = limits_.max_batch;
-  p.num_end_ids = num_end_ids_;
-  p.max_seq_len = limits_.max_seq_len;
-  p.rules = has_rules_ && memory_.counts != nullptr ? rules_ : nullptr;
-  p.memory = memory_;
-  p.first_row = first_row;
-  check(kernels::advance(p, stream_), "counting a step");
-}
-
-// Allocate and upload what requests need, and note what a step has to do for them.
-void Engine::prepare(const Requests& requests, int batch) {
-  const int64_t rows = limits_.max_batch;
-  if (requests.rules != nullptr) {
-    if (rules_ == nullptr) rules_ = allocate<kernels::Rule>(rows, "sampling");
-    if (scores_ == nullptr)
-      scores_ = allocate<float>(rows * scores_width(), "the logits that sampling parameters change");
-    if (requests.list_size > lists_room_ || lists_ == nullptr) {
-      synchronize();
-      graphs_.clear();  // they know the old address
-      lists_.reset();
-      lists_room_ = 0;
-      const int64_t room = std::max<int64_t>(2 * requests.list_size, 1 << 14);
-      lists_ = std::make_unique<DeviceBuffer>(4 * room, "bad words and logit biases");
-      lists_room_ = room;
-    }
-    upload(rules_, requests.rules, sizeof(kernels::Rule) * batch);
-    upload(lists_->data, requests.lists, 4 * requests.list_size);
-  }
-  if (requests.logprobs != nullptr) {
-    if (top_logprobs_ == nullptr) top_logprobs_ = allocate<int32_t>(rows, "sampling");
-    if (logprobs_ == nullptr)
-      logprobs_ = allocate<kernels::Logprobs>(kernels::kLogprobSteps * rows, "log-probabilities");
-    upload(top_logprobs_, requests.logprobs, 4ll * batch);
-  }
-  has_rules_ = requests.rules != nullptr;
-  reports_ = requests.logprobs != nullptr;
-}
-
-void Engine::remember(int first_row, const int32_t* tokens, const std::vector<int32_t>& lengths) {
-  const int rows = static_cast<int>(lengths.size()), most = limits_.max_batch;
-  if (first_row + rows > most)
-    throw Error("cache rows up to " + std::to_string(first_row + rows) + " exceed max_batch_size " +
-                std::to_string(most));
-  check(cudaSetDevice(device_), "choosing a device");
-  constexpr const char* kWhat = "the tokens that penalties are for";
-  memory_.vocab = vocab_size_;
-  memory_.room = limits_.max_seq_len + 1;
-  if (memory_.lengths == nullptr) memory_.lengths = allocate<int32_t>(most, kWhat);
-  if (memory_.tokens == nullptr)
-    memory_.tokens = allocate<int32_t>(static_cast<int64_t>(most) * memory_.room, kWhat);
-  if (memory_.counts == nullptr) {
-    memory_.counts = allocate<uint32_t>(static_cast<int64_t>(most) * memory_.vocab, kWhat);
-    synchronize();
-    graphs_.clear();  // they know of no memory
-  }
-  remembered_.resize(most);
-  const int64_t counts = static_cast<int64_t>(memory_.vocab) * sizeof(uint32_t);
-  check(cudaMemsetAsync(memory_.counts + static_cast<int64_t>(first_row) * memory_.vocab, 0, rows * counts, stream_),
-        "forgetting tokens");
-  upload(memory_.lengths + first_row, lengths.data(), 4ll * rows);
-  for (int row = 0; row < rows; ++row) {
-    if (lengths[row] > memory_.room) throw Error("a prompt is longer than the cache");
-    upload(memory_.tokens + static_cast<int64_t>(first_row + row) * memory_.room, tokens, 4ll * lengths[row]);
-    tokens += lengths[row];
-    remembered_[first_row + row] = true;
-  }
-  check(kernels::remember(memory_, first_row, rows, stream_), "remembering prompts");
-  synchronize();  // the host's arrays end here
-}
-
-void Engine::begin_decode(const int64_t* tokens, const int32_t* past_lens, int batch,
-                          const Sampling& sampling, const Requests& requests,
-                          const std::vector<int64_t>& end_ids) {
-  if (batch > limits_.max_batch)
-    throw Error("a batch of " + std::to_string(batch) + " exceeds max_batch_size " +
-                std::to_string(limits_.max_batch));
-  if (end_ids.size() > kMaxEndIds) throw Error("there are more than 64 end tokens");
-  if (tokens == nullptr && last_.num_logits != batch)
+void Engine::begin_decode(const HostArray<int64_t>& tokens, const HostArray<int32_t>& past_lens,
+                          const Sampling& sampling, const Requests& requests, const std::vector<int64_t>& end_ids,
+                          int first_row) {
+  const Limits& limits = program_.limits();
+  const int64_t batch = past_lens.size;
+  const bool from_logits = tokens.size == 0;
+  check_rows(first_row, batch, limits);
+  if (batch > limits.decoding())
+    throw Error("a batch of " + std::to_string(batch) + " exceeds the " + std::to_string(limits.decoding()) +
+                " sequences of a decode step");
+  if (from_logits && last_.num_logits != batch)
     throw Error("the last step made " + std::to_string(last_.num_logits) + " rows of logits for " +
                 std::to_string(batch) + " sequences");
-  check(cudaSetDevice(device_), "choosing a device");
-  prepare(requests, batch);
-  draws_ = std::any_of(sampling.temperature, sampling.temperature + batch, [](float t) { return t > 0; });
-  num_end_ids_ = static_cast<int>(end_ids.size());
-  decode_batch_ = batch;
-  decode_steps_ = 0;
-  const int32_t zero = 0;
-  std::vector<int32_t> starts(batch + 1), past(past_lens, past_lens + batch);
+  if (!from_logits) check_size("tokens", tokens.size, batch);
+  for (int32_t past : past_lens)  // with tokens the next one is written there; else it is in the cache already
+    if (past < (from_logits ? 1 : 0) || past >= limits.max_seq_len + (from_logits ? 1 : 0))
+      throw Error(std::to_string(past) + " positions of a sequence are no past of its next token; the cache has " +
+                  std::to_string(limits.max_seq_len));
+  use_device();
+  decodes_ = false;
+  if (sampler_->begin(static_cast<int>(batch), sampling, requests, end_ids)) graphs_.clear();
+  std::vector<int32_t> starts(batch + 1), past(past_lens.begin(), past_lens.end());
   for (int i = 0; i <= batch; ++i) starts[i] = i;
-  if (tokens == nullptr)  // advance() counts a position
+  if (from_logits)  // advance() counts a position
     for (int32_t& length : past) --length;
   const std::vector<int64_t> positions(past.begin(), past.end()), rows(starts.begin(), starts.end() - 1);
-  if (tokens != nullptr) upload(input("input_ids"), tokens, 8ll * batch);
-  upload(input("position_ids"), positions.data(), 8ll * batch);
-  upload(input("cu_seqlens"), starts.data(), 4ll * (batch + 1));
-  upload(input("past_lens"), past.data(), 4ll * batch);
-  upload(input("logits_indices"), rows.data(), 8ll * batch);  // a TensorRT plan gathers in every step
-  upload(temperature_, sampling.temperature, 4ll * batch);
-  upload(top_k_, sampling.top_k, 4ll * batch);
-  upload(top_p_, sampling.top_p, 4ll * batch);
-  upload(min_p_, sampling.min_p, 4ll * batch);
-  upload(typical_p_, sampling.typical_p, 4ll * batch);
-  upload(seed_, sampling.seed, 8ll * batch);
-  upload(drawn_, sampling.drawn, 8ll * batch);
-  upload(step_, &zero, 4);
-  upload(end_ids_, end_ids.data(), 8 * static_cast<int64_t>(end_ids.size()));
-  check(cudaMemsetAsync(finished_, 0, limits_.max_batch, stream_), "starting to decode");
-  if (tokens == nullptr) {
-    choose(batch, requests.first_row);
-    advance(batch, requests.first_row);
-    decode_steps_ = 1;
+  const cudaStream_t stream = stream_.handle;
+  send(inputs_.input_ids, tokens);
+  upload(inputs_.position_ids, positions.data(), 8 * batch, stream);
+  upload(inputs_.cu_seqlens, starts.data(), 4 * (batch + 1), stream);
+  upload(inputs_.past_lens, past.data(), 4 * batch, stream);
+  upload(inputs_.logits_indices, rows.data(), 8 * batch, stream);  // a TensorRT plan gathers in every step
+  if (from_logits) {
+    sampler_->choose(logits(), first_row);
+    sampler_->advance({inputs_.input_ids, inputs_.position_ids, inputs_.past_lens}, first_row);
+    sampler_->count(1);
   }
   synchronize();  // the host's arrays end here
+  decodes_ = true;
 }
 
 void Engine::decode(int steps) {
   if (steps < 1) return;
-  if (decode_steps_ + steps > limits_.max_seq_len + 1) throw Error("there is no room for that many steps");
-  check(cudaSetDevice(device_), "choosing a device");
-  const Step step{decode_batch_, decode_batch_, decode_batch_, 0, true};
-  auto work = [&] {
-    enqueue(step);
-    choose(decode_batch_, 0);
-    advance(decode_batch_, 0);
-  };
-  const std::tuple key{decode_batch_, num_end_ids_, draws_, has_rules_, reports_};
-  decode_steps_ += steps;
-  graphs_[key].run(stream_, steps, work);
+  if (!decodes_) throw Error("there is nothing to go on with: begin_decode comes after any other step");
+  sampler_->count(steps);
+  use_device();
+  const Step step = Step::of_decoding(sampler_->batch());
+  graphs_.run(sampler_->key(), stream_.handle, steps, [&] {
+    enqueue(program_.nodes(), step);  // the logits of each sequence's newest token
+    sampler_->choose(logits(), 0);    // lead to a token of each
+    sampler_->advance({inputs_.input_ids, inputs_.position_ids, inputs_.past_lens}, 0);  // which is the next newest
+  });
   last_ = step;
 }
 
-std::vector<int64_t> Engine::history(int steps) {
-  if (steps < 0 || steps > decode_steps_) throw Error("there were not that many steps");
-  std::vector<int64_t> tokens(static_cast<int64_t>(steps) * decode_batch_);
-  const int64_t* first = history_ + static_cast<int64_t>(decode_steps_ - steps) * limits_.max_batch;
-  check(cudaMemcpy2DAsync(tokens.data(), 8ll * decode_batch_, first, 8ll * limits_.max_batch,
-                          8ll * decode_batch_, steps, cudaMemcpyDeviceToHost, stream_), "reading tokens");
-  synchronize();
-  return tokens;
+void Engine::set_history(int first_row, const HostArray<int32_t>& tokens, const std::vector<int32_t>& lengths) {
+  use_device();
+  if (sampler_->set_history(first_row, tokens, lengths)) graphs_.clear();
 }
 
-void Engine::read_logprobs(int steps, kernels::Logprobs* out) {
-  if (!reports_) throw Error("no log-probabilities were asked for");
-  if (steps < 0 || steps > decode_steps_ || steps > kernels::kLogprobSteps)
-    throw Error("log-probabilities of " + std::to_string(steps) + " steps are not kept");
-  for (int step = decode_steps_ - steps; step < decode_steps_; ++step, out += decode_batch_)
-    check(cudaMemcpyAsync(out, logprobs_ + static_cast<int64_t>(step % kernels::kLogprobSteps) * limits_.max_batch,
-                          sizeof(kernels::Logprobs) * decode_batch_, cudaMemcpyDeviceToHost, stream_),
-          "reading log-probabilities");
+void Engine::candidates(int rows, int count, int32_t* tokens, float* log_probs) {
+  if (rows != last_.num_logits || rows < 1 || rows > program_.limits().max_batch)
+    throw Error("candidates of " + std::to_string(rows) + " rows; the last step made " +
+                std::to_string(last_.num_logits) + " rows of logits, and max_batch_size is " +
+                std::to_string(program_.limits().max_batch));
+  use_device();
+  beams_->reserve(count);
+  beams_->find(logits(), count);
   synchronize();
+  beams_->read(rows, count, tokens, log_probs);
+}
+
+void Engine::follow(const BeamStep& beams, int32_t* tokens, float* log_probs) {
+  if (inputs_.indirection == nullptr)
+    throw Error("the model was not compiled for beam search; compile it with --max_beam_width");
+  check_step(beams, program_.limits());
+  use_device();
+  decodes_ = false;
+  beams_->reserve(beams.count);
+  const Step step = Step::of_decoding(beams.rows(), /*indirect=*/true);
+  const BeamInputs inputs{inputs_.input_ids, inputs_.position_ids, inputs_.past_lens, inputs_.cu_seqlens,
+                          inputs_.logits_indices, inputs_.indirection};
+  beams_->run(beams, inputs, [&] {
+    enqueue(program_.nodes(), step);
+    return logits();
+  });
+  last_ = step;
+  synchronize();
+  beams_->read(beams.rows(), beams.count, tokens, log_probs);
 }
 
 std::string Engine::unique_id() {
@@ -584,8 +310,10 @@ std::string Engine::unique_id() {
 void Engine::join(const std::string& id, int rank, int size) {
   ncclUniqueId unique;
   if (id.size() != sizeof unique.internal) throw Error("the communicator's id is broken");
+  if (rank < 0 || rank >= size) throw Error("there is no rank " + std::to_string(rank) + " of " + std::to_string(size));
+  if (communicator_ != nullptr) throw Error("the engine has joined its ranks already");
   std::memcpy(unique.internal, id.data(), id.size());
-  check(cudaSetDevice(device_), "choosing a device");
+  use_device();
   check(ncclCommInitRank(&communicator_, size, unique, rank), "making a communicator");
 }
 
@@ -594,25 +322,23 @@ void Engine::abort() {
 }
 
 void Engine::copy_row(int source, int target, int length) {
-  check(cudaSetDevice(device_), "choosing a device");
-  for (int tensor : caches_) {
-    const Place& place = places_[tensor];  // [batch, num_kv_heads, max_seq_len, head_dim]
-    const int64_t position = place.shape[3] * width(place.dtype), head = position * place.shape[2];
-    check(cudaMemcpy2DAsync(place.data + target * place.shape[1] * head, head,
-                            place.data + source * place.shape[1] * head, head, length * position,
-                            place.shape[1], cudaMemcpyDeviceToDevice, stream_), "copying a cache row");
+  const Limits& limits = program_.limits();
+  check_rows(source, 1, limits);
+  check_rows(target, 1, limits);
+  if (length < 0 || length > limits.max_seq_len)
+    throw Error("a cache row has not " + std::to_string(length) + " positions");
+  use_device();
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (program_.tensors()[i].kind != Kind::kCache) continue;
+    const Shape& shape = program_.tensors()[i].shape;  // [batch, num_kv_heads, max_seq_len, head_dim]
+    const int64_t position = shape[3] * width(program_.tensors()[i].dtype), head = position * shape[2];
+    check(cudaMemcpy2DAsync(places_[i] + target * shape[1] * head, head, places_[i] + source * shape[1] * head, head,
+                            length * position, shape[1], cudaMemcpyDeviceToDevice, stream_.handle),
+          "copying a cache row");
   }
-  if (memory_.counts == nullptr || !remembered_[source]) return;
-  auto copy = [&](auto* rows, int64_t width) {
-    check(cudaMemcpyAsync(rows + target * width, rows + source * width, width * sizeof(*rows),
-                          cudaMemcpyDeviceToDevice, stream_), "copying what is remembered of a sequence");
-  };
-  copy(memory_.counts, memory_.vocab);
-  copy(memory_.tokens, memory_.room);
-  copy(memory_.lengths, 1);
-  remembered_[target] = true;
+  sampler_->copy_row(source, target);
 }
 
-void Engine::synchronize() { check(cudaStreamSynchronize(stream_), "the engine"); }
+void Engine::synchronize() { check(cudaStreamSynchronize(stream_.handle), "the engine"); }
 
 }  // namespace llmc

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <functional>
+#include <map>
 
 namespace llmc {
 
@@ -18,6 +19,20 @@ class Graph {
 
  private:
   cudaGraphExec_t executable_ = nullptr;
+};
+
+// A graph for each kind of step, by what its work depends on beside what lies in device memory.
+template <typename Key>
+class Graphs {
+ public:
+  void run(const Key& key, cudaStream_t stream, int times, const std::function<void()>& work) {
+    graphs_[key].run(stream, times, work);
+  }
+  // Forget all: they know addresses that are no more. Nothing of theirs may be under way.
+  void clear() { graphs_.clear(); }
+
+ private:
+  std::map<Key, Graph> graphs_;
 };
 
 }  // namespace llmc

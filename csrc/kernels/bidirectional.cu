@@ -28,10 +28,11 @@ struct RowsOfKeys {
   using Params = BidirectionalParams;
   using Element = T;
 
-  __device__ RowsOfKeys(const Params& p, int sequence, int kv_head)
-      : count(p.key_lens != nullptr ? p.key_lens[sequence] : p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence]),
-        stride(p.num_kv_heads * p.head_dim) {
-    const int64_t start = p.key_starts != nullptr ? p.key_starts[sequence] : p.cu_seqlens[sequence];
+  __device__ RowsOfKeys(const Params& p, int sequence, int kv_head) : stride(p.num_kv_heads * p.head_dim) {
+    const int wanted = p.key_starts != nullptr ? p.key_starts[sequence] : p.cu_seqlens[sequence];
+    const int64_t start = min(max(wanted, 0), p.num_keys);
+    count = p.key_lens != nullptr ? p.key_lens[sequence] : p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
+    count = min(count, p.num_keys - static_cast<int>(start));
     key = static_cast<const T*>(p.key) + start * stride + kv_head * p.head_dim;
     value = static_cast<const T*>(p.value) + start * stride + kv_head * p.head_dim;
   }
@@ -45,7 +46,7 @@ struct RowsOfKeys {
   }
 
   const T *key, *value;
-  int first = 0, count, stride;  // first: the position of the sequence's first query
+  int first = 0, count = 0, stride;  // first: the position of the sequence's first query
 };
 
 // Keys in a cache, of which a query sees those up to its own, or a window of them.
@@ -191,10 +192,11 @@ cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream
 
 // A thread per 16 bytes, or per element where rows are not of whole 16 bytes.
 template <typename V>
-__global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int width) {
+__global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int64_t y_rows, int width) {
   wait_for_inputs();
   let_next_start();
   const int64_t row = rows[blockIdx.x];
+  if (row < 0 || row >= y_rows) return;
   for (int i = threadIdx.x; i < width; i += blockDim.x)
     y[row * width + i] = x[static_cast<int64_t>(blockIdx.x) * width + i];
 }
@@ -220,15 +222,15 @@ cudaError_t biased_attention(DType dtype, const AttentionParams& p, const float*
   });
 }
 
-cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
+cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t y_rows, int width,
                          cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if (width % kVec<T> == 0)
       return launch(scatter_kernel<uint4>, count, 128, 0, stream, static_cast<uint4*>(y),
-                    static_cast<const uint4*>(x), rows, width / kVec<T>);
+                    static_cast<const uint4*>(x), rows, y_rows, width / kVec<T>);
     return launch(scatter_kernel<T>, count, 128, 0, stream, static_cast<T*>(y), static_cast<const T*>(x), rows,
-                  width);
+                  y_rows, width);
   });
 }
 

@@ -16,15 +16,15 @@ enum class Activation : int32_t {
 
 namespace kernels {
 
-// y[t] = table[ids[t] - vocab_start] * scale + positions[position_ids[t]]; rows outside the table are zero
-// before the position is added. table T [rows, hidden]; positions T [max_positions, hidden] or null.
+// y[t] = table[ids[t] - vocab_start] * scale + positions[position_ids[t]]; rows outside a table are zero.
+// table T [rows, hidden]; positions T [position_rows, hidden] or null.
 struct EmbeddingParams {
   void* y;
   const void* ids;  // int64, or int32 if narrow_ids
   const void* table;
   const void* position_ids;
   const void* positions;
-  int64_t rows, vocab_start;
+  int64_t rows, position_rows, vocab_start;
   int num_tokens, hidden;
   float scale;
   bool narrow_ids;
@@ -129,7 +129,7 @@ struct BidirectionalParams {
   const int32_t* key_starts;   // [batch], or null with key_lens: keys are in the queries' rows
   const int32_t* key_lens;
   const float* distance_bias;  // float32 [num_heads, distances] or null
-  int num_tokens, batch, num_heads, num_kv_heads, head_dim, distances;
+  int num_tokens, num_keys, batch, num_heads, num_kv_heads, head_dim, distances;  // keys beyond num_keys are not read
   float scale;
 };
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
@@ -139,25 +139,25 @@ enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kE
 cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, bool a_is_number,
                         bool b_is_number, int64_t count, cudaStream_t stream);
 
-// y[i] = x[rows[i]], T [count, width].
-cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
+// y[i] = x[rows[i]], T [count, width], where x has x_rows; rows that it has not are zero.
+cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t x_rows, int width,
                         cudaStream_t stream);
 
-// y[rows[i]] = x[i], T [count, width].
-cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
+// y[rows[i]] = x[i], T [count, width], where y has y_rows; what would go to others goes nowhere.
+cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t y_rows, int width,
                          cudaStream_t stream);
 
-// What was in each row of the cache: prompt and generated tokens, for what depends on them.
+// What was in each row of the cache: prompt and generated tokens, for penalties and bad words.
 constexpr uint32_t kInPrompt = 1u << 31;    // of a count: the token is in the prompt
 constexpr int32_t kRepeated = 1 << 30;      // of a token: it was there before
-struct Memory {
+struct TokenHistory {
   uint32_t* counts;  // [cache rows, vocab]: how often a token was generated, and kInPrompt
   int32_t* tokens;   // [cache rows, room], in their order, and kRepeated
   int32_t* lengths;  // [cache rows]
   int vocab, room;
 };
 // Rows from `row` on, whose counts are zero and whose tokens are a prompt's: count them.
-cudaError_t remember(const Memory& memory, int row, int rows, cudaStream_t stream);
+cudaError_t count_prompts(const TokenHistory& history, int row, int rows, cudaStream_t stream);
 
 // How a row's logits are changed before a token is chosen, as runtime/decoding/rules.py writes it. Its lists lie
 // behind one another: the biased tokens, their biases (float32 bits), the end tokens, the forced tokens, how many
@@ -167,7 +167,7 @@ struct Rule {
   double presence, frequency;
   float repetition;
   int32_t min_tokens, lists, num_biases, num_ends, num_forced, num_words;
-  int32_t remembers;  // whether the row's Memory is kept
+  int32_t keeps_history;  // whether the row's TokenHistory is kept
 };
 
 // scores[r, :vocab] = what runtime/decoding/processors.py makes of logits[r, :vocab]; logits T [rows, stride],
@@ -179,7 +179,7 @@ struct ProcessParams {
   const Rule* rules;       // [rows]
   const int32_t* lists;
   const int64_t* drawn;    // [rows], tokens that each sequence has generated
-  Memory memory;           // counts null where no row's is kept
+  TokenHistory history;    // counts null where no row's is kept
   int rows, vocab, stride, scores_stride, first_row;
 };
 cudaError_t process(DType dtype, const ProcessParams& params, cudaStream_t stream);
@@ -212,11 +212,11 @@ struct Logprobs {
   int32_t tokens[kTopLogprobs];
 };
 struct LogprobsParams {
-  Logprobs* history;        // [kLogprobSteps, max_batch]
+  Logprobs* made;           // [kLogprobSteps, max_batch]
   const void* logits;
   const int64_t* chosen;    // [rows]
   const int32_t* top;       // [rows], at most kTopLogprobs
-  const int32_t* step;      // [1]: the row of history to write, modulo kLogprobSteps
+  const int32_t* step;      // [1]: the row of made to write, modulo kLogprobSteps
   int rows, vocab, stride, max_batch;
 };
 cudaError_t logprobs(DType dtype, const LogprobsParams& params, cudaStream_t stream);
@@ -260,13 +260,13 @@ struct AdvanceParams {
   int32_t* past_lens;       // [batch]
   int64_t* drawn;           // [batch]
   const int64_t* chosen;    // [batch]
-  int64_t* history;         // [max_steps, max_batch]
-  int32_t* step;            // [1]: the row of history to write
+  int64_t* made;            // [max_steps, max_batch]
+  int32_t* step;            // [1]: the row of made to write
   uint8_t* finished;        // [batch]
   const int64_t* end_ids;   // [num_end_ids]
   int batch, max_batch, num_end_ids, max_seq_len;
-  const Rule* rules;        // [batch] or null: whose tokens go into the memory
-  Memory memory;
+  const Rule* rules;        // [batch] or null: whose tokens go into the history
+  TokenHistory history;
   int first_row;            // the cache row of sequence 0
 };
 cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);

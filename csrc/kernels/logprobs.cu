@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total += sums[w];
   const double shift = peak + log(total);
-  Logprobs& out = p.history[static_cast<int64_t>(*p.step % kLogprobSteps) * p.max_batch + r];
+  Logprobs& out = p.made[static_cast<int64_t>(*p.step % kLogprobSteps) * p.max_batch + r];
   if (threadIdx.x == 0) {
     const int64_t token = p.chosen[r];
     out.chosen = token < 0 ? -INFINITY : static_cast<float>(to_float(logits[token]) - shift);

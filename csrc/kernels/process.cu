@@ -3,7 +3,7 @@
 // tokens that come too early, forced tokens.
 //
 // Two kernels: one copies the logits as float32, at the speed of memory; of the other a block takes a row and
-// changes what the row's rule names. Penalties are for tokens that the row's memory holds, so the work is
+// changes what the row's rule names. Penalties are for tokens that the row's history holds, so the work is
 // in the sequence's length, not the vocabulary's.
 #include "device.cuh"
 
@@ -67,10 +67,10 @@ __global__ void rule_kernel(ProcessParams p) {
   const int64_t row = p.first_row + r;
   const int32_t* tokens = nullptr;
   int length = 0;
-  if (rule.remembers && p.memory.counts != nullptr) {
-    tokens = p.memory.tokens + row * p.memory.room;
-    length = p.memory.lengths[row];
-    const uint32_t* counts = p.memory.counts + row * p.memory.vocab;
+  if (rule.keeps_history && p.history.counts != nullptr) {
+    tokens = p.history.tokens + row * p.history.room;
+    length = p.history.lengths[row];
+    const uint32_t* counts = p.history.counts + row * p.history.vocab;
     const bool repeats = rule.repetition != 1, counted = rule.presence != 0 || rule.frequency != 0;
     for (int i = threadIdx.x; i < length && (repeats || counted); i += kRuleThreads) {
       const int32_t token = tokens[i];
@@ -108,13 +108,13 @@ __global__ void rule_kernel(ProcessParams p) {
 }
 
 // A block per row.
-__global__ void remember_kernel(Memory memory, int first_row) {
+__global__ void count_prompts_kernel(TokenHistory history, int first_row) {
   wait_for_inputs();
   let_next_start();
   const int64_t row = first_row + static_cast<int>(blockIdx.x);
-  int32_t* tokens = memory.tokens + row * memory.room;
-  uint32_t* counts = memory.counts + row * memory.vocab;
-  for (int i = threadIdx.x; i < memory.lengths[row]; i += blockDim.x)
+  int32_t* tokens = history.tokens + row * history.room;
+  uint32_t* counts = history.counts + row * history.vocab;
+  for (int i = threadIdx.x; i < history.lengths[row]; i += blockDim.x)
     if (atomicOr(&counts[tokens[i]], kInPrompt) != 0) tokens[i] |= kRepeated;
 }
 
@@ -130,8 +130,8 @@ cudaError_t process(DType dtype, const ProcessParams& p, cudaStream_t stream) {
   return status != cudaSuccess ? status : launch(rule_kernel, p.rows, kRuleThreads, 0, stream, p);
 }
 
-cudaError_t remember(const Memory& memory, int row, int rows, cudaStream_t stream) {
-  return launch(remember_kernel, rows, 256, 0, stream, memory, row);
+cudaError_t count_prompts(const TokenHistory& history, int row, int rows, cudaStream_t stream) {
+  return launch(count_prompts_kernel, rows, 256, 0, stream, history, row);
 }
 
 }  // namespace llmc::kernels

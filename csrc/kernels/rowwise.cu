@@ -18,9 +18,10 @@ __global__ void embedding_kernel(EmbeddingParams p) {
   const int64_t row = id_at(p.ids, blockIdx.x, p.narrow_ids) - p.vocab_start;
   const bool mine = row >= 0 && row < p.rows;
   const T* table = static_cast<const T*>(p.table) + (mine ? row : 0) * p.hidden;
-  const T* position = p.positions == nullptr
+  const int64_t place_of = p.positions == nullptr ? -1 : id_at(p.position_ids, blockIdx.x, p.narrow_ids);
+  const T* position = place_of < 0 || place_of >= p.position_rows
       ? nullptr
-      : static_cast<const T*>(p.positions) + id_at(p.position_ids, blockIdx.x, p.narrow_ids) * p.hidden;
+      : static_cast<const T*>(p.positions) + place_of * p.hidden;
   T* y = static_cast<T*>(p.y) + static_cast<int64_t>(blockIdx.x) * p.hidden;
   for (int i = threadIdx.x * kWidth; i < p.hidden; i += blockDim.x * kWidth) {
     const auto word = load<T, kWidth>(table + i);
@@ -172,12 +173,14 @@ __global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const vo
 }
 
 template <typename T>
-__global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int width) {
+__global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int64_t x_rows, int width) {
   wait_for_inputs();
   let_next_start();
-  const T* source = x + rows[blockIdx.x] * width;
+  const int64_t row = rows[blockIdx.x];
+  const bool there = row >= 0 && row < x_rows;
+  const T* source = x + (there ? row : 0) * width;
   T* target = y + static_cast<int64_t>(blockIdx.x) * width;
-  for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
+  for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = there ? source[i] : from_float<T>(0.f);
 }
 
 template <typename T>
@@ -199,13 +202,13 @@ __global__ void narrow_kernel(NarrowParams p) {
     p.y[array][i] = static_cast<int32_t>(p.x[array][i]);
 }
 
-__device__ void remember_token(const Memory& memory, int row, int64_t token) {
-  const int length = memory.lengths[row];
-  uint32_t& count = memory.counts[static_cast<int64_t>(row) * memory.vocab + token];
-  if (length >= memory.room) return;
-  memory.tokens[static_cast<int64_t>(row) * memory.room + length] =
+__device__ void append_token(const TokenHistory& history, int row, int64_t token) {
+  const int length = history.lengths[row];
+  uint32_t& count = history.counts[static_cast<int64_t>(row) * history.vocab + token];
+  if (length >= history.room) return;
+  history.tokens[static_cast<int64_t>(row) * history.room + length] =
       static_cast<int32_t>(token) | (count != 0 ? kRepeated : 0);
-  memory.lengths[row] = length + 1;
+  history.lengths[row] = length + 1;
   ++count;
 }
 
@@ -215,13 +218,13 @@ __global__ void advance_kernel(AdvanceParams p) {
   const int step = *p.step;
   for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
     const int64_t token = p.chosen[b];
-    p.history[static_cast<int64_t>(step) * p.max_batch + b] = token;
+    p.made[static_cast<int64_t>(step) * p.max_batch + b] = token;
     if (p.finished[b]) continue;
     if (token < 0) {
       p.finished[b] = 1;
       continue;
     }
-    if (p.rules != nullptr && p.rules[b].remembers) remember_token(p.memory, p.first_row + b, token);
+    if (p.rules != nullptr && p.rules[b].keeps_history) append_token(p.history, p.first_row + b, token);
     p.input_ids[b] = token;
     const int past = min(p.past_lens[b] + 1, p.max_seq_len - 1);
     p.past_lens[b] = past;
@@ -283,12 +286,12 @@ cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, con
   });
 }
 
-cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int width,
+cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t x_rows, int width,
                         cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(gather_rows_kernel<T>, count, 128, 0, stream, static_cast<T*>(y),
-                  static_cast<const T*>(x), rows, width);
+                  static_cast<const T*>(x), rows, x_rows, width);
   });
 }
 

@@ -1,1 +1,1 @@
-"""llmc's CUDA engine, compiled: `_cuda`, and with TensorRT's headers libllmc_plugins.so beside it."""
+"""llmc's CUDA engine, compiled: `_cuda`, and with TensorRT's headers libllmc_plugins.so."""

@@ -2,6 +2,7 @@
 #include "../engine/binding.h"
 
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -24,12 +25,9 @@ std::vector<std::pair<std::string, Shape>> described(const std::vector<Tensor>& 
   return made;
 }
 
-// What plugins make, kept on the host. Plugins are watched by one at a time in a process.
+// What a plan's plugins make, kept on the host.
 class Watch {
  public:
-  explicit Watch(const std::string& plugins) : plugins_(plugins) { plugins_.watch(&Watch::keep, this); }
-  ~Watch() { end(); }
-  void end() { plugins_.watch(nullptr, nullptr); }
   // (name, shape, float32 values), in the order in which they were made.
   nb::list values() const {
     nb::list all;
@@ -38,7 +36,6 @@ class Watch {
     return all;
   }
 
- private:
   static void keep(void* self, const char* name, const void* data, const char* dtype, const int64_t* shape,
                    int rank, cudaStream_t stream) {
     const Tensor made{nullptr, dtype_of(dtype), Shape(shape, shape + rank)};
@@ -50,15 +47,24 @@ class Watch {
     static_cast<Watch*>(self)->kept_.emplace_back(name, made.shape, std::move(values));
   }
 
-  const PluginLibrary plugins_;
+ private:
   std::vector<std::tuple<std::string, Shape, std::vector<float>>> kept_;
 };
+
+// Of a step: longest, reach, indirect.
+using Facts = std::tuple<int, int, bool>;
 
 }  // namespace
 
 void bind(nb::module_ m) {
   m.attr("version") = std::to_string(NV_TENSORRT_MAJOR) + "." + std::to_string(NV_TENSORRT_MINOR);
   m.attr("plugin_interface") = LLMC_PLUGIN_V2 ? "IPluginV2DynamicExt" : "IPluginV3";
+
+  nb::class_<Watch>(m, "Watch").def(nb::init<>()).def("values", &Watch::values);
+  // From now on an engine's plans show what their plugins make, to None: to nobody. The watch is to live as long.
+  m.def("watch", [](Engine& engine, Watch* watch) {
+    engine.watch_inside(watch == nullptr ? nullptr : &Watch::keep, watch);
+  }, nb::arg("engine"), nb::arg("watch").none());
 
   nb::class_<Harness::Creator>(m, "Creator")
       .def_ro("name", &Harness::Creator::name)
@@ -77,32 +83,36 @@ void bind(nb::module_ m) {
                      const std::vector<Foreign>& inputs) { return self.ask(op, fields, tensors_of(inputs)); })
       .def("run",
            [](const Harness& self, const std::string& op, const Fields& fields,
-              const std::vector<Foreign>& inputs, const std::vector<Foreign>& outputs, int repeats) {
-             return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats);
+              const std::vector<Foreign>& inputs, const std::vector<Foreign>& outputs, int repeats,
+              std::optional<Facts> facts, Watch* watch) {
+             LlmcStep step;
+             if (facts) std::tie(step.longest, step.reach, step.indirect) = *facts;
+             if (watch != nullptr) step.watcher = &Watch::keep, step.user = watch;
+             return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats,
+                             facts || watch != nullptr ? &step : nullptr);
            },
-           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("repeats") = 1);
-
-  nb::class_<Watch>(m, "Watch")
-      .def(nb::init<const std::string&>(), nb::arg("plugins"))
-      .def("end", &Watch::end)
-      .def("values", &Watch::values);
+           nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("repeats") = 1,
+           nb::arg("step") = nb::none(), nb::arg("watch") = nb::none());
 
   m.def("load", &load_tensorrt, nb::arg("library"));
-  // Let an engine run a plan as a node: (name in the network, tensor of the engine) for each in- and output.
+  m.attr("step_ints") = kLlmcStepInts;
+  // Let a program run a plan as a node on this device: (name in the network, tensor of the program) for each in- and
+  // output.
   using Named = std::vector<std::pair<std::string, int>>;
-  m.def("add_plan", [](Engine& engine, const std::string& plugins, nb::bytes plan, const Named& inputs,
+  m.def("add_plan", [](Program& program, int device, const std::string& plugins, nb::bytes plan, const Named& inputs,
                        const Named& outputs, bool of_encoder) {
-    std::vector<std::string> names[2];
+    std::vector<Port> ports[2];
     std::vector<int> tensors[2];
     for (const Named* named : {&inputs, &outputs})
       for (const auto& [name, tensor] : *named) {
-        names[named == &outputs].push_back(name);
+        ports[named == &outputs].push_back({name, program.tensor(tensor).dtype});
         tensors[named == &outputs].push_back(tensor);
       }
-    auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(), names[0], names[1]);
-    engine.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
-  }, nb::arg("engine"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"),
-     nb::arg("of_encoder") = false);
+    check(cudaSetDevice(device), "choosing a device");
+    auto made = std::make_unique<Plan>(PluginLibrary(plugins), plan.data(), plan.size(), ports[0], ports[1]);
+    program.add_node("TensorRT", std::move(made), tensors[0], tensors[1], of_encoder);
+  }, nb::arg("program"), nb::arg("device"), nb::arg("plugins"), nb::arg("plan"), nb::arg("inputs"),
+     nb::arg("outputs"), nb::arg("of_encoder") = false);
 }
 
 }  // namespace llmc::tensorrt

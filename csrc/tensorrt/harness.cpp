@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 
+#include "../engine/memory.h"
 #include "../plugins/common/timing.h"
 
 namespace llmc::tensorrt {
@@ -221,6 +222,17 @@ TensorRTCreator& Harness::creator(const std::string& op) const {
   for (TensorRTCreator* creator : library_.creators())
     if (op == creator->getPluginName()) return *creator;
   throw Error("there is no plugin '" + op + "'");
+}
+
+float Harness::run(const std::string& op, Fields fields, std::vector<Tensor> inputs,
+                   const std::vector<Tensor>& outputs, int repeats, const LlmcStep* step) const {
+  if (step == nullptr) return run(op, fields, inputs, outputs, repeats);
+  const PinnedBuffer pinned(kLlmcStepInts * sizeof(int32_t));
+  std::memcpy(pinned.data, step, sizeof *step);
+  Value& present = fields.emplace("present", std::string()).first->second;
+  std::get<std::string>(present) += " llmc_step";
+  inputs.push_back({pinned.data, DType::kInt32, {kLlmcStepInts}});
+  return run(op, fields, inputs, outputs, repeats);
 }
 
 #if LLMC_PLUGIN_V2

@@ -35,12 +35,14 @@ class Harness {
   Answers ask(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs) const;
 
   // All of that, then create the plugin again from what was serialized and run it `repeats` times with
-  // poisoned scratch; milliseconds per run after the first.
-  float run(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs,
-            const std::vector<Tensor>& outputs, int repeats) const;
+  // poisoned scratch; milliseconds per run after the first. With a step, the plugin is told of it as in a plan.
+  float run(const std::string& op, Fields fields, std::vector<Tensor> inputs, const std::vector<Tensor>& outputs,
+            int repeats, const LlmcStep* step) const;
 
  private:
   TensorRTCreator& creator(const std::string& op) const;
+  float run(const std::string& op, const Fields& fields, const std::vector<Tensor>& inputs,
+            const std::vector<Tensor>& outputs, int repeats) const;
 
   PluginLibrary library_;
 };

@@ -8,7 +8,6 @@
 #include <set>
 
 #include "shell.h"
-#include "stream_state.h"
 
 namespace llmc::tensorrt {
 namespace {
@@ -114,22 +113,6 @@ bool initLlmcPlugins(void* logger, const char* libNamespace, void* registry) {
 }
 
 const char* llmcPluginError() { return last_problem.c_str(); }
-
-void llmcSetCommunicator(void* communicator) {
-  guarded(false, [&] {
-    set_communicator(static_cast<ncclComm_t>(communicator));
-    return true;
-  });
-}
-
-void llmcSetStep(int longest, int reach, bool indirect) {
-  guarded(false, [&] {
-    set_step({longest, reach, indirect});
-    return true;
-  });
-}
-
-void llmcWatch(LlmcWatcher watcher, void* user) { watch({watcher, user}); }
 
 void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { logger_finder = finder; }
 

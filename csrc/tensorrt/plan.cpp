@@ -2,7 +2,11 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <mutex>
+#include <new>
+
+#include "library.h"
 
 namespace llmc::tensorrt {
 namespace {
@@ -11,6 +15,9 @@ using namespace nvinfer1;
 
 // By profile: the compiler makes one for prompts and one for decoding.
 constexpr int kPrefill = 0, kDecode = 1;
+
+constexpr const char* kStep = "llmc_step";
+constexpr size_t kAlignment = 256;  // TensorRT's, of every address
 
 class Logger : public ILogger {
  public:
@@ -51,6 +58,52 @@ std::string text_of(const nvinfer1::Dims& dims) {
   return "[" + text + "]";
 }
 
+nvinfer1::Dims dims_of(const Tensor& tensor) {
+  nvinfer1::Dims dims{};
+  if (tensor.shape.size() > nvinfer1::Dims::MAX_DIMS) throw Error("TensorRT has no tensors of that many dimensions");
+  dims.nbDims = static_cast<int>(tensor.shape.size());
+  std::copy(tensor.shape.begin(), tensor.shape.end(), dims.d);
+  return dims;
+}
+
+bool equal(const nvinfer1::Dims& a, const nvinfer1::Dims& b) {
+  return a.nbDims == b.nbDims && std::equal(a.d, a.d + a.nbDims, b.d);
+}
+
+// An LlmcStep where the host writes it and TensorRT takes its address.
+class PinnedStep {
+ public:
+  PinnedStep() {
+    check(cudaMallocHost(&memory_, kAlignment + sizeof(LlmcStep)), "allocating pinned memory");
+    const auto address = reinterpret_cast<uintptr_t>(memory_);
+    step_ = new (reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment)) LlmcStep;
+  }
+  ~PinnedStep() { cudaFreeHost(memory_); }
+  PinnedStep(const PinnedStep&) = delete;
+  LlmcStep& operator*() const { return *step_; }
+
+ private:
+  void* memory_ = nullptr;
+  LlmcStep* step_ = nullptr;
+};
+
+}  // namespace
+
+namespace {
+
+// Throws Error where a tensor is not one of the plan's, or of another dtype there than in the engine. Numbers of
+// 64 bits are made 32 on the way.
+void check_ports(const ICudaEngine& engine, const std::vector<Port>& ports, TensorIOMode mode) {
+  for (const Port& port : ports) {
+    const char* name = port.name.c_str();
+    if (engine.getTensorIOMode(name) != mode) throw Error("the plan has no tensor '" + port.name + "'");
+    const DataType held = engine.getTensorDataType(name);
+    const bool narrowed = port.dtype == DType::kInt64 && held == DataType::kINT32 && mode == TensorIOMode::kINPUT;
+    if (!narrowed && (!known(held) || from_tensorrt(held) != port.dtype))
+      throw Error("the plan's " + port.name + " is not of " + name_of(port.dtype));
+  }
+}
+
 }  // namespace
 
 std::string load_tensorrt(const std::string& library) {
@@ -68,6 +121,7 @@ std::string load_tensorrt(const std::string& library) {
 }
 
 struct Plan::Engine {
+  PinnedStep step;  // of both contexts, which run one after the other
   std::unique_ptr<IRuntime> runtime;
   std::unique_ptr<ICudaEngine> engine;
   std::unique_ptr<IExecutionContext> contexts[2];
@@ -79,11 +133,10 @@ struct Plan::Engine {
   }
 };
 
-Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::vector<std::string> inputs,
-           std::vector<std::string> outputs)
-    : plugins_(plugins), inputs_(std::move(inputs)), outputs_(std::move(outputs)),
-      engine_(std::make_unique<Engine>()) {
-  plugins_.init(&logger(), "llmc");
+Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::vector<Port> inputs,
+           std::vector<Port> outputs)
+    : inputs_(std::move(inputs)), outputs_(std::move(outputs)), engine_(std::make_unique<Engine>()) {
+  plugins.init(&logger(), "llmc");
   // The version that is loaded: headers of another minor version serve.
   engine_->runtime.reset(static_cast<IRuntime*>(symbol<void*(void*, int32_t)>("createInferRuntime_INTERNAL")(
       &logger(), symbol<int32_t()>("getInferLibVersion")())));
@@ -94,20 +147,24 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
   if (engine.getNbOptimizationProfiles() != 2)
     throw Error("the plan has " + std::to_string(engine.getNbOptimizationProfiles()) +
                 " profiles instead of 2");
+  const nvinfer1::Dims step = engine.getTensorShape(kStep);
+  if (engine.getTensorIOMode(kStep) != TensorIOMode::kINPUT || step.nbDims != 1 || step.d[0] != kLlmcStepInts)
+    throw Error(std::string("the plan has no input ") + kStep + " as this llmc knows it; compile the model again");
+  check_ports(engine, inputs_, TensorIOMode::kINPUT);
+  check_ports(engine, outputs_, TensorIOMode::kOUTPUT);
   for (int profile : {kPrefill, kDecode}) {
     auto& context = engine_->contexts[profile];
     context.reset(engine_->engine->createExecutionContext());
-    if (context == nullptr || !context->setOptimizationProfileAsync(profile, nullptr))
+    if (context == nullptr || !context->setOptimizationProfileAsync(profile, nullptr) ||
+        !context->setTensorAddress(kStep, &*engine_->step))
       throw Error("TensorRT makes no execution context: " + logger().take());
   }
-  for (const auto* names : {&inputs_, &outputs_})
-    for (const std::string& name : *names)
-      if ((engine.getTensorIOMode(name.c_str()) == TensorIOMode::kINPUT) != (names == &inputs_))
-        throw Error("the plan has no tensor '" + name + "'");
-  for (const std::string& name : inputs_) {
-    const nvinfer1::Dims most = engine.getProfileShape(name.c_str(), kPrefill, OptProfileSelector::kMAX);
-    if (engine.getTensorDataType(name.c_str()) != DataType::kINT32 || most.nbDims != 1) continue;
-    check(cudaMalloc(&engine_->narrow[name], most.d[0] * sizeof(int32_t)), "allocating inputs");
+  for (const Port& port : inputs_) {
+    const char* name = port.name.c_str();
+    if (port.dtype != DType::kInt64 || engine.getTensorDataType(name) != DataType::kINT32) continue;
+    const nvinfer1::Dims most = engine.getProfileShape(name, kPrefill, OptProfileSelector::kMAX);
+    if (most.nbDims != 1) throw Error("the plan's " + port.name + " has " + std::to_string(most.nbDims) + " dimensions");
+    check(cudaMalloc(&engine_->narrow[port.name], most.d[0] * sizeof(int32_t)), "allocating inputs");
   }
   check(cudaStreamSynchronize(nullptr), "choosing profiles");
 }
@@ -116,47 +173,65 @@ Plan::~Plan() = default;
 
 void Plan::enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                    const Context& context) const {
+  LlmcStep& step = *engine_->step;
+  step.longest = context.longest;
+  step.reach = context.reach;
+  step.indirect = context.indirect;
+  step.communicator = context.communicator;
+  step.watcher = context.watcher;
+  step.user = context.user;
+  bind_inputs(in, context);
+  bind_outputs(out, context);
+  if (!engine_->contexts[context.decode ? kDecode : kPrefill]->enqueueV3(context.stream))
+    throw Error("TensorRT: " + logger().take());
+}
+
+void Plan::bind_inputs(const std::vector<Tensor>& in, const Context& context) const {
   const int profile = context.decode ? kDecode : kPrefill;
   IExecutionContext& execution = *engine_->contexts[profile];
-  plugins_.set_communicator(context.communicator);
-  plugins_.set_step(context.longest, context.reach, context.indirect);
   kernels::NarrowParams narrowed{};
   int count = 0;
   for (size_t i = 0; i < inputs_.size(); ++i) {
-    const char* name = inputs_[i].c_str();
-    nvinfer1::Dims dims{};
-    dims.nbDims = static_cast<int>(in[i].shape.size());
+    const char* name = inputs_[i].name.c_str();
+    const nvinfer1::Dims dims = dims_of(in[i]);
     const nvinfer1::Dims least = engine_->engine->getProfileShape(name, profile, OptProfileSelector::kMIN);
     const nvinfer1::Dims most = engine_->engine->getProfileShape(name, profile, OptProfileSelector::kMAX);
     bool fits = dims.nbDims == most.nbDims;
-    for (int axis = 0; axis < dims.nbDims && fits; ++axis) {
-      dims.d[axis] = in[i].shape[axis];
+    for (int axis = 0; axis < dims.nbDims && fits; ++axis)
       fits = dims.d[axis] >= least.d[axis] && dims.d[axis] <= most.d[axis];
-    }
     if (!fits)
-      throw Error("the step's " + inputs_[i] + " is " + text_of(dims) + ", the plan's profile for " +
+      throw Error("the step's " + inputs_[i].name + " is " + text_of(dims) + ", the plan's profile for " +
                   (context.decode ? "decoding" : "prompts") + " has " + text_of(least) + " to " +
                   text_of(most) +
                   "; compile the model again with a larger --max_batch_size or --max_seq_len");
     void* data = in[i].data;
-    const auto narrow = engine_->narrow.find(inputs_[i]);
-    if (in[i].dtype == DType::kInt64 && narrow != engine_->narrow.end()) {
+    const auto narrow = engine_->narrow.find(inputs_[i].name);
+    if (narrow != engine_->narrow.end()) {
       if (count == kernels::kNarrowed) throw Error("the plan has too many inputs of 64 bits");
       narrowed.x[count] = static_cast<const int64_t*>(data);
       narrowed.y[count] = narrow->second;
       narrowed.count[count++] = static_cast<int>(in[i].size());
       data = narrow->second;
     }
-    if (reinterpret_cast<uintptr_t>(data) % 256 != 0)
-      throw Error("TensorRT needs " + inputs_[i] + " at a multiple of 256 bytes");
+    if (reinterpret_cast<uintptr_t>(data) % kAlignment != 0)
+      throw Error("TensorRT needs " + inputs_[i].name + " at a multiple of 256 bytes");
     if (!execution.setInputShape(name, dims) || !execution.setTensorAddress(name, data))
-      throw Error("TensorRT does not take " + inputs_[i] + " as " + text_of(dims) + ": " + logger().take());
+      throw Error("TensorRT does not take " + inputs_[i].name + " as " + text_of(dims) + ": " + logger().take());
   }
-  for (size_t i = 0; i < outputs_.size(); ++i)
-    if (!execution.setTensorAddress(outputs_[i].c_str(), out[i].data))
-      throw Error("TensorRT does not take the place of " + outputs_[i] + ": " + logger().take());
   if (count > 0) check(kernels::narrow(narrowed, context.stream), "making 32 bits of 64");
-  if (!execution.enqueueV3(context.stream)) throw Error("TensorRT: " + logger().take());
+}
+
+void Plan::bind_outputs(const std::vector<Tensor>& out, const Context& context) const {
+  IExecutionContext& execution = *engine_->contexts[context.decode ? kDecode : kPrefill];
+  for (size_t i = 0; i < outputs_.size(); ++i) {
+    const char* name = outputs_[i].name.c_str();
+    const nvinfer1::Dims made = execution.getTensorShape(name), dims = dims_of(out[i]);
+    if (!equal(made, dims))
+      throw Error("the plan makes " + outputs_[i].name + " as " + text_of(made) + ", the engine has room for " +
+                  text_of(dims) + "; compile the model again");
+    if (!execution.setTensorAddress(name, out[i].data))
+      throw Error("TensorRT does not take the place of " + outputs_[i].name + ": " + logger().take());
+  }
 }
 
 }  // namespace llmc::tensorrt

@@ -25,18 +25,6 @@ void PluginLibrary::init(nvinfer1::ILogger* logger, const std::string& name_spac
   expect(symbol<bool(void*, const char*, void*)>("initLlmcPlugins")(logger, name_space.c_str(), nullptr));
 }
 
-void PluginLibrary::set_communicator(ncclComm_t communicator) const {
-  symbol<void(void*)>("llmcSetCommunicator")(communicator);
-}
-
-void PluginLibrary::set_step(int longest, int reach, bool indirect) const {
-  symbol<void(int, int, bool)>("llmcSetStep")(longest, reach, indirect);
-}
-
-void PluginLibrary::watch(LlmcWatcher watcher, void* user) const {
-  symbol<void(LlmcWatcher, void*)>("llmcWatch")(watcher, user);
-}
-
 std::vector<TensorRTCreator*> PluginLibrary::creators() const {
   int32_t count = 0;
 #if LLMC_PLUGIN_V2

@@ -22,9 +22,6 @@ class PluginLibrary {
 
   // Register its creators with this process's TensorRT.
   void init(nvinfer1::ILogger* logger, const std::string& name_space) const;
-  void set_communicator(ncclComm_t communicator) const;
-  void set_step(int longest, int reach, bool indirect) const;
-  void watch(LlmcWatcher watcher, void* user) const;
   std::vector<TensorRTCreator*> creators() const;
 
   // Throws Error with what the library says of the failure.

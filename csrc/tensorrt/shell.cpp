@@ -50,13 +50,19 @@ Value value_of(const PluginType& type, const nvinfer1::PluginField& field) {
   }
 }
 
-std::vector<int> read_present(const PluginType& type, const std::string& names) {
+std::vector<Port> ports_of(const PluginType& type) {
+  std::vector<Port> ports = type.inputs;
+  ports.push_back("llmc_step?: int32");
+  return ports;
+}
+
+std::vector<int> read_present(const PluginType& type, const std::vector<Port>& inputs, const std::string& names) {
   std::vector<int> given;
   std::istringstream words(names);
   for (std::string name; words >> name;) {
     int index = 0;
-    while (index < static_cast<int>(type.inputs.size()) && type.inputs[index].name != name) ++index;
-    if (index == static_cast<int>(type.inputs.size()))
+    while (index < static_cast<int>(inputs.size()) && inputs[index].name != name) ++index;
+    if (index == static_cast<int>(inputs.size()))
       throw Error(type.name + " has no input '" + name + "', which its field 'present' names");
     if (!given.empty() && index <= given.back())
       throw Error(type.name + "'s field 'present' has '" + name + "' in another order than the op");
@@ -133,8 +139,8 @@ std::vector<nvinfer1::PluginField> name_fields(const Fields& fields) {
 }
 
 Shell::Shell(const PluginType& type, const Fields& fields, bool building)
-    : type_(type), version_(std::to_string(type.version)), fields_(declared_fields(type)),
-      building_(building) {
+    : type_(type), inputs_(ports_of(type)), version_(std::to_string(type.version)),
+      fields_(declared_fields(type)), building_(building) {
   Fields own = fields;
   for (const char* name : {kPresent, kDType, kMakes}) own.erase(name);
   core_ = make_plugin(type.name, own);
@@ -147,7 +153,7 @@ Shell::Shell(const PluginType& type, const Fields& fields, bool building)
   if (!dtype.empty()) to_tensorrt(dtype_of(dtype));
   const std::string& present = std::get<std::string>(fields_[kPresent]);
   if (!present.empty()) {
-    given_ = read_present(type, present);
+    given_ = read_present(type, inputs_, present);
     settle(static_cast<int>(given_.size()));
   }
   text_ = write_text(fields_);
@@ -159,7 +165,7 @@ void Shell::settle(int inputs) {
     if (!type_.inputs[index].optional && std::find(given_.begin(), given_.end(), index) == given_.end())
       throw Error(type_.name + " needs the input '" + type_.inputs[index].name + "'");
   std::string names;
-  for (int index : given_) names += (names.empty() ? "" : " ") + type_.inputs[index].name;
+  for (int index : given_) names += (names.empty() ? "" : " ") + inputs_[index].name;
   fields_[kPresent] = names;
   text_ = write_text(fields_);
 }
@@ -195,16 +201,17 @@ DataType Shell::output_type(int output, const DataType* inputs, int count) const
   const std::string& dtype = std::get<std::string>(fields_.at(kDType));
   if (!dtype.empty()) return to_tensorrt(dtype_of(dtype));
   for (int i = 0; i < count; ++i)
-    if (type_.inputs[given[i]].dtypes.empty()) return inputs[i];
+    if (inputs_[given[i]].dtypes.empty()) return inputs[i];
   throw Error(type_.name + " has no input whose dtype its outputs could have");
 }
 
 std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs* inputs, int count,
                                                       nvinfer1::IExprBuilder& builder) const {
   const std::vector<int> given = this->given(count);
-  std::vector<Dims> dims(type_.inputs.size());
+  std::vector<Dims> dims(inputs_.size());
   for (int i = 0; i < count; ++i)
     for (int axis = 0; axis < inputs[i].nbDims; ++axis) dims[given[i]].push_back(Dim(i, axis));
+  dims.pop_back();  // llmc_step is nothing to the op
   std::vector<nvinfer1::DimsExprs> shapes;
   for (const Dims& shape : core_->shapes(dims)) {
     nvinfer1::DimsExprs made{};
@@ -228,7 +235,7 @@ std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs*
 int Shell::aliased(int output) const {
   const std::string& name = type_.outputs.at(output).in_place;
   for (size_t i = 0; i < given_.size(); ++i)
-    if (!name.empty() && type_.inputs[given_[i]].name == name) return static_cast<int>(i);
+    if (!name.empty() && inputs_[given_[i]].name == name) return static_cast<int>(i);
   return -1;
 }
 
@@ -262,8 +269,9 @@ std::vector<Tensor> tensors(const nvinfer1::PluginTensorDesc* descs, const void*
 }  // namespace
 
 size_t Shell::workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) const {
-  return core_->workspace(tensors(inputs.data(), nullptr, given(static_cast<int>(inputs.size())),
-                                  type_.inputs.size()));
+  std::vector<Tensor> in = tensors(inputs.data(), nullptr, given(static_cast<int>(inputs.size())), inputs_.size());
+  in.pop_back();
+  return core_->workspace(in);
 }
 
 void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
@@ -271,7 +279,9 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
                     void* const* outputs, void* workspace, cudaStream_t stream) const {
   if (given_.empty()) throw Error(type_.name + " was not configured before it was run");
   if (building_ && core_->collective()) return;
-  std::vector<Tensor> in = tensors(input_descs, inputs, given_, type_.inputs.size());
+  std::vector<Tensor> in = tensors(input_descs, inputs, given_, inputs_.size());
+  const LlmcStep step = read_step(in.back());
+  in.pop_back();
   std::vector<int> all(type_.outputs.size());
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
   const std::vector<Tensor> out = tensors(output_descs, outputs, all, all.size());
@@ -290,27 +300,35 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
   context.stream = stream;
   context.gemm = &state.gemm;
   context.counters = state.counters;
-  context.communicator = communicator();
+  context.communicator = static_cast<ncclComm_t>(step.communicator);
   context.sdpa = &state.sdpa;
-  const StepFacts facts = step();
-  context.longest = facts.longest;
-  context.reach = facts.reach;
-  context.indirect = facts.indirect && !building_;  // what TensorRT times with says nothing
+  context.longest = step.longest;
+  context.reach = step.reach;
+  context.indirect = step.indirect != 0 && !building_;  // what TensorRT times with says nothing
   context.dense = true;
   core_->enqueue(in, out, workspace, context);
-  show(out, stream);
+  show(step, out, stream);
 }
 
-void Shell::show(const std::vector<Tensor>& outputs, cudaStream_t stream) const {
-  const Watching watching = tensorrt::watching();
-  if (watching.watcher == nullptr) return;
+LlmcStep Shell::read_step(const Tensor& given) {
+  cudaPointerAttributes where{};
+  LlmcStep step;
+  if (given.data == nullptr || given.size() < kLlmcStepInts) return step;
+  check(cudaPointerGetAttributes(&where, given.data), "asking where a step is");
+  if (where.type != cudaMemoryTypeHost) return step;
+  std::memcpy(&step, given.data, sizeof step);
+  return step.magic == LlmcStep::kMagic ? step : LlmcStep();
+}
+
+void Shell::show(const LlmcStep& step, const std::vector<Tensor>& outputs, cudaStream_t stream) const {
+  if (step.watcher == nullptr) return;
   std::istringstream names(std::get<std::string>(fields_.at(kMakes)));
   std::string name;
   for (int i = 0; i < this->outputs() && names >> name; ++i) {
     const Tensor& made = outputs[i];
     if (aliased(i) < 0)
-      watching.watcher(watching.user, name.c_str(), made.data, name_of(made.dtype), made.shape.data(),
-                       static_cast<int>(made.shape.size()), stream);
+      step.watcher(step.user, name.c_str(), made.data, name_of(made.dtype), made.shape.data(),
+                   static_cast<int>(made.shape.size()), stream);
   }
 }
 

@@ -5,7 +5,10 @@
 //   present  the names of the inputs that a node gives, in the op's order with spaces between, as TensorRT
 //            has no absent inputs; empty: the first ones
 //   dtype    what it computes in, such as float16; empty: what its inputs have
-//   makes    the names in the network of all its outputs, with spaces between, for llmcWatch; empty: not known
+//   makes    the names in the network of all its outputs, with spaces between, for watchers; empty: not known
+//
+// Beside the op's own inputs a plugin has one, the last: llmc_step (library.h), which `present` names where a node
+// gives it.
 #pragma once
 
 #include <memory>
@@ -13,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "library.h"
 #include "tensorrt.h"
 
 namespace llmc::tensorrt {
@@ -80,15 +84,17 @@ class Shell {
   // What the field kv_dtype says of an input or output.
   std::optional<DType> held(const Port& port) const;
   size_t workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) const;
-  void show(const std::vector<Tensor>& outputs, cudaStream_t stream) const;
+  static LlmcStep read_step(const Tensor& given);
+  void show(const LlmcStep& step, const std::vector<Tensor>& outputs, cudaStream_t stream) const;
 
   const PluginType& type_;
+  const std::vector<Port> inputs_;  // the op's and llmc_step
   const std::string version_;
   Fields fields_;
   std::string text_;
   const bool building_;
   std::unique_ptr<Plugin> core_;
-  std::vector<int> given_;  // which of the op's inputs each of the node's inputs is; empty: not known yet
+  std::vector<int> given_;  // which of inputs_ each of the node's inputs is; empty: not known yet
 };
 
 // An op's fields, with the three of every plugin.
@@ -122,11 +128,11 @@ bool Shell::supports(int position, const Desc* tensors, int inputs) const {
   DType computing;
   const DType* before = nullptr;
   for (int i = 0; i < position && i < inputs && before == nullptr; ++i)
-    if (type_.inputs[given[i]].dtypes.empty() && known(fixed(tensors[i]).type)) {
+    if (inputs_[given[i]].dtypes.empty() && known(fixed(tensors[i]).type)) {
       computing = from_tensorrt(fixed(tensors[i]).type);
       before = &computing;
     }
-  const Port& port = position < inputs ? type_.inputs[given[position]] : type_.outputs.at(position - inputs);
+  const Port& port = position < inputs ? inputs_[given[position]] : type_.outputs.at(position - inputs);
   return supports(fixed(tensors[position]), port, before);
 }
 

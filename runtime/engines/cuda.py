@@ -74,6 +74,7 @@ def device_count() -> int:
     Raises:
         LlmcError: there is none, or no driver, or no extension.
     """
+    count: int
     count, reason = extension().devices()
     if not count:
         raise LlmcError(f"there is no NVIDIA GPU here ({reason or 'none was found'}); run this "
@@ -105,7 +106,7 @@ class CudaEngine:
         check_fit(cuda, manifest, device)
         self._vocab = manifest.dims.vocab_size
         self._max_logits = max(max_batch_size, min(MAX_LOGITS, max_tokens))
-        limits = dict(device=device, dtype=manifest.dtype, max_batch=max_batch_size,
+        limits = dict(dtype=manifest.dtype, max_batch=max_batch_size,
                       max_tokens=-(-max_tokens // _BLOCK) * _BLOCK,
                       max_logits=-(-self._max_logits // 8) * 8,
                       max_seq_len=manifest.dims.max_seq_len,
@@ -117,14 +118,15 @@ class CudaEngine:
 
     def _load(self, cuda: ModuleType, manifest: Manifest, chip: Chip, case_dir: Path,
               limits: Mapping[str, Any]) -> Any:
-        """The extension's engine, its tensors and nodes declared and its weights there."""
+        """The extension's engine, with its program and its weights."""
         read = read_program(manifest, chip, case_dir)
         self._schedule = schedule = read.model
         schedules = [schedule, *([read.encoder] if read.encoder else [])]
-        engine = cuda.Engine(**limits, token_bytes=max(s.token_bytes for s in schedules),
-                             logit_bytes=schedule.logit_bytes)
-        weights = _build(engine, schedules, self._vocab)
-        _load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, read.weights)
+        program = cuda.Program(**limits, token_bytes=max(s.token_bytes for s in schedules),
+                               logit_bytes=schedule.logit_bytes)
+        weights = build_program(program, schedules, self._vocab)
+        engine = cuda.Engine(program, self._device)
+        load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, read.weights)
         return engine
 
     @contextmanager
@@ -167,8 +169,7 @@ class CudaEngine:
 
         float32 [num_tokens or num_logits, width] each. The host waits after every node.
         """
-        sizes: dict[int | str, int] = {"num_tokens": len(batch.input_ids),
-                                       "num_logits": len(batch.logits_indices)}
+        sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
         numbers = [number for node in self._schedule.nodes for number in node.outputs
                    if number >= 0]
         values = {}
@@ -177,7 +178,8 @@ class CudaEngine:
             self.submit(batch, prefill=True)  # decoding skips a node
             for number in numbers:
                 tensor = self._schedule.tensors[number]
-                value = np.empty([sizes.get(dim, dim) for dim in tensor.shape], np.float32)
+                value = np.empty([sizes[dim] if isinstance(dim, str) else dim
+                                  for dim in tensor.shape], np.float32)
                 self._engine.read_watched(number, value)
                 values[tensor.name] = value
         finally:
@@ -232,7 +234,7 @@ class CudaEngine:
         state = (batch.input_ids, batch.past_lens, draws.drawn, *fixed)
         with self._telling():
             if draws.prompts is not None:
-                self._engine.remember(batch.first_row, *draws.prompts)
+                self._engine.set_history(batch.first_row, *draws.prompts)
             if not goes_on:
                 self.submit(batch)
                 self._begin(np.empty(0, np.int64), batch.past_lens + lengths, draws, end_ids,
@@ -272,7 +274,7 @@ class CudaEngine:
         return Choices(self._tokens(steps), np.concatenate(parts))
 
     def _tokens(self, steps: int) -> np.ndarray:
-        return np.array(self._engine.history(steps), np.int64).reshape(steps, -1)
+        return np.array(self._engine.tokens(steps), np.int64).reshape(steps, -1)
 
     def join(self, communicator: bytes, rank: int, size: int) -> None:
         """Meet the other ranks; `communicator` is `unique_id()` of one of them."""
@@ -286,7 +288,8 @@ class CudaEngine:
         self._engine.abort()
 
     def unique_id(self) -> bytes:
-        return self._engine.unique_id()
+        made: bytes = self._engine.unique_id()
+        return made
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         self._state = None
@@ -320,51 +323,83 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
                             f"the model again with this llmc")
 
 
-def _build(engine: Any, schedules: Sequence[Schedule], vocab_size: int) -> dict[str, int]:
+def build_program(program: Any, schedules: Sequence[Schedule], vocab_size: int) -> dict[str, int]:
     """Declare the tensors and nodes of the model and perhaps its encoder, which know weights,
     inputs and the memory by the same names; the model's numbers are its schedule's own. Returns the
     weights' numbers.
+
+    Raises:
+        CudaError: a node would read or write beyond a tensor.
+        LlmcError: a schedule has a size that is none, or one name for several tensors.
     """
     shared: dict[str, int] = {}
     weights: dict[str, int] = {}
     for schedule in schedules:
-        numbers = {-1: -1}
-        for number, tensor in enumerate(schedule.tensors):
-            if tensor.kind == "value":
-                numbers[number] = engine.add_value(
-                    tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], tensor.offset,
-                    tensor.per_logit)
-                continue
-            if tensor.name not in shared:
-                shared[tensor.name] = _declare(engine, tensor)
-            numbers[number] = shared[tensor.name]
-            if tensor.kind == "weight":
-                weights[tensor.name] = numbers[number]
-        of_encoder = schedule is not schedules[0]
-        assert of_encoder or all(number == made for number, made in numbers.items())
-        for node in schedule.nodes:
-            engine.add_node(node.op, node.fields, [numbers[number] for number in node.inputs],
-                            [numbers[number] for number in node.outputs], of_encoder)
-    engine.set_logits(schedules[0].logits, vocab_size)
-    engine.finish()
+        try:
+            numbers = _declare_all(program, schedule, shared, weights)
+            of_encoder = schedule is not schedules[0]
+            if not of_encoder and any(number != made for number, made in numbers.items()):
+                raise LlmcError("the schedule has a name of several tensors; compile the model "
+                                "again")
+            for node in schedule.nodes:
+                program.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
+                                 [numbers[n] for n in node.outputs], of_encoder)
+        except (TypeError, IndexError) as error:
+            raise LlmcError(f"the schedule has a size or a field that is none ({error}); compile "
+                            f"the model again") from error
+    program.set_logits(schedules[0].logits, vocab_size)
     return weights
 
 
-def _declare(engine: Any, tensor: ScheduledTensor) -> int:
+def _declare_all(program: Any, schedule: Schedule, shared: dict[str, int],
+                 weights: dict[str, int]) -> dict[int, int]:
+    """The program's numbers by the schedule's; adds the names of what is no value to `shared`, and
+    those of weights to `weights`.
+    """
+    numbers = {-1: -1}
+    for number, tensor in enumerate(schedule.tensors):
+        if tensor.kind == "value":
+            numbers[number] = program.add_value(
+                tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], tensor.offset,
+                tensor.per_logit)
+            continue
+        if tensor.name not in shared:
+            shared[tensor.name] = _declare(program, tensor)
+        numbers[number] = shared[tensor.name]
+        if tensor.kind == "weight":
+            weights[tensor.name] = numbers[number]
+    return numbers
+
+
+def _declare(program: Any, tensor: ScheduledTensor) -> int:
     """A tensor that is not a value; its number."""
+    number: int
     if tensor.kind == "input":
-        return engine.add_input(tensor.name, tensor.dtype)
-    if tensor.kind == "weight":
-        return engine.add_weight(tensor.dtype, list(tensor.shape))
-    if tensor.kind == "memory":
-        return engine.add_memory(tensor.shape[1])
-    return engine.add_cache(tensor.dtype, tensor.shape[1:])
+        number = program.add_input(tensor.name, tensor.dtype)
+    elif tensor.kind == "weight":
+        number = program.add_weight(tensor.dtype, list(tensor.shape))
+    elif tensor.kind == "memory":
+        number = program.add_memory(tensor.shape[1])
+    else:
+        number = program.add_cache(tensor.dtype, tensor.shape[1:])
+    return number
 
 
-def _load_weights(engine: Any, weights: Mapping[str, int], path: Path,
-                  stored: Mapping[str, StoredWeight]) -> None:
-    """Copy each weight from where it is stored in the mapped file to the device."""
+def load_weights(engine: Any, weights: Mapping[str, int], path: Path,
+                 stored: Mapping[str, StoredWeight]) -> None:
+    """Copy each weight from where it is stored in the mapped file to the device.
+
+    Raises:
+        LlmcError: a weight is not stored, or not as large as the engine declares it.
+    """
     data = np.memmap(path, np.uint8, "r")
     for name, number in weights.items():
-        engine.load_weight(number, data[stored[name].start:stored[name].stop], 0)
+        if name not in stored:
+            raise LlmcError(f"'{path}' has no weight '{name}'; compile the model again")
+        low, high = stored[name].start, stored[name].stop
+        wanted = engine.bytes_of(number)
+        if high - low != wanted:
+            raise LlmcError(f"'{path}' has {high - low} bytes of the weight '{name}', the schedule "
+                            f"says {wanted}; compile the model again")
+        engine.load_weight(number, data[low:high])
     engine.synchronize()

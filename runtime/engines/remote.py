@@ -70,7 +70,8 @@ class RemoteEngine:
         self._call("follow", step)
 
     def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
-        return self._call("trace", batch)
+        values: dict[str, np.ndarray] = self._call("trace", batch)
+        return values
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         self._call("copy_row", source, target, length)

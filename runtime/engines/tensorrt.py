@@ -2,8 +2,9 @@
 
 The engine keeps the inputs, the KV caches and the logits at fixed addresses, chooses tokens on the
 device and captures decoding in CUDA graphs, as for its own kernels; TensorRT runs the step between.
-A plan has a profile and an execution context for prompts and one for decoding. An encoder's plan is
-the one node of the engine's encoder, but for those that scatter what it makes to the memory.
+A plan has a profile and an execution context for prompts and one for decoding, and an input of its
+own, `llmc_step`, by which its plugins know of the step. An encoder's plan is the one node of the
+engine's encoder, but for those that scatter what it makes to the memory.
 """
 
 from __future__ import annotations
@@ -70,36 +71,37 @@ class TensorRTEngine(CudaEngine):
         check_version(manifest.target, cuda.tensorrt.load(tensorrt_library(major)))
         width = 4 if manifest.dtype == "float32" else 2
         made = chip.encoder.outputs if chip.encoder else ()
-        engine = cuda.Engine(**limits, token_bytes=sum(_columns(tensor) for tensor in made) * width,
-                             logit_bytes=manifest.dims.padded_vocab_size * width)
+        program = cuda.Program(**limits,
+                               token_bytes=sum(_columns(tensor) for tensor in made) * width,
+                               logit_bytes=manifest.dims.padded_vocab_size * width)
         tensors: dict[str, int] = {}
         for tensor in (*chip.inputs, *(chip.encoder.inputs if chip.encoder else ())):
             if tensor.name not in tensors:
-                tensors[tensor.name] = _declare(engine, tensor)
+                tensors[tensor.name] = _declare(program, tensor)
         tensors.update({f"{name}_out": number for name, number in tensors.items()
                         if "_cache_" in name})
         logits = next(tensor for tensor in chip.outputs if tensor.name == "logits")
-        tensors["logits"] = engine.add_value(
+        tensors["logits"] = program.add_value(
             logits.dtype, [SIZES.get(dim, dim) for dim in logits.shape], 0, True)
         values, offset = {}, 0
         for tensor in made:
-            values[tensor.name] = engine.add_value(
+            values[tensor.name] = program.add_value(
                 tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], offset, False)
             offset += _columns(tensor) * width
-        for program, outputs in ((chip.encoder, values), (chip, tensors)):
-            for step in program.steps if program else ():
+        for part, outputs in ((chip.encoder, values), (chip, tensors)):
+            for step in part.steps if part else ():
                 assert isinstance(step, GraphStep)
-                cuda.tensorrt.add_plan(engine, plugins, (case_dir / step.path).read_bytes(),
+                cuda.tensorrt.add_plan(program, self._device, plugins,
+                                       (case_dir / step.path).read_bytes(),
                                        [(name, tensors[name]) for name in step.inputs],
                                        [(name, outputs[name]) for name in step.outputs],
-                                       program is chip.encoder)
+                                       part is chip.encoder)
         if made:
-            rows = engine.add_input("memory_rows", "int64")
+            rows = program.add_input("memory_rows", "int64")
             for name, number in values.items():
-                engine.add_node("Scatter", {}, [number, rows, tensors[name]], [], True)
-        engine.set_logits(tensors["logits"], manifest.dims.vocab_size)
-        engine.finish()
-        return engine
+                program.add_node("Scatter", {}, [number, rows, tensors[name]], [], True)
+        program.set_logits(tensors["logits"], manifest.dims.vocab_size)
+        return cuda.Engine(program, self._device)
 
     def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
         """Execute a step and return what every plugin makes, in order, by the tensor's name.
@@ -107,25 +109,30 @@ class TensorRTEngine(CudaEngine):
         float32 each. The host waits after every plugin. What TensorRT's own layers make is not
         seen, but for the logits.
         """
-        watch = extension().tensorrt.Watch(str(plugin_library()))
+        tensorrt = extension().tensorrt
+        watch = tensorrt.Watch()
+        tensorrt.watch(self._engine, watch)
         try:
             self.submit(batch, prefill=True)
             values = {name: np.frombuffer(data, np.float32).reshape(shape)
                       for name, shape, data in watch.values()}
         finally:
-            watch.end()
+            tensorrt.watch(self._engine, None)
         values.pop("logits", None)
         return {**values, "logits": self._read_logits(batch)}
 
 
-def _declare(engine: Any, tensor: TensorInfo) -> int:
-    """An input of a plan among the engine's tensors, which have 64 bits where plans have 32."""
+def _declare(program: Any, tensor: TensorInfo) -> int:
+    """An input of a plan among the program's tensors, which have 64 bits where plans have 32."""
+    number: int
     if "_cache_" in tensor.name:
-        return engine.add_cache(tensor.dtype, tensor.shape[1:])
-    if tensor.shape[0] == "num_memory_tokens":
-        return engine.add_memory(_columns(tensor))
-    wide = tensor.name in ("input_ids", "position_ids", "logits_indices")
-    return engine.add_input(tensor.name, "int64" if wide else "int32")
+        number = program.add_cache(tensor.dtype, tensor.shape[1:])
+    elif tensor.shape[0] == "num_memory_tokens":
+        number = program.add_memory(_columns(tensor))
+    else:
+        wide = tensor.name in ("input_ids", "position_ids", "logits_indices")
+        number = program.add_input(tensor.name, "int64" if wide else "int32")
+    return number
 
 
 def _columns(tensor: TensorInfo) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from llmc import plugins
+from llmc.compiler.targets import tensorrt as target
 from llmc.runtime.engines import cuda
 
 CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
@@ -17,8 +18,11 @@ KINDS = {int: "int", float: "float", str: "str"}
 COLLECTIVES = [op for op in plugins.registry().values() if op.body is None]
 
 
-def given(op, sample, dtype, narrow=False):
-    """The node's fields and inputs, (address, dtype, shape) each."""
+STEP = (0, "int32", [16])  # what every plugin of a plan takes after its op's inputs, as llmc_step
+
+
+def given(op, sample, dtype, narrow=False, step=True):
+    """The node's fields and inputs, (address, dtype, shape) each; with a step, as in a plan."""
     inputs = []
     for name in op.input_names:
         if name in sample.inputs:
@@ -29,8 +33,11 @@ def given(op, sample, dtype, narrow=False):
             elif array.dtype == np.float32 and name not in op.float32_inputs:
                 kind = dtype
             inputs.append((0, kind, list(array.shape)))
-    present = " ".join(name for name in op.input_names if name in sample.inputs)
-    return {**sample.fields, "present": present, "dtype": dtype}, inputs
+    present = [name for name in op.input_names if name in sample.inputs]
+    if step:
+        present.append("llmc_step")
+        inputs.append(STEP)
+    return {**sample.fields, "present": " ".join(present), "dtype": dtype}, inputs
 
 
 def test_every_op_has_a_creator(harness):
@@ -46,13 +53,18 @@ def test_every_op_has_a_creator(harness):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_outputs_are_as_declared(tensorrt, harness, op, sample, dtype):
-    """Shapes through an expression builder, dtypes, formats, workspace, serialization."""
+    """Shapes through an expression builder, dtypes, formats, workspace, serialization; of a node
+    that is told of steps, and of one that is not.
+    """
     if dtype == "bfloat16" and float(tensorrt.version) < 9:
         pytest.skip("TensorRT 8 has no bfloat16")
     if sample.fields.get("head_dim", 8) % 8:
         pytest.skip("no kernel for this head_dim")
-    fields, inputs = given(op, sample, dtype, narrow=float(tensorrt.version) < 9)
-    answers = harness.ask(op.name, fields, inputs)
+    narrow = float(tensorrt.version) < 9
+    answers = harness.ask(op.name, *given(op, sample, dtype, narrow))
+    alone = harness.ask(op.name, *given(op, sample, dtype, narrow, step=False))
+    assert (answers.outputs, answers.aliased, answers.workspace) \
+        == (alone.outputs, alone.aliased, alone.workspace)
     shapes = {name: array.shape for name, array in sample.inputs.items()}
     expected = op.shapes(shapes, op.complete(sample.fields))
     kept = op.cache_inputs if sample.fields.get("kv_dtype") else ()
@@ -65,14 +77,15 @@ def test_outputs_are_as_declared(tensorrt, harness, op, sample, dtype):
                                    else [-1] * len(expected))
 
 
-@pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
-def test_a_collective_s_outputs(harness, op):
-    answers = harness.ask(op.name, {"tp_size": 2}, [(0, "float16", [3, 8])])
-    assert answers.outputs == [("float16", [3, 16 if op.name == "AllGather" else 8])]
-
-
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 X, WEIGHT = (0, "float16", [3, 8]), (0, "float32", [8])
+
+
+@pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
+def test_a_collective_s_outputs(harness, op):
+    for more, inputs in (({}, [X]), ({"present": "x llmc_step"}, [X, STEP])):
+        answers = harness.ask(op.name, {"tp_size": 2, **more}, inputs)
+        assert answers.outputs == [("float16", [3, 16 if op.name == "AllGather" else 8])]
 
 
 @pytest.mark.parametrize(("op", "fields", "inputs", "match"), [
@@ -87,7 +100,12 @@ X, WEIGHT = (0, "float16", [3, 8]), (0, "float32", [8])
     ("RMSNorm", {"present": "x"}, [X], "needs the input 'weight'"),
     ("RMSNorm", {"present": "x weight"}, [X], "has 1 inputs, its field 'present' names 2"),
     ("RMSNorm", {}, [X, WEIGHT, WEIGHT], "takes 2 inputs, not 3"),
-    ("RMSNorm", {}, [X, X], "does not take tensor 1 as float16"),
+    ("RMSNorm", {}, [X, WEIGHT, STEP], "takes 2 inputs, not 3"),
+    ("RMSNorm", {"present": "x weight llmc_step"}, [X, WEIGHT, WEIGHT], "take tensor 2 as float32"),
+    ("RMSNorm", {"present": "llmc_step x weight"}, [STEP, X, WEIGHT], "in another order"),
+    ("RMSNorm", {"present": "x llmc_step"}, [X, STEP], "needs the input 'weight'"),
+    ("RMSNorm", {}, [X, (0, "float16", [8])], "does not take tensor 1 as float16"),
+    ("RMSNorm", {}, [X, X], "norm's weight is"),
     ("CausalAttention", {"num_heads": 4}, [], "needs the field"),
     ("CausalAttention", ATTENTION | {"head_dim": 12}, [], "head_dim 12 is not a multiple of 8"),
     ("CausalAttention", ATTENTION, [X] * 5, "each cache 4, not 2, 2 and 2"),
@@ -99,6 +117,10 @@ X, WEIGHT = (0, "float16", [3, 8]), (0, "float32", [8])
 def test_what_is_wrong_is_one_sentence(harness, op, fields, inputs, match):
     with pytest.raises(cuda.extension().CudaError, match=match):
         harness.ask(op, fields, inputs)
+
+
+def test_the_step_that_a_compiler_declares_is_the_plugins(tensorrt):
+    assert tuple(target._STEP.shape) == (tensorrt.step_ints,) == tuple(STEP[2])
 
 
 def test_without_tensorrt_there_is_nothing_to_register_with(harness):

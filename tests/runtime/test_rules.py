@@ -103,7 +103,7 @@ class Extension:
     def __getattr__(self, name):
         return lambda *arguments, **named: self.calls.append((name, arguments, named))
 
-    def history(self, steps):
+    def tokens(self, steps):
         return [7] * (steps * self.batch)
 
     def names(self):
@@ -127,9 +127,9 @@ def test_an_engine_is_told_of_a_batch_once(engine):
     prompts = PackedBatch.prepare([[5, 6]] * 2, [0, 0], 3)
     engine.decode(prompts, Draws.of(both, [0, 0]), [2], 1)
     name, (first_row, _, lengths), _ = engine._engine.calls[0]
-    assert (name, first_row, lengths) == ("remember", 3, [2, 2])
+    assert (name, first_row, lengths) == ("set_history", 3, [2, 2])
     assert engine._engine.calls[2][2]["first_row"] == 3
-    assert engine._engine.names() == [("remember",), ("run",), ("begin_decode",), ("decode", 0)]
+    assert engine._engine.names() == [("set_history",), ("run",), ("begin_decode",), ("decode", 0)]
     engine._state = None
     for drawn, told in ((1, True), (5, False)):
         newest = PackedBatch.prepare([[7]] * 2, [1 + drawn] * 2)

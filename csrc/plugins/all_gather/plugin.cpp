@@ -5,11 +5,14 @@ namespace {
 
 class AllGather : public Plugin {
  public:
-  explicit AllGather(const Fields& fields) : tp_size_(integer(fields, "tp_size")) {}
+  explicit AllGather(const Fields& fields) : tp_size_(integer(fields, "tp_size")) {
+    if (tp_size_ < 1) throw Error("AllGather's tp_size " + std::to_string(tp_size_) + " is below 1");
+  }
 
   bool collective() const override { return true; }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    expect("AllGather's x", in[0], {in[0][0], in[0][1]});
     return {{in[0][0], in[0][1] * tp_size_}};
   }
 
@@ -22,7 +25,7 @@ class AllGather : public Plugin {
                const Context& context) const override {
     const int rows = static_cast<int>(in[0].shape[0]), width = static_cast<int>(in[0].shape[1]);
     void* gathered = rows > 1 ? workspace : out[0].data;
-    check(ncclAllGather(in[0].data, gathered, in[0].size(), nccl_type(in[0].dtype), communicator_of(context),
+    check(ncclAllGather(in[0].data, gathered, in[0].size(), nccl_type(in[0].dtype), communicator_of(context, tp_size_),
                         context.stream), "AllGather");
     if (rows > 1)
       check(kernels::interleave(in[0].dtype, out[0].data, workspace, tp_size_, rows, width, context.stream),

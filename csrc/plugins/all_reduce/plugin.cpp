@@ -5,6 +5,8 @@ namespace {
 
 class AllReduce : public Plugin {
  public:
+  explicit AllReduce(const Fields& fields) : tp_size_(integer(fields, "tp_size")) {}
+
   bool collective() const override { return true; }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override { return {in[0]}; }
@@ -12,15 +14,20 @@ class AllReduce : public Plugin {
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
     check(ncclAllReduce(in[0].data, out[0].data, in[0].size(), nccl_type(in[0].dtype), ncclSum,
-                        communicator_of(context), context.stream), "AllReduce");
+                        communicator_of(context, tp_size_), context.stream), "AllReduce");
   }
+
+ private:
+  int tp_size_;
 };
 
 }  // namespace
 
 void register_all_reduce() {
   register_plugin({"AllReduce", 1, {"x"}, {"y"}, {{"tp_size", int64_t{1}}}, {"tp_size"},
-                   [](const Fields&) -> std::unique_ptr<Plugin> { return std::make_unique<AllReduce>(); }});
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<AllReduce>(fields);
+                   }});
 }
 
 }  // namespace llmc

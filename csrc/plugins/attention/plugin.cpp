@@ -12,6 +12,9 @@ class CausalAttention : public Plugin {
     p_.interleaved = integer(fields, "interleaved") != 0;
     p_.softcap = real(fields, "softcap");
     p_.norm_epsilon = real(fields, "norm_epsilon");
+    if (p_.rotary_dim < 0 || p_.rotary_dim % 2 != 0 || p_.rotary_dim > p_.head_dim)
+      throw Error("CausalAttention's rotary_dim " + std::to_string(p_.rotary_dim) +
+                  " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
     if (!p_.float8 && !kv_dtype.empty())
@@ -24,7 +27,30 @@ class CausalAttention : public Plugin {
       throw Error("CausalAttention's qkv has 2 dimensions and each cache 4, not " +
                   std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
                   std::to_string(in[2].size()));
-    return {{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, in[1], in[2]};
+    const std::string op = "CausalAttention";
+    const Dims &qkv = in[0], &cache = in[1], *table = optional(in, 9), *rows = optional(in, 10);
+    const Dim batch = in[4][0];
+    expect(op + "'s qkv", qkv, {qkv[0], static_cast<int64_t>(p_.num_heads + 2 * p_.num_kv_heads) * p_.head_dim});
+    expect(op + "'s key_cache", cache, {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
+    expect(op + "'s value_cache", in[2], cache);
+    expect(op + "'s past_lens", in[4], {batch});
+    expect_starts(op, in[3], batch);
+    const Dims *cos = optional(in, 5), *sin = optional(in, 6);
+    if ((cos == nullptr) != (p_.rotary_dim == 0) || (sin == nullptr) != (cos == nullptr))
+      throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
+    for (const Dims* turns : {cos, sin}) {
+      if (turns == nullptr) continue;
+      expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
+      if (table == nullptr) expect_at_least(op + "'s number of cos or sin", (*turns)[0], cache[2]);
+    }
+    if (table != nullptr && rows != nullptr) throw Error(op + " takes block_table or cache_indirection, not both");
+    if (table != nullptr && cos != nullptr) expect(op + "'s sin", *sin, *cos);
+    for (size_t norm : {7, 8})
+      if (const Dims* weight = optional(in, norm)) expect(op + "'s norm of a head", *weight, {p_.head_dim});
+    if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
+    if (rows != nullptr) expect(op + "'s cache_indirection", *rows, {batch, cache[2]});
+    if (const Dims* bias = optional(in, 11)) expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
+    return {{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, cache, in[2]};
   }
 
   // The split kernel's partial results, then the turned queries.
@@ -58,11 +84,8 @@ class CausalAttention : public Plugin {
         throw Error("CausalAttention's block size " + std::to_string(p.block_size) +
                     " is not a power of two");
     }
-    if (const Tensor* rows = optional(in, 10); rows != nullptr && context.indirect) {
+    if (const Tensor* rows = optional(in, 10); rows != nullptr && context.indirect)
       p.cache_indirection = static_cast<const int32_t*>(rows->data);
-      if (p.block_table != nullptr)
-        throw Error("CausalAttention takes block_table or cache_indirection, not both");
-    }
     p.decode = context.decode || (context.dense && p.num_tokens == p.batch);
     p.scratch = workspace;
     p.counters = context.counters;

@@ -12,7 +12,26 @@ class BidirectionalAttention : public Plugin {
       throw Error("BidirectionalAttention's query, key and value have 2 dimensions, not " +
                   std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
                   std::to_string(in[2].size()));
-    return {{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}};
+    const std::string op = "BidirectionalAttention";
+    const Dims *starts = optional(in, 4), *lens = optional(in, 5);
+    if ((starts == nullptr) != (lens == nullptr)) throw Error(op + " takes key_starts and key_lens together");
+    const Dims out{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim};
+    const Dims keys{starts != nullptr ? in[1][0] : in[0][0], static_cast<int64_t>(p_.num_kv_heads) * p_.head_dim};
+    expect(op + "'s query", in[0], out);
+    expect(op + "'s key", in[1], keys);
+    expect(op + "'s value", in[2], in[1]);
+    expect(op + "'s cu_seqlens", in[3], {in[3][0]});
+    if (starts != nullptr) {
+      expect(op + "'s key_lens", *lens, *starts);
+      expect_starts(op, in[3], (*starts)[0]);
+    }
+    if (const Dims* bias = optional(in, 6)) {
+      expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
+      if ((*bias)[1].known() && (*bias)[1].number() % 2 == 0)
+        throw Error(op + "'s distance_bias has " + std::to_string((*bias)[1].number()) +
+                    " columns, which are not as many for keys before a query as behind it");
+    }
+    return {out};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
@@ -25,9 +44,8 @@ class BidirectionalAttention : public Plugin {
     p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[3].shape[0]) - 1;
+    p.num_keys = static_cast<int>(in[1].shape[0]);
     const Tensor *starts = optional(in, 4), *lens = optional(in, 5);
-    if ((starts == nullptr) != (lens == nullptr))
-      throw Error("BidirectionalAttention takes key_starts and key_lens together");
     if (starts != nullptr) {
       p.key_starts = static_cast<const int32_t*>(starts->data);
       p.key_lens = static_cast<const int32_t*>(lens->data);

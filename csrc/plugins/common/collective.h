@@ -13,8 +13,14 @@ inline ncclDataType_t nccl_type(DType dtype) {
   }
 }
 
-inline ncclComm_t communicator_of(const Context& context) {
+// That of so many ranks, whose parts the op has room for; throws Error where there is none, or of others.
+inline ncclComm_t communicator_of(const Context& context, int tp_size) {
   if (context.communicator == nullptr) throw Error("a collective needs a communicator; this engine has none");
+  int ranks = 0;
+  check(ncclCommCount(context.communicator, &ranks), "asking a communicator");
+  if (ranks != tp_size)
+    throw Error("a collective of tp_size " + std::to_string(tp_size) + " has a communicator of " +
+                std::to_string(ranks) + " ranks");
   return context.communicator;
 }
 

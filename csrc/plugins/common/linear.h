@@ -25,12 +25,20 @@ inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, bool gate
   return gated && !is_gemv(x) ? x.shape[0] * weight.shape[0] * (x.dtype == DType::kFloat32 ? 4 : 2) : 0;
 }
 
-// The shape of y; throws Error where x or the weight is no matrix.
-inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated) {
+// The shape of y; throws Error where x or the weight is no matrix, or the inputs do not fit together.
+inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated, const Dims* bias = nullptr,
+                         const Dims* residual = nullptr) {
   if (x.size() != 2 || weight.size() != 2)
     throw Error("a GEMM's x and weight have " + std::to_string(x.size()) + " and " +
                 std::to_string(weight.size()) + " dimensions; each has 2");
-  return {x[0], gated ? weight[0] / 2 : weight[0]};
+  expect("a GEMM's weight", weight, {weight[0], x[1]});
+  if (gated && weight[0].known() && weight[0].number() % 2 != 0)
+    throw Error("a gated GEMM's weight has " + std::to_string(weight[0].number()) +
+                " rows, of which half are gates");
+  const Dims y{x[0], gated ? weight[0] / 2 : weight[0]};
+  if (bias != nullptr) expect("a GEMM's bias", *bias, {weight[0]});
+  if (residual != nullptr) expect("a GEMM's residual", *residual, y);
+  return y;
 }
 
 inline kernels::GemvParams gemv_params(const Linear& l) {

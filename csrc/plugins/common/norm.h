@@ -5,11 +5,16 @@
 
 namespace llmc {
 
+// Throws Error where rows are longer than the kernel takes.
+inline void check_norm_rows(int64_t hidden, const char* op) {
+  if (hidden > kernels::kNormHidden)
+    throw Error(std::string(op) + " of rows of " + std::to_string(hidden) + " elements: at most " +
+                std::to_string(kernels::kNormHidden) + " are served");
+}
+
 // Enqueue the kernel; throws Error where rows are longer than it takes.
 inline void norm(DType dtype, const kernels::NormParams& p, const char* op, cudaStream_t stream) {
-  if (p.hidden > kernels::kNormHidden)
-    throw Error(std::string(op) + " of rows of " + std::to_string(p.hidden) + " elements: at most " +
-                std::to_string(kernels::kNormHidden) + " are served");
+  check_norm_rows(p.hidden, op);
   check(kernels::norm(dtype, p, stream), op);
 }
 
@@ -21,20 +26,26 @@ class Norm : public Plugin {
   static std::unique_ptr<Plugin> make(const Fields& fields) { return std::make_unique<Norm>(fields); }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return kResidual ? std::vector<Dims>{in[0], in[0]} : std::vector<Dims>{in[0]};
+    const Dims& x = in[0];
+    if (x.empty()) throw Error("a norm's x has no dimensions");
+    const Dim hidden = x[x.size() - 1];
+    if (hidden.known()) check_norm_rows(hidden.number(), "a norm");
+    if (kResidual) expect("a norm's residual", in[1], x);
+    expect("a norm's weight", in[kWeight], {hidden});
+    if (const Dims* bias = optional(in, kWeight + 1)) expect("a norm's bias", *bias, {hidden});
+    return kResidual ? std::vector<Dims>{x, x} : std::vector<Dims>{x};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    constexpr int kWeight = kResidual ? 2 : 1;
-    const bool biased = in.size() > kWeight + 1 && in[kWeight + 1].data != nullptr;
+    const Tensor* bias = optional(in, kWeight + 1);
     kernels::NormParams p{};
     p.y = out[0].data;
     p.sum = kResidual ? out[1].data : nullptr;
     p.x = in[0].data;
     p.residual = kResidual ? in[1].data : nullptr;
     p.weight = static_cast<const float*>(in[kWeight].data);
-    p.bias = biased ? static_cast<const float*>(in[kWeight + 1].data) : nullptr;
+    p.bias = bias != nullptr ? static_cast<const float*>(bias->data) : nullptr;
     p.hidden = static_cast<int>(in[0].shape.back());
     p.rows = static_cast<int>(in[0].size() / p.hidden);
     p.epsilon = epsilon_;
@@ -43,6 +54,7 @@ class Norm : public Plugin {
   }
 
  private:
+  static constexpr int kWeight = kResidual ? 2 : 1;
   float epsilon_;
 };
 

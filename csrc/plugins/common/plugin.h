@@ -51,10 +51,9 @@ class Dim {
   Dim(int input, int axis) : input(input), axis(axis) {}
   Dim operator*(int64_t number) const { return scaled(times * number, over); }
   Dim operator/(int64_t number) const { return scaled(times, over * number); }  // rounds down
-  // What it is where the inputs have these shapes.
-  int64_t of(const std::vector<Shape>& inputs) const {
-    return (input < 0 ? 1 : inputs[input][axis]) * times / over;
-  }
+  // Whether it is a number alone, and which.
+  bool known() const { return input < 0; }
+  int64_t number() const { return times / over; }
 
   int64_t times = 1, over = 1;
   int input = -1, axis = -1;  // -1: none
@@ -76,6 +75,12 @@ struct Dims : std::vector<Dim> {
     return vector::operator[](axis);
   }
 };
+
+// Throws Error where a tensor, called `what`, cannot have the wanted shape: of dimensions that are not known yet
+// nothing is said, and an absent input has every shape.
+void expect(const std::string& what, const Dims& given, const Dims& wanted);
+// Likewise where a dimension is known to be smaller than another.
+void expect_at_least(const std::string& what, const Dim& given, const Dim& wanted);
 
 // Matrix products on one device: y = x · weightᵀ with cuBLASLt, algorithms timed once per shape.
 class Gemm {
@@ -100,6 +105,11 @@ class Gemm {
 
 constexpr int kCounters = kernels::kAttentionCounters;
 
+// Told of a tensor that an op inside a node made, right after its kernels are enqueued: its name, where it lies on
+// the device, dtype ("float16") and shape. What is to be read of it is to be enqueued on `stream` before it returns.
+using Watcher = void (*)(void* user, const char* name, const void* data, const char* dtype, const int64_t* shape,
+                         int rank, cudaStream_t stream);
+
 // What a host provides to every enqueue.
 struct Context {
   cudaStream_t stream = nullptr;
@@ -111,13 +121,16 @@ struct Context {
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
   bool indirect = true;               // a cache_indirection says where positions lie; else each row has its own
+  Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
+  void* user = nullptr;
 };
 
 class Plugin {
  public:
   virtual ~Plugin() = default;
 
-  // Output shapes from input shapes. Throws Error where an input has the wrong number of dimensions.
+  // Output shapes from input shapes. Throws Error where an input has the wrong number of dimensions, or one that is
+  // known and does not fit the others: what passes with numbers alone is what kernels read and write.
   virtual std::vector<Dims> shapes(const std::vector<Dims>& inputs) const = 0;
   // Bytes of scratch for these inputs. Its content means nothing before and after.
   virtual int64_t workspace(const std::vector<Tensor>&) const { return 0; }
@@ -125,11 +138,14 @@ class Plugin {
                        void* workspace, const Context& context) const = 0;
   // Whether it works with other ranks, and so not without a communicator.
   virtual bool collective() const { return false; }
+  // Whether in such a step the output is the first input as it is, and a host may pass that on instead.
+  virtual bool passes_on(const Context&) const { return false; }
 };
 
 // An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
 // "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
-// names, if that names one, "name = input" where an output is that input's memory, in which the op writes.
+// names, if that names one, "name: number" where it may also be one float32 number instead, "name = input" where an
+// output is that input's memory, in which the op writes.
 struct Port {
   Port(const char* declared);
   std::string text() const { return name + (optional ? "?" : ""); }
@@ -137,7 +153,7 @@ struct Port {
   std::string name;
   bool optional = false;
   std::vector<DType> dtypes;  // what it may be; none: what the op computes in
-  bool cached = false;
+  bool cached = false, number = false;
   std::string in_place;
 };
 
@@ -159,15 +175,15 @@ const std::map<std::string, PluginType>& plugin_types();
 // A plugin with these fields, defaults filled in. Throws Error for an unknown op, or a field that is unknown,
 // missing or of another type.
 std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& fields);
+std::unique_ptr<Plugin> make_plugin(const PluginType& type, const Fields& fields);
 
 const char* name_of(DType dtype);
 // Throws Error for a name that is no dtype's.
 DType dtype_of(const std::string& name);
 int64_t width(DType dtype);  // bytes
 
-inline int integer(const Fields& fields, const char* name) {
-  return static_cast<int>(std::get<int64_t>(fields.at(name)));
-}
+// Throws Error for one that an int does not hold.
+int integer(const Fields& fields, const char* name);
 inline float real(const Fields& fields, const char* name) {
   return static_cast<float>(std::get<double>(fields.at(name)));
 }
@@ -176,6 +192,9 @@ Activation activation_of(const Fields& fields);
 // The optional input `index`, or null where it is absent.
 inline const Tensor* optional(const std::vector<Tensor>& inputs, size_t index) {
   return index < inputs.size() && inputs[index].data != nullptr ? &inputs[index] : nullptr;
+}
+inline const Dims* optional(const std::vector<Dims>& inputs, size_t index) {
+  return index < inputs.size() && !inputs[index].empty() ? &inputs[index] : nullptr;
 }
 
 }  // namespace llmc

@@ -1,5 +1,6 @@
 #include "plugin.h"
 
+#include <limits>
 #include <sstream>
 
 namespace llmc {
@@ -19,7 +20,30 @@ const char* kind(const Value& value) {
 constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64", "float8_e4m3fn"};
 constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8, 1};
 
+std::string text_of(const Dims& dims) {
+  std::string text;
+  for (const Dim& dim : dims)
+    text += (text.empty() ? "" : ", ") + (dim.known() ? std::to_string(dim.number()) : "?");
+  return "[" + text + "]";
+}
+
 }  // namespace
+
+void expect(const std::string& what, const Dims& given, const Dims& wanted) {
+  if (given.empty()) return;
+  bool fits = given.size() == wanted.size();
+  for (size_t axis = 0; fits && axis < given.size(); ++axis) {
+    const Dim &a = given[axis], &b = wanted[axis];
+    fits = !a.known() || !b.known() || a.number() == b.number();
+  }
+  if (!fits) throw Error(what + " is " + text_of(given) + ", expected " + text_of(wanted));
+}
+
+void expect_at_least(const std::string& what, const Dim& given, const Dim& wanted) {
+  if (given.known() && wanted.known() && given.number() < wanted.number())
+    throw Error(what + " is " + std::to_string(given.number()) + ", expected at least " +
+                std::to_string(wanted.number()));
+}
 
 void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw Error(std::string(what) + " failed: " + cudaGetErrorString(status));
@@ -54,6 +78,7 @@ Port::Port(const char* declared) {
   while (words >> word) {
     if (word == "=") words >> in_place;
     else if (word == "kv_dtype") cached = true;
+    else if (word == "number") number = true;
     else dtypes.push_back(dtype_of(word));
   }
 }
@@ -71,7 +96,11 @@ const std::map<std::string, PluginType>& plugin_types() {
 std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& fields) {
   const auto found = plugin_types().find(name);
   if (found == plugin_types().end()) throw Error("there is no op '" + name + "' in namespace llmc");
-  const PluginType& type = found->second;
+  return make_plugin(found->second, fields);
+}
+
+std::unique_ptr<Plugin> make_plugin(const PluginType& type, const Fields& fields) {
+  const std::string& name = type.name;
   Fields complete = type.fields;
   for (const auto& [field, value] : fields) {
     const auto declared = complete.find(field);
@@ -84,6 +113,13 @@ std::unique_ptr<Plugin> make_plugin(const std::string& name, const Fields& field
   for (const std::string& field : type.required)
     if (!fields.count(field)) throw Error(name + " needs the field '" + field + "'");
   return type.make(complete);
+}
+
+int integer(const Fields& fields, const char* name) {
+  const int64_t value = std::get<int64_t>(fields.at(name));
+  if (value < std::numeric_limits<int>::min() || value > std::numeric_limits<int>::max())
+    throw Error(std::string("the field '") + name + "' is " + std::to_string(value) + ", which is no 32-bit number");
+  return static_cast<int>(value);
 }
 
 Activation activation_of(const Fields& fields) {

@@ -6,11 +6,19 @@ namespace {
 class Embedding : public Plugin {
  public:
   explicit Embedding(const Fields& fields)
-      : scale_(real(fields, "scale")), start_(integer(fields, "vocab_start")),
+      : scale_(real(fields, "scale")), start_(std::get<int64_t>(fields.at("vocab_start"))),
         sharded_(integer(fields, "vocab_sharded") != 0) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {{in[0][0], in[1][1]}};
+    const Dims y{in[0][0], in[1][1]};
+    expect("Embedding's input_ids", in[0], {in[0][0]});
+    expect("Embedding's table", in[1], {in[1][0], in[1][1]});
+    if (const Dims* positions = optional(in, 3)) {
+      if (optional(in, 2) == nullptr) throw Error("Embedding's position_table needs position_ids");
+      expect("Embedding's position_ids", in[2], in[0]);
+      expect("Embedding's position_table", *positions, {(*positions)[0], in[1][1]});
+    }
+    return {y};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
@@ -25,6 +33,7 @@ class Embedding : public Plugin {
     if (placed && in[2].dtype != in[0].dtype)
       throw Error("Embedding's input_ids and position_ids differ in dtype");
     p.positions = placed ? in[3].data : nullptr;
+    p.position_rows = placed ? in[3].shape[0] : 0;
     p.rows = in[1].shape[0];
     p.vocab_start = sharded_ ? start_ : 0;
     p.num_tokens = static_cast<int>(in[0].shape[0]);

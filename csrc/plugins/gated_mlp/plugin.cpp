@@ -8,7 +8,7 @@ class GatedMLP : public Plugin {
   explicit GatedMLP(const Fields& fields) : activation_(activation_of(fields)) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], in[1], true)};
+    return {linear_shape(in[0], in[1], true, optional(in, 2))};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {

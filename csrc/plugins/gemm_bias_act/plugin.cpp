@@ -8,7 +8,7 @@ class GemmBiasAct : public Plugin {
   explicit GemmBiasAct(const Fields& fields) : activation_(activation_of(fields)) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], in[1], false)};
+    return {linear_shape(in[0], in[1], false, optional(in, 2))};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,

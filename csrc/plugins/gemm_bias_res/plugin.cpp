@@ -6,7 +6,7 @@ namespace {
 class GemmBiasRes : public Plugin {
  public:
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], in[1], false)};
+    return {linear_shape(in[0], in[1], false, optional(in, 2), optional(in, 3))};
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,

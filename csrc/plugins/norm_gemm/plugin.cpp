@@ -11,7 +11,12 @@ class NormGemm : public Plugin {
         epsilon_(real(fields, "epsilon")), activation_(activation_of(fields)) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], in[1], gated_)};
+    const Dims y = linear_shape(in[0], in[1], gated_, optional(in, 2));
+    const Dims* sums = optional(in, 3);
+    if (centred_ && sums == nullptr) throw Error("a centred NormGemm needs row_sums");
+    if (sums != nullptr) expect("NormGemm's row_sums", *sums, {in[1][0]});
+    if (in[0][1].known()) check_norm_rows(in[0][1].number(), "NormGemm");
+    return {y};
   }
 
   // The normed x, then what the GEMM needs.
@@ -23,7 +28,6 @@ class NormGemm : public Plugin {
                const Context& context) const override {
     const Tensor& x = in[0];
     const Tensor* sums = optional(in, 3);
-    if (centred_ && sums == nullptr) throw Error("a centred NormGemm needs row_sums");
     if (is_gemv(x)) {
       kernels::GemvParams p =
           gemv_params({x, in[1], optional(in, 2), nullptr, out[0], activation_, gated_});

@@ -1,0 +1,106 @@
+#include "builtin.h"
+
+namespace llmc {
+namespace {
+
+// The rows of a tensor whose logits a step wants.
+class Gather : public Plugin {
+ public:
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    expect("Gather's x", in[0], {in[0][0], in[0][1]});
+    expect("Gather's logits_indices", in[1], {in[1][0]});
+    return {{in[1][0], in[0][1]}};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    check(kernels::gather_rows(in[0].dtype, out[0].data, in[0].data, static_cast<const int64_t*>(in[1].data),
+                               static_cast<int>(in[1].shape[0]), in[0].shape[0], static_cast<int>(in[0].shape[1]),
+                               context.stream), "Gather");
+  }
+  bool passes_on(const Context& context) const override { return context.decode; }  // all rows, in order
+};
+
+// Write rows of a tensor to rows of the encoder's memory.
+class Scatter : public Plugin {
+ public:
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    expect("Scatter's x", in[0], {in[0][0], in[0][1]});
+    expect("Scatter's memory_rows", in[1], {in[0][0]});
+    expect("Scatter's memory", in[2], {in[2][0], in[0][1]});
+    return {};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>&, void*,
+               const Context& context) const override {
+    check(kernels::scatter_rows(in[0].dtype, in[2].data, in[0].data, static_cast<const int64_t*>(in[1].data),
+                                static_cast<int>(in[1].shape[0]), in[2].shape[0], static_cast<int>(in[0].shape[1]),
+                                context.stream), "Scatter");
+  }
+};
+
+// An ONNX op on elements; one float32 number stands for all elements.
+class ElementwiseOp : public Plugin {
+ public:
+  explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
+
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    const Dims& y = in.size() > 1 && is_number(in[0]) ? in[1] : in[0];
+    if (is_number(y)) throw Error("an elementwise op has nothing but numbers");
+    for (const Dims& operand : in)
+      expect("an elementwise op's operand", operand, is_number(operand) ? Dims{1} : y);
+    return {y};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    const bool two = in.size() > 1;
+    check(kernels::elementwise(out[0].dtype, op_, out[0].data, in[0].data, two ? in[1].data : nullptr,
+                               is_number(in[0].shape), two && is_number(in[1].shape), out[0].size(),
+                               context.stream), "an elementwise op");
+  }
+
+ private:
+  template <typename Dimensions>
+  static bool is_number(const Dimensions& shape) { return shape.size() < 2; }
+
+  kernels::Elementwise op_;
+};
+
+template <kernels::Elementwise kOp>
+std::unique_ptr<Plugin> make(const Fields&) {
+  return std::make_unique<ElementwiseOp>(kOp);
+}
+
+template <typename Node>
+std::unique_ptr<Plugin> make(const Fields&) {
+  return std::make_unique<Node>();
+}
+
+std::map<std::string, PluginType> all_types() {
+  using kernels::Elementwise;
+  std::map<std::string, PluginType> types;
+  auto add = [&](const std::string& name, std::vector<Port> inputs, std::vector<Port> outputs, auto make) {
+    types[name] = {name, 1, std::move(inputs), std::move(outputs), {}, {}, make};
+  };
+  add("Gather", {"x", "logits_indices: int64"}, {"y"}, &make<Gather>);
+  add("Scatter", {"x", "memory_rows: int64", "memory"}, {}, &make<Scatter>);
+  const std::vector<Port> one = {"a"}, two = {"a: number", "b: number"};
+  add("Add", two, {"y"}, &make<Elementwise::kAdd>);
+  add("Sub", two, {"y"}, &make<Elementwise::kSub>);
+  add("Mul", two, {"y"}, &make<Elementwise::kMul>);
+  add("Div", two, {"y"}, &make<Elementwise::kDiv>);
+  add("Min", two, {"y"}, &make<Elementwise::kMin>);
+  add("Max", two, {"y"}, &make<Elementwise::kMax>);
+  add("Tanh", one, {"y"}, &make<Elementwise::kTanh>);
+  add("Exp", one, {"y"}, &make<Elementwise::kExp>);
+  add("Sigmoid", one, {"y"}, &make<Elementwise::kSigmoid>);
+  add("Neg", one, {"y"}, &make<Elementwise::kNeg>);
+  return types;
+}
+
+}  // namespace
+
+const std::map<std::string, PluginType>& builtin_types() {
+  static const auto* types = new std::map<std::string, PluginType>(all_types());
+  return *types;
+}
+
+}  // namespace llmc

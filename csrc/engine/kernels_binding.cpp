@@ -1,0 +1,234 @@
+// Python's view of single ops and kernels, on device tensors that somebody else owns: for tests and benchmarks. What
+// is checked is that tensors have the shapes and dtypes that the kernel takes, not that there is memory behind them.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "../plugins/common/timing.h"
+#include "binding.h"
+#include "memory.h"
+
+namespace nb = nanobind;
+
+namespace llmc {
+
+std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign) {
+  std::vector<Tensor> tensors;
+  for (const auto& [address, dtype, shape] : foreign)
+    tensors.push_back({reinterpret_cast<void*>(address), dtype_of(dtype), shape});
+  return tensors;
+}
+
+namespace {
+
+std::vector<Dims> dims_of(const std::vector<Tensor>& tensors) {
+  std::vector<Dims> all;
+  for (const Tensor& tensor : tensors) {
+    Dims dims;
+    for (int64_t dim : tensor.shape) dims.push_back(dim);
+    all.push_back(dims);
+  }
+  return all;
+}
+
+Shape shape_of(const Dims& dims) {
+  Shape shape;
+  for (const Dim& dim : dims) shape.push_back(dim.number());
+  return shape;
+}
+
+// A kernel's tensors, each of which is to be there with its dtype and size.
+class Given {
+ public:
+  Given(const char* kernel, const std::vector<Foreign>& foreign, size_t count)
+      : kernel_(kernel), tensors_(tensors_of(foreign)) {
+    if (tensors_.size() != count)
+      throw Error(std::string(kernel) + " takes " + std::to_string(count) + " tensors, not " +
+                  std::to_string(tensors_.size()));
+  }
+
+  template <typename T>
+  T* of(int index, const Shape& shape, DType dtype) const {
+    return static_cast<T*>(bytes(index, shape, width(dtype)));
+  }
+  float* floats(int index, const Shape& shape) const { return of<float>(index, shape, DType::kFloat32); }
+  int32_t* ints(int index, const Shape& shape) const { return of<int32_t>(index, shape, DType::kInt32); }
+  int64_t* longs(int index, const Shape& shape) const { return of<int64_t>(index, shape, DType::kInt64); }
+  // Of a record, or of a dtype that ours do not name: so many bytes.
+  void* bytes(int index, const Shape& shape, int64_t element) const {
+    const Tensor& tensor = tensors_[index];
+    const int64_t wanted = Tensor{nullptr, DType::kFloat32, shape}.size() * element;
+    if ((tensor.data == nullptr && wanted > 0) || tensor.size() * width(tensor.dtype) < wanted)
+      throw Error(std::string(kernel_) + "'s tensor " + std::to_string(index) + " has " +
+                  std::to_string(tensor.size() * width(tensor.dtype)) + " bytes, expected " + std::to_string(wanted));
+    return tensor.data;
+  }
+  // A matrix [rows, at least `columns`].
+  const Tensor& matrix(int index, int64_t columns) const {
+    const Tensor& tensor = tensors_[index];
+    if (tensor.data == nullptr || tensor.shape.size() != 2 || tensor.shape[0] < 1 || tensor.shape[1] < columns)
+      throw Error(std::string(kernel_) + "'s tensor " + std::to_string(index) + " is no matrix of at least " +
+                  std::to_string(columns) + " columns");
+    return tensor;
+  }
+
+ private:
+  const char* kernel_;
+  const std::vector<Tensor> tensors_;
+};
+
+// counts [cache rows, vocab], tokens [cache rows, room] and lengths.
+kernels::TokenHistory history_of(const Given& given, int first, int vocab, int64_t rows) {
+  const int64_t room = given.matrix(first + 1, 1).shape[1];
+  return {static_cast<uint32_t*>(given.bytes(first, {rows, vocab}, sizeof(uint32_t))),
+          given.ints(first + 1, {rows, room}), given.ints(first + 2, {rows}), vocab, static_cast<int>(room)};
+}
+
+// Launch `repeats` times and wait; milliseconds per launch after the first.
+template <typename Launch>
+float timed(Launch&& launch, int repeats, const char* what) {
+  return time_on(nullptr, repeats - 1, [&] { check(launch(), what); });
+}
+
+// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first.
+float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
+             const std::vector<Foreign>& outputs, bool decode, int repeats, int longest, int reach) {
+  static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
+  static Sdpa* sdpa = new Sdpa(/*always=*/true);
+  const auto plugin = make_plugin(name, fields);
+  const std::vector<Tensor> in = tensors_of(inputs), out = tensors_of(outputs);
+  const std::vector<Dims> made = plugin->shapes(dims_of(in)), given = dims_of(out);
+  for (size_t i = 0; i < made.size(); ++i)
+    expect("output " + std::to_string(i) + " of " + name, i < given.size() ? given[i] : Dims{0}, made[i]);
+  const int64_t bytes = plugin->workspace(in);
+  DeviceBuffer workspace(bytes, "scratch");
+  check(cudaMemset(workspace.data, 0xff, bytes), "scratch");
+  DeviceBuffer counters(kCounters * sizeof(int32_t), "counters");
+  check(cudaMemset(counters.data, 0, kCounters * sizeof(int32_t)), "counters");
+  Context context;
+  context.gemm = gemm;
+  context.counters = static_cast<int32_t*>(counters.data);
+  context.decode = decode;
+  context.sdpa = sdpa;
+  context.longest = longest;
+  context.reach = reach;
+  check(cudaDeviceSynchronize(), "waiting");
+  check(cudaStreamCreate(&context.stream), "a stream");
+  const float milliseconds = time_on(context.stream, repeats - 1, [&] {
+    plugin->enqueue(in, out, workspace.data, context);
+  });
+  cudaStreamDestroy(context.stream);
+  return milliseconds;
+}
+
+float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool draws, int repeats) {
+  const Given t("sample", tensors, 9);
+  const Tensor& logits = t.matrix(1, vocab);
+  const int64_t rows = logits.shape[0];
+  const kernels::SampleParams p{
+      t.longs(0, {rows}), logits.data, t.floats(2, {rows}), t.ints(3, {rows}), t.floats(4, {rows}),
+      t.floats(5, {rows}), t.floats(6, {rows}), static_cast<uint64_t*>(t.bytes(7, {rows}, 8)), t.longs(8, {rows}),
+      static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]), none, draws};
+  return timed([&] { return kernels::sample(logits.dtype, p, nullptr); }, repeats, "sample");
+}
+
+float process(const std::vector<Foreign>& tensors, int vocab, int first_row, int repeats) {
+  const Given t("process", tensors, 8);
+  const Tensor &scores = t.matrix(0, vocab), &logits = t.matrix(1, vocab);
+  const int64_t rows = logits.shape[0];
+  const kernels::ProcessParams p{
+      t.floats(0, {rows, scores.shape[1]}), logits.data,
+      static_cast<const kernels::Rule*>(t.bytes(2, {rows}, sizeof(kernels::Rule))), t.ints(3, {0}), t.longs(4, {rows}),
+      history_of(t, 5, vocab, first_row + rows), static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]),
+      static_cast<int>(scores.shape[1]), first_row};
+  return timed([&] { return kernels::process(logits.dtype, p, nullptr); }, repeats, "process");
+}
+
+void count_prompts(const std::vector<Foreign>& tensors, int vocab, int row, int rows) {
+  const Given t("count_prompts", tensors, 3);
+  check(kernels::count_prompts(history_of(t, 0, vocab, row + rows), row, rows, nullptr), "count_prompts");
+  check(cudaDeviceSynchronize(), "count_prompts");
+}
+
+float logprobs(const std::vector<Foreign>& tensors, int vocab, int max_batch, int repeats) {
+  const Given t("logprobs", tensors, 5);
+  const Tensor& logits = t.matrix(1, vocab);
+  const int64_t rows = logits.shape[0];
+  const kernels::LogprobsParams p{
+      static_cast<kernels::Logprobs*>(
+          t.bytes(0, {kernels::kLogprobSteps, max_batch}, sizeof(kernels::Logprobs))),
+      logits.data, t.longs(2, {rows}), t.ints(3, {rows}), t.ints(4, {1}), static_cast<int>(rows), vocab,
+      static_cast<int>(logits.shape[1]), max_batch};
+  return timed([&] { return kernels::logprobs(logits.dtype, p, nullptr); }, repeats, "logprobs");
+}
+
+void candidates(const std::vector<Foreign>& tensors, int vocab, int repeats) {
+  const Given t("candidates", tensors, 3);
+  const Tensor& logits = t.matrix(2, vocab);
+  const int rows = static_cast<int>(logits.shape[0]), count = static_cast<int>(t.matrix(0, 1).shape[1]);
+  DeviceBuffer scratch(kernels::candidates_scratch(rows, vocab, count), "scratch");
+  const kernels::CandidatesParams p{t.ints(0, {rows, count}), t.floats(1, {rows, count}), logits.data, scratch.data,
+                                    rows, vocab, static_cast<int>(logits.shape[1]), count};
+  for (int i = 0; i < repeats; ++i) check(kernels::candidates(logits.dtype, p, nullptr), "candidates");
+  check(cudaDeviceSynchronize(), "candidates");
+}
+
+// In the order of kernels::FollowParams.
+void follow(const std::vector<Foreign>& tensors, int batch, int beam) {
+  const Given t("follow", tensors, 10);
+  const int64_t rows = static_cast<int64_t>(batch) * beam, room = t.matrix(5, 1).shape[1];
+  check(kernels::follow({t.longs(0, {rows}), t.longs(1, {rows}), t.ints(2, {rows}), t.ints(3, {rows + 1}),
+                         t.longs(4, {rows}), t.ints(5, {rows, room}), t.longs(6, {rows}), t.ints(7, {rows}),
+                         t.ints(8, {rows}), t.ints(9, {rows}), batch, beam, static_cast<int>(room)}, nullptr),
+        "follow");
+  check(cudaDeviceSynchronize(), "follow");
+}
+
+std::vector<std::string> texts_of(const std::vector<Port>& ports) {
+  std::vector<std::string> texts;
+  for (const Port& port : ports) texts.push_back(port.text());
+  return texts;
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  nb::class_<PluginType>(m, "PluginType")
+      .def_ro("name", &PluginType::name)
+      .def_ro("version", &PluginType::version)
+      .def_prop_ro("inputs", [](const PluginType& type) { return texts_of(type.inputs); })
+      .def_prop_ro("outputs", [](const PluginType& type) { return texts_of(type.outputs); })
+      .def_ro("fields", &PluginType::fields)
+      .def_ro("required", &PluginType::required);
+  m.def("plugin_types", [] {
+    std::vector<const PluginType*> types;
+    for (const auto& [name, type] : plugin_types()) types.push_back(&type);
+    return types;
+  }, nb::rv_policy::reference);
+  m.def("make_plugin", [](const std::string& name, const Fields& fields) { make_plugin(name, fields); });
+  // The shapes that an op makes of its inputs' (an absent one's is empty).
+  m.def("shapes", [](const std::string& name, const Fields& fields, const std::vector<Shape>& inputs) {
+    std::vector<Tensor> tensors;
+    for (const Shape& shape : inputs) tensors.push_back({nullptr, DType::kFloat32, shape});
+    std::vector<Shape> made;
+    for (const Dims& dims : make_plugin(name, fields)->shapes(dims_of(tensors))) made.push_back(shape_of(dims));
+    return made;
+  }, nb::arg("op"), nb::arg("fields"), nb::arg("inputs"));
+  m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
+        nb::arg("decode") = false, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0);
+  // The kernels that choose tokens: see kernels/launch.h.
+  m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
+        nb::arg("repeats") = 1);
+  m.def("process", &process, nb::arg("tensors"), nb::arg("vocab"), nb::arg("first_row") = 0, nb::arg("repeats") = 1);
+  m.def("count_prompts", &count_prompts);
+  m.def("logprobs", &logprobs, nb::arg("tensors"), nb::arg("vocab"), nb::arg("max_batch"), nb::arg("repeats") = 1);
+  m.def("candidates", &candidates, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
+  m.def("follow", &follow);
+  m.attr("logprob_steps") = kernels::kLogprobSteps;
+  m.attr("record_bytes") = std::make_pair(sizeof(kernels::Rule), sizeof(kernels::Logprobs));
+}
+
+}  // namespace llmc

@@ -1,0 +1,62 @@
+// Memory of a device and of the host, as their owners hold it, and values that come back as float32.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "../plugins/common/plugin.h"
+
+namespace llmc {
+
+struct Stream {
+  Stream();
+  ~Stream();
+  Stream(const Stream&) = delete;
+  cudaStream_t handle = nullptr;
+};
+
+struct DeviceBuffer {
+  // Throws Error, with what is free, where there is no room for `what`.
+  DeviceBuffer(int64_t bytes, const char* what);
+  ~DeviceBuffer();
+  DeviceBuffer(DeviceBuffer&& other) noexcept : data(std::exchange(other.data, nullptr)) {}
+  DeviceBuffer& operator=(DeviceBuffer&&) = delete;
+  void* data = nullptr;
+};
+
+// Host memory that a device copies from and to by itself.
+struct PinnedBuffer {
+  explicit PinnedBuffer(int64_t bytes);
+  ~PinnedBuffer();
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  void* data = nullptr;
+};
+
+// Device memory that lives as long as this does, zero at first.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(cudaStream_t stream) : stream_(stream) {}
+
+  template <typename T>
+  T* allocate(int64_t count, const char* what) {
+    return static_cast<T*>(allocate_bytes(count, sizeof(T), what));
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void* allocate_bytes(int64_t count, int64_t width, const char* what);
+
+  cudaStream_t stream_;
+  std::vector<DeviceBuffer> owned_;
+  int64_t bytes_ = 0;
+};
+
+void upload(void* target, const void* source, int64_t bytes, cudaStream_t stream);
+
+// What a tensor holds, when all that is enqueued before has ended.
+std::vector<char> download(const Tensor& tensor, cudaStream_t stream);
+
+// Host values of a floating dtype, as float32.
+void to_float(float* target, const char* source, int64_t count, DType dtype);
+
+}  // namespace llmc

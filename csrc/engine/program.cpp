@@ -1,0 +1,278 @@
+#include "program.h"
+
+#include <algorithm>
+
+#include "builtin.h"
+
+namespace llmc {
+namespace {
+
+struct InputType {
+  DType dtype;
+  Size size;
+  bool of_model, of_encoder;  // whether a step tells it to these nodes
+};
+
+const std::map<std::string, InputType>& input_types() {
+  static const std::map<std::string, InputType> types = {
+      {"input_ids", {DType::kInt64, kNumTokens, true, true}},
+      {"position_ids", {DType::kInt64, kNumTokens, true, true}},
+      {"cu_seqlens", {DType::kInt32, kBatchPlus1, true, true}},
+      {"past_lens", {DType::kInt32, kBatch, true, false}},
+      {"logits_indices", {DType::kInt64, kNumLogits, true, false}},
+      {kIndirection, {DType::kInt32, kBatch, true, false}},
+      {kMemoryStarts, {DType::kInt32, kBatch, true, false}},
+      {kMemoryLens, {DType::kInt32, kBatch, true, false}},
+      {kMemoryRows, {DType::kInt64, kNumTokens, false, true}}};
+  return types;
+}
+
+// What an op calls an input of the step. What these say is checked before each step, so nothing else may be in
+// their place.
+std::string step_input(const std::string& port) {
+  return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
+}
+
+bool is_integer(const Port& port) {
+  return std::any_of(port.dtypes.begin(), port.dtypes.end(),
+                     [](DType dtype) { return dtype == DType::kInt32 || dtype == DType::kInt64; });
+}
+
+// Sizes that no tensor of a model has: a dimension that is equal in both steps to such a size is that size.
+constexpr Step kProbes[] = {{1000003, 1000033, 1000037}, {2000003, 2000029, 2000039}};
+
+// Throws Error unless a shape of numbers above zero has a size that memory could have; the size.
+int64_t count_of(const Shape& shape) {
+  constexpr int64_t kMost = int64_t{1} << 48;
+  int64_t count = 1;
+  for (int64_t dim : shape)
+    if (dim < 1 || __builtin_mul_overflow(count, dim, &count) || count > kMost)
+      throw Error("a tensor's dimension " + std::to_string(dim) + " is out of range");
+  return count;
+}
+
+Dims dims_of(const Tensor& tensor) {
+  Dims dims;
+  for (int64_t dim : tensor.shape) dims.push_back(dim);
+  return dims;
+}
+
+}  // namespace
+
+Program::Program(DType dtype, Limits limits, int64_t token_bytes, int64_t logit_bytes)
+    : dtype_(dtype), limits_(limits), token_bytes_(token_bytes), logit_bytes_(logit_bytes) {
+  limits.check();
+  if (dtype != DType::kFloat32 && dtype != DType::kFloat16 && dtype != DType::kBFloat16)
+    throw Error(std::string("the engine does not compute in ") + name_of(dtype));
+  for (int64_t bytes : {token_bytes, logit_bytes})
+    if (bytes < 0 || bytes > int64_t{1} << 32)
+      throw Error(std::to_string(bytes) + " bytes are no size of a token's or logit's part of the arena");
+}
+
+int Program::declare(Declared tensor) {
+  tensors_.push_back(std::move(tensor));
+  return static_cast<int>(tensors_.size()) - 1;
+}
+
+int Program::add_input(const std::string& name, DType dtype) {
+  const auto found = input_types().find(name);
+  if (found == input_types().end()) throw Error("there is no engine input '" + name + "'");
+  if (found->second.dtype != dtype)
+    throw Error("the engine's input " + name + " is of " + name_of(found->second.dtype) + ", not " + name_of(dtype));
+  if (inputs_.count(name)) throw Error("the engine's input " + name + " is declared twice");
+  Shape shape{found->second.size};
+  if (name == kIndirection) shape.push_back(limits_.max_seq_len);
+  return inputs_[name] = declare({Kind::kInput, dtype, shape, name});
+}
+
+int Program::add_weight(DType dtype, const Shape& shape) {
+  count_of(shape);
+  return declare({Kind::kWeight, dtype, shape});
+}
+
+int Program::add_cache(DType dtype, const Shape& row_shape) {
+  if (dtype != dtype_ && dtype != DType::kFloat8)
+    throw Error(std::string("a cache of ") + name_of(dtype) + " is neither of " + name_of(dtype_) + " nor of " +
+                name_of(DType::kFloat8));
+  if (row_shape.size() != 3 || row_shape[1] != limits_.max_seq_len)
+    throw Error("a cache row is not [num_kv_heads, max_seq_len " + std::to_string(limits_.max_seq_len) +
+                ", head_dim]");
+  count_of(row_shape);
+  Shape shape{kBatch};
+  shape.insert(shape.end(), row_shape.begin(), row_shape.end());
+  return declare({Kind::kCache, dtype, shape});
+}
+
+int Program::add_memory(int64_t row_width) {
+  if (limits_.mem_max_seq_len == 0) throw Error("the model has no encoder, and so no memory of one");
+  const Shape shape{limits_.memory_rows(), row_width};
+  count_of(shape);
+  return declare({Kind::kMemory, dtype_, shape});
+}
+
+int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
+  if (dtype != dtype_)
+    throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " + name_of(dtype_));
+  if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
+    throw Error(std::string("a value's shape does not begin with ") + (per_logit ? "num_logits" : "num_tokens"));
+  const int64_t bytes = count_of(Shape(shape.begin() + 1, shape.end())) * width(dtype);
+  const int64_t room = per_logit ? logit_bytes_ : token_bytes_;
+  if (offset < 0 || offset % 16 != 0 || offset > room || bytes > room - offset)
+    throw Error("a value of " + std::to_string(bytes) + " bytes at " + std::to_string(offset) +
+                " is not at a multiple of 16 in the arena's " + std::to_string(room));
+  return declare({Kind::kValue, dtype, shape, "", offset, per_logit});
+}
+
+void Program::add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
+                       const std::vector<int>& outputs, bool of_encoder) {
+  const auto builtin = builtin_types().find(op);
+  const auto found = builtin != builtin_types().end() ? builtin : plugin_types().find(op);
+  if (builtin == builtin_types().end() && found == plugin_types().end())
+    throw Error("there is no op '" + op + "' in namespace llmc");
+  const PluginType& type = found->second;
+  Node node{op, make_plugin(type, fields), inputs, outputs};
+  Fields complete = fields;
+  complete.insert(type.fields.begin(), type.fields.end());
+  try {
+    check_node(type, complete, node, of_encoder);
+    check_shapes(node);
+  } catch (const Error& error) {
+    const size_t number = (of_encoder ? encoder_nodes_ : nodes_).size();
+    throw Error("node " + std::to_string(number) + ", " + op + ", cannot be: " + error.what());
+  }
+  (of_encoder ? encoder_nodes_ : nodes_).push_back(std::move(node));
+}
+
+void Program::add_node(const std::string& op, std::unique_ptr<Plugin> plugin, const std::vector<int>& inputs,
+                       const std::vector<int>& outputs, bool of_encoder) {
+  for (int number : inputs) tensor(number);
+  for (int number : outputs)
+    if (tensor(number).kind != Kind::kValue && tensor(number).kind != Kind::kCache)
+      throw Error(op + " would write to tensor " + std::to_string(number) + ", which is no value");
+  (of_encoder ? encoder_nodes_ : nodes_).push_back({op, std::move(plugin), inputs, outputs});
+}
+
+// That the tensors are those that the op is declared with, and what it writes is there to be written.
+void Program::check_node(const PluginType& type, const Fields& fields, const Node& node, bool of_encoder) const {
+  if (node.inputs.size() > type.inputs.size() || node.outputs.size() != type.outputs.size())
+    throw Error("it has " + std::to_string(node.inputs.size()) + " inputs and " + std::to_string(node.outputs.size()) +
+                " outputs, the op " + std::to_string(type.inputs.size()) + " and " +
+                std::to_string(type.outputs.size()));
+  bool reads_step = false, picks = false;
+  for (size_t i = 0; i < type.inputs.size(); ++i) {
+    const int number = i < node.inputs.size() ? node.inputs[i] : -1;
+    if (number == -1 && !type.inputs[i].optional) throw Error("it needs the input '" + type.inputs[i].name + "'");
+    if (number != -1) check_input(type, fields, i, number, of_encoder);
+    reads_step = reads_step || (number != -1 && is_integer(type.inputs[i]));
+    picks = picks || type.inputs[i].name == "logits_indices";
+  }
+  if (picks && tensor(node.inputs[0]).kind != Kind::kValue)  // which a decode step passes on, all rows of it
+    throw Error("it picks rows of tensor " + std::to_string(node.inputs[0]) + ", which is no value");
+  for (int number : node.inputs)  // a step's numbers speak of its tokens
+    if (reads_step && number != -1 && tensor(number).kind == Kind::kValue && tensor(number).shape[0] != kNumTokens)
+      throw Error("tensor " + std::to_string(number) + " has rows of logits, its others rows of tokens");
+  for (size_t i = 0; i < type.outputs.size(); ++i) {
+    const int number = node.outputs[i];
+    if (!type.outputs[i].in_place.empty()) {
+      if (number != -1) throw Error("its output '" + type.outputs[i].name + "' is in an input's memory, and so -1");
+      continue;
+    }
+    if (number == -1) throw Error("it needs the output '" + type.outputs[i].name + "'");
+    if (tensor(number).kind != Kind::kValue)
+      throw Error("tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is no value");
+  }
+  if (of_encoder)
+    for (const auto* numbers : {&node.inputs, &node.outputs})
+      for (int number : *numbers)
+        if (number != -1 && tensor(number).per_logit) throw Error("an encoder has no logits");
+}
+
+void Program::check_input(const PluginType& type, const Fields& fields, size_t index, int number,
+                          bool of_encoder) const {
+  const Port& port = type.inputs[index];
+  const Declared& given = tensor(number);
+  const std::string what = "tensor " + std::to_string(number) + ", its input '" + port.name + "',";
+  if (is_integer(port)) {
+    const std::string name = step_input(port.name);
+    if (given.kind != Kind::kInput || given.name != name)
+      throw Error(what + " is not the step's " + name);
+    const InputType& input = input_types().at(name);
+    if (!(of_encoder ? input.of_encoder : input.of_model))
+      throw Error(what + " is not told to " + (of_encoder ? "an encoder" : "a model"));
+    return;
+  }
+  std::vector<DType> allowed = port.dtypes;
+  if (allowed.empty()) allowed = {dtype_};
+  if (port.number && given.shape.size() < 2) allowed = {DType::kFloat32};
+  if (port.cached) {
+    const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
+    if (!kv_dtype.empty()) allowed = {dtype_of(kv_dtype)};
+  }
+  if (std::find(allowed.begin(), allowed.end(), given.dtype) == allowed.end())
+    throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
+  const bool written = std::any_of(type.outputs.begin(), type.outputs.end(),
+                                   [&](const Port& output) { return output.in_place == port.name; });
+  if (written != (given.kind == Kind::kCache))
+    throw Error(what + (written ? " is written, and no cache" : " is a cache"));
+}
+
+// That the op makes what is declared, whatever a step's sizes are.
+void Program::check_shapes(const Node& node) const {
+  for (const Step& probe : kProbes) {
+    std::vector<Dims> inputs;
+    for (int number : node.inputs) inputs.push_back(number == -1 ? Dims{} : dims_of(resolve(number, probe)));
+    const std::vector<Dims> made = node.plugin->shapes(inputs);
+    for (size_t i = 0; i < made.size(); ++i)
+      if (node.outputs[i] != -1)
+        expect("what it makes", made[i], dims_of(resolve(node.outputs[i], probe)));
+  }
+}
+
+void Program::set_logits(int number, int vocab_size) {
+  const Declared& logits = tensor(number);
+  if (logits.kind != Kind::kValue || !logits.per_logit || logits.shape.size() != 2)
+    throw Error("tensor " + std::to_string(number) + " is not a value of rows of logits");
+  if (vocab_size < 1 || vocab_size > logits.shape[1])
+    throw Error("a vocabulary of " + std::to_string(vocab_size) + " tokens is not in the logits' " +
+                std::to_string(logits.shape[1]) + " columns");
+  logits_ = number;
+  vocab_size_ = vocab_size;
+}
+
+void Program::finish() {
+  if (logits_ < 0) throw Error("the program has no logits");
+  for (const char* name : {"input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"})
+    if (!inputs_.count(name)) add_input(name, input_types().at(name).dtype);
+  if (!encoder_nodes_.empty() && limits_.mem_max_seq_len == 0) throw Error("an encoder's mem_max_seq_len is 0");
+  if (!encoder_nodes_.empty() && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
+}
+
+const Declared& Program::tensor(int number) const {
+  if (number < 0 || number >= static_cast<int>(tensors_.size()))
+    throw Error("there is no tensor " + std::to_string(number) + " among " + std::to_string(tensors_.size()));
+  return tensors_[number];
+}
+
+int Program::input(const std::string& name) const {
+  const auto found = inputs_.find(name);
+  return found == inputs_.end() ? -1 : found->second;
+}
+
+Tensor Program::resolve(int number, const Step& step) const {
+  if (number < 0) return {};
+  Tensor made{nullptr, tensors_[number].dtype, tensors_[number].shape};
+  for (int64_t& dim : made.shape) {
+    if (dim == kNumTokens) dim = step.num_tokens;
+    if (dim == kNumLogits) dim = step.num_logits;
+    if (dim == kBatch) dim = step.batch;
+    if (dim == kBatchPlus1) dim = step.batch + 1;
+  }
+  return made;
+}
+
+int64_t Program::capacity(int number) const {
+  tensor(number);
+  return resolve(number, {limits_.max_tokens, limits_.max_logits, limits_.max_batch}).size();
+}
+
+}  // namespace llmc

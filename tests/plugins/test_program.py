@@ -1,0 +1,404 @@
+"""What the CUDA engine refuses before it has a device: programs whose nodes would read or write
+beyond their tensors, and steps that point out of what there is. No GPU is needed."""
+
+import itertools
+
+import families
+import numpy as np
+import pytest
+
+import llmc
+from llmc import plugins
+from llmc.compiler.targets import Options
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.engines.cuda import build_program
+from llmc.runtime.manifest import Target, read_manifest
+from llmc.runtime.schedule import read_schedule
+
+T, L, B = -1, -2, -3  # num_tokens, num_logits, batch
+LIMITS = dict(max_batch=4, max_tokens=128, max_logits=8, max_seq_len=32, mem_max_seq_len=16)
+
+INPUTS = {name: number for number, name in enumerate((
+    "input_ids", "cu_seqlens", "past_lens", "logits_indices", "memory_starts",
+    "encoder_sequence_length", "memory_rows"))}
+
+
+@pytest.fixture
+def program(extension):
+    """Of float32, with the inputs, and room for 64 numbers of a token, 16 of a logit."""
+    made = extension.Program(dtype="float32", **LIMITS, token_bytes=256, logit_bytes=64)
+    for name, number in INPUTS.items():
+        wide = name.startswith(("input", "logits")) or name.endswith("rows")
+        assert made.add_input(name, "int64" if wide else "int32") == number
+    return made
+
+
+def limits_of(manifest):
+    return dict(dtype=manifest.dtype, max_batch=3, max_tokens=128, max_logits=8,
+                max_seq_len=manifest.dims.max_seq_len,
+                mem_max_seq_len=manifest.encoder.max_seq_len if manifest.encoder else 0)
+
+
+def schedules_of(case, rank=0):
+    chip = read_manifest(case).chips[rank]
+    steps = [*chip.steps, *(chip.encoder.steps if chip.encoder else ())]
+    return [read_schedule(case / step.path) for step in steps]
+
+
+def build(extension, manifest, schedules):
+    program = extension.Program(
+        **limits_of(manifest), token_bytes=max(s.token_bytes for s in schedules),
+        logit_bytes=schedules[0].logit_bytes)
+    build_program(program, schedules, manifest.dims.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def scheduled(extension, tmp_path_factory):
+    """A tiny GPT-2's manifest and schedule: with biases, positions, a cache of beams, no rotary."""
+    directory = tmp_path_factory.mktemp("program")
+    hf = families.save(families.tiny_model("gpt2"), directory / "hf")
+    manifest = llmc.compile(hf, directory / "case", target="cuda", max_beam_width=2)
+    return manifest, schedules_of(directory / "case")[0]
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("llama", {"kv_dtype": "float8_e4m3fn", "max_beam_width": 4}), *(
+        pytest.param(*case, marks=pytest.mark.thorough) for case in (
+            ("llama", {}), ("gpt2", {"dtype": "float16"}), ("qwen3", {}), ("gpt_neox", {}),
+            ("gemma2", {"dtype": "bfloat16", "tp_size": 2}), ("cohere", {}), ("granite", {})))])
+def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
+    for rank in range(manifest.tp_size):
+        build(extension, manifest, schedules_of(tmp_path / "case", rank))
+
+
+@pytest.mark.parametrize("name", ["bart", *(pytest.param(name, marks=pytest.mark.thorough)
+                                            for name in ("t5", "marian"))])
+def test_an_encoder_and_its_decoder_are_taken(extension, encoder_decoder, name, tmp_path):
+    _, raw, _ = encoder_decoder(name)
+    families.write_encoder_decoder(raw, tmp_path / "case", Target(kind="cuda"), Options("float16"),
+                                   max_beam_width=2)
+    build(extension, read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case"))
+
+
+def changed(schedule, kind):
+    """What differs in one place, and such a schedule, which nobody has looked at. Left out is what
+    an engine may take: another tensor of the same shape, and a table of tokens or positions with
+    other rows, since rows that it has not are zero.
+    """
+    def copied(part, number, **changes):
+        values = [*getattr(schedule, part)]
+        values[number] = values[number].model_copy(update=changes)
+        return schedule.model_copy(update={part: tuple(values)})
+
+    tables = {node.inputs[index] for node in schedule.nodes if node.op == "Embedding"
+              for index in (1, 3)}
+
+    def alike(before, number):
+        a, b = schedule.tensors[before], schedule.tensors[number]
+        if before in tables:
+            return (a.dtype, len(a.shape), a.shape[1:]) == (b.dtype, len(b.shape), b.shape[1:])
+        return a.kind == b.kind != "input" and (a.dtype, a.shape) == (b.dtype, b.shape)
+
+    for number, tensor in enumerate(schedule.tensors):
+        if kind == "a dimension" and tensor.kind != "input":  # whose the engine knows
+            for axis, dim in enumerate(tensor.shape):
+                if axis == 0 and (number in tables or tensor.kind == "cache"):
+                    continue
+                for other in (dim + 8, max(1, dim - 8)) if isinstance(dim, int) else (7,):
+                    shape = (*tensor.shape[:axis], other, *tensor.shape[axis + 1:])
+                    yield f"{tensor.name} {shape}", copied("tensors", number, shape=shape)
+        if kind == "a dtype":
+            for dtype in ("float32", "float16", "int32", "int64", "float8_e4m3fn"):
+                if dtype != tensor.dtype:
+                    yield f"{tensor.name} {dtype}", copied("tensors", number, dtype=dtype)
+        if kind == "a place" and tensor.kind == "value":
+            for offset in (schedule.token_bytes, 2**40, 2**70, 1):
+                yield f"{tensor.name} at {offset}", copied("tensors", number, offset=offset)
+            yield tensor.name, copied("tensors", number, per_logit=not tensor.per_logit)
+    for number, node in enumerate(schedule.nodes if kind == "a number" else ()):
+        for part in ("inputs", "outputs"):
+            for index, before in enumerate(getattr(node, part)):
+                for other, tensor in enumerate(schedule.tensors):
+                    if other == before or (before >= 0 and alike(before, other)):
+                        continue
+                    numbers = [*getattr(node, part)]
+                    numbers[index] = other
+                    yield f"{node.op} {number}: {part[:-1]} {index} is {tensor.name}", \
+                        copied("nodes", number, **{part: tuple(numbers)})
+
+
+@pytest.mark.parametrize("kind", ["a dimension", "a dtype", "a place", "a number"])
+def test_another_number_anywhere_is_refused(extension, scheduled, kind):
+    manifest, schedule = scheduled
+    count = 0
+    for what, other in changed(schedule, kind):
+        with pytest.raises((extension.CudaError, llmc.LlmcError)):
+            build(extension, manifest, [other])
+            pytest.fail(f"{what} is taken")
+        count += 1
+    assert count > 50
+
+
+def resized(shape, axis, change):
+    return [dim + change * (place == axis) for place, dim in enumerate(shape)]
+
+
+def core_shapes(extension, op, fields, shapes):
+    return [tuple(shape) for shape in extension.shapes(
+        op.name, dict(fields), [list(shapes.get(name, ())) for name in op.input_names])]
+
+
+CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
+         for op in plugins.registry().values() if op.samples
+         for index, sample in enumerate(op.samples(np.random.default_rng(7)))
+         if sample.fields.get("head_dim", 8) % 8 == 0]
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
+    """Those of a sample, and with one dimension at a time larger or smaller; of the step's numbers,
+    whose size an engine knows, it may take fewer.
+    """
+    shapes = {name: array.shape for name, array in sample.inputs.items()}
+    assert core_shapes(extension, op, sample.fields, shapes) == list(op.fit(shapes, sample.fields))
+    for name, change in itertools.product(shapes, (-1, 1)):
+        for axis in range(len(shapes[name])):
+            other = {**shapes, name: resized(shapes[name], axis, change)}
+            try:
+                expected = [*map(tuple, op.fit(other, sample.fields))]
+            except ValueError:
+                with pytest.raises(extension.CudaError):
+                    core_shapes(extension, op, sample.fields, other)
+                    pytest.fail(f"{name} {other[name]} is taken")
+                continue
+            if name not in op.integer_inputs:
+                assert core_shapes(extension, op, sample.fields, other) == expected
+
+
+@pytest.mark.parametrize(("declare", "match"), [
+    (lambda p: p.add_input("tokens", "int64"), "there is no engine input 'tokens'"),
+    (lambda p: p.add_input("position_ids", "int32"), "position_ids is of int64, not int32"),
+    (lambda p: p.add_input("past_lens", "int32"), "declared twice"),
+    (lambda p: p.add_weight("float32", [8, 0]), "dimension 0 is out of range"),
+    (lambda p: p.add_weight("float32", [2**31, 2**31]), "dimension 2147483648 is out of range"),
+    (lambda p: p.add_weight("float4", [8]), "there is no dtype 'float4'"),
+    (lambda p: p.add_cache("float32", [2, 31, 8]), r"max_seq_len 32, head_dim\]"),
+    (lambda p: p.add_cache("float16", [2, 32, 8]), "float16 is neither of float32 nor of float8"),
+    (lambda p: p.add_memory(-8), "dimension -8 is out of range"),
+    (lambda p: p.add_value("float16", [T, 8], 0, False), "computes in float32"),
+    (lambda p: p.add_value("float32", [L, 8], 0, False), "does not begin with num_tokens"),
+    (lambda p: p.add_value("float32", [T, 8], 0, True), "does not begin with num_logits"),
+    (lambda p: p.add_value("float32", [T, 72], 0, False), "288 bytes at 0 .* arena's 256"),
+    (lambda p: p.add_value("float32", [T, 8], 240, False), "32 bytes at 240"),
+    (lambda p: p.add_value("float32", [T, 8], -16, False), "32 bytes at -16"),
+    (lambda p: p.add_value("float32", [T, 8], 8, False), "not at a multiple of 16"),
+    (lambda p: p.add_value("float32", [L, 20], 0, True), "80 bytes at 0 .* arena's 64"),
+    (lambda p: p.set_logits(p.add_value("float32", [T, 8], 0, False), 8), "no.* rows of logits"),
+    (lambda p: p.set_logits(p.add_value("float32", [L, 8], 0, True), 9), "not in the logits' 8"),
+    (lambda p: p.set_logits(99, 8), "there is no tensor 99"),
+])
+def test_what_cannot_be_declared(extension, program, declare, match):
+    with pytest.raises(extension.CudaError, match=match):
+        declare(program)
+
+
+@pytest.mark.parametrize(("limits", "match"), [
+    (dict(max_batch=0), "max_batch is 0, which is not from 1"),
+    (dict(max_seq_len=2**31 - 1), "max_seq_len is 2147483647"),
+    (dict(token_bytes=-1), "-1 bytes are no size"), (dict(dtype="int64"), "not compute in int64")])
+def test_limits_that_cannot_be(extension, limits, match):
+    whole = {"dtype": "float32", **LIMITS, "token_bytes": 256, "logit_bytes": 64, **limits}
+    with pytest.raises(extension.CudaError, match=match):
+        extension.Program(**whole)
+
+
+def attention(p, **changes):
+    """A CausalAttention's inputs, by the names that it has."""
+    caches = [p.add_cache("float32", [1, 32, 8]) for _ in range(2)]
+    return list({"qkv": p.add_value("float32", [T, 32], 0, False), "key": caches[0],
+                 "value": caches[1], "cu_seqlens": INPUTS["cu_seqlens"],
+                 "past_lens": INPUTS["past_lens"], **changes}.values())
+
+
+HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize(("add", "match"), [
+    (lambda p, x, y, w: p.add_node("Gelu", {}, [x], [y]), "there is no op 'Gelu'"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "there is no tensor 99"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "there is no tensor -2"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x], [y]), "needs the input 'weight'"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w, -1, w], [y]), "4 inputs"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], []), "0 outputs"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [-1]), "needs the output 'y'"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is no value"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [w, w], [y]), r"makes is \[16, 16\]"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [p.add_value(
+        "float32", [L, 16], 0, True)]), "what it makes is"),
+    (lambda p, x, y, w: p.add_node("RMSNorm", {}, [x, p.add_weight("float32", [16])], [y]),
+     r"norm's weight is \[16\], expected \[8\]"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, p.add_weight("float16", [16, 8])], [y]),
+     "'weight', is of float16, expected float32"),
+    (lambda p, x, y, w: p.add_node("Add", {}, [p.add_weight("float32", [1])] * 2, [y]),
+     "nothing but numbers"),
+    (lambda p, x, y, w: p.add_node("Add", {}, [x, p.add_weight("float32", [8])], [x]),
+     r"operand is \[8\], expected \[1\]"),
+    (lambda p, x, y, w: p.add_node("Add", {}, [x, w], [x]), "operand is"),
+    (lambda p, x, y, w: p.add_node("Add", {}, [x], [x]), "needs the input 'b'"),
+    (lambda p, x, y, w: p.add_node("Gather", {}, [p.add_value("float32", [L, 8], 0, True),
+     INPUTS["logits_indices"]], [p.add_value("float32", [L, 8], 32, True)]), "rows of logits"),
+    (lambda p, x, y, w: p.add_node("Gather", {}, [w, INPUTS["logits_indices"]],
+                                   [p.add_value("float32", [L, 8], 0, True)]), "which is no value"),
+    (lambda p, x, y, w: p.add_node("Gather", {}, [x, INPUTS["input_ids"]], [y]),
+     "is not the step's logits_indices"),
+    (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(8)],
+                                   []), "not told to a model"),
+    (lambda p, x, y, w: p.add_node("Scatter", {}, [x, INPUTS["memory_rows"], p.add_memory(16)],
+                                   [], True), r"memory is \[64, 16\], expected \[64, 8\]"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, 0]),
+     "is in an input's memory"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [x, -1, -1]),
+     "what it makes is"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_weight(
+        "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, and no cache"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(
+        p, past_lens=INPUTS["memory_starts"]), [y, -1, -1]), "is not the step's past_lens"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"kv_dtype": "float8_e4m3fn"},
+                                   attention(p), [y, -1, -1]), "float32, expected float8_e4m3fn"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, -1], True),
+     "past_lens.* not told to an encoder"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"num_heads": 2**33}, attention(p),
+                                   [y, -1, -1]), "no 32-bit number"),
+    (lambda p, x, y, w: p.add_node("RMSNorm", {}, [attention(p)[1], w], [y]), "is a cache"),
+])
+def test_nodes_that_cannot_be(extension, program, add, match):
+    x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))
+    with pytest.raises(extension.CudaError, match=match):
+        add(program, x, y, program.add_weight("float32", [16, 8]))
+
+
+def test_a_node_that_can_be(program):
+    x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))
+    weight = program.add_weight("float32", [16, 8])
+    program.add_node("GemmBiasAct", {}, [x, weight, program.add_weight("float32", [16])], [y])
+    program.add_node("Add", {}, [program.add_weight("float32", [1]), x], [x])
+    program.add_node("CausalAttention", HEADS, attention(program), [y, -1, -1])
+    logits = program.add_value("float32", [L, 16], 0, True)
+    program.add_node("Gather", {}, [y, INPUTS["logits_indices"]], [logits])
+    program.add_node("Scatter", {}, [x, INPUTS["memory_rows"], program.add_memory(8)], [],
+                     True)
+    program.set_logits(logits, 15)
+
+
+def step(**changes):
+    """A step of two sequences with 3 tokens and 1, in the order in which `run` takes it."""
+    whole = {"input_ids": np.arange(4), "position_ids": np.array([0, 1, 2, 7]),
+             "cu_seqlens": np.array([0, 3, 4], np.int32), "past_lens": np.array([0, 7], np.int32),
+             "logits_indices": np.array([2, 3]), "indirection": np.empty(0, np.int32),
+             "first_row": 2, "decode": False}
+    return [*{**whole, **changes}.values()]
+
+
+TABLE = np.zeros((2, 32), np.int32)
+TABLE[:, 7:] = 99  # of later positions, which are not read
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"indirection": TABLE}, {"past_lens": ints(29, 31)}, {"logits_indices": np.arange(4)},
+    dict(zip(("input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"),
+             (np.arange(2), np.arange(2), ints(0, 1, 2), ints(0, 1), np.arange(2)), strict=True),
+         decode=True)])
+def test_steps_that_can_be(program, changes):
+    program.check_run(*step(**changes))
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"position_ids": np.arange(3)}, "position_ids has 3 elements, expected 4"),
+    ({"position_ids": np.array([0, 1, 2, 32])}, r"position_ids\[3\] is 32, .* from 0 to 31"),
+    ({"position_ids": np.array([-1, 1, 2, 3])}, r"position_ids\[0\] is -1"),
+    ({"cu_seqlens": ints(0, 4)}, "cu_seqlens has 2 elements, expected 3"),
+    ({"cu_seqlens": ints(0, 3, 5)}, "cu_seqlens are from 0 to 5, the tokens from 0 to 4"),
+    ({"cu_seqlens": ints(1, 3, 4)}, "cu_seqlens are from 1 to 4"),
+    ({"cu_seqlens": ints(0, 4, 4)}, r"cu_seqlens\[2\] is 4 after 4; every sequence"),
+    ({"cu_seqlens": ints(0, -3, 4)}, r"cu_seqlens\[1\] is -3 after 0"),
+    ({"past_lens": ints(0, 32)}, "1 tokens after 32 of sequence 1 exceed the cache's 32"),
+    ({"past_lens": ints(-1, 0)}, "3 tokens after -1 of sequence 0"),
+    ({"past_lens": ints()}, "a batch of 0 has no sequence"),
+    ({"logits_indices": np.array([4])}, r"logits_indices\[0\] is 4, .* from 0 to 3"),
+    ({"logits_indices": np.array([-1])}, r"logits_indices\[0\] is -1"),
+    ({"logits_indices": np.empty(0, np.int64)}, "a step wants no logits"),
+    ({"logits_indices": np.zeros(9, np.int64)}, "9 logits .* exceeds the engine's limits"),
+    ({"first_row": 3}, "cache rows up to 5 exceeds the engine's limits of 128, 8 and 4"),
+    ({"first_row": -1}, "there is no cache row -1"),
+    ({"first_row": 2**31 - 1}, "exceeds the engine's limits"),
+    ({"decode": True}, "a decode step has a token of each sequence"),
+    ({"input_ids": np.arange(2), "position_ids": np.arange(2), "cu_seqlens": ints(0, 1, 2),
+      "past_lens": ints(0, 1), "logits_indices": np.array([1, 0]), "decode": True},
+     "the logits of all in their order"),
+    ({"indirection": TABLE[:1]}, "cache_indirection has 32 elements, expected 64"),
+    ({"indirection": TABLE + 2}, r"cache_indirection\[0\] is 2, .* from 0 to 1"),
+    ({"indirection": TABLE - 1}, r"cache_indirection\[0\] is -1"),
+])
+def test_steps_that_cannot_be(extension, program, changes, match):
+    with pytest.raises(extension.CudaError, match=match):
+        program.check_run(*step(**changes))
+
+
+@pytest.mark.parametrize(("rows", "starts", "match"), [
+    (np.array([0, 1, 2, 64]), ints(0, 4), r"memory_rows\[3\] is 64, .* from 0 to 63"),
+    (np.array([0, 1, 2]), ints(0, 4), "memory_rows has 3 elements, expected 4"),
+    (np.arange(4), ints(0, 2), "cu_seqlens are from 0 to 2, the tokens from 0 to 4"),
+    (np.arange(4), ints(0, 1, 2, 3, 4, 5), "5 prompts of 4 tokens exceed"),
+    (np.arange(4), ints(), "a batch of -1 has no sequence"),
+])
+def test_prompts_that_an_encoder_cannot_take(extension, program, rows, starts, match):
+    program.check_encode(np.arange(4), np.arange(4), ints(0, 4), np.arange(4))
+    with pytest.raises(extension.CudaError, match=match):
+        program.check_encode(np.arange(4), np.arange(4), starts, rows)
+    with pytest.raises(extension.CudaError, match=r"position_ids\[3\] is 16"):
+        program.check_encode(np.arange(4), np.array([0, 1, 2, 16]), ints(0, 4), np.arange(4))
+
+
+@pytest.mark.parametrize(("starts", "lens", "match"), [
+    (ints(0, 48), ints(16, 17), "17 rows from 48 on exceed the encoder's memory of 64 rows"),
+    (ints(-1), ints(1), "1 rows from -1 on"), (ints(0), ints(-1), "-1 rows from 0 on"),
+    (ints(2**31 - 1), ints(2**31 - 1), "exceed the encoder's memory"),
+    (ints(0, 1), ints(1), "encoder_sequence_length has 1 elements, expected 2"),
+    (ints(*range(5)), ints(*range(5)), "exceeds max_batch_size 4"),
+])
+def test_prompts_that_are_not_in_the_memory(extension, program, starts, lens, match):
+    program.check_memory(ints(0, 48), ints(16, 16))
+    with pytest.raises(extension.CudaError, match=match):
+        program.check_memory(starts, lens)
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    (dict(parents=ints(0, 2, 0, 0)), r"parents\[1\] is 2, .* from 0 to 1"),
+    (dict(parents=ints(0, 1, 0)), "parents has 3 elements, expected 4"),
+    (dict(past=ints(32, 32, 5, 5)), r"past_lens\[0\] is 32"),
+    (dict(past=ints(4, 5, 5, 5)), "beams of prompt 0 differ"),
+    (dict(prompts=ints(-1, -1, 0, 0)), r"prompt_lens\[0\] is -1"),
+    (dict(tokens=np.zeros((3, 2), np.int64)), "3 prompts with 2 beams each exceed"),
+    (dict(tokens=np.zeros(4, np.int64)), r"not \[batch, beam\]"),
+])
+def test_beams_that_cannot_be(extension, program, changes, match):
+    whole = dict(tokens=np.zeros((2, 2), np.int64), parents=ints(0, 1, 1, 1),
+                 past=ints(4, 4, 31, 31), prompts=ints(3, 3, 32, 32))
+    program.check_follow(*whole.values())
+    with pytest.raises(extension.CudaError, match=match):
+        program.check_follow(*(whole | changes).values())
+
+
+def test_what_the_runtime_prepares_is_taken(program):
+    for tokens, past in (([[1, 2, 3], [4]], [0, 0]), ([[5], [6]], [3, 1]), ([[7] * 20], [12])):
+        for all_logits in (False, True):
+            batch = PackedBatch.prepare(tokens, past, 1, all_logits and len(tokens) > 1)
+            program.check_run(batch.input_ids, batch.position_ids, batch.cu_seqlens,
+                              batch.past_lens, np.ascontiguousarray(batch.logits_indices, np.int64),
+                              np.empty(0, np.int32), batch.first_row, False)
