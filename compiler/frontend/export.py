@@ -13,8 +13,9 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 import torch
+from accelerate import init_empty_weights
 
-from llmc.compiler.frontend.bind import attach_weights
+from llmc.compiler.frontend.bind import attach_weights, check_all_used
 from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, DECODER, ENCODER, Part, build
 from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
 from llmc.compiler.frontend.trace import quiet, trace
@@ -42,8 +43,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         origin: where they come from, for messages.
 
     Raises:
-        LlmcError: the architecture is unknown, its export fails, or a tensor is missing or has
-            another shape than the config asks for.
+        LlmcError: the architecture is unknown, its export fails, a tensor is missing or has
+            another shape or dtype than the config asks for, or one is left over.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = ATTENTION
@@ -54,10 +55,18 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with quiet():
-        if config.is_encoder_decoder:
-            tensors = _completed(config, tensors, trust_remote_code)
-        graphs = [_export_part(copy.deepcopy(config), part, tensors, origin, trust_remote_code,
+        whole = _completed(config, tensors, trust_remote_code) if config.is_encoder_decoder \
+            else tensors
+        graphs = [_export_part(copy.deepcopy(config), part, whole, origin, trust_remote_code,
                                names, notes) for part in parts]
+
+        def build_whole() -> torch.nn.Module:
+            with init_empty_weights(include_buffers=False):
+                model = build(copy.deepcopy(config), parts[0], trust_remote_code)
+            model.tie_weights()
+            return model
+
+        check_all_used(tensors, names, origin, build_whole)
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
 
 

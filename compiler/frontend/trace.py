@@ -27,7 +27,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
-from llmc.compiler.frontend.bind import load_buffers
+from llmc.compiler.frontend.bind import load_buffers, untie
 from llmc.compiler.frontend.parts import (
     ATTENTION,
     CAUSAL_LM,
@@ -100,6 +100,7 @@ def _run_exporter(config: Any, part: Part, tensors: Mapping[str, Weight],
     load_buffers(model, tensors)
     _freeze_rotary(model)
     model.tie_weights()  # making parameters empty has untied them
+    untie(model, tensors)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
     with fake, _one_sequence_per_row():
