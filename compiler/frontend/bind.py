@@ -20,7 +20,8 @@ from llmc.errors import LlmcError
 # Tensors that old checkpoints carry and today's models compute, with what they must look like.
 _COMPUTED: tuple[tuple[str, Callable[[Weight], bool]], ...] = (
     # a causal mask of 1 or 0, and what masked scores became
-    (r"(attn|attention)\.(attention\.)?bias", lambda w: len(w.shape) == 4 and w.shape[:2] == (1, 1)),
+    (r"(attn|attention)\.(attention\.)?(bias|causal_mask)",
+     lambda w: len(w.shape) == 4 and w.shape[:2] == (1, 1)),
     (r"(attn|attention)\.(attention\.)?masked_bias", lambda w: w.shape in ((), (1,))),
     # rotary frequencies and tables; sines by position
     (r"(rotary_emb|rotary)\.(inv_freq|cos_cached|sin_cached)", lambda w: True),
@@ -169,9 +170,8 @@ def check_all_used(tensors: Mapping[str, Weight], names: Mapping[int, str], orig
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise LlmcError(
             f"'{origin}' has a tensor '{name}' {list(tensors[name].shape)} {tensors[name].dtype}"
-            f"{more} that '{type(model).__name__}' as its config describes it does not have or "
-            f"not so, so the model would be another one; give the config that belongs to the "
-            f"weights, or take the tensor out if the model does without")
+            f"{more} that '{type(model).__name__}', as its config describes it, does not take; give "
+            f"the config that belongs to the weights, or remove what the model does without")
 
 
 def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: _Checkpoint,

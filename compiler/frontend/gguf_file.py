@@ -21,6 +21,9 @@ from llmc.errors import LlmcError
 # What is not quantised.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
            "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192}  # all that GGUF converters know
 
 
 def load_gguf(path: Path) -> RawModel:
@@ -40,6 +43,7 @@ def load_gguf(path: Path) -> RawModel:
     if config.is_encoder_decoder:
         raise LlmcError(f"'{path}' holds an encoder-decoder model, which llmc reads from a Hugging "
                         f"Face directory only; give that")
+    _scale_rope(path, header, config)
     exported = export(config, _tensors(path, header, config), str(path))
     plain = config.to_dict()
     if not plain.get("architectures"):
@@ -87,7 +91,11 @@ def _tokenizer_class(path: Path, config: Any) -> Any:
 
 
 def _tensors(path: Path, header: GgufHeader, config: Any) -> dict[str, Weight]:
-    """Every tensor by its Hugging Face name, or its own where it has no other, unread."""
+    """Every tensor by its Hugging Face name, unread.
+
+    Raises:
+        LlmcError: one has none, or is laid out in a way that is not known.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import (
@@ -105,14 +113,45 @@ def _tensors(path: Path, header: GgufHeader, config: Any) -> dict[str, Weight]:
         weight = _weight(path, tensor)
         if tensor.name in names:
             found[names[tensor.name]] = _processed(weight, tensor.name, processor, names, path)
-        elif not _is_neutral(tensor.name, weight):
-            found[tensor.name] = weight
+        elif tensor.name != _ROPE_FACTORS:  # which _scale_rope has read
+            raise LlmcError(f"'{path}' has a tensor '{tensor.name}' {list(tensor.shape)} "
+                            f"{tensor.kind.name}, for which '{type(config).__name__}' has no "
+                            f"place; give the model's Hugging Face directory")
     return found
 
 
-def _is_neutral(name: str, weight: Weight) -> bool:
-    """Whether it divides rotary frequencies by one, as that of a model without a scaled rope."""
-    return name == "rope_freqs.weight" and bool((weight.load() == 1).all())
+def _scale_rope(path: Path, header: GgufHeader, config: Any) -> None:
+    """Tell the config of what the file says of a scaled rope and transformers does not read.
+
+    Raises:
+        LlmcError: it is scaled otherwise than Llama 3's.
+    """
+    scaling = header.text(f"{header.text('general.architecture')}.rope.scaling.type")
+    rope = getattr(config, "rope_parameters", None) or {}
+    tensor = next((t for t in header.tensors if t.name == _ROPE_FACTORS), None)
+    factors = np.ones(1) if tensor is None else _weight(path, tensor).load().astype(np.float64)
+    if rope.get("rope_type", "default") == "default" and (factors != 1).any():
+        dim = getattr(config, "head_dim", None) \
+            or config.hidden_size // config.num_attention_heads
+        scaled = {**rope, **_LLAMA3, "factor": float(factors.max())}
+        if len(factors) == dim // 2 and np.allclose(factors, _llama3_factors(scaled, dim), 1e-4):
+            config.rope_parameters = scaled
+            return
+        scaling = f"by '{_ROPE_FACTORS}'"
+    if scaling not in ("", "none") and rope.get("rope_type", "default") == "default":
+        raise LlmcError(f"'{path}' scales its rotary embedding ({scaling}), which transformers "
+                        f"does not read from GGUF files; give the model's Hugging Face directory")
+
+
+def _llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
+    """By what Llama 3 divides its frequencies, `[dim / 2]`: one for short wavelengths, `factor` for
+    long ones, and something between the two.
+    """
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = (rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = np.clip(smooth, 0, 1)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
 
 
 def _weight(path: Path, tensor: GgufTensor) -> Weight:

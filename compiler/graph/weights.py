@@ -81,7 +81,8 @@ class Weight(LazyValues):
     @staticmethod
     def of(array: np.ndarray, name: str = "constant") -> Weight:
         """A weight that is already in memory."""
-        return Weight(array.shape, array.dtype, lambda start, stop: array[start:stop], name)
+        return Weight(array.shape, array.dtype,
+                      lambda start, stop: array[start:stop] if array.ndim else array, name)
 
     def transpose(self) -> Weight:
         """The transpose of a matrix; of a transposed one, the original.
