@@ -643,7 +643,8 @@ def eval_command(case_dir: Path, task: str, as_json: bool, **options: Any) -> No
         _import_compiler()
     from llmc.compiler.check.evaluate import EvalReport, perplexity, print_report, summarize
 
-    measure: Callable[..., EvalReport] = {"perplexity": perplexity, "summarize": summarize}[task]
+    tasks: dict[str, Callable[..., EvalReport]] = {"perplexity": perplexity, "summarize": summarize}
+    measure = tasks[task]
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() - inspect.signature(measure).parameters.keys():
         raise LlmcError(f"--{name} is not for --task {task}; leave it out")

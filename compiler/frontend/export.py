@@ -13,10 +13,24 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 import torch
+from accelerate import init_empty_weights
 
-from llmc.compiler.frontend.bind import attach_weights, names_in
+from llmc.compiler.frontend.bind import (
+    attach_weights,
+    bound_buffers,
+    check_all_used,
+    parted_ties,
+)
 from llmc.compiler.frontend.features import check_features
-from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, DECODER, ENCODER, Part, build
+from llmc.compiler.frontend.parts import (
+    ATTENTION,
+    CAUSAL_LM,
+    DECODER,
+    ENCODER,
+    Part,
+    build,
+    untie,
+)
 from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
 from llmc.compiler.frontend.trace import alone, to_graph, trace
 from llmc.compiler.graph.weights import Weight
@@ -43,8 +57,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         origin: where they come from, for messages.
 
     Raises:
-        LlmcError: the architecture is unknown, its export fails, or a tensor is missing or has
-            another shape than the config asks for.
+        LlmcError: the architecture is unknown, its export fails, a tensor is missing or has
+            another shape or dtype than the config asks for, or one is left over.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = ATTENTION
@@ -55,10 +69,18 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
-        if config.is_encoder_decoder:
-            tensors = _completed(config, tensors, trust_remote_code)
-        graphs = [_export_part(copy.deepcopy(config), part, tensors, origin, trust_remote_code,
+        whole = _completed(config, tensors, trust_remote_code) if config.is_encoder_decoder \
+            else tensors
+        graphs = [_export_part(copy.deepcopy(config), part, whole, origin, trust_remote_code,
                                names, notes) for part in parts]
+
+        def build_whole() -> torch.nn.Module:
+            with init_empty_weights(include_buffers=False):
+                model = build(copy.deepcopy(config), parts[0], trust_remote_code)
+            model.tie_weights()
+            return model
+
+        check_all_used(tensors, names, origin, build_whole)
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
 
 
@@ -68,14 +90,15 @@ def _export_part(config: Any, part: Part, tensors: Mapping[str, Weight], origin:
     with torch.device("meta"):
         model = build(config, part, trust_remote_code)
     check_features(model, part)
-    bound = names_in(model, tensors) & model.state_dict().keys()
+    parted, bound = parted_ties(model, tensors), bound_buffers(model, tensors)
+    untie(model, parted)
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
-        traced = trace(plan.config, part, plan.layers_name, trust_remote_code)
+        traced = trace(plan.config, part, plan.layers_name, trust_remote_code, parted)
         graph = repeat(to_graph(traced, bound), plan)
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
-        graph = to_graph(trace(config, part, None, trust_remote_code), bound)
+        graph = to_graph(trace(config, part, None, trust_remote_code, parted), bound)
     attach_weights(graph, model, tensors, origin, names)
     return graph
 

@@ -53,7 +53,8 @@ _FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
           ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))
 PYTHON = "LLMC_TENSORRT_PYTHON"
 _ALIGNMENT = 256  # TensorRT's, of the address of every input
-# What plugins are told of a step; see csrc/tensorrt/library.h. It is the plan's own: no runtime binds it.
+# What plugins are told of a step; see csrc/tensorrt/library.h. It is the plan's own: no runtime
+# binds it.
 _STEP = gs.Variable("llmc_step", np.int32, (16,))
 
 
