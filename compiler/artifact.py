@@ -75,11 +75,12 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
     return places, FileEntry(path=path.name, size=start + end, sha256=digest.hexdigest())
 
 
-def _blocks(header: bytes, weights: Iterable[Weight]) -> Iterator[bytes]:
+def _blocks(header: bytes, weights: Iterable[Weight]) -> Iterator[bytes | memoryview]:
     yield header
     for weight in weights:
         for block in weight.blocks():
-            yield block.tobytes()
+            yield block.tobytes() if block.nbytes < _ALIGNMENT else \
+                memoryview(block.reshape(-1).view(np.uint8))
 
 
 def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,

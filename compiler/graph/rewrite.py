@@ -144,11 +144,16 @@ def apply_rules(graph: gs.Graph, rules: Sequence[Rule], settings: Settings,
 
 
 def tidy(graph: gs.Graph) -> None:
-    """Drop nodes that nothing uses and put the rest in topological order, keeping it stable."""
+    """Drop nodes that nothing uses and put the rest in topological order, keeping it stable.
+
+    Collectives stay, in the order that they have: a rank that does not need the result must take
+    part for those that do.
+    """
     needed: set[int] = set()
     order: list[gs.Node] = []
-    stack = [(node, False) for tensor in reversed(graph.outputs)
-             for node in reversed(tensor.inputs)]
+    roots = [node for node in graph.nodes if (op := op_of(node)) is not None and op.collective]
+    roots += [node for tensor in graph.outputs for node in tensor.inputs]
+    stack = [(node, False) for node in reversed(roots)]
     while stack:
         node, done = stack.pop()
         if done:
