@@ -31,7 +31,8 @@ void Beams::reserve(int count) {
   room_.reset();
   int64_t room = 16;
   while (room < count) room *= 2;
-  room_ = std::make_unique<Room>(limits_.max_batch, vocab_size_, static_cast<int>(std::min<int64_t>(room, vocab_size_)));
+  room = std::min<int64_t>(room, vocab_size_);
+  room_ = std::make_unique<Room>(limits_.max_batch, vocab_size_, static_cast<int>(room));
 }
 
 void Beams::give(const BeamStep& step) {

@@ -16,7 +16,7 @@ using Foreign = std::tuple<uintptr_t, std::string, Shape>;
 
 std::vector<Tensor> tensors_of(const std::vector<Foreign>& foreign);
 
-// Single ops and kernels: functions of llmc._cuda.
+// Single ops and kernels: functions of llmc_cuda._cuda.
 void bind_kernels(nanobind::module_& m);
 
 namespace tensorrt {

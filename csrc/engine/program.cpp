@@ -28,9 +28,12 @@ const std::map<std::string, InputType>& input_types() {
 }
 
 // What an op calls an input of the step. What these say is checked before each step, so nothing else may be in
-// their place.
+// their place; but an Embedding of its own may look up positions.
 std::string step_input(const std::string& port) {
   return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
+}
+bool serves(const std::string& port, const std::string& input) {
+  return input == step_input(port) || (port == "input_ids" && input == "position_ids");
 }
 
 bool is_integer(const Port& port) {
@@ -193,10 +196,9 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const Declared& given = tensor(number);
   const std::string what = "tensor " + std::to_string(number) + ", its input '" + port.name + "',";
   if (is_integer(port)) {
-    const std::string name = step_input(port.name);
-    if (given.kind != Kind::kInput || given.name != name)
-      throw Error(what + " is not the step's " + name);
-    const InputType& input = input_types().at(name);
+    if (given.kind != Kind::kInput || !serves(port.name, given.name))
+      throw Error(what + " is not the step's " + step_input(port.name));
+    const InputType& input = input_types().at(given.name);
     if (!(of_encoder ? input.of_encoder : input.of_model))
       throw Error(what + " is not told to " + (of_encoder ? "an encoder" : "a model"));
     return;
@@ -214,6 +216,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
                                    [&](const Port& output) { return output.in_place == port.name; });
   if (written != (given.kind == Kind::kCache))
     throw Error(what + (written ? " is written, and no cache" : " is a cache"));
+  if (port.name == "memory" && given.kind != Kind::kMemory) throw Error(what + " is no encoder's memory");
 }
 
 // That the op makes what is declared, whatever a step's sizes are.

@@ -10,16 +10,16 @@ template <typename T>
 void check_range(const char* what, const HostArray<T>& values, int64_t least, int64_t end) {
   for (int64_t i = 0; i < values.size; ++i)
     if (values[i] < least || values[i] >= end)
-      throw Error(std::string(what) + "[" + text(i) + "] is " + text(values[i]) + ", which is not from " + text(least) +
-                  " to " + text(end - 1));
+      throw Error(std::string(what) + "[" + text(i) + "] is " + text(values[i]) + ", which is not from " +
+                  text(least) + " to " + text(end - 1));
 }
 
 // Every sequence has a token at least, and all tokens are some sequence's.
 void check_starts(const HostArray<int32_t>& cu_seqlens, int64_t batch, int64_t num_tokens) {
   check_size("cu_seqlens", cu_seqlens.size, batch + 1);
   if (cu_seqlens[0] != 0 || cu_seqlens[batch] != num_tokens)
-    throw Error("cu_seqlens are from " + text(cu_seqlens[0]) + " to " + text(cu_seqlens[batch]) + ", the tokens from 0 to " +
-                text(num_tokens));
+    throw Error("cu_seqlens are from " + text(cu_seqlens[0]) + " to " + text(cu_seqlens[batch]) +
+                ", the tokens from 0 to " + text(num_tokens));
   for (int64_t b = 0; b < batch; ++b)
     if (cu_seqlens[b + 1] <= cu_seqlens[b])
       throw Error("cu_seqlens[" + text(b + 1) + "] is " + text(cu_seqlens[b + 1]) + " after " + text(cu_seqlens[b]) +

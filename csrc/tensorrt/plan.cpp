@@ -163,7 +163,8 @@ Plan::Plan(const PluginLibrary& plugins, const void* plan, size_t bytes, std::ve
     const char* name = port.name.c_str();
     if (port.dtype != DType::kInt64 || engine.getTensorDataType(name) != DataType::kINT32) continue;
     const nvinfer1::Dims most = engine.getProfileShape(name, kPrefill, OptProfileSelector::kMAX);
-    if (most.nbDims != 1) throw Error("the plan's " + port.name + " has " + std::to_string(most.nbDims) + " dimensions");
+    if (most.nbDims != 1)
+      throw Error("the plan's " + port.name + " has " + std::to_string(most.nbDims) + " dimensions");
     check(cudaMalloc(&engine_->narrow[port.name], most.d[0] * sizeof(int32_t)), "allocating inputs");
   }
   check(cudaStreamSynchronize(nullptr), "choosing profiles");

@@ -6,8 +6,12 @@ import families
 import numpy as np
 import pytest
 import torch
+import two_models
 
 import llmc
+from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.decoding.rules import LOGPROBS, RULE
+from llmc.runtime.engines.cuda import CudaEngine
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LENGTH = 700
@@ -160,3 +164,121 @@ def test_more_log_probabilities_than_the_device_finds_are_refused(extension, com
 def test_too_little_memory_is_said_in_numbers(extension, compiled):
     with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed"):
         llmc.LLM(compiled / "float32", max_batch_size=10**7)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
+def test_two_models_do_what_each_does_alone(extension, compiled, at_once):
+    searching = compiled / "beams"
+    if not searching.exists():
+        llmc.compile(compiled / "hf", searching, target="cuda", dtype="float16",
+                     max_seq_len=LENGTH, max_beam_width=4)
+    two_models.check(compiled / "float16", searching, at_once=at_once)
+
+
+@pytest.fixture
+def engine(extension, compiled):
+    manifest = llmc.LLM(compiled / "float32").manifest
+    return CudaEngine(manifest, manifest.chips[0], compiled / "float32", 0, 4, 128)
+
+
+def begin(engine, batch=2, **changes):
+    """The extension's begin_decode, as for so many sequences that are greedy."""
+    given = {"tokens": np.full(batch, 5), "past_lens": np.full(batch, 3, np.int32),
+             "temperature": np.zeros(batch, np.float32), "top_k": np.zeros(batch, np.int32),
+             "top_p": np.ones(batch, np.float32), "min_p": np.zeros(batch, np.float32),
+             "typical_p": np.ones(batch, np.float32), "seed": np.zeros(batch, np.uint64),
+             "drawn": np.zeros(batch, np.int64), "end_ids": []}
+    engine._engine.begin_decode(**{**given, **changes})
+
+
+def rule(numbers=(), /, **changes):
+    """Rules of two sequences, the second with these sizes."""
+    rows = np.zeros(2, RULE)
+    rows["repetition"] = 1
+    for name, value in changes.items():
+        rows[name][1] = value
+    return {"rules": rows.view(np.uint8), "lists": np.array(numbers, np.int32)}
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"past_lens": np.array([3, LENGTH], np.int32)}, f"{LENGTH} positions of a sequence are no"),
+    ({"past_lens": np.array([3, -1], np.int32)}, "-1 positions of a sequence"),
+    ({"tokens": np.full(1, 5)}, "tokens has 1 elements, expected 2"),
+    ({"tokens": np.empty(0, np.int64)}, "the last step made 0 rows of logits for 2 sequences"),
+    ({"seed": np.zeros(1, np.uint64)}, "seed has 1 elements, expected 2"),
+    ({"drawn": np.zeros(3, np.int64)}, "drawn has 3 elements, expected 2"),
+    ({"first_row": 3}, "exceeds max_batch_size 4"), ({"end_ids": [1] * 65}, "more than 64 end"),
+    ({"logprobs": np.array([1, 21], np.int32)}, "log-probabilities of 21 tokens exceed 20"),
+    ({"logprobs": np.array([1], np.int32)}, "logprobs has 1 elements, expected 2"),
+    (rule(num_biases=1), "lists of 2 numbers exceed the 0 that are there"),
+    (rule([1, 2], num_biases=1, lists=1), "lists of 2 numbers exceed the 1"),
+    (rule([101, 0], num_biases=1), "names token 101, the vocabulary has 101"),
+    (rule([-1], num_ends=1), "names token -1"), (rule(num_forced=-1), "has a negative size"),
+    (rule([2, 2], num_words=1), "bad words are not in its lists"),
+    (rule([2, 9, 5], num_words=1), "bad words are not in its lists"),
+    (rule([2, 3, 999], num_words=1), "names token 999"),
+    ({"rules": np.zeros(48, np.uint8), "lists": np.zeros(0, np.int32)}, "rules has 48 elements"),
+    ({"rules": rule()["rules"]}, "rules and their lists come together"),
+])
+def test_what_decoding_cannot_begin_with(extension, engine, changes, match):
+    with pytest.raises(extension.CudaError, match=match):
+        begin(engine, **changes)
+    with pytest.raises(extension.CudaError, match="there is nothing to go on with"):
+        engine._engine.decode(1)
+    begin(engine)
+    engine._engine.decode(2)
+    assert len(engine._engine.tokens(2)) == 4
+
+
+@pytest.mark.parametrize(("call", "match"), [
+    (lambda e: e.load_weight(10**6, np.zeros(4, np.uint8)), "there is no tensor 1000000"),
+    (lambda e: e.load_weight(0, np.zeros(4, np.uint8)), "tensor 0 is no weight"),
+    (lambda e: e.read_logits(np.empty((2, 101), np.float32)), "202 elements, expected 101"),
+    (lambda e: e.watch([10**6]), "there is no tensor"), (lambda e: e.watch([0]), "is no value"),
+    (lambda e: e.read_watched(0, np.empty(1, np.float32)), "was not watched"),
+    (lambda e: e.copy_row(0, 4, 1), "cache rows from 4 on exceeds max_batch_size 4"),
+    (lambda e: e.copy_row(-1, 0, 1), "cache rows from -1"),
+    (lambda e: e.copy_row(0, 1, LENGTH + 1), f"has not {LENGTH + 1} positions"),
+    (lambda e: e.set_history(3, np.zeros(2, np.int32), [1, 1]), "exceeds max_batch_size 4"),
+    (lambda e: e.set_history(0, np.zeros(2, np.int32), [1, 2]), "2 elements, expected 3"),
+    (lambda e: e.set_history(0, np.array([101], np.int32), [1]), "token 101 of a prompt"),
+    (lambda e: e.set_history(0, np.zeros(0, np.int32), [-1]), "a prompt of -1 tokens"),
+    (lambda e: e.set_memory(np.zeros(1, np.int32), np.ones(1, np.int32)), "has no encoder"),
+    (lambda e: e.encode(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([0, 1], np.int32),
+                        np.zeros(1, np.int64)), "has no encoder"),
+    (lambda e: e.candidates(np.empty((2, 3), np.int32), np.empty((2, 3), np.float32)),
+     "candidates of 2 rows; the last step made 1"),
+    (lambda e: e.candidates(np.empty((1, 3), np.int32), np.empty((1, 2), np.float32)),
+     r"are not in two arrays \[rows, count\]"),
+    (lambda e: e.candidates(np.empty((1, 102), np.int32), np.empty((1, 102), np.float32)),
+     "102 candidates are not from 1"),
+    (lambda e: e.follow(np.zeros((1, 1), np.int64), *[np.zeros((1, 1), np.int32)] * 3,
+                        np.empty((1, 1), np.int32), np.empty((1, 1), np.float32)),
+     "not compiled for beam search"),
+    (lambda e: e.tokens(1), "there were not that many steps"),
+    (lambda e: e.read_logprobs(1, np.empty(164, np.uint8)), "no log-probabilities were asked for"),
+    (lambda e: e.join(b"short", 0, 1), "id is broken"),
+    (lambda e: e.join(bytes(128), 1, 1), "there is no rank 1 of 1"),
+])
+def test_what_an_engine_is_asked_wrongly(extension, engine, call, match):
+    """And it goes on as before."""
+    batch = PackedBatch.prepare([[5, 6, 7]], [0])
+    expected = engine.run(batch)
+    with pytest.raises(extension.CudaError, match=match):
+        call(engine._engine)
+    assert np.array_equal(engine.run(batch), expected)
+
+
+def test_log_probabilities_go_where_there_is_room(extension, engine):
+    begin(engine, logprobs=np.array([1, -1], np.int32))
+    engine._engine.decode(2)
+    for size in (3, 5):
+        with pytest.raises(extension.CudaError, match=f"has {size} elements, expected 4"):
+            engine._engine.read_logprobs(2, np.empty(size * LOGPROBS.itemsize, np.uint8))
+    engine._engine.read_logprobs(2, np.empty(4 * LOGPROBS.itemsize, np.uint8))
+
+
+def test_tokens_outside_the_vocabulary_are_rows_of_zeros(engine):
+    """On the device, whatever their number is."""
+    for token in (-1, families.VOCAB, 2**31, -2**62, 2**62):
+        assert np.isfinite(engine.run(PackedBatch.prepare([[5, token, 6]], [0]))).all()

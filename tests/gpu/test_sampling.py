@@ -178,7 +178,7 @@ class Device:
         for row, context in enumerate(contexts, first_row):
             self.tokens[row, :len(context)] = torch.tensor(context, dtype=torch.int32)
             self.lengths[row] = len(context)
-        self.extension.remember(self.memory, self.vocab, first_row, len(contexts))
+        self.extension.count_prompts(self.memory, self.vocab, first_row, len(contexts))
 
     def generate(self, row, tokens):
         """As advance() writes a token down."""

@@ -11,6 +11,7 @@ import families
 import numpy as np
 import pytest
 import torch
+import two_models
 
 import llmc
 from llmc.compiler.check.diff import diff
@@ -99,6 +100,21 @@ def test_beams_are_the_cuda_target_s(compiled, tmp_path):
         np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def searching(compiled):
+    """The same Llama for beam search, in a plan whose steps differ in what is known of them."""
+    compile(compiled / "hf", compiled / "beams", max_beam_width=4)
+    return compiled / "beams"
+
+
+def test_two_models_at_once_do_what_each_does_alone(compiled, searching):
+    two_models.check(compiled / "case", searching)
+
+
+def test_two_models_in_turn_do_what_each_does_alone(compiled, searching):
+    two_models.check(compiled / "case", searching, at_once=False)
+
+
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, encoder_decoder,
                                                                tmp_path):
@@ -121,6 +137,20 @@ def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, enco
     np.testing.assert_allclose(our_beams.scores, beams.scores, rtol=1e-4)
 
 
+def test_a_plan_with_other_sizes_than_the_engine_s_is_one_sentence(compiled):
+    manifest = llmc.LLM(compiled / "case").manifest
+    dims = manifest.dims.model_copy(update={"padded_vocab_size": 2 * families.VOCAB})
+    chip = manifest.chips[0]
+    wide = chip.model_copy(update={"outputs": tuple(
+        tensor.model_copy(update={"shape": ("num_logits", 2 * families.VOCAB)})
+        if tensor.name == "logits" else tensor for tensor in chip.outputs)})
+    engine = TensorRTEngine(manifest.model_copy(update={"dims": dims}), wide, compiled / "case", 0,
+                            4, 4096)
+    with pytest.raises(llmc.LlmcError, match=r"the plan makes logits as \[1, \d+\], the engine has "
+                                             r"room for \[1, \d+\]; compile the model again"):
+        engine.run(PackedBatch.prepare([[1, 2]], [0]))
+
+
 def test_a_step_beyond_the_profile_is_one_sentence(compiled):
     manifest = llmc.LLM(compiled / "case").manifest
     engine = TensorRTEngine(manifest, manifest.chips[0], compiled / "case", 0, 8, 4096)
@@ -136,10 +166,10 @@ def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled,
     plan = (compiled / "case" / "chip0" / "engine.plan").read_bytes()
     plan = {"truncated": plan[:len(plan) // 2], "nonsense": b"plan" * 100}[damage]
     extension.tensorrt.load(tensorrt_library(extension.tensorrt.version.split(".")[0]))
-    engine = extension.Engine(device=0, dtype="float16", max_batch=1, max_tokens=128, max_logits=8,
-                              max_seq_len=16, token_bytes=0, logit_bytes=64)
+    program = extension.Program(dtype="float16", max_batch=1, max_tokens=128, max_logits=8,
+                                max_seq_len=16, token_bytes=0, logit_bytes=64)
     with pytest.raises(extension.CudaError, match="TensorRT does not take the plan: "):
-        extension.tensorrt.add_plan(engine, str(plugin_library()), plan, [], [])
+        extension.tensorrt.add_plan(program, 0, str(plugin_library()), plan, [], [])
 
 
 def test_diff_compares_layers_logits_weights_and_tokens(compiled):

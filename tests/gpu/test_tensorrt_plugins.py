@@ -29,10 +29,12 @@ def dtype(request, harness, extension):
     return request.param
 
 
-def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
+def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1, step=None, more=None):
     """Run the plugin on what the dtype makes of the inputs; milliseconds.
 
-    `in_place`: the outputs that continue caches are bound to the caches' memory.
+    `in_place`: the outputs that continue caches are bound to the caches' memory. `step`: longest,
+    reach and indirect, as a plan tells of them. `more`: tensors that the op's reference is not
+    given.
     """
     fields = op.complete(sample.fields)
     made = tensors_of(op, fields, sample.inputs, dtype)
@@ -48,9 +50,11 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1):
                    if name.removesuffix("_out") in op.cache_inputs else DTYPES[dtype])
                for name, array in zip(op.outputs, expected, strict=True)]
     untouched = {name: tensors[name].clone() for name in op.cache_inputs if name in tensors}
+    tensors |= more or {}
     milliseconds = harness.run(
         op.name, {**fields, "dtype": dtype, "present": " ".join(tensors)},
-        [describe(tensor) for tensor in tensors.values()], [describe(t) for t in outputs], repeats)
+        [describe(tensor) for tensor in tensors.values()], [describe(t) for t in outputs], repeats,
+        step)
     for tensor, array in zip(outputs, expected, strict=True):
         actual = tensor.double().cpu().numpy()
         assert np.isfinite(actual).all()
@@ -91,18 +95,42 @@ def test_a_plugin_runs_again_and_again(harness):
                  repeats=20) < 1.0
 
 
+@pytest.mark.parametrize("new", [(130, 3, 64), (1, 1, 1)], ids=["prompts", "decoding"])
+def test_facts_of_a_step_come_with_its_own_input(harness, new, dtype):
+    """Lengths for cuDNN, and whether the table that says where positions lie is read: one of rows
+    that are not there must not be.
+    """
+    op = plugins.registry()["CausalAttention"]
+    sample = _sample(np.random.default_rng(1), new, (0, 50, 10), 128, heads=8, kv_heads=2,
+                     max_seq_len=2048, rotary_dim=128)
+    nowhere = {"cache_indirection": torch.full((3, 2048), 10**6, dtype=torch.int32, device="cuda")}
+    reach = max(past + fresh for past, fresh in zip((0, 50, 10), new, strict=True))
+    check(harness, op, sample, dtype, step=(max(new), reach, False), more=nowhere)
+    check(harness, op, sample, dtype, step=(max(new), reach, False))
+
+
+def test_of_a_step_that_is_not_the_host_s_nothing_is_known(harness, dtype):
+    """While TensorRT builds, and where Polygraphy runs a plan: then the table is read."""
+    op = plugins.registry()["CausalAttention"]
+    sample = _sample(np.random.default_rng(1), (1,) * 4, (9, 9, 9, 3), 16, rotary_dim=16,
+                     indirect=True)
+    device = {"llmc_step": torch.zeros(16, dtype=torch.int32, device="cuda")}
+    check(harness, op, sample, dtype, more=device)
+    check(harness, op, sample, dtype, step=(0, 0, True))
+
+
 def test_what_a_plugin_makes_is_watched(harness, extension):
-    library = os.path.join(os.path.dirname(extension.__file__), "libllmc_plugins.so")
+    """By the step that it is told of, and by no other."""
     x, weight = torch.randn(3, 8, device="cuda").half(), torch.ones(8, device="cuda")
     out = torch.empty_like(x)
-    arguments = ("RMSNorm", {"makes": "hidden_states.3"}, [describe(x), describe(weight)],
-                 [describe(out)])
-    watch = extension.tensorrt.Watch(library)
-    harness.run(*arguments)
-    watch.end()
+    arguments = ("RMSNorm", {"makes": "hidden_states.3", "present": "x weight"},
+                 [describe(x), describe(weight)], [describe(out)])
+    watch, idle = extension.tensorrt.Watch(), extension.tensorrt.Watch()
+    harness.run(*arguments, watch=watch)
+    harness.run(*arguments, step=(3, 3, False))
     harness.run(*arguments)
     [(name, shape, data)] = watch.values()
-    assert (name, shape) == ("hidden_states.3", [3, 8])
+    assert (name, shape) == ("hidden_states.3", [3, 8]) and idle.values() == []
     assert np.array_equal(np.frombuffer(data, np.float32).reshape(shape), out.float().cpu().numpy())
 
 

@@ -1,0 +1,58 @@
+"""Two models on one GPU: neither sees what the other is doing."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+import llmc
+
+ROUNDS = 12
+
+
+def check(case: Path, searching: Path, *, at_once: bool = True) -> None:
+    """Run prompts, short and long, on two models, and beam search on `searching`, which was
+    compiled for it: what each computes is what it computes alone.
+
+    What is known of one model's step, how long its sequences are and whether a table says where
+    they lie, is wrong for the other's.
+    """
+    rng = np.random.default_rng(0)
+    long, short = rng.integers(3, 100, 400).tolist(), rng.integers(3, 100, 7).tolist()
+    greedy = llmc.SamplingParams(max_tokens=24, ignore_eos=True)
+    beams = llmc.SamplingParams(max_tokens=24, ignore_eos=True, beam_width=2)
+
+    def read(llm: llmc.LLM, first: list[int], then: list[int]) -> list[np.ndarray]:
+        """Logits of prompts of unequal lengths, and of a batch that goes on by a token."""
+        made = [llm.logits(first), llm.logits(then)]
+        session = llm.session(2)
+        made.append(session.extend([first[:300], then]))
+        made += [session.extend([[5], [6]]) for _ in range(3)]
+        llm.generate([first[:50], then], greedy)  # in captured steps
+        return made
+
+    def search(llm: llmc.LLM) -> list[np.ndarray]:
+        found = llm.beam_search([short, long[:90]], beams)
+        return [found.output_ids, found.scores]
+
+    with llmc.LLM(case, max_batch_size=4) as one, llmc.LLM(searching, max_batch_size=4) as other:
+        def of_one() -> list[np.ndarray]:
+            return read(one, long, short)
+
+        def of_other() -> list[np.ndarray]:
+            return [*search(other), *read(other, short, long)]
+
+        expected = of_one(), of_other()
+        for _ in range(ROUNDS if at_once else 2):
+            if at_once:
+                with ThreadPoolExecutor(2) as threads:
+                    futures = [threads.submit(work) for work in (of_one, of_other)]
+                    found = tuple(future.result() for future in futures)
+            else:
+                found = of_one(), of_other()
+            for arrays, wanted in zip(found, expected, strict=True):
+                for array, truth in zip(arrays, wanted, strict=True):
+                    if truth.dtype.kind == "i":
+                        assert np.array_equal(array, truth)
+                    else:
+                        np.testing.assert_allclose(array, truth, atol=1e-2 * np.ptp(truth))
