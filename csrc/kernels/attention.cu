@@ -41,7 +41,7 @@ __global__ void append_kernel(AttentionParams p) {
       write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
-      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head).fresh(position));
+      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + OwnRows(p, sequence, kv_head)(position));
     }
     __syncwarp();
   }
@@ -50,7 +50,7 @@ __global__ void append_kernel(AttentionParams p) {
 // The same where heads have no norms and rotate in whole vectors: a block per token, a vector per thread and
 // turn, with the vector that it is turned with read too.
 template <typename T, typename C>
-__global__ void __launch_bounds__(256, 8) append_vectors_kernel(AttentionParams p) {
+__global__ void append_vectors_kernel(AttentionParams p) {
   constexpr int kWidth = kVec<T>;
   wait_for_inputs();
   let_next_start();
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(256, 8) append_vectors_kernel(AttentionParams 
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       store_floats(static_cast<C*>(is_value ? p.value_cache : p.key_cache) +
-                       CacheRows(p, sequence, kv_head).fresh(position) + at, value);
+                       OwnRows(p, sequence, kv_head)(position) + at, value);
     }
   }
 }

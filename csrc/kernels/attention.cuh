@@ -60,9 +60,32 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
   __syncwarp();
 }
 
-// Where in a cache the positions of one sequence and KV head lie: one after the other, in blocks, or where beams
-// share what they have in common: then p.cache_indirection says in which row a position lies that is before the new
-// ones, which are in the sequence's own.
+// Where in a cache a sequence's own positions of one KV head lie: one after the other, or in blocks.
+struct OwnRows {
+  __device__ OwnRows(const AttentionParams& p, int sequence, int kv_head) : dim(p.head_dim) {
+    if (p.block_table == nullptr) {
+      first = (static_cast<int64_t>(sequence) * p.num_kv_heads + kv_head) * p.max_seq_len * dim;
+    } else {
+      shift = __ffs(p.block_size) - 1;
+      mask = p.block_size - 1;
+      table = p.block_table + sequence * (p.max_seq_len >> shift);
+      first = static_cast<int64_t>(kv_head) * p.block_size * dim;
+      stride = static_cast<int64_t>(p.num_kv_heads) * p.block_size * dim;
+    }
+  }
+
+  __device__ __forceinline__ int64_t operator()(int position) const {
+    const int64_t block = table == nullptr ? 0 : table[position >> shift];
+    return first + block * stride + static_cast<int64_t>(position & mask) * dim;
+  }
+
+  const int32_t* table = nullptr;
+  int64_t first, stride = 0;
+  int dim, shift = 0, mask = 0x7fffffff;
+};
+
+// Where all lie that it sees. Beams share what they have in common: p.cache_indirection says in which row a position
+// lies that is before the new ones, which are in the sequence's own.
 struct CacheRows {
   __device__ CacheRows(const AttentionParams& p, int sequence, int kv_head)
       : heads(p.num_kv_heads), head(kv_head), own(sequence), length(p.max_seq_len), dim(p.head_dim) {
@@ -90,8 +113,8 @@ struct CacheRows {
   }
   __device__ __forceinline__ bool in_line() const { return table == nullptr; }
 
-  __device__ __forceinline__ int64_t place(int block, int position) const {
-    return (static_cast<int64_t>(block * heads + head) * length + (position & mask)) * dim;
+  __device__ __forceinline__ int64_t place(int row, int position) const {
+    return (static_cast<int64_t>(row * heads + head) * length + (position & mask)) * dim;
   }
 
   static constexpr int kAll = 0x7fffffff;

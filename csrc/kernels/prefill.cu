@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
   const int end = past + rows;                            // keys that any query sees
   const int begin = p.window > 0 ? max(0, past + 1 - p.window) / kKeys * kKeys : 0;
-  const CacheRows row_of(p, sequence, kv_head);
+  const OwnRows row_of(p, sequence, kv_head);
   const C* key_rows = static_cast<const C*>(p.key_cache);
   const C* value_rows = static_cast<const C*>(p.value_cache);
 
