@@ -79,8 +79,8 @@ def _blocks(header: bytes, weights: Iterable[Weight]) -> Iterator[bytes | memory
     yield header
     for weight in weights:
         for block in weight.blocks():
-            yield block.tobytes() if block.nbytes < _ALIGNMENT else \
-                memoryview(block.reshape(-1).view(np.uint8))
+            yield block.tobytes() if block.nbytes < _ALIGNMENT \
+                else block.reshape(-1).view(np.uint8).data
 
 
 def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,

@@ -496,7 +496,7 @@ class Manifest(_Frozen):
         dims = self.dims
         first = [(chip.num_heads[0], chip.cache[0].num_kv_heads) for chip in self.chips]
         whole = dims.num_heads, dims.num_kv_heads
-        if {*first} != {whole} and not _cover(*whole, first):
+        if {*first} != {whole} and not covers(*whole, first):
             raise ValueError(
                 f"the chips have {[heads for heads, _ in first]} heads and "
                 f"{[kv_heads for _, kv_heads in first]} KV heads, which are not the model's "
@@ -544,7 +544,7 @@ class Manifest(_Frozen):
                 if token is not None)
 
 
-def _cover(num_heads: int, num_kv_heads: int, ranks: Sequence[tuple[int, int]]) -> bool:
+def covers(num_heads: int, num_kv_heads: int, ranks: Sequence[tuple[int, int]]) -> bool:
     """Whether ranks with so many heads and KV heads have each head once, and the KV head that it
     reads: ranks that divide a group each have a copy.
     """

@@ -158,7 +158,8 @@ def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
             plan.ways[id(node)] = way
     for node in graph.nodes:
         for tensor in node.inputs:
-            if id(tensor) in plan.partial and not _adds_partial(graph, node, tensor, plan):
+            if id(tensor) in plan.partial and not _adds_partial(graph, node, tensor, plan) \
+                    and not _selects_partial(graph, node, plan):
                 plan.reduce.add(id(tensor))
     plan.reduce.update(id(t) for t in graph.outputs if id(t) in plan.partial)
     return plan
@@ -194,6 +195,8 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
             if cut is not None:
                 plan.columns[id(result)] = plan.columns[id(cut)]
                 return way
+    if _selects_partial(graph, node, plan):
+        plan.partial.add(id(result))
     return None
 
 
@@ -287,6 +290,12 @@ def _selects_rows(node: gs.Node) -> bool:
     """The Gather of the tokens whose logits are wanted."""
     return node.op == "Gather" and node.attrs.get("axis", 0) == 0 \
         and not isinstance(node.inputs[0], gs.Constant)
+
+
+def _selects_partial(graph: gs.Graph, node: gs.Node, plan: Plan) -> bool:
+    """Whether a node selects rows of a sum that nobody else needs, which the rows then are too."""
+    return _selects_rows(node) and id(node.inputs[0]) in plan.partial \
+        and len(consumers(graph, node.inputs[0])) == 1
 
 
 def _adds_partial(graph: gs.Graph, node: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:

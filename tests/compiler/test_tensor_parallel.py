@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import families
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
 from llmc.compiler.passes.tensor_parallel import partition, share_heads
 from llmc.compiler.targets import Options
-from llmc.runtime.manifest import read_manifest
+from llmc.runtime.manifest import CollectiveStep, read_manifest
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.data())
@@ -63,6 +64,20 @@ def test_uneven_tp_sizes_give_the_same_tokens(tiny_hf, case_tp1, tmp_path):
         assert sum(chip.num_heads[0] for chip in manifest.chips) == 4
         with llmc.LLM(tmp_path / str(tp_size)) as llm:
             assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+
+
+def test_a_sum_of_which_the_last_rows_alone_are_wanted_is_completed_behind_them(tmp_path):
+    """GPT-NeoX adds attention and MLP to one residual: all ranks meet for both together."""
+    model = families.tiny_model("gpt_neox")
+    hf = families.save(model, tmp_path / "hf")
+    manifest = llmc.compile(hf, tmp_path / "case", tp_size=2)
+    collectives = [[step for step in chip.steps if isinstance(step, CollectiveStep)]
+                   for chip in manifest.chips]
+    assert collectives[0] == collectives[1]
+    assert [step.kind for step in collectives[0]] == ["all_reduce"] * 4 + ["all_gather"]
+    tokens = [5, 9, 17, 40, 3]
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(tokens), families.reference_logits(model, tokens))
 
 
 @pytest.mark.parametrize("tp_size", [0, -1, 5])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from schedule_interpreter import Interpreter
 
 import llmc
-from llmc.runtime.manifest import hash_file
+from llmc.runtime.manifest import hash_file, read_manifest
 from llmc.runtime.schedule import read_schedule
 from llmc.runtime.weights import read_weight_header
 
@@ -307,6 +307,43 @@ def test_what_one_file_says_of_another_must_be_so(case, tmp_path, file, change, 
         return
     with pytest.raises(llmc.LlmcError, match=match):
         run(damaged)
+
+
+def as_plans(content):
+    """The manifest as TensorRT's builder would leave it: plans, whose integers have 32 bits."""
+    content["target"] = {"kind": "tensorrt", "versions": {"tensorrt": "8.6.1"}, "gpu": "H200",
+                         "compute_capability": "9.0", "max_batch_size": 4}
+    chip = content["chips"][0]
+    for tensor in (*chip["inputs"], *chip["encoder"]["inputs"]):
+        tensor["dtype"] = tensor["dtype"].replace("int64", "int32")
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    (lambda c: None, None),
+    (lambda c: c["chips"][0]["inputs"][0].update(dtype="int64"), "which should be int32"),
+    (lambda c: c["chips"][0]["encoder"]["inputs"][0].update(dtype="int64"), "should be int32"),
+    (lambda c: c["chips"][0]["encoder"]["outputs"][0].update(shape=["num_tokens", 16]),
+     "'memory_key_0' is float32"),
+    (lambda c: c["chips"][0]["encoder"]["outputs"][0].update(shape=["num_logits", 8]),
+     "'memory_key_0' is float32"),
+    (lambda c: c["chips"][0]["outputs"][0].update(dtype="float16"), "'logits' is float16"),
+    (lambda c: c["chips"][0]["steps"][0]["inputs"].pop(), "chip 0's steps and its inputs differ"),
+    (set_to(None, "target", "max_batch_size"), "tensorrt does not say max_batch_size"),
+    (set_to(None, "target", "gpu"), "tensorrt does not say gpu"),
+    (set_to({}, "target", "versions"), "does not say versions.tensorrt"),
+    (set_to(0, "target", "max_batch_size"), "greater than or equal to 1"),
+    (set_to(2**40, "target", "max_batch_size"), "less than or equal to"),
+])
+def test_what_a_plan_is_given_and_makes_is_what_the_manifest_says(case, tmp_path, change, match):
+    content = load(case, "model_info.json")
+    as_plans(content)
+    change(content)
+    (tmp_path / "model_info.json").write_text(json.dumps(content))
+    if match is None:
+        assert read_manifest(tmp_path).target.max_batch_size == 4
+        return
+    with pytest.raises(llmc.LlmcError, match=match):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(("data", "match"), [

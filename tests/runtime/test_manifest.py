@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llmc
+from llmc.compiler.passes.tensor_parallel import share_heads
 from llmc.plugins import registry
 from llmc.runtime.inspection import summarize
-from llmc.runtime.manifest import hash_file, read_manifest
+from llmc.runtime.manifest import covers, hash_file, read_manifest
 
 MANIFEST = "model_info.json"
 
@@ -170,6 +171,21 @@ def test_parts_that_contradict_each_other_are_refused(broken_case, name):
     change, match = CONTRADICTIONS[name]
     edit(broken_case, change)
     refused(broken_case, match)
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.data())
+def test_heads_as_the_compiler_shares_them_are_a_whole_and_others_are_not(num_kv_heads, group,
+                                                                          data):
+    whole = num_kv_heads * group, num_kv_heads
+    ranks = [(share.stop - share.start, len(share.kv_heads))
+             for share in share_heads(*whole, data.draw(st.integers(1, whole[0])))]
+    assert covers(*whole, ranks)
+    rank = data.draw(st.integers(0, len(ranks) - 1))
+    more = data.draw(st.integers(1, whole[0]))
+    heads, kv_heads = ranks[rank]
+    for odd in ((heads + more, kv_heads), (heads, kv_heads + more)):
+        assert not covers(*whole, [*ranks[:rank], odd, *ranks[rank + 1:]])
+    assert not covers(*whole, ranks[1:])
 
 
 def rehash(case, path):
