@@ -1,5 +1,7 @@
 """Every op of the registry: its bodies against its NumPy reference, its shape rule, its errors."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -135,6 +137,18 @@ def test_a_missing_or_surplus_input_is_an_error(op):
         op.present([""] * len(op.inputs))
     with pytest.raises(ValueError, match="takes"):
         op.present(["x"] * (len(op.inputs) + 1))
+
+
+@pytest.mark.parametrize("op", plugins.registry().values(), ids=lambda op: op.name)
+def test_what_an_op_says_of_itself_names_its_inputs_and_fields(op):
+    roles = [role for role in (*op.shard, op.norm, op.attention) if role is not None]
+    names = {name for role in roles for value in dataclasses.asdict(role).values()
+             for name in ([value] if isinstance(value, str) else
+                          value if isinstance(value, tuple | dict) else ()) if name}
+    assert names <= {*op.input_names, *op.fields}
+    if op.attention is not None:
+        assert {f"{cache}_out" for cache in op.attention.caches} <= set(op.outputs)
+    assert bool(op.collective) == (op.body is None)
 
 
 @pytest.mark.parametrize("name", plugins.registry())
