@@ -1,53 +1,90 @@
-"""Give an exported graph the checkpoint's tensors, by name."""
+"""Give an exported graph the checkpoint's tensors, by name, and see that every tensor is used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from typing import cast
+import re
+from collections.abc import Callable, Mapping, Set
+from typing import Any, cast
 
+import numpy as np
 import onnx_graphsurgeon as gs
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from llmc.compiler.frontend.parts import ROOT
+from llmc.compiler.frontend.parts import ROOT, text_config
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
+# Tensors that old checkpoints carry and today's models compute, with what they must look like.
+_COMPUTED: tuple[tuple[str, Callable[[Weight], bool]], ...] = (
+    # a causal mask of 1 or 0, and what masked scores became
+    (r"(attn|attention)\.(attention\.)?(bias|causal_mask)",
+     lambda w: len(w.shape) == 4 and w.shape[:2] == (1, 1)),
+    (r"(attn|attention)\.(attention\.)?masked_bias", lambda w: w.shape in ((), (1,))),
+    # rotary frequencies and tables; sines by position
+    (r"(rotary_emb|rotary)\.(inv_freq|cos_cached|sin_cached)", lambda w: True),
+    (r"embed_positions\.weights", lambda w: len(w.shape) == 2),
+    (r"position_ids", lambda w: not w.is_floating),
+)
+
 
 def attach_weights(graph: gs.Graph, model: torch.nn.Module, tensors: Mapping[str, Weight],
-                    origin: str, names: dict[int, str]) -> None:
-    """Give each parameter its `Weight` and its own name; one that is in `names` has it from there.
+                   origin: str, names: dict[int, str]) -> None:
+    """Give each parameter its `Weight`, as float32, and its own name; one that is in `names` has it
+    from there.
+
+    Raises:
+        LlmcError: a tensor is missing, or its shape or dtype is none that the model takes.
     """
-    renamed = _renamed(model, tensors)
+    checkpoint = _Checkpoint(model, tensors)
     aliases = _aliases(model)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     made: dict[str, Weight] = {}
     for tensor in graph.tensors().values():
         if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):
             continue
         name, shape = tensor.name.removeprefix(ROOT), tensor._values.shape
         if name not in made:
-            wanted = [alias for own in aliases.get(name, (name,))
-                      for alias in (own, own.removeprefix(prefix), prefix + own)]
-            found = next((renamed[alias] for alias in (name, *wanted) if alias in renamed), None)
+            found = next((found for own in (name, *aliases.get(name, ()))
+                          if (found := checkpoint.get(own)) is not None), None)
             if found is None:
                 raise LlmcError(f"'{origin}' has no tensor '{name}' {list(shape)}, which its "
                                 f"config asks for; weights and config do not belong together")
             if found.shape != shape:
                 raise LlmcError(f"tensor '{name}' in '{origin}' has shape {list(found.shape)}, "
                                 f"its config asks for {list(shape)}")
-            made[name] = found
+            made[name] = _as_float32(found, f"tensor '{name}' in '{origin}'")
         tensor.name = names.setdefault(id(made[name]), name)
         tensor._values = made[name]
 
 
-def _renamed(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The checkpoint's tensors under the names that transformers gives them today."""
-    transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    return {rename_source_key(name, renamings, [])[0]: weight for name, weight in tensors.items()}
+def _as_float32(weight: Weight, what: str) -> Weight:
+    if not weight.is_floating:
+        raise LlmcError(f"{what} is {weight.dtype}, where the model has floating-point weights, so "
+                        f"it is quantised or no weight at all; give the checkpoint in float32, "
+                        f"float16 or bfloat16")
+    return weight.cast(np.float32)
+
+
+class _Checkpoint:
+    """A checkpoint's tensors by the names that a model has for them today."""
+
+    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
+        transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        self.renamed = {rename_source_key(name, renamings, [])[0]: name for name in tensors}
+        self._tensors = tensors
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """A name with and without the base model's prefix, which checkpoints may leave out."""
+        return name, name.removeprefix(self._prefix), self._prefix + name
+
+    def get(self, name: str) -> Weight | None:
+        """The tensor of a parameter or buffer."""
+        return next((self._tensors[self.renamed[spelling]] for spelling in self.spellings(name)
+                     if spelling in self.renamed), None)
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -59,5 +96,94 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def names_in(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> Set[str]:
-    """The checkpoint's names, as transformers calls them today."""
-    return _renamed(model, tensors).keys()
+    """The checkpoint's names, as transformers calls them today, with prefixes and without."""
+    checkpoint = _Checkpoint(model, tensors)
+    return {spelling for name in checkpoint.renamed for spelling in checkpoint.spellings(name)}
+
+
+def ties_hold(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> bool:
+    """Whether tensors that the config ties are equal where the checkpoint has both. Where they are
+    not, transformers does not tie them, whatever tie_word_embeddings says.
+    """
+    checkpoint = _Checkpoint(model, tensors)
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = ((checkpoint.get(target), checkpoint.get(source)) for target, source in tied.items())
+    return all(_equal(one, other) for one, other in pairs if one is not None and other is not None)
+
+
+def _equal(left: Weight, right: Weight) -> bool:
+    return left is right or (left.shape == right.shape and left.dtype == right.dtype and all(
+        a.tobytes() == b.tobytes() for a, b in zip(left.blocks(), right.blocks(), strict=True)))
+
+
+def check_all_used(model: torch.nn.Module, tensors: Mapping[str, Weight],
+                   names: Mapping[int, str], origin: str,
+                   with_buffers: Callable[[], torch.nn.Module]) -> None:
+    """See that every tensor of a checkpoint went into a graph, or why it does not have to.
+
+    Args:
+        model: of all layers, empty.
+        names: those of the weights that the model's graphs have, by identity.
+        with_buffers: makes the same model with values in its buffers, where they are needed.
+
+    Raises:
+        LlmcError: there is one that neither is used nor has a reason not to be.
+    """
+    left = [name for name, tensor in tensors.items()
+            if not (tensor.is_floating and id(tensor.cast(np.float32)) in names)]
+    if not left:
+        return
+    checkpoint = _Checkpoint(model, tensors)
+    own_names = {name: own for own, name in checkpoint.renamed.items()}
+    used = {names[id(tensor.cast(np.float32))]: tensor for name, tensor in tensors.items()
+            if name not in left}
+    unknown = [name for name in left
+               if not _is_model_s(own_names[name], tensors[name], model, checkpoint, used,
+                                  with_buffers)
+               and not _is_superfluous(own_names[name], tensors[name], model)]
+    if unknown:
+        name = unknown[0]
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise LlmcError(
+            f"'{origin}' has a tensor '{name}' {list(tensors[name].shape)} {tensors[name].dtype}"
+            f"{more} that '{type(model).__name__}', as its config describes it, does not take; give "
+            f"the config that belongs to the weights, or remove what the model does without")
+
+
+def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: _Checkpoint,
+                used: Mapping[str, Weight], with_buffers: Callable[[], torch.nn.Module]) -> bool:
+    """Whether the model has the tensor, and takes from it nothing that its graphs have not: it is
+    tied to one that they have, or the logits do not depend on it.
+    """
+    buffers = dict(model.named_buffers())
+    aliases = _aliases(model)
+    own = next((spelling for spelling in checkpoint.spellings(name)
+                if spelling in aliases or spelling in model.state_dict()), None)
+    if own in buffers:
+        buffer = buffers[own]
+        if tuple(buffer.shape) != tensor.shape:
+            return False
+        if buffer.dim() and buffer.is_floating_point():
+            return True  # the logits do not depend on it
+        value = with_buffers().get_buffer(own).double().numpy()  # the config's
+        return bool(np.allclose(tensor.load().astype(np.float64), value, rtol=1e-2, atol=0))
+    if own is None:
+        return False
+    twins = [used[alias] for alias in aliases[own] if alias in used]
+    return all(_equal(tensor, twin) for twin in twins)
+
+
+def _is_superfluous(name: str, tensor: Weight, model: torch.nn.Module) -> bool:
+    """Whether transformers leaves the tensor out as well, or it is one that models compute now."""
+    ignored: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    if any(re.search(pattern, name) for pattern in ignored or ()):
+        return True
+    if any(re.search(rf"(^|\.){pattern}$", name) and fits(tensor) for pattern, fits in _COMPUTED):
+        return True
+    # Layers behind the last that predict one more token each.
+    config = text_config(model.config)
+    count, more = (getattr(config, key, None) or 0
+                   for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    layer = re.search(r"(^|\.)layers\.(\d+)\.", name)
+    return bool(more) and (bool(re.match(r"(model\.)?mtp\.", name)) or (
+        layer is not None and count <= int(layer[2]) < count + more))

@@ -13,10 +13,19 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 import torch
+from accelerate import init_empty_weights
 
-from llmc.compiler.frontend.bind import attach_weights, names_in
+from llmc.compiler.frontend.bind import attach_weights, check_all_used, names_in, ties_hold
 from llmc.compiler.frontend.features import check_features
-from llmc.compiler.frontend.parts import ATTENTION, CAUSAL_LM, DECODER, ENCODER, Part, build
+from llmc.compiler.frontend.parts import (
+    ATTENTION,
+    CAUSAL_LM,
+    DECODER,
+    ENCODER,
+    Part,
+    build,
+    text_config,
+)
 from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
 from llmc.compiler.frontend.trace import alone, to_graph, trace
 from llmc.compiler.graph.weights import Weight
@@ -43,8 +52,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         origin: where they come from, for messages.
 
     Raises:
-        LlmcError: the architecture is unknown, its export fails, or a tensor is missing or has
-            another shape than the config asks for.
+        LlmcError: the architecture is unknown, its export fails, a tensor is missing or has
+            another shape or dtype than the config asks for, or one is left over.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = ATTENTION
@@ -55,18 +64,32 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
-        if config.is_encoder_decoder:
-            tensors = _completed(config, tensors, trust_remote_code)
-        graphs = [_export_part(copy.deepcopy(config), part, tensors, origin, trust_remote_code,
-                               names, notes) for part in parts]
+        model = _empty_model(config, parts[0], trust_remote_code)
+        if not ties_hold(model, tensors):
+            for each in (config, text_config(config)):
+                each.tie_word_embeddings = False
+            model = _empty_model(config, parts[0], trust_remote_code)
+        whole = _completed(model, tensors) if config.is_encoder_decoder else tensors
+        graphs = [_export_part(copy.deepcopy(config), part, model, whole, origin,
+                               trust_remote_code, names, notes) for part in parts]
+
+        def with_buffers() -> torch.nn.Module:
+            with init_empty_weights(include_buffers=False):
+                return build(copy.deepcopy(config), parts[0], trust_remote_code)
+
+        check_all_used(model, tensors, names, origin, with_buffers)
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
 
 
-def _export_part(config: Any, part: Part, tensors: Mapping[str, Weight], origin: str,
-                 trust_remote_code: bool, names: dict[int, str], notes: list[str]) -> gs.Graph:
-    """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
+def _empty_model(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
     with torch.device("meta"):
-        model = build(config, part, trust_remote_code)
+        return build(config, part, trust_remote_code)
+
+
+def _export_part(config: Any, part: Part, model: torch.nn.Module, tensors: Mapping[str, Weight],
+                 origin: str, trust_remote_code: bool, names: dict[int, str],
+                 notes: list[str]) -> gs.Graph:
+    """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
     check_features(model, part)
     bound = names_in(model, tensors) & model.state_dict().keys()
     try:
@@ -80,13 +103,10 @@ def _export_part(config: Any, part: Part, tensors: Mapping[str, Weight], origin:
     return graph
 
 
-def _completed(config: Any, tensors: Mapping[str, Weight], trust_remote_code: bool) -> \
-        dict[str, Weight]:
+def _completed(model: Any, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
     """The tensors, with those that checkpoints leave out because the model computes them itself,
     such as sinusoidal positions.
     """
-    with torch.device("meta"):
-        model: Any = build(copy.deepcopy(config), DECODER, trust_remote_code)
     made = dict(tensors)
     for name in sorted(model._keys_to_ignore_on_save or ()):
         owner, _, leaf = name.rpartition(".")

@@ -1,15 +1,29 @@
-"""A .gguf file: config and tokenizer through transformers, tensors dequantised as they are read."""
+"""A .gguf file: config and tokenizer through transformers, rows dequantised as they are read."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import tempfile
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
+from gguf import GGMLQuantizationType, dequantize
 
+from llmc.compiler.frontend.checkpoint import read_rows
+from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+
+# What is not quantised.
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+           "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192}  # all that GGUF converters know
 
 
 def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
@@ -18,37 +32,72 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     Raises:
         LlmcError: the file is broken, or transformers does not know its architecture.
     """
-    from gguf import GGUFReader
-    from transformers import AutoConfig
-
     from llmc.compiler.frontend.export import export
 
-    try:
-        reader = GGUFReader(path)
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # gguf and transformers raise many kinds for a bad file
-        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
-        raise LlmcError(f"'{path}' cannot be read as GGUF ({first})") from error
+    header = read_header(path)
+    parts = header.number("split.count")
+    if parts > 1:
+        raise LlmcError(f"'{path}' is one of {parts} files of a model; join them with "
+                        f"llama-gguf-split --merge")
+    config = _read_config(path, header)
     if config.is_encoder_decoder:
         raise LlmcError(f"'{path}' holds an encoder-decoder model, which llmc reads from a Hugging "
                         f"Face directory only; give that")
+    _scale_rope(path, header, config)
     plain = config.to_dict()
     if not plain.get("architectures"):
         plain["architectures"] = [type(config).__name__.replace("Config", "ForCausalLM")]
     check(plain, {}, False)
-    exported = export(config, _tensors(path, reader, config), str(path))
+    exported = export(config, _tensors(path, header, config), str(path))
 
     def save_tokenizer(target: Path) -> None:
-        from transformers import AutoTokenizer
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(target)
+        _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
+            .save_pretrained(target)
 
     return RawModel(exported.graph, plain, "gguf", save_tokenizer, {}, tuple(exported.notes))
 
 
-def _tensors(path: Path, reader, config) -> dict[str, Weight]:
-    """Every tensor by its Hugging Face name, unread."""
+def _read_config(path: Path, header: GgufHeader) -> Any:
+    """The transformers config, from a copy of the file without vocabulary and tensors where the
+    size of the vocabulary is all that a config takes of it.
+    """
+    from transformers import AutoConfig
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    architecture = header.text("general.architecture")
+    try:
+        if architecture in GGUF_CONFIG_ARCHS \
+                or "vocab_size" not in GGUF_CONFIG_MAPPING.get(architecture, {}):
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / path.name).write_bytes(header.without_vocabulary())
+            return AutoConfig.from_pretrained(folder, gguf_file=path.name)
+    except Exception as error:  # gguf and transformers raise many kinds for a bad file
+        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
+        raise LlmcError(f"'{path}' cannot be read as GGUF ({first})") from error
+
+
+def _tokenizer_class(path: Path, config: Any) -> Any:
+    """The class that AutoTokenizer chooses after it has read the whole config once more."""
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING, TokenizersBackend
+
+    chosen = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
+    said = getattr(config, "tokenizer_class", None) \
+        or (path.parent / "tokenizer_config.json").is_file()
+    if said or chosen is None or chosen.__name__ == "MistralCommonBackend":
+        return AutoTokenizer
+    return chosen
+
+
+def _tensors(path: Path, header: GgufHeader, config: Any) -> dict[str, Weight]:
+    """Every tensor by its Hugging Face name, unread.
+
+    Raises:
+        LlmcError: one has none, or is laid out in a way that is not known.
+    """
     import torch
-    from gguf import dequantize
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
@@ -56,25 +105,106 @@ def _tensors(path: Path, reader, config) -> dict[str, Weight]:
         get_gguf_hf_weights_map,
     )
 
-    architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+    architecture = header.text("general.architecture")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     with torch.device("meta"):
         names = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), processor)
-
-    @lru_cache(maxsize=2)
-    def whole(index: int) -> np.ndarray:
-        tensor = reader.tensors[index]
-        # Mapped for each read: what has been read of a mapped file counts as memory in use.
-        data = np.memmap(path, tensor.data.dtype, "r", int(tensor.data_offset), tensor.data.shape)
-        values = dequantize(data, tensor.tensor_type)
-        result = processor.process(weights=values, name=tensor.name, tensor_key_mapping=names,
-                                   parsed_parameters={"tensors": {}})
-        return np.asarray(result.weights, dtype=np.float32)
-
     found: dict[str, Weight] = {}
-    for index, tensor in enumerate(reader.tensors):
+    for tensor in header.tensors:
+        weight = _weight(path, tensor)
         if tensor.name in names:
-            shape = tuple(int(dim) for dim in reversed(tensor.shape))
-            found[names[tensor.name]] = Weight(
-                shape, np.float32, lambda a, b, i=index: whole(i)[a:b], names[tensor.name])
+            found[names[tensor.name]] = _processed(weight, tensor.name, processor, names, path)
+        elif tensor.name != _ROPE_FACTORS:  # which _scale_rope has read
+            raise LlmcError(f"'{path}' has a tensor '{tensor.name}' {list(tensor.shape)} "
+                            f"{tensor.kind.name}, for which '{type(config).__name__}' has no "
+                            f"place; give the model's Hugging Face directory")
     return found
+
+
+def _scale_rope(path: Path, header: GgufHeader, config: Any) -> None:
+    """Tell the config of what the file says of a scaled rope and transformers does not read.
+
+    Raises:
+        LlmcError: it is scaled otherwise than Llama 3's.
+    """
+    scaling = header.text(f"{header.text('general.architecture')}.rope.scaling.type")
+    rope = getattr(config, "rope_parameters", None) or {}
+    tensor = next((t for t in header.tensors if t.name == _ROPE_FACTORS), None)
+    factors = np.ones(1) if tensor is None else _weight(path, tensor).load().astype(np.float64)
+    if rope.get("rope_type", "default") == "default" and (factors != 1).any():
+        dim = getattr(config, "head_dim", None) \
+            or config.hidden_size // config.num_attention_heads
+        scaled = {**rope, **_LLAMA3, "factor": float(factors.max())}
+        if len(factors) == dim // 2 and np.allclose(factors, _llama3_factors(scaled, dim), 1e-4):
+            config.rope_parameters = scaled
+            return
+        scaling = f"by '{_ROPE_FACTORS}'"
+    if scaling not in ("", "none") and rope.get("rope_type", "default") == "default":
+        raise LlmcError(f"'{path}' scales its rotary embedding ({scaling}), which transformers "
+                        f"does not read from GGUF files; give the model's Hugging Face directory")
+
+
+def _llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
+    """By what Llama 3 divides its frequencies, `[dim / 2]`: one for short wavelengths, `factor` for
+    long ones, and something between the two.
+    """
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = (rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = np.clip(smooth, 0, 1)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+def _weight(path: Path, tensor: GgufTensor) -> Weight:
+    dtype = _DTYPES.get(tensor.kind.name)
+    if dtype is not None:
+        return Weight(tensor.shape, dtype, partial(read_rows, path, tensor.offset, tensor.shape,
+                                                   np.dtype(dtype)), tensor.name)
+    if len(tensor.shape) == 1:  # blocks run across rows of one element
+        return Weight(tensor.shape, np.float32,
+                      lambda start, stop: _dequantized(path, tensor)[start:stop], tensor.name)
+    return Weight(tensor.shape, np.float32, partial(_dequantized, path, tensor), tensor.name)
+
+
+def _dequantized(path: Path, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> \
+        np.ndarray:
+    """Rows of axis 0, float32: whole runs of blocks."""
+    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    stop = rows if stop is None else stop
+    data = read_rows(path, tensor.offset, (rows, tensor.nbytes // rows), np.dtype(np.uint8), start,
+                     stop)
+    try:
+        values = dequantize(data, GGMLQuantizationType(tensor.kind))
+    except NotImplementedError as error:
+        raise LlmcError(f"tensor '{tensor.name}' in '{path}' is quantised as {tensor.kind.name}, "
+                        f"which gguf cannot read; give another quantisation") from error
+    return values.reshape((-1, *tensor.shape[1:]))
+
+
+def _processed(weight: Weight, name: str, processor: Any, names: Mapping[str, str], path: Path) -> \
+        Weight:
+    """What transformers makes of a tensor when it reads it, row by row.
+
+    Raises:
+        LlmcError: it makes of several tensors one, or the like.
+    """
+    def process(values: np.ndarray) -> np.ndarray:
+        result = processor.process(weights=values, name=name, tensor_key_mapping=names,
+                                   parsed_parameters={"tensors": {}})
+        return np.asarray(result.weights)
+
+    kind = type(processor).__name__
+    if not weight.is_floating:
+        return weight
+    weight = weight.cast(np.float32)
+    if kind in ("TensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor"):
+        return Weight(weight.shape, np.float32,
+                      lambda start, stop: process(weight.rows(start, stop)), name)
+    if kind == "LlamaTensorProcessor":  # queries and keys have their rows in another order
+        rows = np.arange(weight.shape[0])
+        return weight.take_rows(process(rows))
+    if kind == "GPT2TensorProcessor":
+        turned = len(weight.shape) == 2 and process(np.zeros((1, 2), np.float32)).shape == (2, 1)
+        return weight.transpose() if turned else weight
+    raise LlmcError(f"'{path}': llmc does not read how GGUF files lay out weights of this "
+                    f"architecture ({kind}); give its Hugging Face directory")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from llmc.compiler.frontend import sentencepiece_pair
+from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
+from llmc.compiler.frontend.quantized import refuse_quantized_config, refuse_quantized_tensors
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
-from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -25,10 +22,14 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     """Export the model in a directory, or fetch it by hub id first.
 
     Raises:
-        LlmcError: the directory, its config or its weights are missing, broken or do not match.
+        LlmcError: the directory, its config or its weights are missing, broken, quantised or do
+            not match.
     """
     directory = find_directory(model)
-    config = read_config(directory, trust_remote_code)
+    refuse_quantized_config(directory, _plain_config(directory))
+    tensors = open_checkpoint(directory, allow_pickle)
+    refuse_quantized_tensors(tensors, str(directory))
+    config = read_config(directory, trust_remote_code)  # imports transformers, which takes seconds
     generation = _generation(directory)
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
@@ -36,7 +37,6 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     check(_plain_config(directory), generation, config.is_encoder_decoder)
     with tempfile.TemporaryDirectory() as scratch:
         copy_tokenizer(directory, Path(scratch))  # rather now than after the export
-    tensors = open_checkpoint(directory, allow_pickle)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, tensors, str(directory), trust_remote_code=trust_remote_code)
@@ -95,77 +95,12 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _plain_config(directory: Path) -> dict[str, Any]:
-    return _json(directory / "config.json")
+    return read_json(directory / "config.json")
 
 
 def _generation(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
-    return _json(path) if path.is_file() else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise LlmcError(f"'{path}' is not a JSON object")
-    return data
-
-
-def open_checkpoint(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
-    """Every tensor of a checkpoint by name, unread.
-
-    Raises:
-        LlmcError: there are no weights, a shard is missing or broken, or they are pickled.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise LlmcError(f"'{index}' lists '{missing[0]}', which is missing")
-        files = [directory / name for name in names]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    tensors: dict[str, Weight] = {}
-    for path in files:
-        tensors.update(_open_safetensors(path))
-    if tensors:
-        return tensors
-    pickled = sorted(directory.glob("pytorch_model*.bin"))
-    if not pickled:
-        raise LlmcError(f"'{directory}' has a config but no *.safetensors weights")
-    if not allow_pickle:
-        raise LlmcError(f"'{directory}' has only pickled weights ('{pickled[0].name}'), which can "
-                        f"run code when read; convert them to safetensors, or trust them with "
-                        f"--allow_pickle")
-    import torch
-    for path in pickled:
-        for name, tensor in torch.load(path, mmap=True, weights_only=True).items():
-            tensors[name] = Weight(tensor.shape, np.float32,
-                                   lambda a, b, t=tensor: t[a:b].float().numpy(), name)
-    return tensors
-
-
-def _open_safetensors(path: Path) -> dict[str, Weight]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape())
-                      for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise LlmcError(f"'{path}' is not a readable safetensors file ({error})") from error
-
-    def reader(name: str):
-        def rows(start: int, stop: int) -> np.ndarray:
-            # Opened for each read: what has been read of a mapped file counts as memory in use.
-            with safe_open(path, framework="pt") as file:
-                return file.get_slice(name)[start:stop].float().numpy()
-        return rows
-
-    return {name: Weight(shape, np.float32, reader(name), name) for name, shape in shapes.items()}
+    return read_json(path) if path.is_file() else {}
 
 
 def copy_tokenizer(directory: Path, target: Path) -> None:
@@ -175,6 +110,8 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
             shutil.copyfile(directory / name, target / name)
     if (target / "tokenizer.json").is_file():
         return
+    from llmc.compiler.frontend import sentencepiece_pair
+
     if (directory / sentencepiece_pair.SOURCE).is_file():
         sentencepiece_pair.write_tokenizer(directory, target)
     elif any(target.iterdir()):

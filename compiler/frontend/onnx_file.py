@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx.inliner
 import onnx_graphsurgeon as gs
-from onnx.external_data_helper import ExternalDataInfo
 
+from llmc.compiler.frontend.external_data import ExternalArray, embed, find_external_data
 from llmc.compiler.frontend.huggingface import (
     _generation,
     _plain_config,
@@ -22,7 +23,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 _MIN_OPSET = 18
-_WEIGHT_ELEMENTS = 1  # floats with more elements than this and rank 1 or 2 may be weights
+_TABLE_ELEMENTS = 256  # floats of rank 1 with no more elements are tables such as inv_freq
 
 
 def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
@@ -30,7 +31,7 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
 
     Raises:
         LlmcError: it is not ONNX, has an older opset, a KV cache, or other inputs than token ids,
-            positions and an attention mask.
+            positions and an attention mask; or it names data that are not in its folder.
     """
     directory = find_directory(hf_dir)
     check(_plain_config(directory), _generation(directory), False)
@@ -42,21 +43,35 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     if opset < _MIN_OPSET:
         raise LlmcError(f"'{path}' has opset {opset}; export it with opset {_MIN_OPSET} or later")
     _check_inputs(model, path)
+    external = _external_weights(model, path)
     try:
-        graph = gs.import_onnx(_with_shapes(onnx.inliner.inline_local_functions(model)))
+        if model.functions:
+            model = onnx.inliner.inline_local_functions(model)
+        graph = gs.import_onnx(_with_shapes(model))
     except Exception as error:  # onnx and graph-surgeon raise many kinds
         first = str(error).strip().partition("\n")[0][:160] or type(error).__name__
         raise LlmcError(f"'{path}' is no valid ONNX model ({first})") from error
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):
-            _make_lazy(tensor, path.parent)
+            _make_lazy(tensor, external)
     _name_dimensions(graph)
     _drop_mask_input(graph)
-    graph.outputs = graph.outputs[:1]
-    graph.outputs[0].name = "logits"
+    logits = _logits(graph, path)
+    notes = [f"the output '{tensor.name}' is left out" for tensor in graph.outputs
+             if tensor is not logits]
+    graph.outputs = [logits]
+    logits.name = "logits"
     tidy(graph)
     return RawModel(graph, _plain_config(directory), "onnx",
-                    lambda target: copy_tokenizer(directory, target), _generation(directory))
+                    lambda target: copy_tokenizer(directory, target), _generation(directory),
+                    tuple(notes))
+
+
+def _logits(graph: gs.Graph, path: Path) -> gs.Tensor:
+    """The output of that name, or else the first."""
+    if not graph.outputs:
+        raise LlmcError(f"'{path}' has no output; export it with one, the logits")
+    return next((tensor for tensor in graph.outputs if tensor.name == "logits"), graph.outputs[0])
 
 
 def _check_inputs(model: onnx.ModelProto, path: Path) -> None:
@@ -81,24 +96,43 @@ def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def _make_lazy(tensor: gs.Constant, directory: Path) -> None:
-    """Turn float constants of rank 1 and 2 into weights that are read when needed."""
+def _may_be_weight(dtype: np.dtype, shape: Sequence[int]) -> bool:
+    count = int(np.prod(shape, dtype=np.int64))
+    return dtype == np.float32 and len(shape) in (1, 2) \
+        and count > (_TABLE_ELEMENTS if len(shape) == 1 else 1)
+
+
+def _external_weights(model: onnx.ModelProto, path: Path) -> dict[str, ExternalArray]:
+    """Where the graph's weights lie that are in other files. All else that is there is read."""
+    initializers = list(model.graph.initializer)
+    weights = {id(tensor) for tensor in initializers
+               if _may_be_weight(_dtype(tensor), tensor.dims)}
+    found: dict[str, ExternalArray] = {}
+    for tensor, array in find_external_data(model, path):
+        if id(tensor) in weights:
+            found[tensor.name] = array
+        else:
+            embed(tensor, array)
+    return found
+
+
+def _dtype(tensor: onnx.TensorProto) -> np.dtype:
+    try:
+        return onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    except KeyError:
+        return np.dtype(np.void)
+
+
+def _make_lazy(tensor: gs.Constant, external: Mapping[str, ExternalArray]) -> None:
+    """Turn what may be a weight into one that is read when needed."""
     values = tensor._values
-    if isinstance(values, np.ndarray) or len(values.shape) not in (1, 2) \
-            or int(np.prod(values.shape)) <= _WEIGHT_ELEMENTS \
-            or np.dtype(values.dtype) != np.float32:
+    if isinstance(values, np.ndarray) or isinstance(values.dtype, int) \
+            or not _may_be_weight(np.dtype(values.dtype), values.shape):
         return
-    proto = values.tensor
-    shape = tuple(values.shape)
-    if proto.data_location == onnx.TensorProto.EXTERNAL:
-        info = ExternalDataInfo(proto)
-        array: np.ndarray = np.memmap(directory / info.location, np.float32, "r",
-                                      info.offset or 0, shape)
-    elif int(np.prod(shape)) <= 256 and len(shape) == 1:
-        return  # small tables such as inv_freq stay plain constants
+    if tensor.name in external:
+        tensor._values = external[tensor.name].weight(np.dtype(np.float32), tensor.name)
     else:
-        array = onnx.numpy_helper.to_array(proto)
-    tensor._values = Weight(shape, np.float32, lambda a, b: np.asarray(array[a:b]), tensor.name)
+        tensor._values = Weight.of(onnx.numpy_helper.to_array(values.tensor), tensor.name)
 
 
 def _name_dimensions(graph: gs.Graph) -> None:

@@ -6,13 +6,15 @@ partitioned without loading it: each rewrite wraps the weight in what is to be d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
-_BLOCK_BYTES = 64 << 20
+BLOCK_BYTES = 16 << 20  # of a weight that is held at once
+_FLOATING = frozenset(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 
 
 class Weight(LazyValues):
@@ -20,7 +22,8 @@ class Weight(LazyValues):
 
     Args:
         shape: dimensions.
-        dtype: NumPy dtype (ml_dtypes' bfloat16 included).
+        dtype: NumPy dtype (ml_dtypes' included): in a checkpoint the one on disk, in a graph that
+            of the constant.
         rows: reads rows `start` to `stop` of axis 0 as an array of `dtype`.
         name: where it comes from, for messages.
     """
@@ -33,6 +36,7 @@ class Weight(LazyValues):
         self._rows = rows
         self._transposed: Weight | None = None
         self._padded: dict[int, Weight] = {}
+        self._cast: dict[np.dtype, Weight] = {}
 
     @property
     def nbytes(self) -> int:
@@ -50,35 +54,51 @@ class Weight(LazyValues):
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Rows `start` to `stop` (exclusive) of axis 0."""
         block = self._rows(start, stop)
-        expected = (stop - start, *self.shape[1:])
+        expected = (stop - start, *self.shape[1:]) if self.shape else ()
         assert block.shape == expected, f"{self.name}: read {block.shape}, expected {expected}"
         return np.ascontiguousarray(block, dtype=self.dtype)
 
     def load(self) -> np.ndarray:
         """The whole array."""
-        return self.rows(0, self.shape[0])
+        return self.rows(0, self.shape[0] if self.shape else 1)
 
-    def blocks(self, max_bytes: int = _BLOCK_BYTES):
+    def blocks(self, max_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
         """The array as consecutive blocks of rows of at most `max_bytes` (at least one row)."""
+        for start, stop in self._steps(max_bytes):
+            yield self.rows(start, stop)
+
+    def _steps(self, max_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
         row_bytes = max(1, self.nbytes // max(1, self.shape[0]))
         step = max(1, max_bytes // row_bytes)
         for start in range(0, self.shape[0], step):
-            yield self.rows(start, min(start + step, self.shape[0]))
+            yield start, min(start + step, self.shape[0])
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether its numbers are a model's weights as they are, whatever their width."""
+        return self.dtype in _FLOATING
 
     @staticmethod
     def of(array: np.ndarray, name: str = "constant") -> Weight:
         """A weight that is already in memory."""
-        return Weight(array.shape, array.dtype, lambda start, stop: array[start:stop], name)
+        return Weight(array.shape, array.dtype,
+                      lambda start, stop: array[start:stop] if array.ndim else array, name)
 
     def transpose(self) -> Weight:
         """The transpose of a matrix; of a transposed one, the original.
 
-        Reads the whole source for each block of its rows.
+        Reads the whole source for each block of its rows, but holds no more than a block of it.
         """
         assert len(self.shape) == 2
         if self._transposed is None:
-            self._transposed = Weight(self.shape[::-1], self.dtype,
-                                      lambda start, stop: self.load()[:, start:stop].T, self.name)
+
+            def rows(start: int, stop: int) -> np.ndarray:
+                block = np.empty((stop - start, self.shape[0]), self.dtype)
+                for low, high in self._steps():
+                    block[:, low:high] = self.rows(low, high)[:, start:stop].T
+                return block
+
+            self._transposed = Weight(self.shape[::-1], self.dtype, rows, self.name)
             self._transposed._transposed = self
         return self._transposed
 
@@ -143,19 +163,22 @@ class Weight(LazyValues):
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """A matrix times a vector, float32. Reads the matrix once, a block at a time.
 
-        Summed in float64 and not by BLAS, whose order differs by machine: the same input gives the
-        same bytes.
+        Summed in float64, in an order that no processor chooses: the same input gives the same
+        bytes.
         """
-        return np.concatenate([(block.astype(np.float64) * vector).sum(1).astype(np.float32)
+        return np.concatenate([_sum_rows(block.astype(np.float64) * vector).astype(np.float32)
                                for block in self.blocks()])
 
     def cast(self, dtype: np.dtype | type) -> Weight:
-        """The weight in another dtype."""
+        """The weight in another dtype; the same each time."""
         dtype = np.dtype(dtype)
         if dtype == self.dtype:
             return self
-        return Weight(self.shape, dtype,
-                      lambda start, stop: self.rows(start, stop).astype(dtype), self.name)
+        if dtype not in self._cast:
+            self._cast[dtype] = Weight(
+                self.shape, dtype, lambda start, stop: self.rows(start, stop).astype(dtype),
+                self.name)
+        return self._cast[dtype]
 
     @staticmethod
     def concat(weights: Sequence[Weight]) -> Weight:
@@ -176,6 +199,20 @@ class Weight(LazyValues):
 
         return Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
                       "+".join(w.name for w in weights))
+
+
+def _sum_rows(matrix: np.ndarray) -> np.ndarray:
+    """The sum of each row, by adding the row's halves to each other until one column is left.
+
+    NumPy's own sum adds in an order that depends on its version and may on the processor; an
+    element plus an element is the same everywhere.
+    """
+    while matrix.shape[1] > 1:
+        half = matrix.shape[1] // 2
+        rest = matrix[:, 2 * half:]
+        matrix = matrix[:, :half] + matrix[:, half:2 * half]
+        matrix = np.concatenate([matrix, rest], axis=1) if rest.size else matrix
+    return matrix[:, 0]
 
 
 def unread(start: int, stop: int) -> np.ndarray:

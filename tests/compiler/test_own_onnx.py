@@ -151,3 +151,88 @@ def test_a_graph_with_a_kv_cache_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "tiny"}')
     with pytest.raises(llmc.LlmcError, match="takes a KV cache"):
         llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)
+
+
+@pytest.fixture
+def external(tmp_path):
+    """A folder with a model whose weights lie in `weights.bin`, and a file that is none of it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    one_layer("visible = LessOrEqual(j, i)", tmp_path / "whole.onnx")
+    (folder / "config.json").write_text('{"model_type": "tiny", "max_position_embeddings": 32}')
+    model = onnx.load(tmp_path / "whole.onnx")
+    for tensor in model.graph.initializer:  # a scale in a file, too, small enough to be a constant
+        onnx.external_data_helper.set_external_data(tensor, "weights.bin")
+    scale = onnx.helper.make_tensor("half", 1, [], [0.5])
+    next(node for node in model.graph.node if node.output[0] == "half").op_type = "Identity"
+    half = next(node for node in model.graph.node if node.output[0] == "half")
+    del half.attribute[:]
+    half.input.append("half_value")
+    scale = onnx.numpy_helper.from_array(np.array(0.5, np.float32), "half_value")
+    onnx.external_data_helper.set_external_data(scale, "weights.bin")
+    model.graph.initializer.append(scale)
+    onnx.save(model, folder / "m.onnx")
+    (tmp_path / "weights.bin").write_bytes(b"\0" * 4096)
+    return folder
+
+
+def located(folder, tensor, **entries):
+    """The model with another place for a tensor's data."""
+    model = onnx.load(folder / "m.onnx", load_external_data=False)
+    found = next(t for t in model.graph.initializer if t.name == tensor)
+    entries = {entry.key: entry.value for entry in found.external_data} | entries
+    del found.external_data[:]
+    for key, value in entries.items():
+        found.external_data.add(key=key, value=value)
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+
+
+def test_data_are_read_beside_the_model_from_any_working_directory(external, tmp_path, monkeypatch):
+    """`tmp_path` has a file of the same name, with other bytes."""
+    monkeypatch.chdir(tmp_path)
+    graph = lower(load(external / "m.onnx", hf_dir=external), Options()).graphs[0]
+    attention, = [node for node in graph.nodes if node.op == "CausalAttention"]
+    assert attention.attrs["scale"] == 0.5
+    whole = {t.name: onnx.numpy_helper.to_array(t)
+             for t in onnx.load(tmp_path / "whole.onnx").graph.initializer}
+    embedding = next(node for node in graph.nodes if node.op == "Embedding").inputs[1]
+    np.testing.assert_array_equal(embedding._values.load(), whole["table"])
+
+
+@pytest.mark.parametrize("tensor", ["wq", "half_value"])
+@pytest.mark.parametrize(("entries", "match"), [
+    ({"location": "../weights.bin"}, "'../weights.bin', which leads out of its folder"),
+    ({"location": "/etc/passwd"}, "which is an absolute path"),
+    ({"location": "..\\weights.bin"}, "has a character that no such name may have"),
+    ({"location": ""}, "which is empty"),
+    ({"location": "gone.bin"}, "lists 'gone.bin', which is missing"),
+    ({"offset": "1000000"}, r"takes bytes 1000000 to 1000\d+ of 'weights.bin', which has 1284"),
+    ({"offset": "-8"}, "has the offset '-8', which is no number of bytes"),
+    ({"length": "3"}, r"takes \d+ bytes, but its length in 'weights.bin' is 3"),
+    ({"length": "many"}, "has the length 'many'"),
+    ({"where": "here"}, r"a key that ONNX has not, .*\['where'\]"),
+])
+def test_data_that_are_not_where_they_should_be(external, tensor, entries, match):
+    located(external, tensor, **entries)
+    with pytest.raises(llmc.LlmcError, match=match) as caught:
+        load(external / "m.onnx", hf_dir=external)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_that_were_cut_off(external):
+    data = (external / "weights.bin").read_bytes()
+    (external / "weights.bin").write_bytes(data[:600])
+    with pytest.raises(llmc.LlmcError, match=r"\[8, 8\] takes bytes 512 to 768 of 'weights.bin', "
+                                             r"which has 600; it was cut off"):
+        load(external / "m.onnx", hf_dir=external)
+
+
+def test_logits_are_the_output_of_that_name(tmp_path):
+    one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx")
+    (tmp_path / "config.json").write_text('{"model_type": "tiny"}')
+    model = onnx.load(tmp_path / "m.onnx")
+    model.graph.output.insert(0, onnx.helper.make_tensor_value_info("x", 1, None))
+    onnx.save(model, tmp_path / "m.onnx")
+    raw = load(tmp_path / "m.onnx", hf_dir=tmp_path)
+    assert raw.graph.outputs[0].inputs[0].op == "MatMul"
+    assert raw.notes == ("the output 'x' is left out",)

@@ -1,0 +1,173 @@
+"""The tensors of a checkpoint by name, with the dtypes that they have on disk, unread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from llmc.compiler.frontend.paths import named_file
+from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+           "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+           "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I64": np.int64, "I32": np.int32, "I16": np.int16,
+           "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+           "BOOL": np.bool_}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        LlmcError: it is none.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise LlmcError(f"'{path}' is not a JSON object")
+    return data
+
+
+def open_checkpoint(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
+    """Every tensor of a checkpoint: of the shards that an index lists, or of one file.
+
+    Raises:
+        LlmcError: there are no weights, a shard is missing or broken, two shards have the same
+            tensor, or the weights are pickled and that is not allowed.
+    """
+    if (directory / "adapter_config.json").is_file():
+        raise LlmcError(f"'{directory}' holds an adapter ('adapter_config.json'), which llmc does "
+                        f"not compile; merge it into its model and give that")
+    tensors: dict[str, Weight] = {}
+    owner: dict[str, Path] = {}
+    for path, wanted in _shards(directory):
+        found = _open_safetensors(path)
+        for name in found:
+            if name in owner:
+                raise LlmcError(f"tensor '{name}' is in both '{owner[name]}' and '{path}'; remove "
+                                f"one of them")
+            owner[name] = path
+        for name in wanted:
+            if name not in found:
+                raise LlmcError(f"'{directory / INDEX}' says that '{path.name}' has tensor "
+                                f"'{name}', which it has not")
+        tensors.update(found)
+    return tensors or _open_pickled(directory, allow_pickle)
+
+
+def _shards(directory: Path) -> list[tuple[Path, list[str]]]:
+    """The safetensors files, each with the tensors that the index says it has."""
+    index, single = directory / INDEX, directory / SINGLE
+    if not index.is_file():
+        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        return [(path, []) for path in files]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names \
+            or not all(isinstance(file, str) for file in names.values()):
+        raise LlmcError(f"'{index}' has no weight_map from tensors' names to files' names")
+    shards = [(named_file(index, file), [name for name in names if names[name] == file])
+              for file in sorted(set(names.values()))]
+    if single.is_file() and single not in [path for path, _ in shards]:
+        raise LlmcError(f"'{single}' is there and not listed in '{INDEX}'; remove one of them")
+    return shards
+
+
+def _open_safetensors(path: Path) -> dict[str, Weight]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):  # checks dtypes, shapes and offsets
+            pass
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise LlmcError(f"'{path}' is not a readable safetensors file ({error})") from error
+    found: dict[str, Weight] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise LlmcError(f"tensor '{name}' in '{path}' has dtype {entry['dtype']}, of which "
+                            f"llmc knows no weights; give the checkpoint in float32, float16 or "
+                            f"bfloat16")
+        shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
+        start = 8 + length + entry["data_offsets"][0]
+        found[name] = Weight(shape, dtype, partial(read_rows, path, start, shape, dtype), name)
+    return found
+
+
+def read_rows(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, start: int,
+              stop: int) -> np.ndarray:
+    """Rows of an array of `shape` that lies at `offset` bytes in a file.
+
+    Read and not mapped: what has been read of a mapped file counts as memory in use.
+    """
+    row = int(np.prod(shape[1:], dtype=np.int64))
+    flat = np.fromfile(path, dtype, (stop - start) * row, offset=offset + start * row *
+                       dtype.itemsize)
+    if flat.size != (stop - start) * row:
+        raise LlmcError(f"'{path}' has become shorter while it was read")
+    return flat.reshape((stop - start, *shape[1:]) if shape else ())
+
+
+def _open_pickled(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if not pickled:
+        raise LlmcError(f"'{directory}' has a config but no *.safetensors weights")
+    if not allow_pickle:
+        raise LlmcError(f"'{directory}' has only pickled weights ('{pickled[0].name}'), which can "
+                        f"run code when read; convert them to safetensors, or trust them with "
+                        f"--allow_pickle")
+    tensors: dict[str, Weight] = {}
+    for path in pickled:
+        for name, weight in _unpickled(path):
+            if name in tensors:
+                raise LlmcError(f"tensor '{name}' is in '{path}' and in another file of "
+                                f"'{directory}'; remove one of them")
+            tensors[name] = weight
+    return tensors
+
+
+def _unpickled(path: Path) -> Iterator[tuple[str, Weight]]:
+    import torch
+
+    try:
+        found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch and pickle raise many kinds for a bad file
+        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
+        raise LlmcError(f"'{path}' cannot be read as a pickled checkpoint ({first})") from error
+    if not isinstance(found, dict):
+        raise LlmcError(f"'{path}' holds no tensors by name but a {type(found).__name__}")
+    for name, tensor in found.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise LlmcError(f"'{path}' has a {type(tensor).__name__} under '{name}', not a tensor; "
+                            f"give a checkpoint of the model's tensors alone")
+        dtype = _numpy_dtype(tensor.dtype)
+        yield name, Weight(tensor.shape, dtype, partial(_tensor_rows, tensor, dtype), name)
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    name = str(dtype).removeprefix("torch.")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _tensor_rows(tensor: torch.Tensor, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
+    import torch
+
+    rows = tensor[start:stop] if tensor.dim() else tensor
+    flat = rows.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy has no bfloat16
+    return flat.view(dtype).reshape(rows.shape)

@@ -1,0 +1,133 @@
+"""Refuse quantised checkpoints by the method's name, from their JSON files or their tensors.
+
+Some methods keep every tensor's name and shape (block FP8, int8 of bitsandbytes and of
+compressed-tensors): without their scales such weights would make another model, so what gives a
+method away is looked for before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
+
+_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM",
+          "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4", "fbgemm_fp8": "FBGEMM FP8",
+          "auto-round": "AutoRound", "quark": "AMD Quark", "bitnet": "BitNet"}
+# Files beside config.json where older tools say it.
+_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ",
+          "hf_quant_config.json": "NVIDIA ModelOpt"}
+# The ends of tensors' names that only one kind of checkpoint has; the first that fits counts.
+_MARKS: tuple[tuple[str, str], ...] = (
+    (r"\.quant_state\.bitsandbytes__(nf4|fp4)|\.weight\.(nested_)?(absmax|quant_map)",
+     "bitsandbytes in 4 bits (NF4 or FP4)"),
+    (r"\.SCB|\.weight_format", "bitsandbytes in 8 bits (LLM.int8)"),
+    (r"\.g_idx", "GPTQ"),
+    (r"\.qzeros|\.qweight", "AWQ or GPTQ"),
+    (r"\.weight_scale_inv", "FP8 in blocks"),
+    (r"\.weight_packed", "compressed-tensors, packed"),
+    (r"\.weight_(scale(_2)?|zero_point|global_scale)", "compressed-tensors or NVIDIA ModelOpt"),
+    (r"_proj_(blocks|scales)", "MXFP4"),
+)
+_WAY_OUT = "which llmc does not compile yet; give the checkpoint that it was made from, in float32, " \
+    "float16 or bfloat16, or a GGUF file of it"
+
+
+def refuse_quantized_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Look at what the JSON files say.
+
+    Raises:
+        LlmcError: they describe a quantised checkpoint.
+    """
+    method = method_of(config)
+    for name, tool in _FILES.items():
+        if method is None and (directory / name).is_file():
+            method = _described(tool, _read(directory / name))
+    if method is not None:
+        raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights are "
+                        f"not quantised, take that out of its config")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """How a config says that the weights were quantised, as users know it: `GPTQ (4 bits, groups of
+    128)`; None where it does not.
+    """
+    for owner in (config, *(config.get(key) for key in ("text_config", "llm_config"))):
+        for key in ("quantization_config", "compression_config"):
+            said = owner.get(key) if isinstance(owner, Mapping) else None
+            if not isinstance(said, Mapping) or not said:
+                continue
+            method = str(said.get("quant_method") or
+                         ("compressed-tensors" if key == "compression_config" else "bitsandbytes"
+                          if any(name.startswith("load_in_") for name in said) else "a method "
+                          "that its config does not name"))
+            if method.startswith("bitsandbytes"):
+                bits = [number for number in (8, 4) if said.get(f"load_in_{number}bit")
+                        or said.get(f"_load_in_{number}bit")]
+                if not bits and any(name.startswith("load_in_") for name in said):
+                    continue  # it was asked for neither
+                kind = {8: "LLM.int8", 4: str(said.get("bnb_4bit_quant_type", "fp4")).upper()}
+                return f"bitsandbytes ({bits[0]} bits, {kind[bits[0]]})" if bits else "bitsandbytes"
+            return _described(_NAMES.get(method.lower(), method), said)
+    return None
+
+
+def _described(name: str, said: Mapping[str, Any]) -> str:
+    """A method with its bits, groups and format."""
+    found = dict(_numbers(said))
+    details = [text.format(found[key]) for key, text in (
+        ("bits", "{} bits"), ("group_size", "groups of {}"), ("weight_block_size", "blocks of {}"),
+        ("format", "{}"), ("type", "{}")) if key in found]
+    return f"{name} ({', '.join(details)})" if details else name
+
+
+def _numbers(said: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    spellings = {"bits": ("bits", "num_bits", "w_bit", "wbits"),
+                 "group_size": ("group_size", "q_group_size"), "type": ("type", "quant_algo"),
+                 "weight_block_size": ("weight_block_size",), "format": ("format", "fmt")}
+    groups = said.get("config_groups")
+    group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = group.get("weights") if isinstance(group, Mapping) else said.get("quantization")
+    for key, names in spellings.items():
+        for place in (said, weights):
+            value = next((place[name] for name in names if place.get(name)), None) \
+                if isinstance(place, Mapping) else None
+            if isinstance(value, list) and all(isinstance(n, int) for n in value):
+                value = "×".join(map(str, value))
+            if isinstance(value, str) or (isinstance(value, int) and value > 0):
+                yield key, str(value)
+                break
+
+
+def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str) -> None:
+    """Look at names and dtypes.
+
+    Raises:
+        LlmcError: there are scales or packed weights, or weights of 8 bits or fewer.
+    """
+    for mark, method in _MARKS:
+        pattern = re.compile(rf"({mark})$")
+        name = next((name for name in tensors if pattern.search(name)), None)
+        if name is not None:
+            raise LlmcError(f"'{origin}' is quantised by {method}, as its tensor '{name}' "
+                            f"({tensors[name].dtype}) says, {_WAY_OUT}")
+    for name, tensor in tensors.items():
+        if tensor.dtype.name.startswith("float8"):
+            raise LlmcError(f"'{origin}' is quantised to FP8, as its tensor '{name}' "
+                            f"({tensor.dtype}) says, {_WAY_OUT}")
+        if tensor.dtype.kind in "iu" and len(tensor.shape) > 1 and name.endswith(".weight"):
+            raise LlmcError(f"'{origin}' is quantised, as its weight '{name}' ({tensor.dtype}) "
+                            f"says, {_WAY_OUT}")
