@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +54,13 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 present = weights.setdefault(tensor.name, tensor._values)
                 assert present is tensor._values, f"two weights are named '{tensor.name}'"
-    header, end = {}, 0
+    header: dict[str, dict[str, object]] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    end = 0
     for name, weight in weights.items():
+        spans[name] = end, end + weight.nbytes
         header[name] = {"dtype": _SAFETENSORS_DTYPES[weight.dtype.name],
-                        "shape": list(weight.shape), "data_offsets": [end, end + weight.nbytes]}
+                        "shape": list(weight.shape), "data_offsets": list(spans[name])}
         end += weight.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # so that the data begins on a page
@@ -67,17 +70,16 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
         for block in _blocks(len(text).to_bytes(8, "little") + text, weights.values()):
             file.write(block)
             digest.update(block)
-    places = {name: Placed(start + entry["data_offsets"][0],
-                           entry["data_offsets"][1] - entry["data_offsets"][0])
-              for name, entry in header.items()}
+    places = {name: Placed(start + low, high - low) for name, (low, high) in spans.items()}
     return places, FileEntry(path=path.name, size=start + end, sha256=digest.hexdigest())
 
 
-def _blocks(header: bytes, weights: Iterable[Weight]):
+def _blocks(header: bytes, weights: Iterable[Weight]) -> Iterator[bytes | memoryview]:
     yield header
     for weight in weights:
         for block in weight.blocks():
-            yield block.tobytes() if block.nbytes < _ALIGNMENT else block.reshape(-1).view(np.uint8)
+            yield block.tobytes() if block.nbytes < _ALIGNMENT \
+                else block.reshape(-1).view(np.uint8).data
 
 
 def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
@@ -85,7 +87,7 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
     """The graph as ONNX: weights by reference into the weight file, and the body of every llmc op
     as a model-local function, in the form that suits `target` and the activations' `dtype`.
     """
-    proto = gs.export_onnx(graph, do_type_check=False)
+    proto: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
     functions: dict[str, onnx.FunctionProto] = {}
     for node, exported in zip(graph.nodes, proto.graph.node, strict=True):
         if is_llmc(node):

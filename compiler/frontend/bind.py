@@ -146,8 +146,8 @@ def check_all_used(model: torch.nn.Module, tensors: Mapping[str, Weight],
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise LlmcError(
             f"'{origin}' has a tensor '{name}' {list(tensors[name].shape)} {tensors[name].dtype}"
-            f"{more} that '{type(model).__name__}', as its config describes it, does not take; give "
-            f"the config that belongs to the weights, or remove what the model does without")
+            f"{more} that '{type(model).__name__}', as its config describes it, does not take; "
+            f"give the config that belongs to the weights, or remove what the model does without")
 
 
 def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: _Checkpoint,

@@ -93,10 +93,10 @@ def _nbytes(tensor: onnx.TensorProto, what: str) -> int:
         raise LlmcError(f"{what} of type {tensor.data_type} and shape {list(tensor.dims)} cannot "
                         f"lie in another file")
     try:
-        itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        itemsize: int = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     except KeyError:
         raise LlmcError(f"{what} has the type {tensor.data_type}, which ONNX has not") from None
-    count = math.prod(tensor.dims)
+    count: int = math.prod(tensor.dims)
     return -(-count // 2) if tensor.data_type in _HALF_BYTES else count * itemsize
 
 

@@ -16,9 +16,10 @@ from typing import Any
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
-_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ", "aqlm": "AQLM",
-          "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4", "fbgemm_fp8": "FBGEMM FP8",
-          "auto-round": "AutoRound", "quark": "AMD Quark", "bitnet": "BitNet"}
+_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ",
+          "aqlm": "AQLM", "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4",
+          "fbgemm_fp8": "FBGEMM FP8", "auto-round": "AutoRound", "quark": "AMD Quark",
+          "bitnet": "BitNet"}
 # Files beside config.json where older tools say it.
 _FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ",
           "hf_quant_config.json": "NVIDIA ModelOpt"}
@@ -34,8 +35,8 @@ _MARKS: tuple[tuple[str, str], ...] = (
     (r"\.weight_(scale(_2)?|zero_point|global_scale)", "compressed-tensors or NVIDIA ModelOpt"),
     (r"_proj_(blocks|scales)", "MXFP4"),
 )
-_WAY_OUT = "which llmc does not compile yet; give the checkpoint that it was made from, in float32, " \
-    "float16 or bfloat16, or a GGUF file of it"
+_WAY_OUT = "which llmc does not compile yet; give the checkpoint that it was made from, in " \
+    "float32, float16 or bfloat16, or a GGUF file of it"
 
 
 def refuse_quantized_config(directory: Path, config: Mapping[str, Any]) -> None:
