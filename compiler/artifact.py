@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -55,11 +54,13 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 present = weights.setdefault(tensor.name, tensor._values)
                 assert present is tensor._values, f"two weights are named '{tensor.name}'"
-    header: dict[str, dict[str, Any]] = {}
+    header: dict[str, dict[str, object]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     end = 0
     for name, weight in weights.items():
+        spans[name] = end, end + weight.nbytes
         header[name] = {"dtype": _SAFETENSORS_DTYPES[weight.dtype.name],
-                        "shape": list(weight.shape), "data_offsets": [end, end + weight.nbytes]}
+                        "shape": list(weight.shape), "data_offsets": list(spans[name])}
         end += weight.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # so that the data begins on a page
@@ -69,9 +70,7 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
         for block in _blocks(len(text).to_bytes(8, "little") + text, weights.values()):
             file.write(block)
             digest.update(block)
-    places = {name: Placed(start + entry["data_offsets"][0],
-                           entry["data_offsets"][1] - entry["data_offsets"][0])
-              for name, entry in header.items()}
+    places = {name: Placed(start + low, high - low) for name, (low, high) in spans.items()}
     return places, FileEntry(path=path.name, size=start + end, sha256=digest.hexdigest())
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -63,10 +63,10 @@ def installed() -> Iterator[None]:
     """Have the compiler's exports kept."""
     real, exporter = trace.trace, trace._run_exporter
 
-    def cached(config: Any, part: Any, layers_name: str | None, trust_remote_code: bool,
-               parted: Set[str]) -> onnx.ModelProto:
+    def cached(config: Any, part: Any, layers_name: str | None, trust_remote_code: bool) -> \
+            onnx.ModelProto:
         def make() -> onnx.ModelProto:
-            return real(config, part, layers_name, trust_remote_code, parted)
+            return real(config, part, layers_name, trust_remote_code)
 
         if trace._run_exporter is not exporter or \
                 not type(config).__module__.startswith("transformers."):
@@ -74,7 +74,7 @@ def installed() -> Iterator[None]:
         described = {key: value for key, value in config.to_dict().items()
                      if key != "_name_or_path"}
         return kept(f"{json.dumps(described, sort_keys=True, default=str)} {type(config).__name__} "
-                    f"{part.name} {layers_name} {sorted(parted)}", make)
+                    f"{part.name} {layers_name}", make)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "trace", cached)

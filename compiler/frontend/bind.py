@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, cast
 
 import numpy as np
@@ -95,29 +95,20 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in by_id.values() for name in names}
 
 
-def bound_buffers(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> Set[str]:
-    """The buffers whose values a checkpoint holds, but for single numbers, which are the config's.
-    What a model computes itself is not read, whoever has saved it.
-    """
+def names_in(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> Set[str]:
+    """The checkpoint's names, as transformers calls them today, with prefixes and without."""
     checkpoint = _Checkpoint(model, tensors)
-    return {name for name, buffer in _saved_buffers(model)
-            if buffer.dim() and checkpoint.get(name) is not None}
+    return {spelling for name in checkpoint.renamed for spelling in checkpoint.spellings(name)}
 
 
-def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    saved = model.state_dict().keys()
-    return ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-
-
-def parted_ties(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> Set[str]:
-    """The parameters that the config ties to others, and the checkpoint has twice with different
-    values: an LM head that is not the embedding, whatever tie_word_embeddings says.
+def ties_hold(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> bool:
+    """Whether tensors that the config ties are equal where the checkpoint has both. Where they are
+    not, transformers does not tie them, whatever tie_word_embeddings says.
     """
     checkpoint = _Checkpoint(model, tensors)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    return {target for target, source in tied.items()
-            if (own := checkpoint.get(target)) is not None
-            and (other := checkpoint.get(source)) is not None and not _equal(own, other)}
+    pairs = ((checkpoint.get(target), checkpoint.get(source)) for target, source in tied.items())
+    return all(_equal(one, other) for one, other in pairs if one is not None and other is not None)
 
 
 def _equal(left: Weight, right: Weight) -> bool:
@@ -125,14 +116,15 @@ def _equal(left: Weight, right: Weight) -> bool:
         a.tobytes() == b.tobytes() for a, b in zip(left.blocks(), right.blocks(), strict=True)))
 
 
-def check_all_used(tensors: Mapping[str, Weight], names: Mapping[int, str], origin: str,
-                   build_whole: Callable[[], torch.nn.Module]) -> None:
+def check_all_used(model: torch.nn.Module, tensors: Mapping[str, Weight],
+                   names: Mapping[int, str], origin: str,
+                   with_buffers: Callable[[], torch.nn.Module]) -> None:
     """See that every tensor of a checkpoint went into a graph, or why it does not have to.
 
     Args:
+        model: of all layers, empty.
         names: those of the weights that the model's graphs have, by identity.
-        build_whole: makes the model of all layers, parameters empty and buffers not; it is called
-            only where a tensor was not used.
+        with_buffers: makes the same model with values in its buffers, where they are needed.
 
     Raises:
         LlmcError: there is one that neither is used nor has a reason not to be.
@@ -141,13 +133,13 @@ def check_all_used(tensors: Mapping[str, Weight], names: Mapping[int, str], orig
             if not (tensor.is_floating and id(tensor.cast(np.float32)) in names)]
     if not left:
         return
-    model = build_whole()
     checkpoint = _Checkpoint(model, tensors)
     own_names = {name: own for own, name in checkpoint.renamed.items()}
     used = {names[id(tensor.cast(np.float32))]: tensor for name, tensor in tensors.items()
             if name not in left}
     unknown = [name for name in left
-               if not _is_model_s(own_names[name], tensors[name], model, checkpoint, used)
+               if not _is_model_s(own_names[name], tensors[name], model, checkpoint, used,
+                                  with_buffers)
                and not _is_superfluous(own_names[name], tensors[name], model)]
     if unknown:
         name = unknown[0]
@@ -159,23 +151,22 @@ def check_all_used(tensors: Mapping[str, Weight], names: Mapping[int, str], orig
 
 
 def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: _Checkpoint,
-                used: Mapping[str, Weight]) -> bool:
+                used: Mapping[str, Weight], with_buffers: Callable[[], torch.nn.Module]) -> bool:
     """Whether the model has the tensor, and takes from it nothing that its graphs have not: it is
     tied to one that they have, or the logits do not depend on it.
     """
-    buffers = dict(_saved_buffers(model))
+    buffers = dict(model.named_buffers())
     aliases = _aliases(model)
     own = next((spelling for spelling in checkpoint.spellings(name)
-                if spelling in aliases or spelling in buffers), None)
+                if spelling in aliases or spelling in model.state_dict()), None)
     if own in buffers:
         buffer = buffers[own]
         if tuple(buffer.shape) != tensor.shape:
             return False
         if buffer.dim() and buffer.is_floating_point():
-            return True  # where a graph reads it, it is bound
-        # A number of the config's, or what is no weight.
-        return bool(np.allclose(tensor.load().astype(np.float64), buffer.double().numpy(),
-                                rtol=1e-2, atol=0))
+            return True  # the logits do not depend on it
+        value = with_buffers().get_buffer(own).double().numpy()  # the config's
+        return bool(np.allclose(tensor.load().astype(np.float64), value, rtol=1e-2, atol=0))
     if own is None:
         return False
     twins = [used[alias] for alias in aliases[own] if alias in used]

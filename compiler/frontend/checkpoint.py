@@ -169,6 +169,5 @@ def _tensor_rows(tensor: torch.Tensor, dtype: np.dtype, start: int, stop: int) -
     import torch
 
     rows = tensor[start:stop] if tensor.dim() else tensor
-    # As bytes: NumPy has no bfloat16.
-    flat: np.ndarray = rows.contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat: np.ndarray = rows.contiguous().reshape(-1).view(torch.uint8).numpy()  # no bfloat16 there
     return flat.view(dtype).reshape(rows.shape)

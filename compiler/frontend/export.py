@@ -15,12 +15,7 @@ import onnx_graphsurgeon as gs
 import torch
 from accelerate import init_empty_weights
 
-from llmc.compiler.frontend.bind import (
-    attach_weights,
-    bound_buffers,
-    check_all_used,
-    parted_ties,
-)
+from llmc.compiler.frontend.bind import attach_weights, check_all_used, names_in, ties_hold
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -29,7 +24,7 @@ from llmc.compiler.frontend.parts import (
     ENCODER,
     Part,
     build,
-    untie,
+    text_config,
 )
 from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
 from llmc.compiler.frontend.trace import alone, to_graph, trace
@@ -69,47 +64,49 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
-        whole = _completed(config, tensors, trust_remote_code) if config.is_encoder_decoder \
-            else tensors
-        graphs = [_export_part(copy.deepcopy(config), part, whole, origin, trust_remote_code,
-                               names, notes) for part in parts]
+        model = _empty_model(config, parts[0], trust_remote_code)
+        if not ties_hold(model, tensors):
+            for each in (config, text_config(config)):
+                each.tie_word_embeddings = False
+            model = _empty_model(config, parts[0], trust_remote_code)
+        whole = _completed(model, tensors) if config.is_encoder_decoder else tensors
+        graphs = [_export_part(copy.deepcopy(config), part, model, whole, origin,
+                               trust_remote_code, names, notes) for part in parts]
 
-        def build_whole() -> torch.nn.Module:
+        def with_buffers() -> torch.nn.Module:
             with init_empty_weights(include_buffers=False):
-                model = build(copy.deepcopy(config), parts[0], trust_remote_code)
-            model.tie_weights()
-            return model
+                return build(copy.deepcopy(config), parts[0], trust_remote_code)
 
-        check_all_used(tensors, names, origin, build_whole)
+        check_all_used(model, tensors, names, origin, with_buffers)
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
 
 
-def _export_part(config: Any, part: Part, tensors: Mapping[str, Weight], origin: str,
-                 trust_remote_code: bool, names: dict[int, str], notes: list[str]) -> gs.Graph:
-    """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
+def _empty_model(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
     with torch.device("meta"):
-        model = build(config, part, trust_remote_code)
+        return build(config, part, trust_remote_code)
+
+
+def _export_part(config: Any, part: Part, model: torch.nn.Module, tensors: Mapping[str, Weight],
+                 origin: str, trust_remote_code: bool, names: dict[int, str],
+                 notes: list[str]) -> gs.Graph:
+    """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
     check_features(model, part)
-    parted, bound = parted_ties(model, tensors), bound_buffers(model, tensors)
-    untie(model, parted)
+    bound = names_in(model, tensors) & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
-        traced = trace(plan.config, part, plan.layers_name, trust_remote_code, parted)
+        traced = trace(plan.config, part, plan.layers_name, trust_remote_code)
         graph = repeat(to_graph(traced, bound), plan)
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
-        graph = to_graph(trace(config, part, None, trust_remote_code, parted), bound)
+        graph = to_graph(trace(config, part, None, trust_remote_code), bound)
     attach_weights(graph, model, tensors, origin, names)
     return graph
 
 
-def _completed(config: Any, tensors: Mapping[str, Weight], trust_remote_code: bool) -> \
-        dict[str, Weight]:
+def _completed(model: Any, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
     """The tensors, with those that checkpoints leave out because the model computes them itself,
     such as sinusoidal positions.
     """
-    with torch.device("meta"):
-        model: Any = build(copy.deepcopy(config), DECODER, trust_remote_code)
     made = dict(tensors)
     for name in sorted(model._keys_to_ignore_on_save or ()):
         owner, _, leaf = name.rpartition(".")

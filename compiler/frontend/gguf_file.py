@@ -150,8 +150,8 @@ def _llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
     """
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = (rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)
-    smooth = np.clip(smooth, 0, 1)
+    original = rope["original_max_position_embeddings"]
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     divisors: np.ndarray = 1 / ((1 - smooth) / rope["factor"] + smooth)
     return divisors
 

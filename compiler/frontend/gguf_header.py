@@ -23,6 +23,7 @@ _UINT32, _STRING, _ARRAY = 4, 8, 9
 _TOKENS = "tokenizer.ggml.tokens"
 _LONG = 4096  # elements of an array that tells of tokens, not of layers
 _ALIGNMENT = 32
+_MAX_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def _read(data: mmap.mmap) -> GgufHeader:
     for _ in range(tensor_count):
         name, position = _read_string(data, position)
         rank, = struct.unpack_from("<I", data, position)
+        if rank > _MAX_RANK:
+            raise ValueError(f"tensor '{name}' has {rank} dimensions")
         *dims, kind, offset = struct.unpack_from(f"<{rank}QIQ", data, position + 4)
         position += 16 + 8 * rank
         found.append((name, GGMLQuantizationType(kind), tuple(reversed(dims)), offset))

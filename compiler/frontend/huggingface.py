@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from llmc.compiler.frontend import sentencepiece_pair
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.quantized import refuse_quantized_config, refuse_quantized_tensors
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
@@ -28,14 +27,14 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     """
     directory = find_directory(model)
     refuse_quantized_config(directory, _plain_config(directory))
+    tensors = open_checkpoint(directory, allow_pickle)
+    refuse_quantized_tensors(tensors, str(directory))
     config = read_config(directory, trust_remote_code)  # imports transformers, which takes seconds
     generation = _generation(directory)
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
     check(_plain_config(directory), generation, config.is_encoder_decoder)
-    tensors = open_checkpoint(directory, allow_pickle)
-    refuse_quantized_tensors(tensors, str(directory))
     with tempfile.TemporaryDirectory() as scratch:
         copy_tokenizer(directory, Path(scratch))  # rather now than after the export
     from llmc.compiler.frontend.export import export
@@ -111,6 +110,7 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
             shutil.copyfile(directory / name, target / name)
     if (target / "tokenizer.json").is_file():
         return
+    from llmc.compiler.frontend import sentencepiece_pair
 
     if (directory / sentencepiece_pair.SOURCE).is_file():
         sentencepiece_pair.write_tokenizer(directory, target)

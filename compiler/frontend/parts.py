@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,14 +64,3 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
                         f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}") from error
-
-
-def untie(model: torch.nn.Module, names: Set[str]) -> None:
-    """Give these tied parameters empty ones of their own, as transformers does where a checkpoint
-    has them with other values.
-    """
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        setattr(module, leaf, torch.nn.Parameter(torch.empty_like(getattr(module, leaf)),
-                                                 requires_grad=False))

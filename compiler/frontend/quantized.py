@@ -17,9 +17,9 @@ from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 _NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ",
-          "aqlm": "AQLM",
-          "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4", "fbgemm_fp8": "FBGEMM FP8",
-          "auto-round": "AutoRound", "quark": "AMD Quark", "bitnet": "BitNet"}
+          "aqlm": "AQLM", "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4",
+          "fbgemm_fp8": "FBGEMM FP8", "auto-round": "AutoRound", "quark": "AMD Quark",
+          "bitnet": "BitNet"}
 # Files beside config.json where older tools say it.
 _FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ",
           "hf_quant_config.json": "NVIDIA ModelOpt"}

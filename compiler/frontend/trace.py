@@ -39,7 +39,6 @@ from llmc.compiler.frontend.parts import (
     Part,
     build,
     text_config,
-    untie,
 )
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
@@ -55,12 +54,12 @@ class Contradiction(LlmcError):
     """A model says one thing of its attention and computes another."""
 
 
-def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool,
-          parted: Set[str] = frozenset()) -> onnx.ModelProto:
-    """The model that `config` describes, exported; tied parameters that are `parted` are not tied.
+def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool) -> \
+        onnx.ModelProto:
+    """The model that `config` describes, exported.
 
     Nothing but the arguments goes in, no tensor of a checkpoint does: so the result may be kept by
-    config, part, `layers_name`, `parted` and the versions of what runs here. Parameters are
+    config, part, `layers_name` and the versions of what runs here. Parameters are
     external tensors without a file, named `ROOT` and their name in the model; buffers have the
     values that the model gives them. Nodes are named `layer|index|op`, with nothing for layer
     outside of `layers_name`.
@@ -72,7 +71,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
     for implementation in (ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
-            program = _run_exporter(config, part, trust_remote_code, parted)
+            program = _run_exporter(config, part, trust_remote_code)
         except Contradiction as error:
             raise Contradiction(f"'{config.model_type}' contradicts itself: {error}") from error
         except LlmcError as error:
@@ -103,7 +102,7 @@ def _root_cause(error: BaseException) -> str:
     return lines[0].split(". Failure message:")[0][:200] if lines else type(error).__name__
 
 
-def _run_exporter(config: Any, part: Part, trust_remote_code: bool, parted: Set[str]) -> Any:
+def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> Any:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
         model: Any = build(config, part, trust_remote_code)
@@ -111,7 +110,6 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, parted: Set[
     AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
     _freeze_rotary(model)
     model.tie_weights()  # making parameters empty has untied them
-    untie(model, parted)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
     with fake, _one_sequence_per_row():

@@ -113,8 +113,8 @@ class Weight(LazyValues):
             breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
             if len(breaks) + 1 > len(wanted) // 4:
                 low = int(wanted.min())
-                near: np.ndarray = self.rows(low, int(wanted.max()) + 1)[wanted - low]
-                return near
+                taken: np.ndarray = self.rows(low, int(wanted.max()) + 1)[wanted - low]
+                return taken
             runs = np.split(wanted, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 

@@ -1,0 +1,267 @@
+"""GGUF files are read by row as transformers reads them whole, and refused where it would not."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import gguf
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import llmc
+from llmc.compiler.frontend import checkpoint, gguf_file
+from llmc.compiler.frontend.gguf_header import read_header
+from llmc.compiler.graph.weights import BLOCK_BYTES, Weight
+
+VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
+LLAMA = {"context_length": 16384, "block_count": 2, "feed_forward_length": 96,
+         "embedding_length": WIDTH, "attention.head_count": 4, "attention.head_count_kv": 2,
+         "rope.dimension_count": 16, "attention.layer_norm_rms_epsilon": 1e-5}
+GPT2 = {"context_length": 64, "block_count": 2, "embedding_length": WIDTH,
+        "attention.head_count": 4, "attention.layer_norm_epsilon": 1e-5}
+# Names of a layer's tensors with their shapes, rows first.
+LAYER = {"attn_q.weight": (64, 64), "attn_k.weight": (32, 64), "attn_v.weight": (32, 64),
+         "attn_output.weight": (64, 64), "attn_norm.weight": (64,), "ffn_norm.weight": (64,),
+         "ffn_gate.weight": (96, 64), "ffn_up.weight": (96, 64), "ffn_down.weight": (64, 96)}
+GPT2_LAYER = {"attn_qkv.weight": (192, 64), "attn_qkv.bias": (192,), "attn_norm.weight": (64,),
+              "attn_output.weight": (64, 64), "ffn_norm.bias": (64,), "ffn_up.weight": (256, 64),
+              "ffn_down.weight": (64, 256)}
+
+
+@dataclass
+class File:
+    """What a test file has beside its layers."""
+
+    architecture: str = "llama"
+    fields: dict = None
+    layer: dict = None
+    more: dict = None
+    kind: str = "Q8_0"
+    vocab_size: bool = True
+
+
+def write(path, file):
+    """A GGUF file of random weights."""
+    writer = gguf.GGUFWriter(path, file.architecture)
+    fields = {**(LLAMA if file.fields is None else file.fields)}
+    if file.vocab_size:
+        fields["vocab_size"] = VOCAB
+    for key, value in fields.items():
+        name = f"{file.architecture}.{key}"
+        {int: writer.add_uint32, float: writer.add_float32,
+         str: writer.add_string}[type(value)](name, value)
+    writer.add_token_list([f"t{i}" for i in range(TOKENS)])
+    writer.add_token_scores([0.5] * TOKENS)
+    rng = np.random.default_rng(0)
+    shapes = {"token_embd.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,),
+              **{f"blk.{i}.{name}": shape for i in range(2)
+                 for name, shape in (LAYER if file.layer is None else file.layer).items()}}
+    for name, shape in shapes.items():
+        array = rng.standard_normal(shape).astype(np.float32)
+        kind = gguf.GGMLQuantizationType[file.kind if len(shape) > 1 else "F32"]
+        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+    for name, array in (file.more or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def read(path):
+    """What load_gguf reads before it exports."""
+    header = read_header(path)
+    config = gguf_file._read_config(path, header)
+    gguf_file._scale_rope(path, header, config)
+    return config, gguf_file._tensors(path, header, config)
+
+
+@pytest.mark.parametrize("file", [
+    File(), File(kind="F16"), File(kind="Q4_0"), File(kind="BF16"), File(kind="F32"),
+    File("gemma2", layer={**LAYER, "post_attention_norm.weight": (64,),
+                          "post_ffw_norm.weight": (64,)}),
+    File("gpt2", GPT2, GPT2_LAYER, {"position_embd.weight": np.ones((64, WIDTH), np.float32)}),
+    File("qwen2"),
+    File("nemotron", layer={name: LAYER[name] for name in LAYER if name != "ffn_gate.weight"}),
+], ids=lambda file: f"{file.architecture}-{file.kind}")
+def test_rows_are_bit_for_bit_what_transformers_reads_whole(file, tmp_path):
+    path = write(tmp_path / "m.gguf", file)
+    config, tensors = read(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    truth = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    assert tensors.keys() == truth.keys()
+    for name, tensor in truth.items():
+        assert tensors[name].shape == tuple(tensor.shape)
+        for nbytes in (1 << 30, 3000):  # whole, and in blocks of some rows
+            found = np.concatenate(list(tensors[name].cast(np.float32).blocks(nbytes)))
+            assert found.tobytes() == tensor.numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("file", [File(), File(vocab_size=False), File("gemma2"),
+                                  File("gpt2", GPT2, GPT2_LAYER, vocab_size=False)],
+                         ids=lambda file: f"{file.architecture}-{file.vocab_size}")
+def test_the_config_is_the_one_that_transformers_reads_with_the_vocabulary(file, tmp_path):
+    path = write(tmp_path / "m.gguf", file)
+    config = gguf_file._read_config(path, read_header(path)).to_dict()
+    whole = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).to_dict()
+    assert config["vocab_size"] == (VOCAB if file.vocab_size else TOKENS)
+    assert {**config, "_name_or_path": ""} == {**whole, "_name_or_path": ""}
+
+
+def test_no_array_of_the_vocabulary_reaches_gguf_s_reader(tmp_path, monkeypatch):
+    """It would make several objects of each token."""
+    sizes = []
+    real = gguf.GGUFReader.__init__
+
+    def spy(self, path, *others):
+        real(self, path, *others)
+        sizes.append(max(len(field.parts) for field in self.fields.values()))
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", spy)
+    read(write(tmp_path / "m.gguf", File()))
+    assert sizes and max(sizes) < 100
+
+
+def test_only_the_rows_that_are_asked_for_are_read(tmp_path, monkeypatch):
+    path = write(tmp_path / "m.gguf", File())
+    _, tensors = read(path)
+    counts = []
+    real = checkpoint.read_rows
+    monkeypatch.setattr(gguf_file, "read_rows", lambda *arguments: counts.append(
+        arguments[-1] - arguments[-2]) or real(*arguments))
+    tensors["model.embed_tokens.weight"].rows(7, 11)
+    tensors["model.layers.1.self_attn.q_proj.weight"].rows(17, 30)  # in one head of 16 rows, or two
+    assert counts[0] == 4 and sum(counts[1:]) <= 32
+
+
+def test_no_more_than_a_block_of_a_large_vocabulary_is_held(tmp_path, monkeypatch):
+    """From an ONNX file, whose LM head is read transposed, to the case directory."""
+    vocab, width = 262144, 32
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
+    tiny (int64[batch, seq] input_ids) => (float[batch, seq, {vocab}] logits) {{
+      x = Gather(table, input_ids)
+      q = MatMul(x, wq)
+      shape = Constant<value_ints=[0, 0, 1, {width}]>()
+      q4 = Reshape(q, shape)
+      qh = Transpose<perm=[0, 2, 1, 3]>(q4)
+      kh = Transpose<perm=[0, 2, 3, 1]>(q4)
+      scores = MatMul(qh, kh)
+      n1 = Shape<start=1, end=2>(input_ids)
+      n = Squeeze(n1)
+      zero = Constant<value_int=0>()
+      one = Constant<value_int=1>()
+      j = Range(zero, n, one)
+      axis = Constant<value_ints=[1]>()
+      i = Unsqueeze(j, axis)
+      visible = LessOrEqual(j, i)
+      low = Constant<value_float=-1e9>()
+      nothing = Constant<value_float=0.0>()
+      bias = Where(visible, nothing, low)
+      masked = Add(scores, bias)
+      p = Softmax<axis=-1>(masked)
+      o = MatMul(p, qh)
+      ot = Transpose<perm=[0, 2, 1, 3]>(o)
+      flat = Constant<value_ints=[0, 0, {width}]>()
+      o3 = Reshape(ot, flat)
+      logits = MatMul(o3, head)
+    }}""")
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in
+              (("table", (vocab, width)), ("wq", (width, width)), ("head", (width, vocab)))}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name)
+                                   for name, array in arrays.items())
+    onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "m.onnx",
+              save_as_external_data=True, location="m.bin")
+    (tmp_path / "config.json").write_text('{"model_type": "tiny", "max_position_embeddings": 32}')
+    real, largest = Weight.rows, [0]
+
+    def rows(self, start, stop):
+        block = real(self, start, stop)
+        largest[0] = max(largest[0], block.nbytes)
+        return block
+
+    monkeypatch.setattr(Weight, "rows", rows)
+    llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)
+    assert vocab * width * 4 >= 2 * BLOCK_BYTES
+    assert BLOCK_BYTES // 2 < largest[0] <= BLOCK_BYTES
+    written = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    np.testing.assert_array_equal(written["table"], arrays["table"])
+    np.testing.assert_array_equal(written["head"], arrays["head"].T)
+
+
+def factors(**changes):
+    """llama.cpp's factors of Llama 3.1's rope: what transformers divides the frequencies by."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64, num_attention_heads=4, max_position_embeddings=131072,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0,
+                         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, **changes})
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].double()
+    return (10000.0 ** -(torch.arange(0, 16, 2) / 16).double() / scaled).float().numpy()
+
+
+def test_llama_3_s_rope_is_read_from_its_factors(tmp_path):
+    assert len(set(factors())) > 2  # some frequencies as they are, some scaled, some between
+    config, _ = read(write(tmp_path / "m.gguf", File(more={"rope_freqs.weight": factors()})))
+    assert config.rope_parameters["rope_type"] == "llama3"
+    assert config.rope_parameters["factor"] == pytest.approx(8, rel=1e-4)
+    config, _ = read(write(tmp_path / "1.gguf", File(
+        more={"rope_freqs.weight": np.ones(8, np.float32)})))
+    assert config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(("file", "match"), [
+    (File(more={"rope_freqs.weight": factors(high_freq_factor=2.0)}),
+     "scales its rotary embedding .by 'rope_freqs.weight'"),
+    (File(fields={**LLAMA, "rope.scaling.type": "yarn"}), r"scales its rotary embedding \(yarn\)"),
+    (File(more={"blk.0.attn_magic.weight": np.ones((4, 4), np.float32)}),
+     r"has a tensor 'blk.0.attn_magic.weight' \[4, 4\] F32, for which 'LlamaConfig' has no place"),
+])
+def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
+    with pytest.raises(llmc.LlmcError, match=match):
+        read(write(tmp_path / "m.gguf", file))
+
+
+def test_one_file_of_several_is_refused(tmp_path):
+    path = tmp_path / "m-00001-of-00002.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(llmc.LlmcError, match="is one of 2 files of a model; join them"):
+        gguf_file.load_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("gguf") / "m.gguf", File()).read_bytes()
+
+
+@settings(max_examples=150, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_header_is_refused_or_read_within_the_file(whole, tmp_path, data):
+    size = 2000  # the header but for tokens
+    at = data.draw(st.integers(0, size))
+    change = data.draw(st.sampled_from([
+        lambda: whole[:at], lambda: whole[:at] + b"\xff" * 8 + whole[at + 8:],
+        lambda: whole[:at] + b"\0" * 4 + whole[at + 4:], partial(bytes.fromhex, "47475546")]))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(change())
+    try:
+        header = read_header(path)
+    except llmc.LlmcError as error:
+        assert str(error).startswith(f"'{path}' cannot be read as GGUF (") and \
+            "\n" not in str(error)
+        return
+    assert all(t.offset >= 0 and t.offset + t.nbytes <= len(change()) for t in header.tensors)
