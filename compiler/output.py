@@ -352,4 +352,6 @@ def _not_written(output: str | Path, error: OSError, work: Path | None = None) -
     if work is not None and isinstance(path, str) and error.filename2 is None \
             and not Path(path).is_relative_to(work):
         return LlmcError(f"'{path}': {reason}; '{output}' was not changed")
-    return LlmcError(f"'{output}' cannot be written ({reason}); nothing was changed")
+    # Such as what lies in a lower layer of a container's image.
+    way = "; remove it first, or choose another output" if error.errno == errno.EXDEV else ""
+    return LlmcError(f"'{output}' cannot be written ({reason}); nothing was changed{way}")

@@ -21,7 +21,7 @@ def test_a_faithful_model_is_within_tolerance(extension, family, dtype, tmp_path
     llmc.compile(hf, tmp_path / "case", target="cuda", dtype=dtype)
     report = diff(tmp_path / "case", hf, bisect=True)
     assert report.verdict is None and report.first_op is None
-    assert dtype != "float32" or report.tokens == report.reference_tokens
+    assert len(report.tokens) == 16 and all(token.passed for token in report.tokens)
     assert max(d.relative for d in report.layers) < TOLERANCE[dtype]
 
 
