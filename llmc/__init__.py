@@ -8,7 +8,7 @@ from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
     from llmc.compiler.api import compile
-    from llmc.runtime.decoding.sampling import SamplingParams
+    from llmc.runtime.decoding.params import SamplingParams
     from llmc.runtime.llm import LLM
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
         from llmc.runtime.llm import LLM
         return LLM
     if name == "SamplingParams":
-        from llmc.runtime.decoding.sampling import SamplingParams
+        from llmc.runtime.decoding.params import SamplingParams
         return SamplingParams
     if name == "compile":
         from llmc.compiler.api import compile

@@ -10,11 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -22,11 +23,13 @@ from click.core import ParameterSource
 from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
 from llmc.interrupts import interruptible
+from llmc.runtime.decoding.params import FIELDS, SamplingParams
 
 if TYPE_CHECKING:
-    from llmc.runtime.decoding.sampling import SamplingParams
     from llmc.runtime.llm import LLM, Completion, Piece
     from llmc.runtime.manifest import Manifest
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
@@ -71,7 +74,7 @@ device_option = click.option("--device", callback=_devices, metavar="0,1,…",
                                   "[default: one replica on all cores]")
 
 
-def _step_options(command: Any) -> Any:
+def _step_options(command: _Command) -> _Command:
     """How often the host looks at tokens that a device makes."""
     command = click.option("--skip_step", default=0,
                            help="Tokens that a GPU makes before the host looks at them.")(command)
@@ -115,43 +118,24 @@ def _early_stopping(ctx: click.Context, param: click.Parameter, value: str) -> b
     return {"false": False, "true": True}.get(value, value)
 
 
-def _sampling_options(command: Any) -> Any:
+# How a value of each type of field is given on a command line.
+_GIVEN: dict[Any, dict[str, Any]] = {
+    int: dict(type=int), float: dict(type=float), bool: dict(is_flag=True),
+    int | None: dict(type=int),
+    Sequence[str]: dict(multiple=True), Sequence[str | Sequence[int]]: dict(multiple=True),
+    Mapping[int, float]: dict(multiple=True, callback=_biases, metavar="ID=BIAS", default=()),
+    bool | Literal["never"]: dict(type=click.Choice(["false", "true", "never"]), default="false",
+                                  callback=_early_stopping)}
+
+
+def _sampling_options(command: _Command) -> _Command:
     """The fields of SamplingParams."""
-    options: list[tuple[str, dict[str, Any]]] = [
-        ("--max_tokens", dict(default=64, help="New tokens per prompt, at most.")),
-        ("--min_tokens", dict(default=0, help="Neither the end token nor a stop text before.")),
-        ("--temperature", dict(default=0.0, help="0 is greedy.")),
-        ("--top_k", dict(default=0, help="Sample among this many tokens; 0 for all.")),
-        ("--top_p", dict(default=1.0, help="Sample among tokens of this total probability.")),
-        ("--min_p", dict(default=0.0, help="Sample among tokens with at least this share of the "
-                                           "likeliest one's probability.")),
-        ("--typical_p", dict(default=1.0, help="Sample among the tokens of most typical "
-                                               "information, of this total probability.")),
-        ("--repetition_penalty", dict(default=1.0, help="Above 1 discourages tokens of the prompt "
-                                                        "and the completion.")),
-        ("--presence_penalty", dict(default=0.0, help="Taken from logits of generated tokens.")),
-        ("--frequency_penalty", dict(default=0.0, help="Taken once for each time generated.")),
-        ("--bad_words", dict(multiple=True, help="Text that is not generated; may be repeated.")),
-        ("--logit_bias", dict(multiple=True, callback=_biases, metavar="ID=BIAS",
-                              help="Added to a token's logit; -inf forbids it; may be repeated.")),
-        ("--seed", dict(type=int, help="Of the random numbers; without it they differ each "
-                                       "time.")),
-        ("--n", dict(default=1, help="Completions of each prompt; number i has the seed + i.")),
-        ("--stop", dict(multiple=True, help="Text that ends a completion; may be repeated.")),
-        ("--ignore_eos", dict(is_flag=True, help="Go on after the end token.")),
-        ("--end_id", dict(type=int, help="The end token, instead of the model's own.")),
-        ("--logprobs", dict(type=int, help="With --json, log-probabilities of each token and of "
-                                           "this many likeliest ones.")),
-        ("--beam_width", dict(default=1, help="Above 1, beam search with so many beams.")),
-        ("--length_penalty", dict(default=1.0, help="Beam search: above 0 favours long "
-                                                    "completions.")),
-        ("--diversity_rate", dict(default=0.0, help="Beam search: above 0 sets beams apart.")),
-        ("--early_stopping", dict(type=click.Choice(["false", "true", "never"]), default="false",
-                                  callback=_early_stopping,
-                                  help="Beam search: true ends with beam_width finished "
-                                       "completions, never only where none can become better."))]
-    for name, settings in reversed(options):
-        command = click.option(name, cls=_SamplingOption, **settings)(command)
+    for own in reversed(FIELDS):
+        given = {"default": own.default, **_GIVEN[own.kind]}
+        remark = " May be repeated." if given.get("multiple") else \
+            " Printed with --json." if own.name == "logprobs" else ""
+        command = click.option(f"--{own.name}", cls=_SamplingOption, help=own.text + remark,
+                               **given)(command)
     return command
 
 
@@ -216,7 +200,7 @@ def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **op
                    f"{size / 1e6:.0f} MB in {seconds:.1f} s")
 
 
-def _import_compiler():
+def _import_compiler() -> ModuleType:
     try:
         from llmc.compiler import api
     except ModuleNotFoundError as error:
@@ -226,15 +210,16 @@ def _import_compiler():
 
 
 @main.command("run", cls=_Sampling)
+@click.argument("directory", type=click.Path(path_type=Path), required=False, metavar="[DIR]")
 @click.option("--case_dir", type=click.Path(path_type=Path), default=None,
-              help="Case directory that `llmc compile` made.")
+              help="DIR, as an option.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="Hugging Face directory whose config.json names the case directory: param_dir.")
 @click.option("--prompt", "prompts", multiple=True,
               help="May be repeated.  [default: each line of standard input]")
 @click.option("--prompt_file", type=click.Path(path_type=Path), default=None,
               help="One JSON request a line, with prompt, token_ids or messages, and sampling "
-                   "options of its own; one JSON result a line comes out.")
+                   "options of its own; one JSON result a line comes out. - is standard input.")
 @click.option("--chat", is_flag=True,
               help="Put each prompt into the model's chat template. Without a prompt, in a "
                    "terminal: a conversation.")
@@ -244,12 +229,11 @@ def _import_compiler():
 @_step_options
 @click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
 @json_option
-def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, ...],
-                prompt_file: Path | None, chat: bool, tp_size: int | None,
-                device: list[int] | None, log_file: str, as_json: bool, skip_step: int,
-                check_step: int, **sampling: Any) -> None:
-    """Complete prompts, streaming the text."""
-    from llmc.runtime.decoding.sampling import SamplingParams
+def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | None,
+                prompts: tuple[str, ...], prompt_file: Path | None, chat: bool,
+                tp_size: int | None, device: list[int] | None, log_file: str, as_json: bool,
+                skip_step: int, check_step: int, **sampling: Any) -> None:
+    """Complete prompts with the model in DIR, a case directory, streaming the text."""
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
     from llmc.runtime.requests import read_lines
@@ -259,8 +243,7 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
         raise LlmcError("--logprobs are printed with --json only; add it")
     if prompt_file is not None and prompts:
         raise LlmcError("give either --prompt or --prompt_file")
-    lines = read_lines(prompt_file) if prompt_file is not None else None
-    case_dir, configured = _resolve_case(case_dir, hf_dir)
+    case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
         raise LlmcError(f"--tp_size is {tp_size}, tensor_parallel in the config of '{hf_dir}' "
                         f"says {configured}; change one of them")
@@ -269,6 +252,9 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     if wanted not in (None, manifest.tp_size):
         raise LlmcError(f"tp_size {wanted} is asked for, but '{case_dir}' was compiled with "
                         f"tp_size {manifest.tp_size}; change the one or compile again")
+    if str(prompt_file) == "-" and sys.stdin.isatty():
+        click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
+    lines = read_lines(prompt_file) if prompt_file is not None else None
     talk = chat and lines is None and not prompts and not as_json and sys.stdin.isatty()
     source = click.get_current_context().get_parameter_source("max_tokens")
     if talk and source is ParameterSource.DEFAULT:  # an answer ends by itself
@@ -291,8 +277,8 @@ def run_command(case_dir: Path | None, hf_dir: Path | None, prompts: tuple[str, 
     click.echo(rate, err=True)
     _log(log_file, f"{rate}\n")
     if failed:
-        raise CheckFailed(f"{failed} request(s) of '{prompt_file}' could not be run; see their "
-                          f"results")
+        name = "standard input" if str(prompt_file) == "-" else f"'{prompt_file}'"
+        raise CheckFailed(f"{failed} request(s) of {name} could not be run; see their results")
 
 
 class _Meter:
@@ -408,12 +394,17 @@ def _read_prompts() -> tuple[str, ...]:
     return prompts
 
 
-def _resolve_case(case_dir: Path | None, hf_dir: Path | None) -> tuple[Path, int | None]:
+def _resolve_case(directory: Path | None, case_dir: Path | None, hf_dir: Path | None) -> \
+        tuple[Path, int | None]:
     """The case directory, named itself or by a Hugging Face directory's config, and the tensor
     parallel size that the config asks for.
     """
+    if directory is not None and case_dir is not None and \
+            directory.absolute() != case_dir.absolute():
+        raise LlmcError(f"DIR is '{directory}' and --case_dir '{case_dir}'; give one of them")
+    case_dir = directory if case_dir is None else case_dir
     if (case_dir is None) == (hf_dir is None):
-        raise LlmcError("give either --case_dir or --hf_dir")
+        raise LlmcError("give either a case directory or --hf_dir")
     if case_dir is not None:
         return case_dir, None
     assert hf_dir is not None
@@ -425,7 +416,7 @@ def _resolve_case(case_dir: Path | None, hf_dir: Path | None) -> tuple[Path, int
     named = config.get("param_dir") if isinstance(config, dict) else None
     if not isinstance(named, str):
         raise LlmcError(f"'{path}' names no param_dir, the case directory; add it, or give "
-                        f"--case_dir")
+                        f"the directory itself")
     parallel = config.get("tensor_parallel")
     if parallel is None:
         return hf_dir / named, None
@@ -509,7 +500,7 @@ class _ProgressBar:
 @_step_options
 @json_option
 def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: int,
-                  device: list[int] | None, as_json: bool, **steps: int) -> None:
+                  device: list[int] | None, as_json: bool, skip_step: int, check_step: int) -> None:
     """Measure throughput and latency over a grid of batch sizes and lengths."""
     from rich.console import Console
     from rich.table import Table
@@ -520,14 +511,16 @@ def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: 
     grid = parse_grid(batch_size, input_output_len)
     if runs < 1:
         raise LlmcError(f"--runs {runs} is below 1")
-    with LLM(case_dir, device=device, max_batch_size=max(cell[0] for cell in grid), **steps) as llm:
+    with LLM(case_dir, device=device, max_batch_size=max(cell[0] for cell in grid),
+             skip_step=skip_step, check_step=check_step) as llm:
         check_grid(llm, grid)
         rows = [measure(llm, *cell, runs=runs) for cell in grid]
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
         return
-    table = Table("batch", "input_length", "output_length", "tokens_per_sec", "latency(ms)",
-                  "Tctx(ms)", "Tgen(ms)")
+    table = Table()
+    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "Tctx(ms)", "Tgen(ms)"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(str(row.batch), str(row.input_length), str(row.output_length),
                       *(f"{value:.2f}" for value in (row.tokens_per_sec, row.latency_ms,

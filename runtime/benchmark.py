@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
 
 

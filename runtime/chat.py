@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM, Piece
 
 

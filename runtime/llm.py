@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
-from collections import defaultdict, deque
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch
+from llmc.runtime.decoding.params import SamplingParams, is_unicode, listed, shown, whole
 from llmc.runtime.decoding.rules import MAX_LOGPROBS
-from llmc.runtime.decoding.sampling import (
-    Draws,
-    Logprobs,
-    Sampler,
-    SamplingParams,
-    nothing_allowed,
-)
+from llmc.runtime.decoding.sampling import Draws, Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
 from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
+from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.replica import Replica, on_gpus
 from llmc.runtime.searching import DeviceSteps, HostSteps, Steps
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
@@ -38,7 +35,6 @@ _MAX_BATCH_SIZE = 16
 # What all prompts of one beam search have in common.
 _SEARCH = ("beam_width", "length_penalty", "diversity_rate", "early_stopping")
 
-Prompt = str | Sequence[int]
 _Chosen = tuple[int, Logprobs | None]
 
 
@@ -80,12 +76,35 @@ class Piece:
     logprobs: Logprobs | None = None
 
 
+@dataclass(frozen=True)
+class _Decoding:
+    """What parameters come to with this model: `bad_words` are token ids."""
+
+    params: SamplingParams
+    end_tokens: frozenset[int]
+    bad_words: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A prompt to complete, n times, that is known to be sound.
+
+    `prompt` is what the decoder reads, `source` what the encoder of an encoder-decoder model does.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    source: Sequence[int]
+    decoding: _Decoding
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.decoding.params
+
+
 @dataclass
 class _Sequence:
-    """One completion on its way through a replica.
-
-    `prompt` is what its decoder reads, `source` what the encoder of an encoder-decoder model does.
-    """
+    """One completion on its way through a replica; `prompt` and `source` are its request's."""
 
     index: int
     sample: int
@@ -110,6 +129,24 @@ class _Sequence:
         return token, None if count is None else Logprobs.of(logits, token, count)
 
 
+class _Waiting:
+    """Sequences that wait for a cache row, of which only the first is made.
+
+    Attributes:
+        first: None where none is left.
+    """
+
+    def __init__(self, sequences: Iterator[_Sequence]) -> None:
+        self._sequences = sequences
+        self.first = next(sequences, None)
+
+    def take(self) -> _Sequence:
+        """The first, which the next one follows."""
+        assert self.first is not None
+        taken, self.first = self.first, next(self._sequences, None)
+        return taken
+
+
 class LLM:
     """A compiled model, loaded.
 
@@ -124,21 +161,25 @@ class LLM:
         skip_step: tokens of each sequence that are made before the host looks for the first time.
 
     Raises:
-        LlmcError: the case directory is missing, broken or newer; the devices do not fit.
+        LlmcError: the case directory is missing, broken or newer; the devices do not fit; an
+            argument is of another type.
     """
 
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
                  max_batch_size: int | None = None, verify: bool = True, check_step: int = 8,
                  skip_step: int = 0) -> None:
-        if check_step < 1:
-            raise LlmcError(f"check_step {check_step} is below 1")
-        if skip_step < 0:
-            raise LlmcError(f"skip_step {skip_step} is negative")
-        if max_batch_size is not None and max_batch_size < 1:
-            raise LlmcError(f"max_batch_size {max_batch_size} is below 1")
+        self._replicas: list[Replica] = []
+        self._check_step = _whole("check_step", check_step, 1)
+        self._skip_step = _whole("skip_step", skip_step, 0)
+        if max_batch_size is not None:
+            max_batch_size = _whole("max_batch_size", max_batch_size, 1)
+        devices = None if device is None else _devices(device)
+        if not isinstance(case_dir, str | os.PathLike):
+            raise LlmcError(f"case_dir is {shown(case_dir)}; give the directory that `llmc "
+                            f"compile` made")
         self.case_dir = Path(case_dir)
-        self.manifest: Manifest = read_manifest(case_dir)
-        verify_files(self.manifest, case_dir, hashes=verify)
+        self.manifest: Manifest = read_manifest(self.case_dir)
+        verify_files(self.manifest, self.case_dir, hashes=verify)
         self.tokenizer = load_tokenizer(self.manifest, self.case_dir)
         limit = self.manifest.target.max_batch_size
         if max_batch_size is None:
@@ -147,11 +188,9 @@ class LLM:
             raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
                             f"was compiled; lower it, or compile with a larger --max_batch_size")
         self._max_batch_size = max_batch_size
-        self._check_step, self._skip_step = check_step, skip_step
         encoder = self.manifest.encoder
         self._max_tokens = max(MAX_TOKENS, self.manifest.dims.max_seq_len,
                                encoder.max_seq_len if encoder else 0)
-        self._replicas: list[Replica] = []
         self._user = threading.Lock()  # held by whoever runs steps
         self._session: Session | None = None  # whose tokens the first replica's caches hold
         try:
@@ -159,7 +198,7 @@ class LLM:
                 raise LlmcError("this llmc builds TensorRT-RTX engines and does not run them; "
                                 "compile with --target cpu or cuda to run the model here")
             gpus = device_count() if on_gpus(self.manifest) else None
-            for placements in place(self.manifest, device, gpus):
+            for placements in place(self.manifest, devices, gpus):
                 self._replicas.append(Replica(self.manifest, self.case_dir, placements,
                                               max_batch_size, self._max_tokens))
         except BaseException:
@@ -192,7 +231,7 @@ class LLM:
         """Yield each completion as soon as it is whole; `progress` is called with each piece. See
         `stream`.
         """
-        return self._complete(self._sequences(prompts, params), progress)
+        return self._complete(self._requests(prompts, params), progress)
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None) -> Iterator[Piece]:
@@ -205,18 +244,19 @@ class LLM:
             params: for all prompts, or one for each; None for `SamplingParams()`.
 
         Raises:
-            LlmcError: a prompt is empty or longer than the KV cache, params do not fit the model
-                or the number of prompts, no token is allowed, or another stream is still open:
-                the KV caches serve one at a time.
+            LlmcError: a prompt is neither text nor token ids of the vocabulary, or is empty or
+                longer than the KV cache; params do not fit the model or the number of prompts; no
+                token is allowed; or another stream is still open: the KV caches serve one at a
+                time.
         """
-        return self._stream(self._sequences(prompts, params))
+        return self._stream(self._requests(prompts, params))
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
         """float32 [num_tokens, vocab_size] for one sequence from its start; of an encoder-decoder
         model, for the decoder's tokens where its encoder reads `source`.
         """
         return self.session(1, None if source is None else [source]).extend(
-            [list(token_ids)], all_logits=True)
+            [read_token_ids(token_ids, "token_ids")], all_logits=True)
 
     def session(self, batch_size: int, sources: Sequence[Sequence[int]] | None = None) -> Session:
         """Step by step access to the first replica, for checks and experiments. An encoder-decoder
@@ -226,15 +266,14 @@ class LLM:
             raise LlmcError(f"'{self.manifest.source.architecture}' has "
                             f"{'an' if sources is None else 'no'} encoder: "
                             f"{'give' if sources is None else 'leave out'} what it is to read")
-        for source in sources or ():
+        batch_size = _whole("batch_size", batch_size, 1)
+        read = None if sources is None else _rows(sources, "source", batch_size)
+        for source in read or ():
             self._check_prompt(source)
-        if sources is not None and len(sources) != batch_size:
-            raise LlmcError(f"there are {len(sources)} sources for batch_size {batch_size}; give "
-                            f"one for each sequence")
-        if not 1 <= batch_size <= self._max_batch_size:
+        if batch_size > self._max_batch_size:
             raise LlmcError(f"batch_size {batch_size} is not from 1 to max_batch_size "
                             f"{self._max_batch_size}")
-        return Session(self, batch_size, sources)
+        return Session(self, batch_size, read)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt],
                     params: SamplingParams | Sequence[SamplingParams]) -> Beams:
@@ -245,79 +284,92 @@ class LLM:
             LlmcError: see `stream`; or there is no prompt, beam_width is 1, or prompts differ in
                 beam_width, length_penalty, diversity_rate or early_stopping.
         """
-        sequences = self._sequences(prompts, params)
-        if not sequences:
+        requests = self._requests(prompts, params)
+        if not requests:
             raise LlmcError("there is no prompt; give at least one")
         for name in _SEARCH:
-            values = list(dict.fromkeys(getattr(s.params, name) for s in sequences))
+            values = list(dict.fromkeys(getattr(r.params, name) for r in requests))
             if len(values) > 1:
                 raise LlmcError(f"one beam search has one {name} for all prompts, not {values[0]} "
                                 f"and {values[1]}; use generate, or search one after the other")
-        if sequences[0].params.beam_width == 1:
+        if requests[0].params.beam_width == 1:
             raise LlmcError("beam_width 1 is no beam search; give SamplingParams(beam_width=2) or "
                             "more, or use generate")
         with self._exclusive():
             self._session = None
             return Beams.join([beams for _, beams in self._search_all(self._replicas[0],
-                                                                      sequences)])
+                                                                      requests)])
 
-    def chat_prompt(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]]) -> list[int]:
         """Messages, or one of the user, in the model's chat template, as a prompt of token ids.
 
         Args:
-            messages: each with `role` and `content`.
+            messages: each with the texts `role` and `content`; other keys are the template's.
 
         Raises:
-            LlmcError: the model has no chat template, or it refuses the messages; or it is an
-                encoder-decoder model.
+            LlmcError: the messages are no such list; the model has no chat template, or it cannot
+                write them; or it is an encoder-decoder model.
         """
+        read = read_messages(messages)
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
                             f"which does not chat; give what its encoder is to read as the prompt, "
                             f"without --chat")
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        text = render_chat(self.manifest, self.case_dir, messages)
-        return self._encode(text, add_special_tokens=False)  # the template has them
+        text = render_chat(self.manifest, self.case_dir, read)
+        return self._tokenize(text, add_special_tokens=False)  # the template has them
 
-    def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+    def _tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer; give token ids")
-        if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+        if not is_unicode(text):
             raise LlmcError("a prompt is not valid Unicode; write it as UTF-8")
-        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
-    def _sequences(self, prompts: Prompt | Sequence[Prompt],
-                   params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Sequence]:
-        """What is to be completed: n sequences of each prompt, one after the other."""
-        listed = _as_list(prompts)
-        sequences = []
-        for index, (prompt, own) in enumerate(zip(listed, _one_each(params, len(listed)),
+    def _requests(self, prompts: Prompt | Sequence[Prompt],
+                  params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Request]:
+        """What is to be completed, checked before anything runs. A request takes little memory;
+        its sequences are made when there is a row for them.
+        """
+        read = read_prompts(prompts)
+        decodings: dict[int, _Decoding] = {}  # by the identity of params, which many may share
+        requests = []
+        for index, (prompt, own) in enumerate(zip(read, _one_each(params, len(read)),
                                                   strict=True)):
-            ids = self._encode(prompt)
+            if id(own) not in decodings:
+                decodings[id(own)] = self._decoding(own)
+            ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
             self._check_prompt(ids)
-            self._check_params(own)
-            ends = self._end_tokens(own)
-            bad_words = self._bad_words(own, ends)
-            encoder = self.manifest.encoder
-            read = ids if encoder is None else [encoder.decoder_start_token_id]
-            forced = self._forced_tokens(own, self._limit(own, read))
-            sequences += [_Sequence(index, sample, read, ids, own,
-                                    Sampler(own, sample, read, sorted(ends), bad_words, forced),
-                                    TextStream(self.tokenizer, () if encoder else ids, own.stop),
-                                    ends)
-                          for sample in range(own.n)]
-        return sequences
+            source = array("i", ids)
+            decoded = source if self.manifest.encoder is None else \
+                (self.manifest.encoder.decoder_start_token_id,)
+            requests.append(_Request(index, decoded, source, decodings[id(own)]))
+        return requests
 
-    def _limit(self, params: SamplingParams, prompt: Sequence[int]) -> int:
+    def _decoding(self, params: SamplingParams) -> _Decoding:
+        self._check_params(params)
+        ends = self._end_tokens(params)
+        return _Decoding(params, ends, self._bad_words(params, ends))
+
+    def _sequence(self, request: _Request, sample: int) -> _Sequence:
+        params, decoding = request.params, request.decoding
+        prompt, source = list(request.prompt), list(request.source)
+        shown_before = () if self.manifest.encoder else source
+        return _Sequence(
+            request.index, sample, prompt, source, params,
+            Sampler(params, sample, prompt, sorted(decoding.end_tokens), decoding.bad_words,
+                    self._forced_tokens(params, self._limit(request))),
+            TextStream(self.tokenizer, shown_before, params.stop), decoding.end_tokens)
+
+    def _limit(self, request: _Request) -> int:
         """New tokens, at most: what is asked for, or the KV cache has room for."""
-        return min(params.max_tokens, self.manifest.dims.max_seq_len - len(prompt) + 1)
+        return min(request.params.max_tokens,
+                   self.manifest.dims.max_seq_len - len(request.prompt) + 1)
 
     def _forced_tokens(self, params: SamplingParams, limit: int) -> dict[int, tuple[int, ...]]:
         """Tokens that an encoder-decoder model must generate, by the number of those before."""
-        encoder, forced = self.manifest.encoder, {}
+        encoder = self.manifest.encoder
+        forced: dict[int, tuple[int, ...]] = {}
         if encoder is not None and encoder.forced_bos_token_ids:
             forced[0] = encoder.forced_bos_token_ids
         if encoder is not None and encoder.forced_eos_token_ids and not params.ignore_eos:
@@ -356,7 +408,7 @@ class LLM:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
             if isinstance(word, str):
-                ways = [tuple(self._encode(text, add_special_tokens=False))
+                ways = [tuple(self._tokenize(text, add_special_tokens=False))
                         for text in (word, f" {word}")]
             else:
                 ways = [tuple(word)]
@@ -375,7 +427,7 @@ class LLM:
         vocab_size = vocab_size or self.manifest.dims.vocab_size
         bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if bad is not None:
-            raise LlmcError(f"token id {bad} is not in the vocabulary of {vocab_size}")
+            raise LlmcError(f"token id {shown(bad)} is not in the vocabulary of {vocab_size}")
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         """Refuse a prompt that is empty, too long, or has tokens that there are not."""
@@ -415,39 +467,45 @@ class LLM:
         finally:
             self._user.release()
 
-    def _stream(self, sequences: list[_Sequence]) -> Iterator[Piece]:
+    def _stream(self, requests: list[_Request]) -> Iterator[Piece]:
         with self._exclusive():
             self._session = None
             if len(self._replicas) == 1:
-                yield from self._decode(self._replicas[0], sequences)
+                yield from self._decode(self._replicas[0], requests)
             else:
-                yield from self._decode_on_all(sequences)
+                yield from self._decode_on_all(requests)
 
-    def _complete(self, sequences: list[_Sequence],
+    def _complete(self, requests: list[_Request],
                   progress: Callable[[Piece], object]) -> Iterator[Completion]:
-        prompts = {sequence.index: sequence.source for sequence in sequences}
         pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-        for piece in self._stream(sequences):
+        for piece in self._stream(requests):
             progress(piece)
             pieces[piece.index, piece.sample].append(piece)
             if piece.finish_reason:
-                yield _completion(prompts[piece.index], pieces.pop((piece.index, piece.sample)))
+                yield _completion(requests[piece.index].source,
+                                  pieces.pop((piece.index, piece.sample)))
 
     # The loop: schedule, run, postprocess.
 
-    def _decode(self, replica: Replica, sequences: list[_Sequence]) -> Iterator[Piece]:
-        """Decode on one replica. Cache row i belongs to active[i]."""
-        searched = [s for s in sequences if s.params.beam_width > 1]
+    def _decode(self, replica: Replica, requests: list[_Request], share: int = 0,
+                shares: int = 1) -> Iterator[Piece]:
+        """Decode one of so many equal shares of the sequences. Cache row i belongs to active[i]."""
+        def mine() -> Iterator[tuple[_Request, int]]:
+            return islice(((request, sample) for request in requests
+                           for sample in range(request.params.n)), share, None, shares)
+
+        searched = [request for request, _ in mine() if request.params.beam_width > 1]
         for sequence, tokens in self._best(replica, searched):
             for token in tokens:
                 yield from self._postprocess([sequence], [(token, None)])
-        waiting = deque(s for s in sequences if s.params.beam_width == 1)
+        waiting = _Waiting(self._sequence(request, sample) for request, sample in mine()
+                           if request.params.beam_width == 1)
         active: list[_Sequence] = []
         rows: dict[int, int] = {}  # of the memory, by prompt
-        while waiting or active:
+        while waiting.first or active:
             first, batch = self._schedule(waiting, active, share=not replica.on_gpus)
             if self.manifest.encoder is not None:
-                needed = {sequence.index for sequence in (*active, *islice(waiting, 1))}
+                needed = {sequence.index for sequence in (*active, waiting.first) if sequence}
                 rows = {index: row for index, row in rows.items() if index in needed}
                 batch = self._with_memory(replica, batch, active[first:], rows)
             for chosen in self._run(replica, batch, active[first:]):
@@ -463,13 +521,13 @@ class LLM:
         new = {s.index: s.source for s in sequences if s.index not in rows}
         free = sorted(set(range(self._max_batch_size)) - set(rows.values()))
         rows.update(zip(new, free, strict=False))
-        self._remember(replica, list(new.values()), [rows[index] for index in new])
+        self._run_encoder(replica, list(new.values()), [rows[index] for index in new])
         return replace(batch, memory=Memory.of([rows[s.index] for s in sequences],
                                                [len(s.source) for s in sequences]))
 
-    def _remember(self, replica: Replica, sources: Sequence[Sequence[int]],
-                  rows: Sequence[int]) -> None:
-        """Run the encoder, on as many prompts at once as padding leaves room for."""
+    def _run_encoder(self, replica: Replica, sources: Sequence[Sequence[int]],
+                     rows: Sequence[int]) -> None:
+        """Fill rows of the memory, from as many prompts at once as padding leaves room for."""
         start = 0
         for end in range(1, len(sources) + 1):
             longest = max(map(len, sources[start:end + 1]))
@@ -513,7 +571,7 @@ class LLM:
                    max(s.params.max_tokens - len(s.tokens) for s in sequences),
                    self.manifest.dims.max_seq_len - max(s.length for s in sequences))
 
-    def _schedule(self, waiting: deque[_Sequence], active: list[_Sequence], share: bool) -> \
+    def _schedule(self, waiting: _Waiting, active: list[_Sequence], share: bool) -> \
             tuple[int, PackedBatch]:
         """The next step: prefill what can enter, else one token for every active sequence.
 
@@ -523,14 +581,15 @@ class LLM:
         entering: list[_Sequence] = []
         sharing: list[_Sequence] = []
         longest = 0
-        while waiting and len(active) + len(entering) + len(sharing) < self._max_batch_size:
-            if share and entering and entering[-1].index == waiting[0].index:
-                sharing.append(waiting.popleft())
+        while waiting.first and \
+                len(active) + len(entering) + len(sharing) < self._max_batch_size:
+            if share and entering and entering[-1].index == waiting.first.index:
+                sharing.append(waiting.take())
                 continue
-            longest = max(longest, len(waiting[0].prompt))
+            longest = max(longest, len(waiting.first.prompt))
             if entering and longest * (len(entering) + 1) > MAX_TOKENS:
                 break
-            entering.append(waiting.popleft())
+            entering.append(waiting.take())
         if entering:
             first = len(active)
             active += entering + sharing
@@ -572,25 +631,25 @@ class LLM:
 
     # Beam search. Beam k of prompt b has cache row b * beam_width + k.
 
-    def _best(self, replica: Replica, sequences: list[_Sequence]) -> \
+    def _best(self, replica: Replica, requests: list[_Request]) -> \
             Iterator[tuple[_Sequence, list[int]]]:
-        """Each sequence with the tokens that are best for it."""
-        def settings(sequence: _Sequence) -> list[str]:
-            return [str(getattr(sequence.params, name)) for name in _SEARCH]
+        """Each request's sequence with the tokens that are best for it."""
+        def settings(request: _Request) -> list[str]:
+            return [str(getattr(request.params, name)) for name in _SEARCH]
 
-        for _, group in groupby(sorted(sequences, key=settings), settings):
+        for _, group in groupby(sorted(requests, key=settings), settings):
             for batch, beams in self._search_all(replica, list(group)):
                 for prompt, sequence in enumerate(batch):
                     count = beams.sequence_length[prompt, 0]
                     yield sequence, beams.output_ids[:count, prompt, 0].tolist()
 
-    def _search_all(self, replica: Replica, sequences: list[_Sequence]) -> \
+    def _search_all(self, replica: Replica, requests: list[_Request]) -> \
             Iterator[tuple[list[_Sequence], Beams]]:
         """Search, with equal settings, for as many sequences at once as the cache has rows for."""
-        limits = [self._limit(s.params, s.prompt) for s in sequences]
-        count = self._max_batch_size // sequences[0].params.beam_width
-        for first in range(0, len(sequences), count):
-            batch = sequences[first:first + count]
+        limits = [self._limit(request) for request in requests]
+        count = self._max_batch_size // requests[0].params.beam_width
+        for first in range(0, len(requests), count):
+            batch = [self._sequence(request, 0) for request in requests[first:first + count]]
             params = batch[0].params
             search = BeamSearch(
                 params.beam_width, max(limits), limits[first:first + count],
@@ -605,7 +664,7 @@ class LLM:
         memory = None
         if self.manifest.encoder is not None:  # prompt b's is row b of the memory
             sources = [s.source for s in sequences]
-            self._remember(replica, sources, range(len(sources)))
+            self._run_encoder(replica, sources, range(len(sources)))
             memory = Memory.of(range(len(sources)), [len(source) for source in sources])
         sizes = beam, min(search.candidates, dims.vocab_size), dims.max_seq_len
         steps: Steps
@@ -620,15 +679,15 @@ class LLM:
                 return search.beams()
             candidates = steps.go_on(tokens, parents, search.running)
 
-    def _decode_on_all(self, sequences: list[_Sequence]) -> Iterator[Piece]:
+    def _decode_on_all(self, requests: list[_Request]) -> Iterator[Piece]:
         """Deal the sequences to the replicas, each in its own thread."""
         count = len(self._replicas)
         results: queue.Queue[Piece | BaseException | None] = queue.Queue()
         cancelled = threading.Event()
 
-        def work(replica: Replica, share: list[_Sequence]) -> None:
+        def work(replica: Replica, share: int) -> None:
             try:
-                for piece in self._decode(replica, share):
+                for piece in self._decode(replica, requests, share, count):
                     if cancelled.is_set():
                         return
                     results.put(piece)
@@ -636,8 +695,8 @@ class LLM:
             except BaseException as error:  # handed to the caller's thread
                 results.put(error)
 
-        threads = [threading.Thread(target=work, args=(replica, sequences[i::count]), daemon=True)
-                   for i, replica in enumerate(self._replicas)]
+        threads = [threading.Thread(target=work, args=(replica, share), daemon=True)
+                   for share, replica in enumerate(self._replicas)]
         for thread in threads:
             thread.start()
         try:
@@ -674,11 +733,13 @@ class Session:
         `all_logits` of every new token [num_tokens, vocab_size].
 
         Raises:
-            LlmcError: a sequence would outgrow the KV cache, or the LLM was used otherwise since.
-                The cpu target continues several sequences at once by one token each only.
+            LlmcError: there are not tokens for every sequence; one would outgrow the KV cache; or
+                the LLM was used otherwise since. The cpu target continues several sequences at
+                once by one token each only.
         """
-        longest = max(len(new) for new in tokens)
-        for new, past in zip(tokens, self._past, strict=True):
+        rows = _rows(tokens, "row", len(self._past))
+        longest = max(map(len, rows))
+        for new, past in zip(rows, self._past, strict=True):
             self._llm._check_tokens_read(new)
             if past + longest > self._llm.manifest.dims.max_seq_len:
                 raise LlmcError(f"{past} cached and {longest} new tokens exceed the KV cache of "
@@ -692,11 +753,11 @@ class Session:
             self._llm._session = self
             replica = self._llm._replicas[0]
             if self._sources is not None and not any(self._past):
-                self._llm._remember(replica, self._sources, range(len(self._sources)))
-            parts = [tokens]
-            if all_logits and len(tokens) == 1:  # as many logits as an engine has room for
-                parts = [[tokens[0][start:start + MAX_LOGITS]]
-                         for start in range(0, len(tokens[0]), MAX_LOGITS)]
+                self._llm._run_encoder(replica, self._sources, range(len(self._sources)))
+            parts = [rows]
+            if all_logits and len(rows) == 1:  # as many logits as an engine has room for
+                parts = [[rows[0][start:start + MAX_LOGITS]]
+                         for start in range(0, len(rows[0]), MAX_LOGITS)]
             logits = []
             for part in parts:
                 logits.append(replica.run(PackedBatch.prepare(part, self._past, 0, all_logits,
@@ -705,12 +766,36 @@ class Session:
         return np.concatenate(logits)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int | np.integer) else listed
+def _whole(name: str, value: object, least: int) -> int:
+    """An argument that is a whole number."""
+    try:
+        read = whole(value)
+    except (TypeError, ValueError) as error:
+        raise LlmcError(f"{name} is {shown(value)}; give {error}") from None
+    if read < least:
+        raise LlmcError(f"{name} {read} is below {least}")
+    return read
+
+
+def _devices(value: object) -> list[int]:
+    try:
+        return [whole(number) for number in listed(value)]
+    except (TypeError, ValueError):
+        raise LlmcError(f"device is {shown(value)}; give a list of numbers such as [0, 1]") \
+            from None
+
+
+def _rows(value: object, name: str, count: int) -> list[list[int]]:
+    """Token ids for each of so many sequences."""
+    try:
+        rows = listed(value)
+    except TypeError:
+        raise LlmcError(f"{name}s is {shown(value)}; give a list of token ids for each sequence") \
+            from None
+    if len(rows) != count:
+        raise LlmcError(f"there are {len(rows)} {name}s for batch_size {count}; give one for each "
+                        f"sequence")
+    return [read_token_ids(row, f"{name} {index}") for index, row in enumerate(rows)]
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \
@@ -719,7 +804,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise LlmcError(f"params is {params!r}; give SamplingParams(…), or one for each prompt")
+        raise LlmcError(f"params is {shown(params)}; give SamplingParams(…), or one for each "
+                        f"prompt")
     if len(params) != count:
         raise LlmcError(f"there are {len(params)} SamplingParams for {count} prompts; give one for "
                         f"all, or one for each")

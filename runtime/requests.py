@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.sampling import SamplingParams
-from llmc.runtime.llm import LLM, Piece, Prompt
+from llmc.runtime.decoding.params import FIELDS, SamplingParams, shown
+from llmc.runtime.llm import LLM, Completion, Piece
+from llmc.runtime.prompts import Prompt, read_token_ids
 
 _PROMPTS = ("prompt", "token_ids", "messages")
-_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_FIELDS = tuple(field.name for field in FIELDS)
 _KEYS = (*_PROMPTS, "id", *_FIELDS)
-_PARAMS = TypeAdapter(SamplingParams)
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,20 @@ class Request:
 
 
 def read_lines(path: str | Path) -> list[bytes]:
-    """The lines of a prompt file.
+    """The lines of a prompt file; `-` is standard input.
 
     Raises:
         LlmcError: it cannot be read, or all its lines are blank.
     """
+    name = "standard input" if str(path) == "-" else f"'{path}'"
     try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise LlmcError(f"'{path}' cannot be read ({error.strerror})") from error
+        content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LlmcError(f"{name} cannot be read ({reason})") from error
+    lines = content.splitlines()
     if not any(line.strip() for line in lines):
-        raise LlmcError(f'\'{path}\' has no request; write one a line, like {{"prompt": "…"}}')
+        raise LlmcError(f'{name} has no request; write one a line, like {{"prompt": "…"}}')
     return lines
 
 
@@ -86,21 +88,31 @@ def run_requests(llm: LLM, requests: Sequence[Request],
     A result is the request's `answer` and, where that is no error, its n `completions` with the
     fields of `Completion`. `progress` is called with each piece.
     """
-    results = [dict(request.answer) for request in requests]
     sound = [request for request in requests if "error" not in request.answer]
-    for request in sound:
-        results[request.answer["index"]]["completions"] = [None] * request.params.n
+    made: dict[int, list[Completion]] = {}  # of requests whose result is not given yet
     given = 0
+
+    def ready() -> Iterator[dict[str, Any]]:
+        nonlocal given
+        while given < len(requests):
+            answer, count = requests[given].answer, requests[given].params.n
+            if "error" in answer:
+                yield answer
+            elif len(made.get(given, ())) == count:
+                completions = sorted(made.pop(given), key=lambda completion: completion.sample)
+                yield {**answer, "completions": [
+                    dataclasses.asdict(dataclasses.replace(completion, index=given))
+                    for completion in completions]}
+            else:
+                return
+            given += 1
+
+    yield from ready()
     for completion in llm.complete([request.prompt for request in sound],
                                    [request.params for request in sound],
                                    progress=progress) if sound else ():
-        index = sound[completion.index].answer["index"]
-        results[index]["completions"][completion.sample] = dataclasses.asdict(
-            dataclasses.replace(completion, index=index))
-        while given < len(results) and None not in results[given].get("completions", ()):
-            yield results[given]
-            given += 1
-    yield from results[given:]
+        made.setdefault(sound[completion.index].answer["index"], []).append(completion)
+        yield from ready()
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -127,30 +139,30 @@ def _understand(llm: LLM, request: dict[str, Any], defaults: SamplingParams, cha
     if len(kinds) != 1:
         raise LlmcError(f"a request has one of {', '.join(_PROMPTS)}, not "
                         f"{' and '.join(kinds) or 'none'}")
-    fields = dataclasses.asdict(defaults) | {
-        key: [value] if key in ("stop", "bad_words") and isinstance(value, str) else value
-        for key, value in request.items() if key in _FIELDS}
-    try:
-        params = _PARAMS.validate_json(json.dumps(fields), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise LlmcError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    fields = {key: value for key, value in request.items() if key in _FIELDS}
+    if isinstance(fields.get("logit_bias"), dict):
+        fields["logit_bias"] = {_token_id(key): bias
+                                for key, bias in fields["logit_bias"].items()}
+    params = dataclasses.replace(defaults, **fields)
     prompt = _prompt(llm, kinds[0], request[kinds[0]], chat)
     llm.stream([prompt], params)  # which would raise here what it raises for all
     return prompt, params
 
 
+def _token_id(key: str) -> int:
+    """A key of JSON, which is always a text."""
+    if not key.isdecimal() or len(key) > 20 or str(int(key)) != key:
+        raise LlmcError(f"{shown(key)} is no token id; write logit_bias like {{\"42\": -1.5}}")
+    return int(key)
+
+
 def _prompt(llm: LLM, kind: str, value: Any, chat: bool) -> Prompt:
     if kind == "token_ids":
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise LlmcError("token_ids is not a list of whole numbers")
-        return value
-    if kind == "prompt":
-        if not isinstance(value, str):
-            raise LlmcError("prompt is not a text")
-        return llm.chat_prompt(value) if chat else value
-    if not isinstance(value, list) or not value or not all(
-            isinstance(message, dict) and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str) for message in value):
-        raise LlmcError('messages is not a list like [{"role": "user", "content": "…"}]')
-    return llm.chat_prompt(value)
+        return read_token_ids(value, "token_ids")
+    if kind == "messages":
+        if not isinstance(value, list):
+            raise LlmcError('messages is not a list like [{"role": "user", "content": "…"}]')
+        return llm.chat_prompt(value)
+    if not isinstance(value, str):
+        raise LlmcError("prompt is not a text")
+    return llm.chat_prompt(value) if chat else value

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 
+_MAX_CHARACTERS = 2**24  # that a chat template may write: more than any model reads
+
 
 def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
     """The tokenizer; None where the model came without one.
@@ -61,27 +63,41 @@ def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | N
     return token if token is not None and token < vocab_size else None
 
 
-def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(manifest: Manifest, case_dir: Path,
+                messages: Sequence[Mapping[str, object]]) -> str:
     """Messages as the model's chat template writes them, ready for its answer.
 
     Raises:
-        LlmcError: the model has no chat template, or the template refuses the messages.
+        LlmcError: the model has no chat template, or the template cannot write the messages.
     """
     if manifest.tokenizer.chat_template is None:
         raise LlmcError(f"'{manifest.source.architecture}' has no chat template; give the prompt "
                         f"as the model expects it, without --chat")
     path = case_dir / manifest.tokenizer.chat_template
+    try:
+        return _render(path, messages)
+    except Exception as error:  # a template is a program, and may raise what it likes
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, jinja2.TemplateError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise LlmcError(f"the chat template '{path}' cannot be used ({reason}); give the prompt as "
+                        f"the model expects it, without --chat") from error
+
+
+def _render(path: Path, messages: Sequence[Mapping[str, object]]) -> str:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-    try:
-        return environment.from_string(path.read_text(encoding="utf-8")).render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=True,
-            **_special_tokens(path))
-    except jinja2.TemplateError as error:
-        raise LlmcError(f"the chat template '{path}' cannot be used ({error}); give the prompt as "
-                        f"the model expects it, without --chat") from error
+    template = environment.from_string(path.read_text(encoding="utf-8"))
+    parts, size = [], 0
+    for part in template.generate(messages=list(messages), tools=None, documents=None,
+                                  add_generation_prompt=True, **_special_tokens(path)):
+        parts.append(part)
+        size += len(part)
+        if size > _MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"it writes more than {_MAX_CHARACTERS} characters")
+    return "".join(parts)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -94,8 +110,8 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _refuse(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
 
 
 def _to_json(value: Any, **options: Any) -> str:

@@ -39,7 +39,7 @@ from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.devices import place
 from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.sampling import SamplingParams
+from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import read_manifest, refuse_encoder
 

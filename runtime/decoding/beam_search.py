@@ -189,7 +189,8 @@ class BeamSearch:
             else np.full(len(full), self._steps)
         hope = self.cum_log_probs.max(axis=1) / \
             (longest.astype(np.float64) ** self._length_penalty).astype(np.float32)
-        return (~full | (hope > self._scores[:, -1])) & (self._steps < self._limits)
+        may: np.ndarray = (~full | (hope > self._scores[:, -1])) & (self._steps < self._limits)
+        return may
 
 
 def expand(candidates: Candidates, cum_log_probs: np.ndarray, diversity_rate: float = 0.0) -> \
@@ -258,6 +259,7 @@ def follow(cache_indirection: np.ndarray, parents: np.ndarray, positions: np.nda
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """float32 along the last axis."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
+    shifted: np.ndarray = logits - logits.max(axis=-1, keepdims=True)
     sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
-    return shifted - np.log(sums).astype(np.float32)
+    shifted -= np.log(sums).astype(np.float32)
+    return shifted

@@ -68,15 +68,17 @@ def top_k(scores: np.ndarray, count: int) -> np.ndarray:
     """Keep this many tokens, and those that are as likely as the last of them."""
     count = min(count, len(scores))
     near = _upper(scores, count)
-    return near[scores[near] >= np.partition(scores[near], -count)[-count]]
+    kept: np.ndarray = near[scores[near] >= np.partition(scores[near], -count)[-count]]
+    return kept
 
 
 def weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """Probabilities up to a factor, float64: 1 for the likeliest token."""
-    shifted = np.subtract(scores, scores.max(), dtype=np.float64)
+    shifted: np.ndarray = np.subtract(scores, scores.max(), dtype=np.float64)
     if temperature != 1:
         shifted /= temperature
-    return np.exp(shifted, out=shifted)
+    np.exp(shifted, out=shifted)
+    return shifted
 
 
 def top_p(weight: np.ndarray, mass: float) -> np.ndarray:

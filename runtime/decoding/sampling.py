@@ -6,159 +6,17 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
 import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding import processors
+from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.decoding.rules import Rule, Rules
 
 _BLOCK = 256  # random numbers made, and probabilities added up, at once
-MAX_STOP = 64  # each is looked for after every token
-# What beam search leaves no place for.
-_NOT_WITH_BEAMS = ("temperature", "n", "stop", "logprobs")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How a prompt is completed.
-
-    Logits are processed in the order of transformers: logit_bias, repetition_penalty, presence and
-    frequency penalty, bad_words, min_tokens; then, where temperature is above 0, temperature,
-    top_k, top_p, min_p, typical_p.
-
-    Args:
-        max_tokens: new tokens, at most; the KV cache's end also ends a completion.
-        min_tokens: until so many are generated no end token is, and no stop string counts.
-        temperature: 0 takes the most likely token.
-        top_k: sample among this many tokens; 0 for all. Ties stay.
-        top_p: sample among the likeliest tokens that together have this probability.
-        min_p: sample among tokens with at least this share of the likeliest one's probability.
-        typical_p: sample among the tokens of most typical information that together have this
-            probability.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt
-            or generated; above 1 discourages them.
-        presence_penalty: is subtracted from the logits of generated tokens.
-        frequency_penalty: is subtracted as often as the token was generated.
-        bad_words: texts and sequences of token ids that are not generated. A text is forbidden as
-            it is tokenized with and without a space before it.
-        logit_bias: is added to logits, by token id; -inf forbids a token.
-        seed: of the random numbers, so that a result does not depend on what else is in the batch;
-            None for other numbers each time.
-        n: completions of the prompt; number i, counted from 0, has the seed `seed + i`, modulo
-            2^64.
-        stop: texts that end a completion; they and what follows are not shown.
-        ignore_eos: go on after the end token.
-        end_id: the end token, instead of the model's own.
-        logprobs: return log-probabilities of each token and of this many likeliest ones; None
-            returns none. At most 20 where GPUs choose the tokens.
-        beam_width: sequences to search with at once; above 1, the completion is the best that beam
-            search finds, as transformers searches, and `LLM.beam_search` gives all.
-        length_penalty: a sequence's score is the sum of its tokens' log-probabilities divided by
-            their number to this power; above 0 favours long ones.
-        diversity_rate: beams that continue the same one are told apart: the i-th best such
-            continuation, counted from 0, is chosen as if its sum were less by i times this.
-        early_stopping: False ends the search where no beam, as it stands, is better than the worst
-            of beam_width finished sequences; True as soon as there are so many; "never" only where
-            no beam can become better.
-
-    Raises:
-        LlmcError: an argument is out of range, or does not go with beam search.
-    """
-
-    max_tokens: int = 64
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bad_words: Sequence[str | Sequence[int]] = ()
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
-    n: int = 1
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-    end_id: int | None = None
-    logprobs: int | None = None
-    beam_width: int = 1
-    length_penalty: float = 1.0
-    diversity_rate: float = 0.0
-    early_stopping: bool | Literal["never"] = False
-
-    def __post_init__(self) -> None:
-        for name in ("bad_words", "stop"):
-            value = getattr(self, name)
-            listed = [value] if isinstance(value, str) else value
-            object.__setattr__(self, name, tuple(
-                part if isinstance(part, str) else tuple(part) for part in listed))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        problem = next(self._problems(), None)
-        if problem:
-            raise LlmcError(problem)
-
-    def _problems(self) -> Iterator[str]:
-        if self.max_tokens < 1:
-            yield f"max_tokens {self.max_tokens} is below 1"
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            yield f"min_tokens {self.min_tokens} is not from 0 to max_tokens {self.max_tokens}"
-        if self.temperature < 0:
-            yield f"temperature {self.temperature} is negative; 0 is greedy"
-        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
-            yield f"temperature {self.temperature} is no finite number from 1e-6 on; 0 is greedy"
-        if self.top_k < 0:
-            yield f"top_k {self.top_k} is negative; 0 keeps all tokens"
-        for name in ("top_p", "typical_p"):
-            if not 0 < getattr(self, name) <= 1:
-                yield (f"{name} {getattr(self, name)} is not above 0 and at most 1; 1 keeps all "
-                       f"tokens")
-        if not 0 <= self.min_p <= 1:
-            yield f"min_p {self.min_p} is not from 0 to 1; 0 keeps all tokens"
-        if not 0 < self.repetition_penalty < math.inf:
-            yield (f"repetition_penalty {self.repetition_penalty} is no finite number above 0; 1 "
-                   f"is none")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                yield f"{name} {getattr(self, name)} is not from -2 to 2; 0 is none"
-        if not all(self.bad_words):
-            yield "a bad word is empty"
-        for token, bias in self.logit_bias.items():
-            if not bias < math.inf:
-                yield (f"the logit_bias {bias} of token {token} is neither a finite number nor "
-                       f"-inf, which forbids it")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            yield f"seed {self.seed} is not from 0 to 2^64 - 1"
-        if self.n < 1:
-            yield f"n {self.n} is below 1"
-        if self.beam_width < 1:
-            yield f"beam_width {self.beam_width} is below 1; 1 is no beam search"
-        for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
-            default = getattr(type(self), name)
-            if getattr(self, name) != default:
-                yield (f"{name} {getattr(self, name)!r} does not go with beam_width "
-                       f"{self.beam_width}, as beam search makes one completion of the likeliest "
-                       f"tokens; leave {name} out, or beam_width at 1")
-        if not -10 <= self.length_penalty <= 10:
-            yield f"length_penalty {self.length_penalty} is not from -10 to 10; 0 is none"
-        if not 0 <= self.diversity_rate < math.inf:
-            yield f"diversity_rate {self.diversity_rate} is no finite number from 0 on; 0 is none"
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            yield f"early_stopping {self.early_stopping!r} is not False, True or 'never'"
-        if self.n > 1 and self.temperature == 0:
-            yield (f"n {self.n} completions would be the same at temperature 0; give a temperature "
-                   f"above 0")
-        if not all(self.stop):
-            yield "a stop string is empty"
-        if len(self.stop) > MAX_STOP:
-            yield f"there are {len(self.stop)} stop strings; give at most {MAX_STOP}"
-        if self.logprobs is not None and self.logprobs < 0:
-            yield f"logprobs {self.logprobs} is negative; 0 is the chosen token's alone"
 
 
 class Sampler:

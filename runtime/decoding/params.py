@@ -1,0 +1,315 @@
+"""What a request may ask for: `SamplingParams`.
+
+Each field is described here once: its type, its default, its text, and the numbers that it may be.
+`help(SamplingParams)`, the options of `llmc run` and the keys of a prompt file's requests are made
+from it. Imports nothing heavy, as `llmc --help` needs it.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+from llmc.errors import LlmcError
+
+MAX_N = 2**16  # completions of a prompt, which a result holds together
+MAX_STOP = 64  # each is looked for after every token
+_MAX_BIAS = 3.4e38  # of float32
+# What beam search leaves no place for.
+_NOT_WITH_BEAMS = ("temperature", "n", "stop", "logprobs")
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass(frozen=True)
+class Within:
+    """The numbers that a field may be, and which of them does nothing.
+
+    Args:
+        above: `least` is not one of them.
+    """
+
+    least: float
+    most: float = math.inf
+    neutral: str = ""
+    above: bool = False
+
+    def problem(self, value: float) -> str | None:
+        """Why the value is not one of them."""
+        if self.least <= value <= self.most and not (self.above and value == self.least):
+            return None
+        range_ = f"below {self.least}" if self.most == math.inf and value < self.least else \
+            f"not above {self.least} and at most {self.most}" if self.above else \
+            f"not from {self.least} to {self.most}"
+        return f"is {range_}" + (f"; {self.neutral}" if self.neutral else "")
+
+
+@dataclass(frozen=True)
+class Described:
+    """A field of `SamplingParams`: `kind` is its type, `text` says what it does."""
+
+    name: str
+    kind: Any
+    default: Any
+    text: str
+    within: Within | None
+
+
+def _documented(cls: _Class) -> _Class:
+    """Adds the fields' texts to a class's docstring."""
+    lines = [textwrap.fill(f"{own.name}: {own.text}", 96, initial_indent=" " * 8,
+                           subsequent_indent=" " * 12, break_on_hyphens=False)
+             for own in described(cls)]
+    assert cls.__doc__ is not None
+    cls.__doc__ = cls.__doc__.replace("        …", "\n".join(lines))
+    return cls
+
+
+def described(cls: type) -> list[Described]:
+    """The fields of `SamplingParams`."""
+    kinds, annotated = get_type_hints(cls), get_type_hints(cls, include_extras=True)
+    found = []
+    for own in fields(cls):
+        text, *within = annotated[own.name].__metadata__
+        default = own.default_factory() if own.default is MISSING and \
+            own.default_factory is not MISSING else own.default
+        found.append(Described(own.name, kinds[own.name], default, text, *(within or [None])))
+    return found
+
+
+@_documented
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a prompt is completed.
+
+    Logits are processed in the order of transformers: logit_bias, repetition_penalty, presence and
+    frequency penalty, bad_words, min_tokens; then, where temperature is above 0, temperature,
+    top_k, top_p, min_p, typical_p.
+
+    Args:
+        …
+
+    Raises:
+        LlmcError: an argument is of another type or out of range, or does not go with beam search.
+    """
+
+    max_tokens: Annotated[
+        int, "New tokens, at most; the KV cache's end also ends a completion.",
+        Within(1)] = 64
+    min_tokens: Annotated[
+        int, "Until so many are generated no end token is, and no stop string counts.",
+        Within(0)] = 0
+    temperature: Annotated[
+        float, "0 takes the likeliest token; above 0 tokens are sampled.",
+        Within(0, 10**6, "0 is greedy")] = 0.0
+    top_k: Annotated[
+        int, "Sample among this many likeliest tokens; 0 for all. Ties stay.",
+        Within(0, neutral="0 keeps all tokens")] = 0
+    top_p: Annotated[
+        float, "Sample among the likeliest tokens that together have this probability.",
+        Within(0, 1, "1 keeps all tokens", above=True)] = 1.0
+    min_p: Annotated[
+        float, "Sample among tokens with at least this share of the likeliest one's probability.",
+        Within(0, 1, "0 keeps all tokens")] = 0.0
+    typical_p: Annotated[
+        float, "Sample among the tokens of most typical information that together have this "
+               "probability.",
+        Within(0, 1, "1 keeps all tokens", above=True)] = 1.0
+    repetition_penalty: Annotated[
+        float, "Divides positive and multiplies negative logits of tokens in the prompt or "
+               "generated; above 1 discourages them.",
+        Within(0.001, 1000, "1 is none")] = 1.0
+    presence_penalty: Annotated[
+        float, "Is subtracted from the logits of generated tokens.",
+        Within(-2, 2, "0 is none")] = 0.0
+    frequency_penalty: Annotated[
+        float, "Is subtracted as often as the token was generated.",
+        Within(-2, 2, "0 is none")] = 0.0
+    bad_words: Annotated[
+        Sequence[str | Sequence[int]],
+        "Texts that are not generated, as they are tokenized with and without a space before them; "
+        "in Python and JSON lists of token ids too."] = ()
+    logit_bias: Annotated[
+        Mapping[int, float], "Is added to logits, by token id; -inf forbids a token."] = \
+        field(default_factory=dict, hash=False)
+    seed: Annotated[
+        int | None, "Of the random numbers, so that a result does not depend on what else is in "
+                    "the batch; without one they differ each time.",
+        Within(0, 2**64 - 1)] = None
+    n: Annotated[
+        int, "Completions of the prompt; number i, counted from 0, has the seed `seed + i`, "
+             "modulo 2^64.",
+        Within(1, MAX_N)] = 1
+    stop: Annotated[
+        Sequence[str], "Texts that end a completion; they and what follows are not shown."] = ()
+    ignore_eos: Annotated[bool, "Go on after the end token."] = False
+    end_id: Annotated[int | None, "The end token, instead of the model's own."] = None
+    logprobs: Annotated[
+        int | None, "Also give log-probabilities of each token and of this many likeliest ones, "
+                    "at most 20 where GPUs choose the tokens.",
+        Within(0, neutral="0 is the chosen token's alone")] = None
+    beam_width: Annotated[
+        int, "Sequences to search with at once; above 1, the completion is the best that beam "
+             "search finds, as transformers searches, and `LLM.beam_search` gives all.",
+        Within(1, neutral="1 is no beam search")] = 1
+    length_penalty: Annotated[
+        float, "Beam search: a sequence's score is the sum of its tokens' log-probabilities "
+               "divided by their number to this power; above 0 favours long ones.",
+        Within(-10, 10, "0 is none")] = 1.0
+    diversity_rate: Annotated[
+        float, "Beam search: the i-th best continuation of a beam, counted from 0, is chosen as if "
+               "its sum were less by i times this; above 0 sets beams apart.",
+        Within(0, 10**6, "0 is none")] = 0.0
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        "Beam search: False ends it where no beam, as it stands, is better than the worst of "
+        "beam_width finished sequences; True as soon as there are so many; never only where no "
+        "beam can become better."] = False
+
+    def __post_init__(self) -> None:
+        for own in FIELDS:
+            value = getattr(self, own.name)
+            try:
+                value = _READERS[own.kind](value)
+            except (TypeError, ValueError) as error:
+                raise LlmcError(f"{own.name} is {shown(value)}; give {error}") from None
+            object.__setattr__(self, own.name, value)
+            problem = own.within.problem(value) if own.within and value is not None else None
+            if problem:
+                raise LlmcError(f"{own.name} {value} {problem}")
+        problem = next(self._problems(), None)
+        if problem:
+            raise LlmcError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """What no field's own range says."""
+        if self.min_tokens > self.max_tokens:
+            yield f"min_tokens {self.min_tokens} is not from 0 to max_tokens {self.max_tokens}"
+        if 0 < self.temperature < 1e-6:
+            yield f"temperature {self.temperature} is above 0 and below 1e-06; 0 is greedy"
+        if not all(self.bad_words):
+            yield "a bad word is empty"
+        for token, bias in self.logit_bias.items():
+            if bias != -math.inf and not abs(bias) <= _MAX_BIAS:
+                yield (f"the logit_bias {bias} of token {token} is neither a number of float32 nor "
+                       f"-inf, which forbids it")
+        for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
+            if getattr(self, name) != getattr(type(self), name):
+                yield (f"{name} {getattr(self, name)!r} does not go with beam_width "
+                       f"{self.beam_width}, as beam search makes one completion of the likeliest "
+                       f"tokens; leave {name} out, or beam_width at 1")
+        if self.n > 1 and self.temperature == 0:
+            yield (f"n {self.n} completions would be the same at temperature 0; give a temperature "
+                   f"above 0")
+        if not all(self.stop):
+            yield "a stop string is empty"
+        if len(self.stop) > MAX_STOP:
+            yield f"there are {len(self.stop)} stop strings; give at most {MAX_STOP}"
+
+
+# What reads a value of each type of field; a TypeError or ValueError says what to give.
+
+
+def whole(value: object) -> int:
+    """A whole number, Python's or numpy's, which a bool is not."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError("a whole number")
+    if abs(int(value)) >= 2**64:
+        raise ValueError("a whole number below 2^64")
+    return int(value)
+
+
+def flag(value: object) -> bool:
+    """True or False, Python's or numpy's."""
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy is not imported here
+        raise TypeError("True or False")
+    return bool(value)
+
+
+def text(value: object) -> str:
+    """A text that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise TypeError("a text")
+    if not is_unicode(value):
+        raise ValueError("a text that is valid Unicode")
+    return value
+
+
+def is_unicode(value: str) -> bool:
+    """Whether UTF-8 can hold a text."""
+    return value.isascii() or not any("\ud800" <= own <= "\udfff" for own in value)
+
+
+def listed(value: object) -> list[Any]:
+    """The elements of a list, tuple, numpy array or the like, which a text is not, nor bytes."""
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
+        value = value.tolist()  # of numbers of Python
+    if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
+        raise TypeError("a list")
+    return list(value)
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, shortened."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a number of too many digits
+        return f"a {type(value).__name__}"
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError("a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("a number of float64") from None
+
+
+def _or_none(value: object) -> int | None:
+    try:
+        return None if value is None else whole(value)
+    except TypeError as error:
+        raise TypeError(f"{error}, or None") from None
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    try:
+        return tuple(text(own) for own in ([value] if isinstance(value, str) else listed(value)))
+    except TypeError:
+        raise TypeError("a text, or a list of texts") from None
+
+
+def _words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    try:
+        return tuple(text(own) if isinstance(own, str) else tuple(map(whole, listed(own)))
+                     for own in ([value] if isinstance(value, str) else listed(value)))
+    except TypeError:
+        raise TypeError("a text, or a list of texts and lists of token ids") from None
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError("numbers by token id, such as {42: -1.5}")
+    try:
+        return {whole(token): _number(bias) for token, bias in value.items()}
+    except TypeError:
+        raise TypeError("numbers by token id, such as {42: -1.5}") from None
+
+
+def _early_stopping(value: object) -> bool | Literal["never"]:
+    try:
+        return "never" if isinstance(value, str) and value == "never" else flag(value)
+    except TypeError:
+        raise TypeError("False, True or 'never'") from None
+
+
+FIELDS = described(SamplingParams)
+_READERS: dict[Any, Callable[[object], Any]] = {
+    int: whole, float: _number, bool: flag, int | None: _or_none, Sequence[str]: _texts,
+    Sequence[str | Sequence[int]]: _words, Mapping[int, float]: _biases,
+    bool | Literal["never"]: _early_stopping}

@@ -1,0 +1,78 @@
+"""What a caller gives to be completed, read: texts and token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
+
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.params import listed, shown, whole
+
+Prompt = str | Sequence[int]
+
+
+def read_prompts(prompts: object) -> list[str | list[int]]:
+    """One prompt or several: each a text, or token ids in a list, tuple, numpy array or the like.
+
+    Raises:
+        LlmcError: it is something else.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        each = listed(list(prompts) if isinstance(prompts, Iterator) else prompts)
+    except TypeError:
+        raise LlmcError(f"prompts is {shown(prompts)}; give a text, a list of token ids, or a list "
+                        f"of such prompts") from None
+    if each and isinstance(each[0], Number):
+        return [read_token_ids(each, "the prompt")]
+    return [prompt if isinstance(prompt, str) else read_token_ids(prompt, f"prompt {index}")
+            for index, prompt in enumerate(each)]
+
+
+def read_token_ids(value: object, name: str) -> list[int]:
+    """Whole numbers; of which vocabulary, is not looked at.
+
+    Raises:
+        LlmcError: it is something else, which `name` names.
+    """
+    try:
+        ids = listed(value)
+    except TypeError:
+        raise LlmcError(f"{name} is {shown(value)}; give a list of token ids") from None
+    if all(type(token) is int for token in ids):  # as nearly always
+        return ids
+    for token in ids:
+        try:
+            whole(token)
+        except (TypeError, ValueError):
+            raise LlmcError(f"{name} has {shown(token)} in the place of a token id; give whole "
+                            f"numbers") from None
+    return [int(token) for token in ids]
+
+
+def read_messages(messages: object) -> list[Mapping[str, object]]:
+    """A conversation for a chat template: each message has the texts `role` and `content`, and
+    what else the template may want. One text is the user's.
+
+    Raises:
+        LlmcError: it is something else.
+    """
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    try:
+        each = listed(messages)
+    except TypeError:
+        each = []
+    if not each:
+        raise LlmcError(f"messages is {shown(messages)}; give a list like "
+                        f'[{{"role": "user", "content": "…"}}]')
+    for index, message in enumerate(each):
+        if not isinstance(message, Mapping):
+            raise LlmcError(f"message {index} is {shown(message)}; give one like "
+                            f'{{"role": "user", "content": "…"}}')
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                value = f"is {shown(message[key])}" if key in message else "is not there"
+                raise LlmcError(f"the {key} of message {index} {value}; give a text")
+    return each
