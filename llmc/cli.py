@@ -400,7 +400,7 @@ def _resolve_case(directory: Path | None, case_dir: Path | None, hf_dir: Path | 
     parallel size that the config asks for.
     """
     if directory is not None and case_dir is not None and \
-            directory.absolute() != case_dir.absolute():
+            directory.resolve() != case_dir.resolve():
         raise LlmcError(f"DIR is '{directory}' and --case_dir '{case_dir}'; give one of them")
     case_dir = directory if case_dir is None else case_dir
     if (case_dir is None) == (hf_dir is None):

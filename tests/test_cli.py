@@ -20,6 +20,8 @@ from click.testing import CliRunner
 
 from llmc import LLM, LlmcError, SamplingParams, __version__
 from llmc.cli import _engines, _Meter, _print_answer, _talk, main
+from llmc.runtime.benchmark import Row
+from llmc.runtime.decoding.params import FIELDS
 from llmc.runtime.llm import Piece
 
 
@@ -55,6 +57,18 @@ def test_dashes_and_underscores_are_alike(case_tp2):
     two = run("run", "--case_dir", case_tp2, "--prompt", "the", "--max_tokens", 4, "--json")
     assert one.exit_code == 0
     assert json.loads(one.stdout)["completions"] == json.loads(two.stdout)["completions"]
+
+
+def test_the_case_directory_is_an_argument_too(case_tp2):
+    arguments = ["--prompt", "the", "--max_tokens", 4, "--json"]
+    expected = run("run", "--case_dir", case_tp2, *arguments).stdout
+    assert run("run", case_tp2, *arguments).stdout == expected
+    assert run("run", case_tp2, "--case_dir", os.path.relpath(case_tp2), *arguments).stdout \
+        == expected
+    both = run("run", case_tp2, "--case_dir", case_tp2 / "chip0", *arguments)
+    assert both.exit_code == 2 and "error: DIR is '" in both.stderr
+    none = run("run", *arguments)
+    assert none.exit_code == 2 and "give either a case directory or --hf_dir" in none.stderr
 
 
 def test_json_is_all_that_is_on_stdout(case_tp2):
@@ -96,12 +110,34 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
         [e.cumulative_logprob for e in expected]
     assert {f.name for f in dataclasses.fields(SamplingParams)} == \
         {*settings, "bad_words", "logit_bias", "stop", "ignore_eos"}
-    assert "\nSampling:\n" in run("run", "--help").stdout
+    help_text = run("run", "--help").stdout
+    shown = " ".join(help_text.split("\nSampling:\n")[1].replace("-\n", "-").split())
+    for field in FIELDS:  # said once, shown there too
+        assert f"--{field.name}" in shown and " ".join(field.text.split()) in shown
 
 
-def test_beam_search_from_compiling_to_its_best_completion(tiny_hf, tmp_path):
-    case = tmp_path / "case"
-    assert run("compile", tiny_hf, "-o", case, "--max_beam_width", 3).exit_code == 0
+@pytest.fixture(scope="module")
+def compiled(tiny_hf, tmp_path_factory):
+    """A case directory for beams on three chips, and what `llmc compile` said."""
+    case = tmp_path_factory.mktemp("compiled") / "case"
+    return case, run("compile", tiny_hf, "-o", case, "--tp_size", 3, "--dtype", "float32",
+                     "--target", "cpu", "--max_beam_width", 3, "--verbose")
+
+
+def test_compile_and_inspect(compiled):
+    case, result = compiled
+    assert result.exit_code == 0, result.output
+    assert "3 chip(s)" in result.stdout and "gated-mlp 4" in result.stdout
+    shown = run("inspect", case)
+    assert "LlamaForCausalLM" in shown.stdout and "AllReduce 9" in shown.stdout
+    summary = json.loads(run("inspect", case, "--json").stdout)
+    assert [chip["num_heads"] for chip in summary["chips"]] == [1, 1, 2]
+    # 4 layers, keys and values, 1 KV head of 16, 64 positions, 4 bytes
+    assert summary["chips"][0]["kv_cache_bytes"] == 4 * 2 * 1 * 16 * 64 * 4
+
+
+def test_beam_search_from_the_command_line_gives_the_best_completion(compiled):
+    case, _ = compiled
     result = run("run", "--case_dir", case, "--prompt", "the", "--beam_width", 3, "--max_tokens", 5,
                  "--early_stopping", "true", "--length_penalty", 0.5, "--json")
     with LLM(case) as llm:
@@ -122,7 +158,7 @@ def test_several_completions_of_a_prompt_are_numbered(case_tp2):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--top_p", "0"], "top_p 0.0 is not above 0"),
-    (["--temperature", "-1"], "temperature -1.0 is negative"),
+    (["--temperature", "-1"], "temperature -1.0 is not from 0"),
     (["--n", "3"], "n 3 completions would be the same"),
     (["--logit_bias", "5"], "--logit_bias '5' is not a token id and a number such as 42=-1.5"),
     (["--logit_bias", "999=1"], "token id 999 is not in the vocabulary"),
@@ -183,19 +219,6 @@ def test_hf_dir_without_param_dir_says_what_to_add(tiny_hf):
     assert result.exit_code == 2 and "names no param_dir" in result.stderr
 
 
-def test_compile_and_inspect(tiny_hf, tmp_path):
-    result = run("compile", tiny_hf, "-o", tmp_path / "case", "--tp_size", 3, "--dtype", "float32",
-                 "--target", "cpu", "--verbose")
-    assert result.exit_code == 0, result.output
-    assert "3 chip(s)" in result.stdout and "gated-mlp 4" in result.stdout
-    shown = run("inspect", tmp_path / "case")
-    assert "LlamaForCausalLM" in shown.stdout and "AllReduce 9" in shown.stdout
-    summary = json.loads(run("inspect", tmp_path / "case", "--json").stdout)
-    assert [chip["num_heads"] for chip in summary["chips"]] == [1, 1, 2]
-    # 4 layers, keys and values, 1 KV head of 16, 64 positions, 4 bytes
-    assert summary["chips"][0]["kv_cache_bytes"] == 4 * 2 * 1 * 16 * 64 * 4
-
-
 def test_compile_errors_are_one_line(tmp_path):
     result = run("compile", tmp_path, "-o", tmp_path / "case")
     assert result.exit_code == 2
@@ -209,8 +232,17 @@ def test_bench_prints_the_grid(case_tp1):
     assert [(r["batch"], r["input_length"], r["output_length"]) for r in rows] == \
         [(1, 4, 3), (2, 4, 3), (1, 6, 2), (2, 6, 2)]
     assert all(r["tokens_per_sec"] > 0 and r["tctx_ms"] > 0 for r in rows)
-    assert "Tctx(ms)" in run("bench", "--case_dir", case_tp1, "--batch_size", "1",
-                             "--input_output_len", "4,3", "--runs", 1).stdout
+
+
+def test_the_table_of_a_grid_fits_80_columns(case_tp1, monkeypatch):
+    """Whole, with the greatest numbers that there may be."""
+    monkeypatch.setattr("llmc.runtime.benchmark.measure", lambda llm, batch, inputs, outputs, runs:
+                        Row(4096, 131072, 131072, 12345678.9, 12345678.9, 1234567.8, 123456.78))
+    shown = run("bench", "--case_dir", case_tp1, "--input_output_len", "4,3").stdout.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert [cell.strip() for cell in shown[3].split("│")[1:-1]] == [
+        "4096", "131072", "131072", "12345678.90", "12345678.90", "1234567.80", "123456.78"]
+    assert "Tctx(ms)" in shown[1] and "…" not in "".join(shown)
 
 
 @pytest.mark.parametrize("grid", [("x", "4,4"), ("1", "4"), ("0", "4,4"), ("1", "60,60")])
@@ -228,6 +260,15 @@ def test_a_prompt_file_gives_a_result_a_line_and_a_broken_line_exits_with_1(case
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(row["index"], row.get("id")) for row in rows] == [(0, 7), (1, None)]
     assert [len(row["completions"][0]["token_ids"]) for row in rows] == [3, 2]
+    piped = run("run", case_tp2, "--prompt_file", "-", "--max_tokens", 2, stdin=path.read_text())
+    assert [json.loads(line) for line in piped.stdout.splitlines()] == rows
+    chat = run("run", case_tp2, "--prompt_file", "-", "--chat", stdin='{"prompt": "the"}')
+    assert json.loads(chat.stdout)["completions"][0]["prompt_token_ids"] != \
+        rows[0]["completions"][0]["prompt_token_ids"]
+    both = run("run", case_tp2, "--prompt_file", "-", "--prompt", "x", stdin="{}")
+    assert both.exit_code == 2 and "give either --prompt or --prompt_file" in both.stderr
+    empty = run("run", case_tp2, "--prompt_file", "-")
+    assert empty.exit_code == 2 and "standard input has no request" in empty.stderr
     path.write_text('{"prompt": "the"}\n{"prompt": \n')
     result = run("run", "--case_dir", case_tp2, "--prompt_file", path)
     assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2

@@ -257,8 +257,8 @@ def shown(value: object) -> str:
     """A value as an error shows it, shortened."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # a number of too many digits
-        return f"a {type(value).__name__}"
+    except ValueError:
+        return "a number of many digits"
 
 
 def _number(value: object) -> float:

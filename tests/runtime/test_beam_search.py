@@ -330,8 +330,8 @@ def test_log_softmax_is_that_of_torch():
     (dict(stop=["x"]), r"stop \('x',\) does not go with beam_width 2"),
     (dict(logprobs=1), "logprobs 1 does not go with beam_width 2"),
     (dict(length_penalty=float("nan")), "length_penalty nan is not from -10 to 10"),
-    (dict(diversity_rate=-1.0), "diversity_rate -1.0 is no finite number from 0 on"),
-    (dict(early_stopping="soon"), "early_stopping 'soon' is not False, True or 'never'"),
+    (dict(diversity_rate=-1.0), "diversity_rate -1.0 is not from 0 to 1000000"),
+    (dict(early_stopping="soon"), "early_stopping is 'soon'; give False, True or 'never'"),
 ])
 def test_what_beam_search_cannot_do_is_one_sentence(params, match):
     with pytest.raises(llmc.LlmcError, match=f"^{match}"):

@@ -1,5 +1,7 @@
 """A conversation: what the model sees of it, how an answer ends early, where there is no room."""
 
+import shutil
+
 import pytest
 
 import llmc
@@ -49,3 +51,73 @@ def test_a_conversation_that_outgrew_the_kv_cache_says_so_and_forgets_the_messag
 def test_a_conversation_has_one_answer_at_a_time(llm):
     with pytest.raises(llmc.LlmcError, match="n 2 answers cannot all be part of a conversation"):
         Chat(llm, SamplingParams(n=2, temperature=1.0))
+
+
+@pytest.fixture(scope="module")
+def templated(case_tp2, tmp_path_factory):
+    """Called with a chat template: a model that has it."""
+    case = shutil.copytree(case_tp2, tmp_path_factory.mktemp("chat") / "case")
+    with llmc.LLM(case) as llm:
+        path = case / llm.manifest.tokenizer.chat_template
+
+        def write(template):
+            path.write_text(template)
+            return llm
+        yield write
+
+
+def test_a_template_sees_all_that_a_message_has(templated):
+    llm = templated("{% for m in messages %}{{ m.role }}{{ m.name }}{{ m.content }}{% endfor %}")
+    assert llm.chat_prompt([{"role": "user", "name": "fox", "content": "the"}]) == \
+        llm.tokenizer.encode("userfoxthe", add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{{ messages + 1 }}", "TypeError: can only concatenate list"),
+    ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+    ("{{ messages[0].content.index('z') }}", "ValueError: substring not found"),
+    ("{{ messages[0].content.join() }}", "TypeError: "),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion"),
+    ("{{ raise_exception('no system\nrole') }}", "(no system role)"),
+    ("{{ raise_exception(3) }}", "(3)"),
+    ("{{ nothing.here }}", "'nothing' is undefined"),
+    ("{% for m in messages %}", "Unexpected end of template"),
+    ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
+    ("{% for i in range(99999) %}{% for i in range(999) %}the fox{% endfor %}{% endfor %}",
+     "it writes more than 16777216 characters"),
+])
+def test_whatever_a_template_raises_is_one_sentence(templated, template, reason):
+    llm = templated(template)
+    with pytest.raises(llmc.LlmcError, match="^the chat template '.*chat_template.jinja' cannot be "
+                                             "used") as error:
+        llm.chat_prompt("the")
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).endswith("give the prompt as the model expects it, without --chat")
+
+
+def test_a_broken_tokenizer_config_is_one_sentence(templated):
+    llm = templated("{{ eos_token }}")
+    path = (llm.case_dir / llm.manifest.tokenizer.chat_template).with_name("tokenizer_config.json")
+    before = path.read_text()
+    for content in ("{", "[]", '"text"'):
+        path.write_text(content)
+        with pytest.raises(llmc.LlmcError, match="^the chat template '.*' cannot be used"):
+            llm.chat_prompt("the")
+    path.write_text(before)
+    assert llm.chat_prompt("the") == [2]
+
+
+@pytest.mark.parametrize(("messages", "message"), [
+    ([], "messages is []; give a list like"),
+    ({"role": "user", "content": "a"}, "messages is {'content': 'a', 'role': 'user'}; give a list"),
+    (["the"], "message 0 is 'the'; give one like"),
+    ([{"content": "a"}], "the role of message 0 is not there; give a text"),
+    ([{"role": 3, "content": "a"}], "the role of message 0 is 3; give a text"),
+    ([{"role": "user", "content": None}], "the content of message 0 is None; give a text"),
+    ([{"role": "user", "content": "a"}, {"role": "user", "content": ["a"]}],
+     "the content of message 1 is ['a']; give a text"),
+])
+def test_what_is_no_conversation_is_one_sentence(llm, messages, message):
+    with pytest.raises(llmc.LlmcError) as error:
+        llm.chat_prompt(messages)
+    assert str(error.value).startswith(message)

@@ -1,5 +1,6 @@
 """A prompt file: each line runs with its own parameters, and a broken one harms no other."""
 
+import io
 import json
 
 import pytest
@@ -57,25 +58,31 @@ def test_each_request_has_its_own_parameters(llm):
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": "\ud800"}, "not valid Unicode"),
     ({"prompt": "x" * 99}, "the KV cache has room for 64"),
-    ({"token_ids": "12"}, "token_ids is not a list"),
-    ({"token_ids": [1.5]}, "token_ids is not a list"),
-    ({"token_ids": [True]}, "token_ids is not a list"),
+    ({"token_ids": "12"}, "token_ids is '12'; give a list of token ids"),
+    ({"token_ids": [1.5]}, "token_ids has 1.5 in the place of a token id"),
+    ({"token_ids": [True]}, "token_ids has True in the place of a token id"),
     ({"token_ids": []}, "the prompt is empty"),
     ({"token_ids": [999]}, "token id 999 is not in the vocabulary"),
-    ({"messages": []}, "messages is not a list like"),
-    ({"messages": [{"role": "user"}]}, "messages is not a list like"),
+    ({"messages": []}, "messages is []; give a list like"),
+    ({"messages": "the"}, "messages is not a list like"),
+    ({"messages": [{"role": "user"}]}, "the content of message 0 is not there; give a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+     "the content of message 0 is [{"),
+    ({"messages": [{"role": "user", "content": "a"}, "b"]}, "message 1 is 'b'; give one like"),
     ({"prompt": "a", "temprature": 1}, "'temprature' is not a key of a request; there are: prompt"),
-    ({"prompt": "a", "temperature": "hot"}, "temperature: Input should be a valid number"),
-    ({"prompt": "a", "temperature": -1}, "temperature -1.0 is negative"),
-    (b'{"prompt": "a", "temperature": NaN}', "temperature nan is no finite number"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'; give a number"),
+    ({"prompt": "a", "temperature": -1}, "temperature -1.0 is not from 0"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature nan is not from 0 to 1000000"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens 0 is below 1"),
-    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
-    ({"prompt": "a", "max_tokens": None}, "max_tokens: Input should be a valid integer"),
-    ({"prompt": "a", "ignore_eos": 1}, "ignore_eos: Input should be a valid boolean"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens is 1.5; give a whole number"),
+    ({"prompt": "a", "max_tokens": None}, "max_tokens is None; give a whole number"),
+    ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1; give True or False"),
     ({"prompt": "a", "stop": [""]}, "a stop string is empty"),
-    ({"prompt": "a", "stop": [3]}, "stop.0: Input should be a valid string"),
+    ({"prompt": "a", "stop": [3]}, "stop is [3]; give a text"),
     ({"prompt": "a", "logit_bias": {"999": 1}}, "token id 999 is not in the vocabulary"),
-    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"prompt": "a", "logit_bias": {"05": 1}}, "'05' is no token id"),
+    ({"prompt": "a", "n": 10**6}, "n 1000000 is not from 1 to 65536"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "'x' is no token id; write logit_bias like"),
 ])
 def test_a_broken_line_gets_an_error_and_the_others_run(llm, line, message):
     first, broken, last = run(llm, {"prompt": "the", "id": "a"}, line, {"prompt": "fox"})
@@ -110,6 +117,13 @@ def test_results_come_as_soon_as_all_before_them_are_there(llm):
     results = run_requests(llm, read_requests(llm, lines, SamplingParams()), seen.append)
     assert next(results)["index"] == 0 and len(seen) < 10
     assert [result["index"] for result in results] == [1, 2] and len(seen) == 35
+
+
+def test_a_prompt_file_may_be_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "the"}\n\xff\n')))
+    assert read_lines("-") == [b'{"prompt": "the"}', b"\xff"]
+    with pytest.raises(llmc.LlmcError, match="^standard input has no request; write one a line"):
+        read_lines("-")
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"", "has no request; write one a line"),
