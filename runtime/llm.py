@@ -19,7 +19,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch
 from llmc.runtime.decoding.params import SamplingParams, is_unicode, listed, shown, whole
-from llmc.runtime.decoding.rules import MAX_LOGPROBS
+from llmc.runtime.decoding.processing import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Draws, Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.devices import place
@@ -668,7 +668,7 @@ class LLM:
             memory = Memory.of(range(len(sources)), [len(source) for source in sources])
         sizes = beam, min(search.candidates, dims.vocab_size), dims.max_seq_len
         steps: Steps
-        if replica.on_gpus and all(sampler.rule is None for sampler in samplers):
+        if replica.on_gpus and all(sampler.processing is None for sampler in samplers):
             steps = DeviceSteps(replica, prompts, *sizes, memory)
         else:
             steps = HostSteps(replica, prompts, samplers, *sizes, memory)

@@ -14,7 +14,7 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.decoding import processors
 from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.rules import Rule, Rules
+from llmc.runtime.decoding.processing import BatchProcessing, Processing
 
 _BLOCK = 256  # random numbers made, and probabilities added up, at once
 
@@ -90,13 +90,14 @@ class Sampler:
         return scores
 
     @cached_property
-    def rule(self) -> Rule | None:
+    def processing(self) -> Processing | None:
         """What `process` does, for an engine that does it itself; None: nothing."""
         params = self.params
-        return Rule.of(repetition=params.repetition_penalty, presence=params.presence_penalty,
-                       frequency=params.frequency_penalty, biased=self._biased,
-                       biases=self._biases, bad_words=self._words, min_tokens=params.min_tokens,
-                       end_tokens=self._end_tokens, forced=self._forced)
+        return Processing.of(
+            repetition=params.repetition_penalty, presence=params.presence_penalty,
+            frequency=params.frequency_penalty, biased=self._biased, biases=self._biases,
+            bad_words=self._words, min_tokens=min(params.min_tokens, 2**31 - 1),
+            end_tokens=self._end_tokens, forced=self._forced)
 
 
 def nothing_allowed(generated: int) -> LlmcError:
@@ -117,19 +118,19 @@ class Draws:
     seed: np.ndarray  # uint64
     drawn: np.ndarray  # int64: tokens that each sequence drew before
     sequences: np.ndarray  # int64: the samplers' numbers
-    rules: Rules | None  # what is done to the logits first; None: nothing
+    processing: BatchProcessing | None  # what is done to the logits first; None: nothing
     logprobs: np.ndarray | None  # int32: of so many likeliest tokens, -1: not of the chosen either
-    # Before the first token, where rules depend on it: the prompts, int32, one after the other, and
+    # Before the first token, where it depends on it: the prompts, int32, one after the other, and
     # how long they are.
     prompts: tuple[np.ndarray, list[int]] | None
 
     @staticmethod
     def of(samplers: Sequence[Sampler], drawn: Sequence[int]) -> Draws:
         params = [sampler.params for sampler in samplers]
-        rules = Rules.of([sampler.rule for sampler in samplers])
+        processing = BatchProcessing.of([sampler.processing for sampler in samplers])
         asked = [-1 if p.logprobs is None else p.logprobs for p in params]
         prompts = None
-        if rules is not None and rules.remember and not any(drawn):
+        if processing is not None and processing.keeps_history and not any(drawn):
             prompts = (np.concatenate([sampler.prompt for sampler in samplers]).astype(np.int32),
                        [len(sampler.prompt) for sampler in samplers])
         return Draws(np.array([p.temperature for p in params], np.float32),
@@ -140,7 +141,7 @@ class Draws:
                      np.array([sampler.seed for sampler in samplers], np.uint64),
                      np.array(drawn, np.int64),
                      np.array([sampler.number for sampler in samplers], np.int64),
-                     rules, np.array(asked, np.int32) if max(asked) >= 0 else None, prompts)
+                     processing, np.array(asked, np.int32) if max(asked) >= 0 else None, prompts)
 
 
 def probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:

@@ -18,7 +18,7 @@ from llmc import __version__
 from llmc.errors import LlmcError
 from llmc.runtime.attention.metadata import BeamStep, Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Candidates
-from llmc.runtime.decoding.rules import LOGPROBS
+from llmc.runtime.decoding.processing import LOGPROBS
 from llmc.runtime.decoding.sampling import Choices, Draws
 from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.manifest import Chip, Manifest
@@ -251,12 +251,12 @@ class CudaEngine:
     def _begin(self, tokens: np.ndarray, past_lens: np.ndarray, draws: Draws,
                end_ids: Sequence[int], first_row: int) -> None:
         self._state = None
-        rules = draws.rules
+        processing = draws.processing
         self._engine.begin_decode(
             tokens, past_lens, draws.temperature, draws.top_k, draws.top_p, draws.min_p,
             draws.typical_p, draws.seed, draws.drawn, list(end_ids),
-            rules=None if rules is None else rules.rows.view(np.uint8),
-            lists=None if rules is None else rules.lists,
+            rules=None if processing is None else processing.rows.view(np.uint8),
+            lists=None if processing is None else processing.lists,
             logprobs=draws.logprobs, first_row=first_row)
 
     def _go_on(self, steps: int, made: int, draws: Draws) -> Choices:

@@ -10,7 +10,7 @@ import two_models
 
 import llmc
 from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.rules import LOGPROBS, RULE
+from llmc.runtime.decoding.processing import LOGPROBS, PROCESSING
 from llmc.runtime.engines.cuda import CudaEngine
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -193,7 +193,7 @@ def begin(engine, batch=2, **changes):
 
 def rule(numbers=(), /, **changes):
     """Rules of two sequences, the second with these sizes."""
-    rows = np.zeros(2, RULE)
+    rows = np.zeros(2, PROCESSING)
     rows["repetition"] = 1
     for name, value in changes.items():
         rows[name][1] = value

@@ -7,7 +7,7 @@ import pytest
 import torch
 from on_device import DTYPES, describe
 
-from llmc.runtime.decoding.rules import LOGPROBS, MAX_LOGPROBS, RULE, Rules
+from llmc.runtime.decoding.processing import LOGPROBS, MAX_LOGPROBS, PROCESSING, BatchProcessing
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, SamplingParams, probabilities
 
 GIVEN = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32,
@@ -157,7 +157,7 @@ def test_the_drawn_distribution_is_the_exact_one(extension, cuts):
 
 
 def test_records_have_the_size_that_the_kernels_read(extension):
-    assert extension.record_bytes == (RULE.itemsize, LOGPROBS.itemsize)
+    assert extension.record_bytes == (PROCESSING.itemsize, LOGPROBS.itemsize)
 
 
 class Device:
@@ -189,7 +189,7 @@ class Device:
             self.counts[row, token] += 1
 
     def process(self, logits, samplers, drawn, first_row=0, repeats=1):
-        rules = Rules.of([sampler.rule for sampler in samplers])
+        rules = BatchProcessing.of([sampler.processing for sampler in samplers])
         scores = torch.full((len(samplers), -(-self.vocab // 4) * 4), torch.nan, device="cuda")
         rows = torch.from_numpy(rules.rows.view(np.int32).reshape(len(samplers), -1)).cuda()
         lists = torch.from_numpy(rules.lists).cuda()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmc.runtime.attention.metadata import Memory, PackedBatch
-from llmc.runtime.decoding.rules import LOGPROBS, Rules
+from llmc.runtime.decoding.processing import LOGPROBS, BatchProcessing
 from llmc.runtime.decoding.sampling import Choices, Draws, Logprobs, Sampler, SamplingParams
 from llmc.runtime.engines.cuda import CudaEngine
 
@@ -27,27 +27,28 @@ def samplers():
             in zip(PARAMS, PROMPTS, WORDS, FORCED, strict=True)]
 
 
-def obey(rules, row, scores, prompt, generated):
+def obey(processing, row, scores, prompt, generated):
     """The kernel's reading of the records, on the host."""
-    rule, lists = rules.rows[row], rules.lists[rules.rows[row]["lists"]:]
+    record, lists = processing.rows[row], processing.lists[processing.rows[row]["lists"]:]
     scores = scores.copy()
     biased, biases, ends, forced, turns, words = np.split(lists, np.cumsum(
-        [rule[name] for name in ("num_biases", "num_biases", "num_ends", "num_forced",
+        [record[name] for name in ("num_biases", "num_biases", "num_ends", "num_forced",
                                  "num_forced")]))
     scores[biased] += biases.view(np.float32)
     context = prompt + generated
-    for token in set(context) if rule["remembers"] else ():
+    for token in set(context) if record["keeps_history"] else ():
         score = scores[token]
-        score = score * rule["repetition"] if score < 0 else score / rule["repetition"]
+        score = score * record["repetition"] if score < 0 else score / record["repetition"]
         if times := generated.count(token):
-            score = np.float32(np.float64(score) - (rule["presence"] + rule["frequency"] * times))
+            score = np.float32(np.float64(score)
+                               - (record["presence"] + record["frequency"] * times))
         scores[token] = score
-    for start, end in itertools.pairwise(words[:rule["num_words"] + 1]):
+    for start, end in itertools.pairwise(words[:record["num_words"] + 1]):
         *before, last = lists[start:end].tolist()
         if context[len(context) - len(before):] == before:
-            assert rule["remembers"] or not before
+            assert record["keeps_history"] or not before
             scores[last] = -np.inf
-    if len(generated) < rule["min_tokens"]:
+    if len(generated) < record["min_tokens"]:
         scores[ends] = -np.inf
     if len(generated) in turns:
         scores[:] = -np.inf
@@ -56,28 +57,34 @@ def obey(rules, row, scores, prompt, generated):
 
 
 @pytest.mark.parametrize("generated", [[], [2], [5, 9, 3], [4, 1, 2, 3, 3], [8, 8, 8, 8]])
-def test_a_rule_says_what_the_sampler_does(generated):
+def test_a_record_says_what_the_sampler_does(generated):
     logits = np.random.default_rng(0).standard_normal(40).astype(np.float32) * 3
     made = samplers()
-    rules = Rules.of([sampler.rule for sampler in made])
+    processing = BatchProcessing.of([sampler.processing for sampler in made])
     for row, (sampler, prompt) in enumerate(zip(made, PROMPTS, strict=True)):
-        np.testing.assert_array_equal(obey(rules, row, logits, prompt, generated),
+        np.testing.assert_array_equal(obey(processing, row, logits, prompt, generated),
                                       sampler.process(logits, generated), f"row {row}")
 
 
 def test_nothing_is_told_where_nothing_is_asked_for():
     plain = [Sampler(SamplingParams(temperature=1.0, min_p=0.1), 0, [5], [2])] * 3
     draws = Draws.of(plain, [0, 0, 0])
-    assert draws.rules is None and draws.logprobs is None and draws.prompts is None
+    assert draws.processing is None and draws.logprobs is None and draws.prompts is None
 
 
-def test_prompts_go_before_the_first_token_and_only_to_rules_that_need_them():
+def test_prompts_go_before_the_first_token_and_only_to_records_that_need_them():
     tokens, lengths = Draws.of(samplers(), [0] * 4).prompts
     assert tokens.tolist() == [*itertools.chain(*PROMPTS)] and lengths == [4, 9, 1, 3]
     assert Draws.of(samplers(), [1] * 4).prompts is None
     biased = Sampler(SamplingParams(logit_bias={3: 1.0}, min_tokens=2), 0, [5], [2], [[4]])
     draws = Draws.of([biased], [0])
-    assert draws.rules is not None and draws.prompts is None
+    assert draws.processing is not None and draws.prompts is None
+
+
+def test_numbers_are_no_greater_than_a_record_holds():
+    many = SamplingParams(max_tokens=2**63, min_tokens=2**62, top_k=2**63, temperature=1.0)
+    draws = Draws.of([Sampler(many, 0, [5], [2])], [0])
+    assert draws.processing.rows["min_tokens"] == draws.top_k == 2**31 - 1
 
 
 def test_choices_are_told_with_as_many_log_probabilities_as_each_asked_for():
