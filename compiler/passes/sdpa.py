@@ -115,9 +115,9 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
                 parts.append(above.outputs[0])
             elif number is None:
                 return NoMatch("the scores are scaled by something that is not a number", above)
-            elif above.op == "Mul" and (bounded := producer(computed[0])) is not None \
-                    and bounded.op == "Tanh":
-                inner = producer(bounded.inputs[0])
+            elif above.op == "Mul" and (tanh := producer(computed[0])) is not None \
+                    and tanh.op == "Tanh":
+                inner = producer(tanh.inputs[0])
                 divisor = None if inner is None or len(inner.inputs) != 2 else \
                     scalar(inner.inputs[1])
                 if inner is None or divisor is None or not np.isclose(
