@@ -41,6 +41,7 @@ void* DeviceMemory::allocate_bytes(int64_t count, int64_t width, const char* wha
 }
 
 void upload(void* target, const void* source, int64_t bytes, cudaStream_t stream) {
+  if (bytes == 0) return;
   check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream), "copying to the device");
 }
 

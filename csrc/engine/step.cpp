@@ -29,8 +29,8 @@ void check_starts(const HostArray<int32_t>& cu_seqlens, int64_t batch, int64_t n
 void check_limits(int64_t num_tokens, int64_t num_logits, int64_t rows, const Limits& limits) {
   if (num_tokens > limits.max_tokens || num_logits > limits.max_logits || rows > limits.max_batch)
     throw Error("a step of " + text(num_tokens) + " tokens, " + text(num_logits) + " logits and cache rows up to " +
-                text(rows) + " exceeds the engine's limits of " + text(limits.max_tokens) + ", " + text(limits.max_logits) +
-                " and " + text(limits.max_batch));
+                text(rows) + " exceeds the engine's limits of " + text(limits.max_tokens) + ", " +
+                text(limits.max_logits) + " and " + text(limits.max_batch));
 }
 
 }  // namespace
