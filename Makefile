@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # Python compiles modules when it imports them, which it does with a few of these.
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile
 PYTEST := $(BIN)/python -m pytest
+BOTH := --numprocesses 2 --dist worksteal
 CASE := artifacts/smollm2-tp3
 TESTS ?= not thorough
 # Of the GPUs that the CUDA engine is compiled for.
@@ -52,14 +53,14 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(MAKE) --jobs 2 check $(ENGINE)/built
 	$(MAKE) engine
-	$(PYTEST) -m "($(TESTS)) and extension"
+	$(PYTEST) -m "($(TESTS)) and extension" $(BOTH)
 
 # Code for 80 runs on 86 and 89 too.
 test-all:
 	$(MAKE) test TESTS="thorough or not thorough" ARCHITECTURES="80;90"
 
 check: lint
-	$(PYTEST) -m "($(TESTS)) and not extension" --numprocesses 2 --dist worksteal
+	$(PYTEST) -m "($(TESTS)) and not extension" $(BOTH)
 
 test-gpu: engine
 	$(PYTEST) tests/gpu
