@@ -1,0 +1,81 @@
+"""How far sound models are from what `llmc diff` allows: the tiny model of each family.
+
+    python bench/rounding.py
+    python bench/rounding.py llama gpt2
+
+Each is compiled for CPUs in float32, for 1, 2 and 3 chips as far as it has heads, and for CUDA in
+bfloat16, which NumPy runs. Printed are the tensor, of all that both graphs have, that is furthest
+from the export in what is allowed, its largest difference and what is allowed, both of its range;
+then the verdict, which should be none.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import families
+from schedule_interpreter import Interpreters
+
+from llmc.compiler import api
+from llmc.compiler.check import diff
+from llmc.compiler.frontend import load
+from llmc.compiler.targets import Options
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import Target, read_manifest
+
+FORMS = [("cpu", "float32", 1), ("cpu", "float32", 2), ("cpu", "float32", 3),
+         ("cuda", "bfloat16", 1)]
+
+
+@contextmanager
+def interpreted_greedy(root):
+    """Greedy tokens of what is compiled for CUDA."""
+    yield Interpreters(root).greedy
+
+
+def measure(family: str, directory: Path) -> None:
+    hf = families.save(families.tiny_model(family), directory / "hf")
+    raw = load(hf)
+
+    def copied(*_, **__):
+        return replace(raw, graph=raw.graph.copy())
+
+    diff.load = copied
+    compare, greedy = diff.compare, diff._greedy
+    diff.device_count, diff.Replica = lambda: 8, lambda _, case, *__: Interpreters(case)
+    for kind, dtype, tp_size in FORMS:
+        case, seen = directory / f"{kind}{tp_size}", []
+
+        def keep(*arguments, seen=seen):
+            seen.append(compare(*arguments))
+            return seen[-1]
+
+        try:
+            lowered = api.lower(copied(), tp_size, None)
+        except LlmcError:  # it has fewer heads
+            continue
+        case.mkdir()
+        api.write(raw, lowered, Target(kind=kind), Options(dtype=dtype), case)
+        diff.compare = keep
+        diff._greedy = interpreted_greedy if kind == "cuda" else greedy
+        try:
+            report = diff.diff(case, hf, bisect=True)
+        finally:
+            diff.compare, diff._greedy = compare, greedy
+        worst = max((d for d in seen if d.pair == "compiled vs export"),
+                    key=lambda d: d.relative / d.allowed)
+        print(f"{family:12} {kind:4} {dtype:8} tp {read_manifest(case).tp_size} {worst.name:24} "
+              f"{worst.relative:.1e} of {worst.allowed:.1e}  {report.verdict or 'none'}",
+              flush=True)
+
+
+if __name__ == "__main__":
+    for family in sys.argv[1:] or [*families.FAMILIES, *families.UNPLANNED]:
+        with tempfile.TemporaryDirectory() as directory:
+            measure(family, Path(directory))
