@@ -69,12 +69,14 @@ class GivenNumbers(LogitsProcessor):
         own: transformers' log-probabilities [vocab], by the new tokens before.
         pairs: candidates that follow one another.
         ties: such pairs that transformers' own numbers have in the other order.
+        range: from the least to the greatest log-probability of a step.
     """
 
     def __init__(self, given, start, tolerance):
         self._given, self._start, self._tolerance = given, start, tolerance
         self.own = {}
         self.pairs = self.ties = 0
+        self.range = 0.0
 
     def __call__(self, input_ids, scores):
         result = scores.clone()
@@ -83,7 +85,9 @@ class GivenNumbers(LogitsProcessor):
             assert path in self._given, f"transformers goes on from {path}, llmc did not"
             tokens, log_probs = self._given[path]
             own = self.own[path] = scores[row].cpu().numpy()
-            allowed = self._tolerance * np.ptp(own[np.isfinite(own)])
+            range_ = np.ptp(own[np.isfinite(own)])
+            self.range = max(self.range, range_)
+            allowed = self._tolerance * range_
             np.testing.assert_allclose(log_probs, own[tokens], rtol=0, atol=allowed,
                                        err_msg=f"after {path}")
             self.pairs += len(tokens) - 1
@@ -123,8 +127,8 @@ def transformers_beams(model, prompt, params, ends, numbers, **options):
 
 
 def assert_equal(llm, model, prompts, params, ends=(), tolerance=2e-5, **options):
-    """All beams of all prompts are those of transformers, their scores within the tolerance and
-    each log-probability within half of it, relative to the range of all.
+    """All beams of all prompts are those of transformers; each log-probability, relative to the
+    range of all, and each score are within the tolerance.
     """
     searches = []
 
@@ -154,7 +158,7 @@ def assert_equal(llm, model, prompts, params, ends=(), tolerance=2e-5, **options
             assert abs(beams.scores[b, k] - score) <= 1e-6 * max(1, abs(score)), where
             own = sum(float(numbers.own[tuple(tokens[:i])][token])
                       for i, token in enumerate(tokens)) / length ** params.length_penalty
-            assert abs(beams.scores[b, k] - own) <= tolerance * max(1, abs(own)), where
+            assert abs(beams.scores[b, k] - own) <= tolerance * max(1, numbers.range / 2), where
             total = beams.scores[b, k] * length ** params.length_penalty
             assert abs(beams.cum_log_probs[b, k] - total) <= 1e-5 * abs(total)
             assert (beams.output_ids[length:, b, k] == (min(ends) if ends else -1)).all()

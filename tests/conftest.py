@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import cores
 import export_cache
 import families
+import margins
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -79,6 +80,12 @@ def all_cores():
     os.sched_setaffinity(0, cores.ALL)
     yield cores.ALL
     os.sched_setaffinity(0, own)
+
+
+@pytest.fixture
+def decisive(monkeypatch):
+    """No token of this test is chosen by less than rounding may move; see margins."""
+    margins.guard(monkeypatch)
 
 
 @pytest.fixture(scope="session")

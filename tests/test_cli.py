@@ -25,6 +25,9 @@ from llmc.runtime.decoding.params import FIELDS
 from llmc.runtime.llm import Piece
 
 
+pytestmark = pytest.mark.usefixtures("decisive")
+
+
 def run(*arguments, stdin=""):
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
 

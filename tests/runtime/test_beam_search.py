@@ -145,6 +145,7 @@ class Gpus:
 
 
 def test_gpus_are_asked_for_what_gives_the_host_s_beams(case, llm, model, monkeypatch):
+    """The last searches lead to beams far from ties, as nothing but tokens is compared."""
     with llmc.LLM(case, max_batch_size=24) as other:
         gpus = other._replicas[0] = Gpus(other._replicas[0])
         plain = llm.beam_search(PROMPTS, search(4, ignore_eos=True)).output_ids
@@ -152,11 +153,11 @@ def test_gpus_are_asked_for_what_gives_the_host_s_beams(case, llm, model, monkey
             end_with(other, monkeypatch, ends)
             assert_equal(other, model, PROMPTS, search(4), ends)
         assert gpus.follows > 20
-        prompts, params = [[5] * 58, [7, 8], [9] * 30], search(3, 20, ignore_eos=True)
+        prompts, params = [[3] * 58, [3, 8], [4] * 30], search(3, 20, ignore_eos=True)
         found, expected = (each.beam_search(prompts, params) for each in (other, llm))
         assert found.sequence_length.tolist() == [[7] * 3, [20] * 3, [20] * 3]  # one row is full
         assert np.array_equal(found.output_ids, expected.output_ids)
-        assert np.array_equal(found.scores, expected.scores)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
         before = gpus.follows
         params = search(4, repetition_penalty=1.3, ignore_eos=True)
         assert_equal(other, model, PROMPTS, params, repetition_penalty=1.3)

@@ -9,6 +9,9 @@ from llmc import SamplingParams
 from llmc.runtime.chat import Chat
 
 
+pytestmark = pytest.mark.usefixtures("decisive")
+
+
 @pytest.fixture(scope="module")
 def llm(case_tp2):
     with llmc.LLM(case_tp2) as loaded:

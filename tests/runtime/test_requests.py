@@ -10,6 +10,9 @@ from llmc import SamplingParams
 from llmc.runtime.requests import read_lines, read_requests, run_requests
 
 
+pytestmark = pytest.mark.usefixtures("decisive")
+
+
 @pytest.fixture(scope="module")
 def llm(case_tp2):
     with llmc.LLM(case_tp2, max_batch_size=2) as loaded:

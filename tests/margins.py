@@ -1,0 +1,49 @@
+"""By how much a token is chosen.
+
+Logits differ by rounding from processor to processor, and from batch to batch. Where a test
+compares tokens exactly, each is to be chosen by so much that no rounding decides; a test whose
+prompts or seeds are nearer to a tie says so on every processor, instead of failing on some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from llmc.runtime.decoding.sampling import Sampler, _candidates, _random_numbers
+
+# Rounding moves logits by some 1e-6 of their range, and the probability below a token by as much.
+GREEDY = 1e-4  # of the logits' range, between the token and the next best
+DRAWN = 2e-5  # between the random number and the nearest sum of probabilities
+
+
+def guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse tokens that the host chooses by less."""
+    choose = Sampler.__call__
+
+    def check(self: Sampler, logits: np.ndarray, tokens: Sequence[int]) -> int:
+        chosen = choose(self, logits, tokens)
+        margin, least = margin_of(self, logits, tokens)
+        assert margin >= least, (
+            f"token {len(tokens)} is {chosen} by {margin:.1e}, less than {least}: another "
+            f"processor may choose another; take another prompt or seed for this test")
+        return chosen
+
+    monkeypatch.setattr(Sampler, "__call__", check)
+
+
+def margin_of(sampler: Sampler, logits: np.ndarray, tokens: Sequence[int]) -> tuple[float, float]:
+    """By how much the next token is chosen, and by how much it should be."""
+    scores = sampler.process(logits, tokens)
+    allowed = np.sort(scores[np.isfinite(scores)])
+    if len(allowed) < 2 or len(tokens) in sampler._forced:
+        return np.inf, 0
+    if sampler.params.temperature == 0:
+        return float(allowed[-1] - allowed[-2]) / float(np.ptp(logits)), GREEDY
+    _, weights = _candidates(scores, sampler.params)
+    block, place = divmod(len(tokens), 256)
+    sums = np.cumsum(weights)[:-1] / weights.sum()
+    number = _random_numbers(sampler.seed, block)[place]
+    return float(np.abs(sums - number).min(initial=1)), DRAWN
