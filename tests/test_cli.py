@@ -24,7 +24,6 @@ from llmc.runtime.benchmark import Row
 from llmc.runtime.decoding.params import FIELDS
 from llmc.runtime.llm import Piece
 
-
 pytestmark = pytest.mark.usefixtures("decisive")
 
 

@@ -8,7 +8,6 @@ import llmc
 from llmc import SamplingParams
 from llmc.runtime.chat import Chat
 
-
 pytestmark = pytest.mark.usefixtures("decisive")
 
 

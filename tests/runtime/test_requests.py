@@ -9,7 +9,6 @@ import llmc
 from llmc import SamplingParams
 from llmc.runtime.requests import read_lines, read_requests, run_requests
 
-
 pytestmark = pytest.mark.usefixtures("decisive")
 
 
