@@ -109,6 +109,7 @@ Sdpa::Sdpa(bool always) : state_(new State), always_(always) {
 
 Sdpa::~Sdpa() { delete state_; }
 
+// cuDNN 9.19 writes zeros to value_cache behind a sequence's last position, up to `keys`: those must be nobody's.
 bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
   State& s = *state_;
   if (s.handle == nullptr || dtype == DType::kFloat32 || p.softcap > 0 || p.block_table != nullptr ||
