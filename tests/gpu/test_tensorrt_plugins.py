@@ -35,7 +35,7 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1, ste
 
     `in_place`: the outputs that continue caches are bound to the caches' memory. `step`: longest,
     reach and indirect, as a plan tells of them. `more`: tensors that the op's reference is not
-    given. `filled`: how many positions of each row of the caches mean anything, where it is not all.
+    given. `filled`: how many positions of each row of the caches mean anything, where not all do.
     """
     fields = op.complete(sample.fields)
     made = tensors_of(op, fields, sample.inputs, dtype)
