@@ -149,14 +149,14 @@ void bind_engine(nb::module_& m) {
            [](Engine& self, Array<int64_t> tokens, Array<int32_t> past_lens, Array<float> temperature,
               Array<int32_t> top_k, Array<float> top_p, Array<float> min_p, Array<float> typical_p,
               Array<uint64_t> seed, Array<int64_t> drawn, const std::vector<int64_t>& end_ids,
-              std::optional<Array<uint8_t>> rules, std::optional<Array<int32_t>> lists,
+              std::optional<Array<uint8_t>> processing, std::optional<Array<int32_t>> lists,
               std::optional<Array<int32_t>> logprobs, int first_row) {
              Requests requests;
-             if (rules.has_value() != lists.has_value()) throw Error("rules and their lists come together");
-             if (rules) {
-               constexpr int64_t kBytes = sizeof(kernels::Rule);
-               check_size("rules", static_cast<int64_t>(rules->size()), past_lens.size() * kBytes);
-               requests.rules = {reinterpret_cast<const kernels::Rule*>(rules->data()),
+             if (processing.has_value() != lists.has_value()) throw Error("processing and its lists come together");
+             if (processing) {
+               constexpr int64_t kBytes = sizeof(kernels::Processing);
+               check_size("processing", static_cast<int64_t>(processing->size()), past_lens.size() * kBytes);
+               requests.processing = {reinterpret_cast<const kernels::Processing*>(processing->data()),
                                  static_cast<int64_t>(past_lens.size())};
                requests.lists = host(*lists);
              }
@@ -168,7 +168,7 @@ void bind_engine(nb::module_& m) {
            },
            nb::arg("tokens"), nb::arg("past_lens"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"),
            nb::arg("min_p"), nb::arg("typical_p"), nb::arg("seed"), nb::arg("drawn"), nb::arg("end_ids"),
-           nb::arg("rules") = nb::none(), nb::arg("lists") = nb::none(), nb::arg("logprobs") = nb::none(),
+           nb::arg("processing") = nb::none(), nb::arg("lists") = nb::none(), nb::arg("logprobs") = nb::none(),
            nb::arg("first_row") = 0)
       .def("decode", &Engine::decode, nb::call_guard<nb::gil_scoped_release>())
       .def("tokens", &Engine::tokens, nb::call_guard<nb::gil_scoped_release>())

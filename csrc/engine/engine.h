@@ -53,7 +53,7 @@ class Engine {
   void read_logprobs(int steps, kernels::Logprobs* out, int64_t count) const {
     sampler_->read_logprobs(steps, out, count);
   }
-  // See Sampler; before the first begin_decode with rules that need it.
+  // See Sampler; before the first begin_decode with processing that needs it.
   void set_history(int first_row, const HostArray<int32_t>& tokens, const std::vector<int32_t>& lengths);
 
   // Beam search. candidates: the likeliest tokens of each row of the last step's logits, and their

@@ -141,8 +141,8 @@ float process(const std::vector<Foreign>& tensors, int vocab, int first_row, int
   const int64_t rows = logits.shape[0];
   const kernels::ProcessParams p{
       t.floats(0, {rows, scores.shape[1]}), logits.data,
-      static_cast<const kernels::Rule*>(t.bytes(2, {rows}, sizeof(kernels::Rule))), t.ints(3, {0}), t.longs(4, {rows}),
-      history_of(t, 5, vocab, first_row + rows), static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]),
+      static_cast<const kernels::Processing*>(t.bytes(2, {rows}, sizeof(kernels::Processing))), t.ints(3, {0}),
+      t.longs(4, {rows}), history_of(t, 5, vocab, first_row + rows), static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]),
       static_cast<int>(scores.shape[1]), first_row};
   return timed([&] { return kernels::process(logits.dtype, p, nullptr); }, repeats, "process");
 }
@@ -228,7 +228,7 @@ void bind_kernels(nb::module_& m) {
   m.def("candidates", &candidates, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
   m.def("follow", &follow);
   m.attr("logprob_steps") = kernels::kLogprobSteps;
-  m.attr("record_bytes") = std::make_pair(sizeof(kernels::Rule), sizeof(kernels::Logprobs));
+  m.attr("record_bytes") = std::make_pair(sizeof(kernels::Processing), sizeof(kernels::Logprobs));
 }
 
 }  // namespace llmc

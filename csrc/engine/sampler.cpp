@@ -7,30 +7,31 @@ namespace {
 
 constexpr int64_t kMaxEndIds = 64;
 
-// Throws Error where a rule's lists are not as kernels::Rule says, or name a token that is none.
-void check_rule(const kernels::Rule& rule, const HostArray<int32_t>& lists, int64_t vocab) {
-  const int64_t counts[] = {rule.lists, rule.num_biases, rule.num_ends, rule.num_forced, rule.num_words};
+// Throws Error where lists are not as kernels::Processing says, or name a token that is none.
+void check_processing(const kernels::Processing& wanted, const HostArray<int32_t>& lists, int64_t vocab) {
+  const int64_t counts[] = {wanted.lists, wanted.num_biases, wanted.num_ends, wanted.num_forced, wanted.num_words};
   if (std::any_of(std::begin(counts), std::end(counts), [](int64_t count) { return count < 0; }))
-    throw Error("a sampling rule has a negative size");
-  const int64_t room = lists.size - rule.lists;
-  const int64_t ends = 2ll * rule.num_biases, forced = ends + rule.num_ends, words = forced + 2ll * rule.num_forced;
-  const int64_t fixed = words + (rule.num_words > 0 ? rule.num_words + 1ll : 0);
+    throw Error("a sequence's processing has a negative size");
+  const int64_t room = lists.size - wanted.lists;
+  const int64_t ends = 2ll * wanted.num_biases, forced = ends + wanted.num_ends;
+  const int64_t words = forced + 2ll * wanted.num_forced;
+  const int64_t fixed = words + (wanted.num_words > 0 ? wanted.num_words + 1ll : 0);
   if (fixed > room)
-    throw Error("a sampling rule's lists of " + std::to_string(fixed) + " numbers exceed the " +
+    throw Error("a sequence's lists of " + std::to_string(fixed) + " numbers exceed the " +
                 std::to_string(std::max<int64_t>(room, 0)) + " that are there");
-  const int32_t* own = lists.data + rule.lists;
+  const int32_t* own = lists.data + wanted.lists;
   auto check_tokens = [&](int64_t from, int64_t count) {
     for (int64_t i = from; i < from + count; ++i)
       if (own[i] < 0 || own[i] >= vocab)
-        throw Error("a sampling rule names token " + std::to_string(own[i]) + ", the vocabulary has " +
+        throw Error("a sequence's processing names token " + std::to_string(own[i]) + ", the vocabulary has " +
                     std::to_string(vocab));
   };
-  check_tokens(0, rule.num_biases);
-  check_tokens(ends, rule.num_ends);
-  check_tokens(forced, rule.num_forced);
-  for (int64_t i = 0; i < rule.num_words; ++i) {
+  check_tokens(0, wanted.num_biases);
+  check_tokens(ends, wanted.num_ends);
+  check_tokens(forced, wanted.num_forced);
+  for (int64_t i = 0; i < wanted.num_words; ++i) {
     const int64_t begin = own[words + i], end = own[words + i + 1];
-    if (begin < fixed || end <= begin || end > room) throw Error("a sampling rule's bad words are not in its lists");
+    if (begin < fixed || end <= begin || end > room) throw Error("a sequence's bad words are not in its lists");
     check_tokens(end - 1, 1);
   }
 }
@@ -65,9 +66,10 @@ bool Sampler::begin(int batch, const Sampling& sampling, const Requests& request
   check_size("seed", sampling.seed.size, batch);
   check_size("drawn", sampling.drawn.size, batch);
   if (end_ids.size() > kMaxEndIds) throw Error("there are more than 64 end tokens");
-  if (requests.rules) {
-    check_size("rules", requests.rules->size, batch);
-    for (const kernels::Rule& rule : *requests.rules) check_rule(rule, requests.lists, vocab_size_);
+  if (requests.processing) {
+    check_size("processing", requests.processing->size, batch);
+    for (const kernels::Processing& wanted : *requests.processing)
+      check_processing(wanted, requests.lists, vocab_size_);
   }
   if (requests.logprobs) {
     check_size("logprobs", requests.logprobs->size, batch);
@@ -82,7 +84,7 @@ bool Sampler::begin(int batch, const Sampling& sampling, const Requests& request
   steps_ = 0;
   num_end_ids_ = static_cast<int>(end_ids.size());
   draws_ = std::any_of(sampling.temperature.begin(), sampling.temperature.end(), [](float t) { return t > 0; });
-  has_rules_ = requests.rules.has_value();
+  has_processing_ = requests.processing.has_value();
   reports_ = requests.logprobs.has_value();
   const int32_t zero = 0;
   auto send = [&](void* target, const auto& values) { upload(target, values.data, values.bytes(), stream_); };
@@ -93,8 +95,8 @@ bool Sampler::begin(int batch, const Sampling& sampling, const Requests& request
   send(typical_p_, sampling.typical_p);
   send(seed_, sampling.seed);
   send(drawn_, sampling.drawn);
-  if (has_rules_) {
-    send(rules_, *requests.rules);
+  if (has_processing_) {
+    send(processing_, *requests.processing);
     send(lists_->data, requests.lists);
   }
   if (reports_) send(top_logprobs_, *requests.logprobs);
@@ -112,8 +114,8 @@ bool Sampler::reserve(const Requests& requests) {
     if (logprobs_ == nullptr)
       logprobs_ = memory_.allocate<kernels::Logprobs>(kernels::kLogprobSteps * rows, "log-probabilities");
   }
-  if (!requests.rules) return false;
-  if (rules_ == nullptr) rules_ = memory_.allocate<kernels::Rule>(rows, "sampling");
+  if (!requests.processing) return false;
+  if (processing_ == nullptr) processing_ = memory_.allocate<kernels::Processing>(rows, "sampling");
   if (scores_ == nullptr)
     scores_ = memory_.allocate<float>(rows * scores_width(), "the logits that sampling parameters change");
   if (requests.lists.size <= lists_room_) return false;
@@ -166,9 +168,9 @@ void Sampler::choose(const Tensor& logits, int first_row) {
   kernels::SampleParams p{chosen_, logits.data, temperature_, top_k_, top_p_, min_p_, typical_p_, seed_, drawn_,
                           batch_, vocab_size_, stride, 0, draws_};
   DType dtype = logits.dtype;
-  if (has_rules_) {
+  if (has_processing_) {
     const int scores_stride = static_cast<int>(scores_width());
-    const kernels::ProcessParams process{scores_, logits.data, rules_, static_cast<const int32_t*>(lists_->data),
+    const kernels::ProcessParams process{scores_, logits.data, processing_, static_cast<const int32_t*>(lists_->data),
                                          drawn_, history_, batch_, vocab_size_, stride, scores_stride, first_row};
     check(kernels::process(dtype, process, stream_), "processing logits");
     dtype = DType::kFloat32;
@@ -196,7 +198,7 @@ void Sampler::advance(const NextInputs& inputs, int first_row) {
   p.max_batch = limits_.max_batch;
   p.num_end_ids = num_end_ids_;
   p.max_seq_len = limits_.max_seq_len;
-  p.rules = has_rules_ && history_.counts != nullptr ? rules_ : nullptr;
+  p.processing = has_processing_ && history_.counts != nullptr ? processing_ : nullptr;
   p.history = history_;
   p.first_row = first_row;
   check(kernels::advance(p, stream_), "counting a step");

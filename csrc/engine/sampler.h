@@ -22,7 +22,7 @@ struct Sampling {
 
 // What else it asks for, on the host; nothing where no sequence of the batch does.
 struct Requests {
-  std::optional<HostArray<kernels::Rule>> rules;  // [batch], and their lists
+  std::optional<HostArray<kernels::Processing>> processing;  // [batch], and their lists
   HostArray<int32_t> lists;
   std::optional<HostArray<int32_t>> logprobs;     // [batch]: see kernels::LogprobsParams::top
 };
@@ -38,10 +38,10 @@ class Sampler {
   Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cudaStream_t stream);
 
   // From now on choose for these sequences. True where captured steps know an address that is no more. Throws Error,
-  // before anything is enqueued, where arrays differ in size or a rule names what is not there.
+  // before anything is enqueued, where arrays differ in size or a record names what is not there.
   bool begin(int batch, const Sampling& sampling, const Requests& requests, const std::vector<int64_t>& end_ids);
-  // The prompts of the sequences in the cache rows from `first_row` on, one behind the other, for rules that depend
-  // on them; from now on their new tokens are kept as well. Result and errors as begin's.
+  // The prompts of the sequences in the cache rows from `first_row` on, one behind the other, for processing that
+  // depends on them; from now on their new tokens are kept as well. Result and errors as begin's.
   bool set_history(int first_row, const HostArray<int32_t>& tokens, const std::vector<int32_t>& lengths);
 
   // Enqueue the choice from logits [batch, width] of the sequences in the cache rows from `first_row` on.
@@ -54,7 +54,7 @@ class Sampler {
   int batch() const { return batch_; }
   // What captured steps depend on.
   using Key = std::tuple<int, int, bool, bool, bool>;
-  Key key() const { return {batch_, num_end_ids_, draws_, has_rules_, reports_}; }
+  Key key() const { return {batch_, num_end_ids_, draws_, has_processing_, reports_}; }
 
   // The tokens of the last `steps` steps, [steps, batch]; -1 where no token was allowed. Waits.
   std::vector<int64_t> tokens(int steps) const;
@@ -73,7 +73,7 @@ class Sampler {
   DeviceMemory& memory_;
   const cudaStream_t stream_;
   int batch_ = 0, steps_ = 0, num_end_ids_ = 0;
-  bool draws_ = false, has_rules_ = false, reports_ = false;  // what some sequence of the batch asks for
+  bool draws_ = false, has_processing_ = false, reports_ = false;  // what some sequence of the batch asks for
   // On the device: [max_batch] each, but made [max_seq_len + 1, max_batch], step [1] and end_ids.
   int64_t *chosen_, *made_, *end_ids_, *drawn_;
   int32_t *step_, *top_k_;
@@ -81,7 +81,7 @@ class Sampler {
   uint64_t* seed_;
   uint8_t* finished_;
   // Allocated when it is first asked for.
-  kernels::Rule* rules_ = nullptr;
+  kernels::Processing* processing_ = nullptr;
   float* scores_ = nullptr;
   kernels::TokenHistory history_{};
   std::vector<bool> has_history_;  // by cache row

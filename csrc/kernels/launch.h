@@ -159,11 +159,11 @@ struct TokenHistory {
 // Rows from `row` on, whose counts are zero and whose tokens are a prompt's: count them.
 cudaError_t count_prompts(const TokenHistory& history, int row, int rows, cudaStream_t stream);
 
-// How a row's logits are changed before a token is chosen, as runtime/decoding/rules.py writes it. Its lists lie
+// How a row's logits are changed before a token is chosen, as runtime/decoding/processing.py writes it. Its lists lie
 // behind one another: the biased tokens, their biases (float32 bits), the end tokens, the forced tokens, how many
 // are generated before each of these, where each bad word begins and the last one ends (counted from the row's
 // lists), the bad words' tokens.
-struct Rule {
+struct Processing {
   double presence, frequency;
   float repetition;
   int32_t min_tokens, lists, num_biases, num_ends, num_forced, num_words;
@@ -176,7 +176,7 @@ struct Rule {
 struct ProcessParams {
   float* scores;
   const void* logits;
-  const Rule* rules;       // [rows]
+  const Processing* processing;  // [rows]
   const int32_t* lists;
   const int64_t* drawn;    // [rows], tokens that each sequence has generated
   TokenHistory history;    // counts null where no row's is kept
@@ -265,7 +265,7 @@ struct AdvanceParams {
   uint8_t* finished;        // [batch]
   const int64_t* end_ids;   // [num_end_ids]
   int batch, max_batch, num_end_ids, max_seq_len;
-  const Rule* rules;        // [batch] or null: whose tokens go into the history
+  const Processing* processing;  // [batch] or null: whose tokens go into the history
   TokenHistory history;
   int first_row;            // the cache row of sequence 0
 };

@@ -3,7 +3,7 @@
 // tokens that come too early, forced tokens.
 //
 // Two kernels: one copies the logits as float32, at the speed of memory; of the other a block takes a row and
-// changes what the row's rule names. Penalties are for tokens that the row's history holds, so the work is
+// changes what the row's record names. Penalties are for tokens that the row's history holds, so the work is
 // in the sequence's length, not the vocabulary's.
 #include "device.cuh"
 
@@ -12,7 +12,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kCopyThreads = 256, kCopyVectors = 4, kRuleThreads = 512;
+constexpr int kCopyThreads = 256, kCopyVectors = 4, kProcessingThreads = 512;
 
 // A block copies kCopyVectors times kCopyThreads vectors of a row.
 template <typename T>
@@ -48,46 +48,46 @@ __global__ void score_kernel(float* y, const T* x, int vocab, int stride, int y_
   }
 }
 
-__global__ void rule_kernel(ProcessParams p) {
+__global__ void processing_kernel(ProcessParams p) {
   wait_for_inputs();
   let_next_start();
   const int r = blockIdx.x;
-  const Rule rule = p.rules[r];
+  const Processing wanted = p.processing[r];
   float* scores = p.scores + static_cast<int64_t>(r) * p.scores_stride;
-  const int32_t* biased = p.lists + rule.lists;
-  const int32_t* biases = biased + rule.num_biases;
-  const int32_t* ends = biases + rule.num_biases;
-  const int32_t* forced = ends + rule.num_ends;
-  const int32_t* turns = forced + rule.num_forced;
-  const int32_t* words = turns + rule.num_forced;
-  for (int i = threadIdx.x; i < rule.num_biases; i += kRuleThreads)
+  const int32_t* biased = p.lists + wanted.lists;
+  const int32_t* biases = biased + wanted.num_biases;
+  const int32_t* ends = biases + wanted.num_biases;
+  const int32_t* forced = ends + wanted.num_ends;
+  const int32_t* turns = forced + wanted.num_forced;
+  const int32_t* words = turns + wanted.num_forced;
+  for (int i = threadIdx.x; i < wanted.num_biases; i += kProcessingThreads)
     scores[biased[i]] = __fadd_rn(scores[biased[i]], __int_as_float(biases[i]));
   __syncthreads();
 
   const int64_t row = p.first_row + r;
   const int32_t* tokens = nullptr;
   int length = 0;
-  if (rule.keeps_history && p.history.counts != nullptr) {
+  if (wanted.keeps_history && p.history.counts != nullptr) {
     tokens = p.history.tokens + row * p.history.room;
     length = p.history.lengths[row];
     const uint32_t* counts = p.history.counts + row * p.history.vocab;
-    const bool repeats = rule.repetition != 1, counted = rule.presence != 0 || rule.frequency != 0;
-    for (int i = threadIdx.x; i < length && (repeats || counted); i += kRuleThreads) {
+    const bool repeats = wanted.repetition != 1, counted = wanted.presence != 0 || wanted.frequency != 0;
+    for (int i = threadIdx.x; i < length && (repeats || counted); i += kProcessingThreads) {
       const int32_t token = tokens[i];
       if (token & kRepeated) continue;
       float score = scores[token];
-      if (repeats) score = score < 0 ? __fmul_rn(score, rule.repetition) : __fdiv_rn(score, rule.repetition);
+      if (repeats) score = score < 0 ? __fmul_rn(score, wanted.repetition) : __fdiv_rn(score, wanted.repetition);
       const uint32_t times = counts[token] & ~kInPrompt;
       if (counted && times > 0)
         score = static_cast<float>(__dsub_rn(
             static_cast<double>(score),
-            __dadd_rn(rule.presence, __dmul_rn(rule.frequency, static_cast<double>(times)))));
+            __dadd_rn(wanted.presence, __dmul_rn(wanted.frequency, static_cast<double>(times)))));
       scores[token] = score;
     }
   }
   __syncthreads();
 
-  for (int i = threadIdx.x; i < rule.num_words; i += kRuleThreads) {
+  for (int i = threadIdx.x; i < wanted.num_words; i += kProcessingThreads) {
     const int32_t* word = biased + words[i];
     const int before = words[i + 1] - words[i] - 1;  // tokens that the context must end with
     bool found = before <= length;
@@ -95,15 +95,15 @@ __global__ void rule_kernel(ProcessParams p) {
       found = (tokens[length - before + k] & ~kRepeated) == word[k];
     if (found) scores[word[before]] = -INFINITY;
   }
-  if (p.drawn[r] < rule.min_tokens)
-    for (int i = threadIdx.x; i < rule.num_ends; i += kRuleThreads) scores[ends[i]] = -INFINITY;
+  if (p.drawn[r] < wanted.min_tokens)
+    for (int i = threadIdx.x; i < wanted.num_ends; i += kProcessingThreads) scores[ends[i]] = -INFINITY;
   bool forces = false;
-  for (int i = 0; i < rule.num_forced; ++i) forces = forces || turns[i] == p.drawn[r];
+  for (int i = 0; i < wanted.num_forced; ++i) forces = forces || turns[i] == p.drawn[r];
   if (!forces) return;
   __syncthreads();
-  for (int i = threadIdx.x; i < p.vocab; i += kRuleThreads) scores[i] = -INFINITY;
+  for (int i = threadIdx.x; i < p.vocab; i += kProcessingThreads) scores[i] = -INFINITY;
   __syncthreads();
-  for (int i = threadIdx.x; i < rule.num_forced; i += kRuleThreads)
+  for (int i = threadIdx.x; i < wanted.num_forced; i += kProcessingThreads)
     if (turns[i] == p.drawn[r]) scores[forced[i]] = 0;
 }
 
@@ -127,7 +127,7 @@ cudaError_t process(DType dtype, const ProcessParams& p, cudaStream_t stream) {
     return launch(score_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
                   p.vocab, p.stride, p.scores_stride);
   });
-  return status != cudaSuccess ? status : launch(rule_kernel, p.rows, kRuleThreads, 0, stream, p);
+  return status != cudaSuccess ? status : launch(processing_kernel, p.rows, kProcessingThreads, 0, stream, p);
 }
 
 cudaError_t count_prompts(const TokenHistory& history, int row, int rows, cudaStream_t stream) {

@@ -224,7 +224,7 @@ __global__ void advance_kernel(AdvanceParams p) {
       p.finished[b] = 1;
       continue;
     }
-    if (p.rules != nullptr && p.rules[b].keeps_history) append_token(p.history, p.first_row + b, token);
+    if (p.processing != nullptr && p.processing[b].keeps_history) append_token(p.history, p.first_row + b, token);
     p.input_ids[b] = token;
     const int past = min(p.past_lens[b] + 1, p.max_seq_len - 1);
     p.past_lens[b] = past;

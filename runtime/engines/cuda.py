@@ -255,7 +255,7 @@ class CudaEngine:
         self._engine.begin_decode(
             tokens, past_lens, draws.temperature, draws.top_k, draws.top_p, draws.min_p,
             draws.typical_p, draws.seed, draws.drawn, list(end_ids),
-            rules=None if processing is None else processing.rows.view(np.uint8),
+            processing=None if processing is None else processing.rows.view(np.uint8),
             lists=None if processing is None else processing.lists,
             logprobs=draws.logprobs, first_row=first_row)
 

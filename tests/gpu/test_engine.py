@@ -191,13 +191,13 @@ def begin(engine, batch=2, **changes):
     engine._engine.begin_decode(**{**given, **changes})
 
 
-def rule(numbers=(), /, **changes):
-    """Rules of two sequences, the second with these sizes."""
+def processing(numbers=(), /, **changes):
+    """What is done to the logits of two sequences; the second has these sizes."""
     rows = np.zeros(2, PROCESSING)
     rows["repetition"] = 1
     for name, value in changes.items():
         rows[name][1] = value
-    return {"rules": rows.view(np.uint8), "lists": np.array(numbers, np.int32)}
+    return {"processing": rows.view(np.uint8), "lists": np.array(numbers, np.int32)}
 
 
 @pytest.mark.parametrize(("changes", "match"), [
@@ -210,15 +210,17 @@ def rule(numbers=(), /, **changes):
     ({"first_row": 3}, "exceeds max_batch_size 4"), ({"end_ids": [1] * 65}, "more than 64 end"),
     ({"logprobs": np.array([1, 21], np.int32)}, "log-probabilities of 21 tokens exceed 20"),
     ({"logprobs": np.array([1], np.int32)}, "logprobs has 1 elements, expected 2"),
-    (rule(num_biases=1), "lists of 2 numbers exceed the 0 that are there"),
-    (rule([1, 2], num_biases=1, lists=1), "lists of 2 numbers exceed the 1"),
-    (rule([101, 0], num_biases=1), "names token 101, the vocabulary has 101"),
-    (rule([-1], num_ends=1), "names token -1"), (rule(num_forced=-1), "has a negative size"),
-    (rule([2, 2], num_words=1), "bad words are not in its lists"),
-    (rule([2, 9, 5], num_words=1), "bad words are not in its lists"),
-    (rule([2, 3, 999], num_words=1), "names token 999"),
-    ({"rules": np.zeros(48, np.uint8), "lists": np.zeros(0, np.int32)}, "rules has 48 elements"),
-    ({"rules": rule()["rules"]}, "rules and their lists come together"),
+    (processing(num_biases=1), "lists of 2 numbers exceed the 0 that are there"),
+    (processing([1, 2], num_biases=1, lists=1), "lists of 2 numbers exceed the 1"),
+    (processing([101, 0], num_biases=1), "names token 101, the vocabulary has 101"),
+    (processing([-1], num_ends=1), "names token -1"),
+    (processing(num_forced=-1), "has a negative size"),
+    (processing([2, 2], num_words=1), "bad words are not in its lists"),
+    (processing([2, 9, 5], num_words=1), "bad words are not in its lists"),
+    (processing([2, 3, 999], num_words=1), "names token 999"),
+    ({"processing": np.zeros(48, np.uint8), "lists": np.zeros(0, np.int32)},
+     "processing has 48 elements, expected 96"),
+    ({"processing": processing()["processing"]}, "processing and its lists come together"),
 ])
 def test_what_decoding_cannot_begin_with(extension, engine, changes, match):
     with pytest.raises(extension.CudaError, match=match):

@@ -170,15 +170,15 @@ class Device:
         self.lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
 
     @property
-    def memory(self):
+    def history(self):
         return [describe(t) for t in (self.counts, self.tokens, self.lengths)]
 
-    def remember(self, first_row, contexts):
+    def count_prompts(self, first_row, contexts):
         """As if all of each context were its prompt."""
         for row, context in enumerate(contexts, first_row):
             self.tokens[row, :len(context)] = torch.tensor(context, dtype=torch.int32)
             self.lengths[row] = len(context)
-        self.extension.count_prompts(self.memory, self.vocab, first_row, len(contexts))
+        self.extension.count_prompts(self.history, self.vocab, first_row, len(contexts))
 
     def generate(self, row, tokens):
         """As advance() writes a token down."""
@@ -189,13 +189,13 @@ class Device:
             self.counts[row, token] += 1
 
     def process(self, logits, samplers, drawn, first_row=0, repeats=1):
-        rules = BatchProcessing.of([sampler.processing for sampler in samplers])
+        batch = BatchProcessing.of([sampler.processing for sampler in samplers])
         scores = torch.full((len(samplers), -(-self.vocab // 4) * 4), torch.nan, device="cuda")
-        rows = torch.from_numpy(rules.rows.view(np.int32).reshape(len(samplers), -1)).cuda()
-        lists = torch.from_numpy(rules.lists).cuda()
+        rows = torch.from_numpy(batch.rows.view(np.int32).reshape(len(samplers), -1)).cuda()
+        lists = torch.from_numpy(batch.lists).cuda()
         drawn = torch.tensor(drawn, dtype=torch.int64).cuda()
         time = self.extension.process(
-            [*map(describe, (scores, logits, rows, lists, drawn)), *self.memory], self.vocab,
+            [*map(describe, (scores, logits, rows, lists, drawn)), *self.history], self.vocab,
             first_row=first_row, repeats=repeats)
         result = scores[:, :self.vocab].cpu().numpy()
         return (result, time) if repeats > 1 else result
@@ -247,7 +247,7 @@ def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dt
     generated[5][-1] = prompts[5][-1]
     generated[1] = [5 % vocab]  # then 6 is a bad word's end
     device = Device(extension, vocab, 2000, rows + first)
-    device.remember(first, prompts)
+    device.count_prompts(first, prompts)
     for row, tokens in enumerate(generated):
         device.generate(first + row, tokens)
     logits = random_logits(rows, stride, dtype)
