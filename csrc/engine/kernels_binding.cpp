@@ -142,8 +142,8 @@ float process(const std::vector<Foreign>& tensors, int vocab, int first_row, int
   const kernels::ProcessParams p{
       t.floats(0, {rows, scores.shape[1]}), logits.data,
       static_cast<const kernels::Processing*>(t.bytes(2, {rows}, sizeof(kernels::Processing))), t.ints(3, {0}),
-      t.longs(4, {rows}), history_of(t, 5, vocab, first_row + rows), static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]),
-      static_cast<int>(scores.shape[1]), first_row};
+      t.longs(4, {rows}), history_of(t, 5, vocab, first_row + rows), static_cast<int>(rows), vocab,
+      static_cast<int>(logits.shape[1]), static_cast<int>(scores.shape[1]), first_row};
   return timed([&] { return kernels::process(logits.dtype, p, nullptr); }, repeats, "process");
 }
 
