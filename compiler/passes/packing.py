@@ -156,7 +156,8 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     Given:   logits [num_logits, vocab_size]
     Result:  logits [num_logits, padded_vocab_size]; the runtime cuts the padding off
     """
-    weights = list(row_weights(lm_head(graph)).values())
+    head = lm_head(graph)
+    weights = list(row_weights(head).values())
     rows = values_of(weights[0]).shape[0]
     report.count("vocab_size", rows)
     padded = -(-rows // settings.vocab_multiple) * settings.vocab_multiple
@@ -165,8 +166,9 @@ def pad_vocabulary(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in weights:  # a tied embedding reads the same constant
         tensor._values = values_of(tensor).pad_rows(padded)
     report.count("padded", padded - rows)
-    for node in graph.nodes:
-        for tensor in node.outputs:
-            if tensor.shape is not None and tensor.shape[-1] == rows and \
-                    tensor.shape[0] == "num_logits":
-                tensor.shape = (*tensor.shape[:-1], padded)
+    padding = list(head.outputs)  # and what is made of them, element by element
+    while padding:
+        tensor = padding.pop()
+        if tensor.shape is not None:
+            tensor.shape = (*tensor.shape[:-1], padded)
+        padding.extend(made for node in tensor.outputs for made in node.outputs)

@@ -182,14 +182,13 @@ def test_a_bias_that_still_changes_far_away_is_refused_with_the_length(encoder_d
 
 
 def test_tensorrt_rtx_refuses_in_one_sentence(encoder_decoder, tmp_path, monkeypatch):
-    _, raw, _ = encoder_decoder("t5")
+    _, _, cases = encoder_decoder("t5")
     monkeypatch.setattr(api.TARGETS["tensorrt_rtx"], "describe", lambda options: None)
-    monkeypatch.setattr(api, "load", lambda *args, **options: raw)
     with pytest.raises(llmc.LlmcError, match="'T5ForConditionalGeneration' is an encoder-decoder "
                                              "model, which is not there yet for target "
                                              "'tensorrt_rtx'; compile it with --target cpu, cuda "
                                              "or tensorrt"):
-        llmc.compile("t5", tmp_path / "case", target="tensorrt_rtx")
+        llmc.compile(cases["beams"].parent / "hf", tmp_path / "case", target="tensorrt_rtx")
 
 
 @pytest.mark.parametrize(("name", "options", "match"), [

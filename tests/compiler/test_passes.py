@@ -406,6 +406,19 @@ def test_a_dimension_of_another_name_or_number_is_a_wrong_shape(wrong):
         verify(graph, "clumsy")
 
 
+def test_a_vocabulary_as_wide_as_the_hidden_state_is_padded_alone():
+    graph = small_graph("n = RMSNormalization(x, w) m = MatMul(n, w1) logits = Exp(m)",
+                        {"w": VECTOR, "w1": SQUARE})
+    for function in (embedding, norm, gemm, pack):
+        run(graph, function)
+    graph.inputs[0].shape = ("num_logits",)  # as behind the last attention
+    for tensor in (tensor for node in graph.nodes for tensor in node.outputs):
+        tensor.shape = ("num_logits", 6)
+    run(graph, pad_vocabulary)
+    assert {tensor.name: tensor.shape[-1] for node in graph.nodes for tensor in node.outputs} \
+        == {"x": 6, "n": 6, "m": 64, "logits": 64}
+
+
 def test_packed_inputs_that_do_not_fit_together_are_named():
     graph = small_graph("logits = MatMul(x, w1)", {"w1": SQUARE})
     run(graph, embedding)
