@@ -395,7 +395,7 @@ def test_a_hidden_state_that_was_rounded_well_by_luck_is_allowed_what_those_befo
 
 @pytest.mark.parametrize(("family", "dtype", "tp_size"), [
     ("llama", "float32", 1), ("gpt2", "float32", 1), ("gemma2", "float16", 1),
-    ("gpt2", "bfloat16", 1), ("llama", "float32", 2), ("llama", "bfloat16", 2)])
+    ("gpt2", "bfloat16", 1), ("llama", "float32", 2), ("llama", "bfloat16", 4)])
 def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpreted, tiny,
                                                  tmp_path):
     hf = tiny(family)
@@ -408,10 +408,11 @@ def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpr
     if dtype == "float32":
         assert allowed(report) == {"1e-05"} and equal(report.tokens)
         return
-    assert report.allowed == f"twice what transformers loses in {dtype}"
+    times = {1: 2.0, 2: 8 ** 0.5, 4: 4.0}[tp_size]  # chips round their parts of a sum
+    assert report.allowed == f"{times:.2g} times what transformers loses in {dtype}"
     tokens = np.random.default_rng(0).integers(0, families.VOCAB, 24).tolist()
     found = [d.allowed for d in ours if d.name != f"hidden_states.{depth - 1}"]
-    assert found == pytest.approx([2 * loss for loss in losses(hf, dtype, tokens)], rel=1e-3)
+    assert found == pytest.approx([times * loss for loss in losses(hf, dtype, tokens)], rel=1e-3)
     assert {d.allowed for d in report.layers if d.pair == "export vs transformers"} == {1e-5}
     assert all(token.passed for token in report.tokens)
 
@@ -434,7 +435,7 @@ def test_float8_caches_are_allowed_what_float8_costs(dtype, interpreted, tiny, t
     assert read_manifest(case).kv_dtype == "float8_e4m3fn"
     report = diff(case, hf, bisect=True)
     assert report.verdict is None
-    assert report.allowed == (f"twice what transformers loses in {dtype} with caches of "
+    assert report.allowed == (f"2 times what transformers loses in {dtype} with caches of "
                               f"float8_e4m3fn")
     ours = [d for d in report.layers if d.pair == "compiled vs transformers"]
     assert all(1e-4 < d.relative < d.allowed < 0.1 for d in ours)
@@ -445,9 +446,9 @@ def test_float8_caches_are_allowed_what_float8_costs(dtype, interpreted, tiny, t
 
 @pytest.mark.parametrize(("dtype", "kv_dtype", "told"), [
     ("float32", "", "1e-05 of a tensor's range"),
-    ("bfloat16", "", "three times what the export loses in bfloat16"),
+    ("bfloat16", "", "3 times what the export loses in bfloat16"),
     ("float16", "float8_e4m3fn",
-     "three times what the export loses in float16 with caches of float8_e4m3fn")])
+     "3 times what the export loses in float16 with caches of float8_e4m3fn")])
 def test_an_onnx_reference_is_measured_by_the_export(dtype, kv_dtype, told, interpreted, tiny,
                                                      tmp_path, monkeypatch):
     hf = tiny("llama")
