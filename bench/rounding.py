@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -25,6 +24,7 @@ from schedule_interpreter import Interpreters
 from llmc.compiler import api
 from llmc.compiler.check import diff
 from llmc.compiler.frontend import load
+from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Target, read_manifest
@@ -44,7 +44,7 @@ def measure(family: str, directory: Path) -> None:
     raw = load(hf)
 
     def copied(*_, **__):
-        return replace(raw, graph=raw.graph.copy())
+        return families.copy_raw(raw)
 
     diff.load = copied
     compare, greedy = diff.compare, diff._greedy
@@ -56,12 +56,13 @@ def measure(family: str, directory: Path) -> None:
             seen.append(compare(*arguments))
             return seen[-1]
 
+        options = Options(dtype, target=kind, tp_size=tp_size)
         try:
-            lowered = api.lower(copied(), tp_size, None)
+            lowered = lower(copied(), options)
         except LlmcError:  # it has fewer heads
             continue
         case.mkdir()
-        api.write(raw, lowered, Target(kind=kind), Options(dtype=dtype), case)
+        api.write(raw, lowered, Target(kind=kind), options, case)
         diff.compare = keep
         diff._greedy = interpreted_greedy if kind == "cuda" else greedy
         try:

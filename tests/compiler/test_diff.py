@@ -23,6 +23,7 @@ from llmc.compiler.check.diff import compare, diff, judge_tokens
 from llmc.compiler.check.reference import Greedy
 from llmc.compiler.check.report import print_report, write_html
 from llmc.compiler.frontend import load
+from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Target, hash_file, read_manifest, write_manifest
 
@@ -32,15 +33,15 @@ def export(hf):
     return load(hf)
 
 
-def copy(raw):
-    """To consume."""
-    return replace(raw, graph=raw.graph.copy())
+def loads(hf=None, **changes):
+    """In the place of `load`: an export that was made before, of the reference or of `hf`."""
+    return lambda reference, hf_dir: replace(families.copy_raw(export(hf or reference)), **changes)
 
 
 @pytest.fixture
 def one_export(monkeypatch):
     """`diff` takes an export that was made before."""
-    monkeypatch.setattr(diff_module, "load", lambda reference, hf_dir: copy(export(reference)))
+    monkeypatch.setattr(diff_module, "load", loads())
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +56,12 @@ def tiny(tmp_path_factory):
 def compile_export(hf, case, kind="cpu", dtype="float32", tp_size=1, kv_dtype="",
                    plant=lambda graph: None):
     """A case directory from the export that is there; `plant` changes the last rank's graph."""
-    raw = copy(export(hf))
-    lowered = api.lower(raw, tp_size, None)
+    raw = families.copy_raw(export(hf))
+    options = Options(dtype, kv_dtype=kv_dtype, target=kind, tp_size=tp_size)
+    lowered = lower(raw, options)
     plant(lowered.graphs[-1])
     case.mkdir()
-    api.write(raw, lowered, Target(kind=kind), Options(dtype=dtype, kv_dtype=kv_dtype), case)
+    api.write(raw, lowered, Target(kind=kind), options, case)
     return case
 
 
@@ -301,7 +303,7 @@ def test_a_penalty_in_generation_config_does_not_move_the_reference(case_tp1, ti
                                                                     tmp_path, monkeypatch):
     hf = shutil.copytree(tiny_hf, tmp_path / "hf")
     (hf / "generation_config.json").write_text('{"repetition_penalty": 9.0, "max_length": 5}')
-    monkeypatch.setattr(diff_module, "load", lambda reference, hf_dir: copy(export(tiny_hf)))
+    monkeypatch.setattr(diff_module, "load", loads(tiny_hf))
     assert equal(diff(case_tp1, hf).tokens)
 
 
@@ -367,8 +369,8 @@ def interpreted(monkeypatch, one_export):
 
 
 def losses(hf, dtype, tokens):
-    """What transformers loses in `dtype`: of the range, after each layer but the last, and at the
-    logits.
+    """What transformers loses in `dtype`: of the range, after each layer but the last or one before
+    it, and at the logits.
     """
     runs = []
     for kind in (torch.float32, getattr(torch, dtype)):
@@ -376,13 +378,24 @@ def losses(hf, dtype, tokens):
         with torch.no_grad():
             out = model.eval()(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
         runs.append([x.float().numpy() for x in (*out.hidden_states[1:-1], out.logits)])
-    return [float(np.abs(narrow - exact).max() / np.ptp(exact))
-            for exact, narrow in zip(*runs, strict=True)]
+    *hidden, logits = [float(np.abs(narrow - exact).max() / np.ptp(exact))
+                       for exact, narrow in zip(*runs, strict=True)]
+    return [*np.maximum.accumulate(hidden), logits]
+
+
+def test_a_hidden_state_that_was_rounded_well_by_luck_is_allowed_what_those_before_it_are():
+    exact = {"hidden_states.0": np.array([0.0, 1.0]), "hidden_states.1": np.array([0.0, 10.0]),
+             "logits": np.array([0.0, 1.0])}
+    narrow = {"hidden_states.0": np.array([0.0, 1.1]), "hidden_states.1": np.array([0.0, 10.5]),
+              "logits": np.array([0.0, 1.01])}
+    allowed = diff_module._losses(narrow, exact, 2.0)
+    assert allowed == pytest.approx({"hidden_states.0": 0.2, "hidden_states.1": 2.0,
+                                     "logits": 0.02})
 
 
 @pytest.mark.parametrize(("family", "dtype", "tp_size"), [
     ("llama", "float32", 1), ("gpt2", "float32", 1), ("gemma2", "float16", 1),
-    ("gpt2", "bfloat16", 1), ("llama", "float32", 2), ("llama", "bfloat16", 2)])
+    ("gpt2", "bfloat16", 1), ("llama", "float32", 2), ("llama", "bfloat16", 4)])
 def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpreted, tiny,
                                                  tmp_path):
     hf = tiny(family)
@@ -395,18 +408,19 @@ def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpr
     if dtype == "float32":
         assert allowed(report) == {"1e-05"} and equal(report.tokens)
         return
-    assert report.allowed == f"twice what transformers loses in {dtype}"
+    times = {1: 2.0, 2: 8 ** 0.5, 4: 4.0}[tp_size]  # chips round their parts of a sum
+    assert report.allowed == f"{times:.2g} times what transformers loses in {dtype}"
     tokens = np.random.default_rng(0).integers(0, families.VOCAB, 24).tolist()
     found = [d.allowed for d in ours if d.name != f"hidden_states.{depth - 1}"]
-    assert found == pytest.approx([2 * loss for loss in losses(hf, dtype, tokens)], rel=1e-3)
+    assert found == pytest.approx([times * loss for loss in losses(hf, dtype, tokens)], rel=1e-3)
     assert {d.allowed for d in report.layers if d.pair == "export vs transformers"} == {1e-5}
     assert all(token.passed for token in report.tokens)
 
 
 @pytest.mark.parametrize(("plant", "op"), [
-    (field("RMSNorm", "epsilon", lambda value: 1e4 * value), "NormGemm"),
+    (field("NormGemm", "epsilon", lambda value: 1e4 * value), "NormGemm"),
     (field("CausalAttention", "window", lambda value: 23), "CausalAttention"),
-    (field("CausalAttention", "scale", lambda value: 1.5 * value), "CausalAttention")])
+    (field("CausalAttention", "scale", lambda value: 4 * value), "CausalAttention")])
 def test_in_16_bits_an_error_beyond_rounding_is_found(plant, op, interpreted, tiny, tmp_path):
     case = compile_export(tiny("llama"), tmp_path / "case", "cuda", "bfloat16", plant=plant)
     report = diff(case, tiny("llama"), bisect=True, tokens=0)
@@ -421,7 +435,7 @@ def test_float8_caches_are_allowed_what_float8_costs(dtype, interpreted, tiny, t
     assert read_manifest(case).kv_dtype == "float8_e4m3fn"
     report = diff(case, hf, bisect=True)
     assert report.verdict is None
-    assert report.allowed == (f"twice what transformers loses in {dtype} with caches of "
+    assert report.allowed == (f"2 times what transformers loses in {dtype} with caches of "
                               f"float8_e4m3fn")
     ours = [d for d in report.layers if d.pair == "compiled vs transformers"]
     assert all(1e-4 < d.relative < d.allowed < 0.1 for d in ours)
@@ -432,14 +446,13 @@ def test_float8_caches_are_allowed_what_float8_costs(dtype, interpreted, tiny, t
 
 @pytest.mark.parametrize(("dtype", "kv_dtype", "told"), [
     ("float32", "", "1e-05 of a tensor's range"),
-    ("bfloat16", "", "three times what the export loses in bfloat16"),
+    ("bfloat16", "", "3 times what the export loses in bfloat16"),
     ("float16", "float8_e4m3fn",
-     "three times what the export loses in float16 with caches of float8_e4m3fn")])
+     "3 times what the export loses in float16 with caches of float8_e4m3fn")])
 def test_an_onnx_reference_is_measured_by_the_export(dtype, kv_dtype, told, interpreted, tiny,
                                                      tmp_path, monkeypatch):
     hf = tiny("llama")
-    monkeypatch.setattr(diff_module, "load",
-                        lambda reference, hf_dir: replace(copy(export(hf)), kind="onnx"))
+    monkeypatch.setattr(diff_module, "load", loads(kind="onnx"))
     case = compile_export(hf, tmp_path / "case", "cuda", dtype, kv_dtype=kv_dtype)
     report = diff(case, hf, bisect=True)
     assert report.verdict is None and report.allowed == told
@@ -459,8 +472,7 @@ def test_where_float8_cannot_be_measured_a_tenth_of_the_range_is_allowed(interpr
                                                                         tmp_path, monkeypatch):
     """Of an .onnx reference, whose attention is no single op."""
     hf = tiny("llama")
-    monkeypatch.setattr(diff_module, "load",
-                        lambda reference, hf_dir: replace(copy(export(hf)), kind="onnx"))
+    monkeypatch.setattr(diff_module, "load", loads(kind="onnx"))
     monkeypatch.setattr(diff_module, "_can_round", lambda graph, kv_dtype: False)
     case = compile_export(hf, tmp_path / "case", "cuda", kv_dtype="float8_e4m3fn")
     report = diff(case, hf, tokens=0)
