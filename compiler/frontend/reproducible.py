@@ -31,7 +31,7 @@ class Reproducible(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function not in _FUNCTIONS and function not in _POWERS \
+        if not (function in _FUNCTIONS or function in _POWERS) \
                 or type(result) is not torch.Tensor or result.device.type != "cpu" \
                 or not result.is_floating_point() or not result.numel():
             return result

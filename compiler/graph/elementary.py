@@ -1,8 +1,8 @@
 """exp, log, pow, sin and cos that give the same bytes on every processor.
 
-Libraries choose their way by what a processor can do: with or without fused multiply-add, in vectors
-of one width or another. torch's float32 sin differs between AVX2 and none, NumPy's float64 sin
-between glibc's variants. What is here is made of single additions, multiplications and divisions
+Libraries choose their way by what a processor can do: with or without fused multiply-add, in
+vectors of one width or another. torch's float32 pow differs between AVX2 and none, NumPy's float64
+sin between glibc's variants. What is here is made of single additions, multiplications and divisions
 of float64 in a fixed order, which IEEE 754 rounds in one way, and is right to a few units in the
 last place: rounded to float32, it is the nearest number in all but some 1e-7 of cases.
 
@@ -42,7 +42,8 @@ def exp(x: np.ndarray) -> np.ndarray:
     """e to the x."""
     count = np.rint(x / _LN2)
     rest = (x - count * _LN2_HIGH) - count * _LN2_LOW
-    return np.ldexp(_polynomial(rest, _EXP), count.astype(np.int32))
+    result: np.ndarray = np.ldexp(_polynomial(rest, _EXP), count.astype(np.int32))
+    return result
 
 
 def log(x: np.ndarray) -> np.ndarray:
