@@ -2,9 +2,9 @@
 
 Libraries choose their way by what a processor can do: with or without fused multiply-add, in
 vectors of one width or another. torch's float32 pow differs between AVX2 and none, NumPy's float64
-sin between glibc's variants. What is here is made of single additions, multiplications and divisions
-of float64 in a fixed order, which IEEE 754 rounds in one way, and is right to a few units in the
-last place: rounded to float32, it is the nearest number in all but some 1e-7 of cases.
+sin between glibc's variants. What is here is made of single additions, multiplications and
+divisions of float64 in a fixed order, which IEEE 754 rounds in one way, and is right to a few units
+in the last place: rounded to float32, it is the nearest number in all but some 1e-7 of cases.
 
 Arguments and results are float64 arrays. Reductions and coefficients are fdlibm's and Taylor's.
 """
