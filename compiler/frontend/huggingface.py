@@ -107,7 +107,10 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
     """Copy tokenizer files; make tokenizer.json where the directory has only a slow tokenizer."""
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
-            shutil.copyfile(directory / name, target / name)
+            try:
+                shutil.copyfile(directory / name, target / name)
+            except PermissionError as error:
+                raise LlmcError(f"'{directory / name}' may not be read") from error
     if (target / "tokenizer.json").is_file():
         return
     from llmc.compiler.frontend import sentencepiece_pair
@@ -117,7 +120,9 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
     elif any(target.iterdir()):
         from transformers import AutoTokenizer
         try:
-            AutoTokenizer.from_pretrained(directory).save_pretrained(target)
+            AutoTokenizer.from_pretrained(directory, trust_remote_code=False) \
+                .save_pretrained(target)  # None would ask on the terminal
         except Exception as error:  # transformers raises many kinds for a bad tokenizer
+            first = str(error).strip().partition("\n")[0][:200] or repr(error)
             raise LlmcError(f"the tokenizer of '{directory}' cannot be converted to "
-                            f"tokenizer.json ({error})") from error
+                            f"tokenizer.json ({first}); put one there") from error

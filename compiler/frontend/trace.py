@@ -40,6 +40,7 @@ from llmc.compiler.frontend.parts import (
     build,
     text_config,
 )
+from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.rewrite import tidy
@@ -104,7 +105,8 @@ def _root_cause(error: BaseException) -> str:
 
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> Any:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
-    with init_empty_weights(include_buffers=False):  # rotary tables and scales keep their values
+    # Rotary tables and scales keep their values.
+    with init_empty_weights(include_buffers=False), Reproducible():
         model: Any = build(config, part, trust_remote_code)
     functions: list[MaskFunction] = []
     AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))

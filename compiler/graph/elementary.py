@@ -1,0 +1,103 @@
+"""exp, log, pow, sin and cos that give the same bytes on every processor.
+
+Libraries choose their way by what a processor can do: with or without fused multiply-add, in
+vectors of one width or another. torch's float32 pow differs between AVX2 and none, NumPy's float64
+sin between glibc's variants. What is here is made of single additions, multiplications and
+divisions of float64 in a fixed order, which IEEE 754 rounds in one way, and is right to a few units
+in the last place: rounded to float32, it is the nearest number in all but some 1e-7 of cases.
+
+Arguments and results are float64 arrays. Reductions and coefficients are fdlibm's and Taylor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_LN2, _LN2_HIGH, _LN2_LOW = 0.6931471805599453, 0.6931471803691238, 1.90821492927058770002e-10
+_SQRT_HALF, _TWO_BY_PI = 0.7071067811865476, 0.6366197723675814
+# pi / 2 in three parts, the first two of 33 bits: an integer below 2^20 times one is exact.
+_HALF_PI = (1.57079632673412561417e+00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+MAX_ANGLE = 2.0**20
+
+
+def _one_by_factorials(signs: int, start: int, step: int, count: int) -> tuple[float, ...]:
+    """1 / start!, signs / (start + step)!, …"""
+    made, factorial, number = [], 1, 0
+    for index in range(count):
+        while number < start + step * index:
+            number += 1
+            factorial *= number
+        made.append(signs**index / factorial)
+    return tuple(made)
+
+
+_EXP = _one_by_factorials(1, 0, 1, 15)
+_SIN, _COS = _one_by_factorials(-1, 1, 2, 10), _one_by_factorials(-1, 0, 2, 11)
+_LOG = tuple(1 / (2 * n + 1) for n in range(12))
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    """e to the x."""
+    count = np.rint(x / _LN2)
+    rest = (x - count * _LN2_HIGH) - count * _LN2_LOW
+    result: np.ndarray = np.ldexp(_polynomial(rest, _EXP), count.astype(np.int32))
+    return result
+
+
+def log(x: np.ndarray) -> np.ndarray:
+    """The natural logarithm of positive numbers."""
+    mantissa, exponent = np.frexp(x)
+    small = mantissa < _SQRT_HALF
+    mantissa, exponent = np.where(small, mantissa * 2, mantissa), exponent - small
+    ratio = (mantissa - 1) / (mantissa + 1)
+    series = 2 * ratio * _polynomial(ratio * ratio, _LOG)
+    result: np.ndarray = exponent * _LN2_HIGH + (series + exponent * _LN2_LOW)
+    return result
+
+
+def power(base: np.ndarray, exponent: np.ndarray) -> np.ndarray:
+    """Positive numbers to any power."""
+    return exp(exponent * log(base))
+
+
+def sin(x: np.ndarray) -> np.ndarray:
+    """The sine of angles of at most `MAX_ANGLE`."""
+    return _circle(x, 0)
+
+
+def cos(x: np.ndarray) -> np.ndarray:
+    """The cosine of angles of at most `MAX_ANGLE`."""
+    return _circle(x, 1)
+
+
+def _circle(x: np.ndarray, quarters: int) -> np.ndarray:
+    """The sine of x and some quarters of a turn."""
+    count = np.rint(x * _TWO_BY_PI)
+    rest = x
+    for part in _HALF_PI:
+        rest = rest - count * part
+    square = rest * rest
+    sine, cosine = rest * _polynomial(square, _SIN), _polynomial(square, _COS)
+    quarter = (count.astype(np.int64) + quarters) % 4
+    value = np.where(quarter % 2 == 0, sine, cosine)
+    return np.where(quarter < 2, value, -value)
+
+
+def _polynomial(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
+    """The sum of coefficients[n] * x^n, from the last on."""
+    result = np.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result = result * x + coefficient
+    return result
+
+
+def sinusoidal_positions(count: int, width: int) -> np.ndarray:
+    """The table of the first Transformer, `[count, width]`: the sines of an angle of each position,
+    then its cosines, with angles that fall from 1 to nearly 1 / 10000 a position.
+    """
+    pairs = (width + 1) // 2
+    rates = power(np.full(pairs, 10000.0), np.arange(pairs) * (2 / width))
+    angles = np.arange(count, dtype=np.float64)[:, None] / rates
+    return np.concatenate([sin(angles), cos(angles[:, :width // 2])], axis=1)
