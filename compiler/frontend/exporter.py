@@ -10,13 +10,14 @@ assertions are all that has to be rewritten. Any other model goes torch's way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from onnxscript import version_converter
 from torch.onnx._internal.exporter import _core, _flags, _ir_passes, _registration
+from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 from torch.onnx._internal.fx.passes import type_promotion
 
 OPSET = 23
@@ -46,9 +47,11 @@ def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
         program = _capture(module, tuple(inputs.values()), tuple(dynamic_shapes))
     if _is_plain(program.graph_module.graph):
         _simplify(program.graph_module)
+        registry = _registry_of({name for _, name in _calls(program.graph_module.graph)})
     else:
-        program = _core._prepare_exported_program_for_export(program, registry=_registry())
-    made = _core._exported_program_to_onnx_program(program, registry=_registry())
+        registry = _whole_registry()
+        program = _core._prepare_exported_program_for_export(program, registry=registry)
+    made = _core._exported_program_to_onnx_program(program, registry=registry)
     model: ir.Model = made.model
     version_converter.convert_version(model, OPSET)  # which also puts functions inline
     _ir_passes.rename_inputs(model, list(inputs))
@@ -66,8 +69,39 @@ def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
 
 
 @functools.cache
-def _registry() -> _registration.ONNXRegistry:
+def _whole_registry() -> _registration.ONNXRegistry:
     return _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
+
+
+@functools.cache
+def _library() -> Mapping[str, Any]:
+    """The functions for torch's ops by the ops' names, none of them read yet."""
+    from onnxscript.function_libs.torch_lib import ops, registration
+    del ops  # importing it has filled the registry
+    return dict(registration.default_registry.items())
+
+
+@functools.cache
+def _own_functions() -> tuple[_registration.OnnxDecompMeta, ...]:
+    """Those that come with torch itself."""
+    return tuple(_torchlib_registry.get_torchlib_ops())
+
+
+def _registry_of(names: Set[str]) -> _registration.ONNXRegistry:
+    """The functions for these ops only: to read all of them takes longer than to translate a
+    model.
+    """
+    registry = _registration.ONNXRegistry()
+    registry._opset_version = OPSET
+    for meta in _own_functions():
+        registry._register(meta.fx_target, meta)
+    for name in names & _library().keys():
+        target = _registration._get_overload(name)
+        for function in _library()[name].overloads:
+            registry._register(target, _registration.OnnxDecompMeta(
+                onnx_function=function, fx_target=target, signature=None))
+    registry._cleanup_registry_based_on_opset_version()
+    return registry
 
 
 @functools.cache
@@ -75,24 +109,29 @@ def _promotions() -> type_promotion.TypePromotionTable:
     return type_promotion.TypePromotionTable()
 
 
-def _calls(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, Any]]:
-    """The nodes that call something, and its name in the registry."""
+def _calls(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, str]]:
+    """The nodes that call something, and its name in the library."""
     for node in graph.nodes:
         if node.op == "call_function":
-            is_op = isinstance(node.target, torch._ops.OpOverload)
-            yield node, node.target.name() if is_op else node.target
+            yield node, _name(node.target)
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.name())
+    return f"{getattr(target, '__module__', '')}::{getattr(target, '__name__', '')}"
 
 
 def _is_plain(graph: torch.fx.Graph) -> bool:
     """Whether `_simplify` is all that the graph needs before it is translated."""
-    known = _registry().functions
+    known = _library().keys() | {_name(meta.fx_target) for meta in _own_functions()}
     return not any(node.op == "get_attr" for node in graph.nodes) and all(
         name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or _is_copy(node, name)
         or (name in known and not _writes(node) and not _promotes(node))
         for node, name in _calls(graph))
 
 
-def _is_copy(node: torch.fx.Node, name: object) -> bool:
+def _is_copy(node: torch.fx.Node, name: str) -> bool:
     """Whether the result is the first argument, element by element."""
     return name in _COPIES or (name == "aten::dropout" and node.args[2] is False)
 
