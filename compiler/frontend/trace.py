@@ -29,6 +29,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
+from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -47,8 +48,6 @@ from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
-
-_OPSET = 23
 
 
 class Contradiction(LlmcError):
@@ -72,7 +71,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
     for implementation in (ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
-            program = _run_exporter(config, part, trust_remote_code)
+            exported = _run_exporter(config, part, trust_remote_code)
         except Contradiction as error:
             raise Contradiction(f"'{config.model_type}' contradicts itself: {error}") from error
         except LlmcError as error:
@@ -84,7 +83,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
             check_interrupted()
             reasons.append(_root_cause(error))
             continue
-        model = _to_proto(program, layers_name)
+        model = _to_proto(exported, layers_name)
         text = text_config(config)
         count = getattr(text, part.layers_key(text) or "num_hidden_layers") * part.attentions
         if config._attn_implementation == ATTENTION and \
@@ -103,7 +102,7 @@ def _root_cause(error: BaseException) -> str:
     return lines[0].split(". Failure message:")[0][:200] if lines else type(error).__name__
 
 
-def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> Any:
+def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> ir.Model:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     # Rotary tables and scales keep their values.
     with init_empty_weights(include_buffers=False), Reproducible():
@@ -124,14 +123,12 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> Any:
                     module._parameters[name] = replaced[id(parameter)]
         wrapped, inputs, output = _wrap(model, part)
         dims = {name: torch.export.Dim(name) for name in ("batch", "seq", "mem_seq")}
-        program = torch.onnx.export(
-            wrapped.eval(), tuple(value for value, _ in inputs.values()), dynamo=True,
-            opset_version=_OPSET, optimize=False, verbose=False, input_names=list(inputs),
-            output_names=[output], dynamic_shapes=tuple(
-                {0: dims["batch"], 1: dims[length]} for _, length in inputs.values()))
-    _see(program.model.graph, functions, part, getattr(text_config(config),
-                                                      "max_position_embeddings", None))
-    return program
+        exported = export_onnx(
+            wrapped.eval(), {name: value for name, (value, _) in inputs.items()},
+            [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], [output])
+    _see(exported.graph, functions, part, getattr(text_config(config), "max_position_embeddings",
+                                                  None))
+    return exported
 
 
 def _wrap(model: Any, part: Part) -> \
@@ -325,9 +322,8 @@ def _one_sequence_per_row() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
-def _to_proto(program: Any, layers_name: str | None) -> onnx.ModelProto:
-    """The exported program with its parameters empty and its nodes tagged by layer."""
-    ir_model = program.model
+def _to_proto(ir_model: ir.Model, layers_name: str | None) -> onnx.ModelProto:
+    """The exported model with its parameters empty and its nodes tagged by layer."""
     pattern = re.compile(re.escape(ROOT + layers_name) + r"\.(\d+)") if layers_name else None
     for index, node in enumerate(ir_model.graph):
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")

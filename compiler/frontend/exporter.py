@@ -1,0 +1,202 @@
+"""torch's ONNX exporter, without the parts of it that most models do not need.
+
+torch.onnx.export captures a model, rewrites it by running it twice more (once to decompose ops that
+ONNX has no function for, once to make promotions of dtypes explicit) and translates it, with a
+registry of functions that it builds anew each time. Here the registry is built once, and what is
+captured is translated as it is where each op has a function and no dtypes are mixed; casts and
+assertions are all that has to be rewritten. Any other model goes torch's way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import version_converter
+from torch.onnx._internal.exporter import _core, _flags, _ir_passes, _registration
+from torch.onnx._internal.exporter._torchlib import _torchlib_registry
+from torch.onnx._internal.fx.passes import type_promotion
+
+OPSET = 23
+_CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device"})
+_COPIES = frozenset({"aten::alias", "aten::clone", "aten::contiguous", "aten::detach",
+                     "aten::lift_fresh_copy"})
+_ASSERTIONS = frozenset({"aten::_assert_scalar", "aten::_assert_tensor_metadata",
+                         "aten::_assert_async", "aten::sym_constrain_range_for_size"})
+_SYNONYMS = {"aten::max.other": torch.ops.aten.maximum.default,
+             "aten::min.other": torch.ops.aten.minimum.default,
+             "aten::reshape": torch.ops.aten.view.default}
+
+
+def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
+                dynamic_shapes: Sequence[Mapping[int, Any]], outputs: Sequence[str]) -> ir.Model:
+    """The module as an ONNX model of opset `OPSET`, not optimised.
+
+    Args:
+        inputs: by name, in order of the module's arguments; values to capture it with.
+        dynamic_shapes: for each input, the axes that are not of one size.
+        outputs: names.
+
+    Raises:
+        Exception: whatever the module's code or the exporter raises.
+    """
+    with torch.no_grad():  # else what switches gradients off inside becomes a submodule
+        program = _capture(module, tuple(inputs.values()), tuple(dynamic_shapes))
+    if _is_plain(program.graph_module.graph):
+        _simplify(program.graph_module)
+        registry = _registry_of({name for _, name in _calls(program.graph_module.graph)})
+    else:
+        registry = _whole_registry()
+        program = _core._prepare_exported_program_for_export(program, registry=registry)
+    made = _core._exported_program_to_onnx_program(program, registry=registry)
+    model: ir.Model = made.model
+    version_converter.convert_version(model, OPSET)  # which also puts functions inline
+    _ir_passes.rename_inputs(model, list(inputs))
+    _ir_passes.rename_outputs(model, list(outputs))
+    made._rename_dynamic_axes(tuple(dynamic_shapes))
+    return model
+
+
+@_flags.set_onnx_exporting_flag
+def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
+             dynamic_shapes: tuple[Mapping[int, Any], ...]) -> torch.export.ExportedProgram:
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        return torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False,
+                                   prefer_deferred_runtime_asserts_over_guards=True)
+
+
+@functools.cache
+def _whole_registry() -> _registration.ONNXRegistry:
+    return _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
+
+
+@functools.cache
+def _library() -> Mapping[str, Any]:
+    """The functions for torch's ops by the ops' names, none of them read yet."""
+    from onnxscript.function_libs.torch_lib import ops, registration
+    del ops  # importing it has filled the registry
+    return dict(registration.default_registry.items())
+
+
+@functools.cache
+def _own_functions() -> tuple[_registration.OnnxDecompMeta, ...]:
+    """Those that come with torch itself."""
+    return tuple(_torchlib_registry.get_torchlib_ops())
+
+
+def _registry_of(names: Set[str]) -> _registration.ONNXRegistry:
+    """The functions for these ops only: to read all of them takes longer than to translate a
+    model.
+    """
+    registry = _registration.ONNXRegistry()
+    registry._opset_version = OPSET
+    for meta in _own_functions():
+        registry._register(meta.fx_target, meta)
+    for name in names & _library().keys():
+        target = _registration._get_overload(name)
+        for function in _library()[name].overloads:
+            registry._register(target, _registration.OnnxDecompMeta(
+                onnx_function=function, fx_target=target, signature=None))
+    registry._cleanup_registry_based_on_opset_version()
+    return registry
+
+
+@functools.cache
+def _promotions() -> type_promotion.TypePromotionTable:
+    return type_promotion.TypePromotionTable()
+
+
+def _calls(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, str]]:
+    """The nodes that call something, and its name in the library."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            yield node, _name(node.target)
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.name())
+    return f"{getattr(target, '__module__', '')}::{getattr(target, '__name__', '')}"
+
+
+def _is_plain(graph: torch.fx.Graph) -> bool:
+    """Whether `_simplify` is all that the graph needs before it is translated."""
+    known = _library().keys() | {_name(meta.fx_target) for meta in _own_functions()}
+    return not any(node.op == "get_attr" for node in graph.nodes) and all(
+        name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or _is_copy(node, name)
+        or (name in known and not _writes(node) and not _promotes(node))
+        for node, name in _calls(graph))
+
+
+def _is_copy(node: torch.fx.Node, name: str) -> bool:
+    """Whether the result is the first argument, element by element."""
+    return name in _COPIES or (name == "aten::dropout" and node.args[2] is False)
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _promotes(node: torch.fx.Node) -> bool:
+    """Whether the op works in another dtype than that of its inputs."""
+    rule = type_promotion.get_type_promotion_rule(node, _promotions())
+    if rule is None:
+        return False
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    wanted = rule.preview_type_promotion(args, kwargs)
+    pairs = [*((arg, wanted.args_dtypes.get(index)) for index, arg in enumerate(args)),
+             *((arg, wanted.kwargs_dtypes.get(name)) for name, arg in kwargs.items())]
+    return any(not _has_dtype(arg, dtype) for arg, dtype in pairs if dtype is not None)
+
+
+def _has_dtype(arg: object, dtype: torch.dtype) -> bool:
+    """Whether a tensor, or each of a list, has it. A number becomes a constant of the other input's
+    dtype, if that can hold it.
+    """
+    if isinstance(arg, list | tuple):
+        return all(_has_dtype(each, dtype) for each in arg)
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype == dtype
+    return isinstance(arg, int | float) and (dtype.is_floating_point or isinstance(arg, int))
+
+
+def _simplify(module: torch.fx.GraphModule) -> None:
+    """Drop assertions, copies, and casts to what a tensor is already; write the rest as the passes
+    know it and as ONNX's registry does.
+    """
+    for node, name in list(_calls(module.graph)):
+        if name in _ASSERTIONS:
+            module.graph.erase_node(node)
+            continue
+        source = node.args[0] if node.args else None
+        if name in _CASTS and source.meta["val"].dtype != node.meta["val"].dtype:
+            node.target = torch.ops.aten._to_copy.default
+            node.args, node.kwargs = (source,), {"dtype": node.meta["val"].dtype}
+        elif name in _CASTS or _is_copy(node, name):
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+        elif name in _SYNONYMS:
+            node.target = _SYNONYMS[name]
+        elif name == "aten::flatten.using_ints":
+            _view(module.graph, node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _view(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Make a view of a flattening; its sizes are those of the graph's inputs."""
+    source, start, end = (*node.args, *(0, -1)[len(node.args) - 1:])
+    shape = source.meta["val"].shape
+    start, end = start % len(shape), end % len(shape)
+    known = {other.meta["val"].node.expr: other for other, name in _calls(graph)
+             if name == "aten::sym_size.int" and other.args[0].op == "placeholder"}
+    dims: list[Any] = []
+    for axis, size in enumerate(shape):
+        if start <= axis <= end:
+            dims.extend([-1] * (axis == start))
+        else:
+            dims.append(size if isinstance(size, int) else known[size.node.expr])
+    node.target, node.args = torch.ops.aten.view.default, (source, dims)
