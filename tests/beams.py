@@ -158,7 +158,8 @@ def assert_equal(llm, model, prompts, params, ends=(), tolerance=2e-5, **options
             assert abs(beams.scores[b, k] - score) <= 1e-6 * max(1, abs(score)), where
             own = sum(float(numbers.own[tuple(tokens[:i])][token])
                       for i, token in enumerate(tokens)) / length ** params.length_penalty
-            assert abs(beams.scores[b, k] - own) <= tolerance * max(1, numbers.range / 2), where
+            assert abs(beams.scores[b, k] - own) <= \
+                tolerance * max(1, abs(own), numbers.range / 2), where
             total = beams.scores[b, k] * length ** params.length_penalty
             assert abs(beams.cum_log_probs[b, k] - total) <= 1e-5 * abs(total)
             assert (beams.output_ids[length:, b, k] == (min(ends) if ends else -1)).all()

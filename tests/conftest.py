@@ -88,6 +88,12 @@ def decisive(monkeypatch):
     margins.guard(monkeypatch)
 
 
+@pytest.fixture
+def decisive_beams(monkeypatch):
+    """No beam of this test is chosen by less than rounding may move."""
+    margins.guard_beams(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def tiny_hf(tmp_path_factory):
     """A tiny Llama as a Hugging Face directory, with a tokenizer. 4 heads, 2 KV heads, 4 layers."""

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from llmc.runtime.decoding.beam_search import BeamSearch, Candidates, expand
 from llmc.runtime.decoding.sampling import Sampler, _candidates, _random_numbers
 
 # Rounding moves logits by some 1e-6 of their range, and the probability below a token by as much.
 GREEDY = 1e-4  # of the logits' range, between the token and the next best
 DRAWN = 2e-5  # between the random number and the nearest sum of probabilities
+BEAMS = 2e-5  # between one sum of log-probabilities and the next best
 
 
 def guard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +49,20 @@ def margin_of(sampler: Sampler, logits: np.ndarray, tokens: Sequence[int]) -> tu
     sums = np.cumsum(weights)[:-1] / weights.sum()
     number = _random_numbers(sampler.seed, block)[place]
     return float(np.abs(sums - number).min(initial=1)), DRAWN
+
+
+def guard_beams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse beams that a search goes on with by less."""
+    step = BeamSearch.step
+
+    def check(self: BeamSearch, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
+        _, _, sums = expand(candidates, self.cum_log_probs, self._diversity_rate)
+        # The first that is left out counts too, and a beam that ends makes room for one more.
+        best = np.sort(sums[self.running])[:, ::-1][:, :self.candidates + 1]
+        margin = float((best[:, :-1] - best[:, 1:]).min(where=best[:, 1:] > -1e8, initial=1))
+        assert margin >= BEAMS, (
+            f"beams are chosen by {margin:.1e}, less than {BEAMS}: another processor may order "
+            f"them otherwise; take other prompts for this test")
+        return step(self, candidates)
+
+    monkeypatch.setattr(BeamSearch, "step", check)

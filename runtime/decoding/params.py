@@ -64,8 +64,8 @@ def _documented(cls: _Class) -> _Class:
     lines = [textwrap.fill(f"{own.name}: {own.text}", 96, initial_indent=" " * 8,
                            subsequent_indent=" " * 12, break_on_hyphens=False)
              for own in described(cls)]
-    assert cls.__doc__ is not None
-    cls.__doc__ = cls.__doc__.replace("        …", "\n".join(lines))
+    if cls.__doc__ is not None:  # as it is with python -OO
+        cls.__doc__ = cls.__doc__.replace("        …", "\n".join(lines))
     return cls
 
 

@@ -361,12 +361,17 @@ class DecodingReplica:
         return getattr(self.replica, name)
 
 
+@pytest.fixture(scope="module")
+def wholes(tiny_model):
+    """What transformers makes of each prompt."""
+    return [greedy(tiny_model, prompt, 30) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("skip_step", [0, 3, 9])
 @pytest.mark.parametrize("check_step", [1, 2, 5, 8, 100])
 def test_looking_seldom_changes_nothing_and_wastes_few_steps(
-        case_tp1, tiny_model, monkeypatch, check_step, skip_step):
+        case_tp1, wholes, monkeypatch, check_step, skip_step):
     """At most check_step - 1 of them behind the longest completion, or up to skip_step."""
-    wholes = [greedy(tiny_model, prompt, 30) for prompt in PROMPTS]
     with llmc.LLM(case_tp1, max_batch_size=4, check_step=check_step, skip_step=skip_step) as llm:
         replica = DecodingReplica(llm._replicas[0])
         monkeypatch.setattr(llm, "_replicas", [replica])

@@ -218,10 +218,11 @@ PARAMS = SamplingParams(temperature=0.9, top_k=30, top_p=0.97, min_p=0.004, typi
                         repetition_penalty=1.2, seed=3)
 
 
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("by", ["token", "sample"])
-def test_draws_follow_the_exact_distribution(by):
-    """100,000 draws, by the number of the token in its sequence, and by the sequence's seed."""
-    count, prompt = 100_000, [4, 9, 9]
+def test_draws_follow_the_exact_distribution(by, count):
+    """Draws by the number of the token in its sequence, and by the sequence's seed."""
+    prompt = [4, 9, 9]
     if by == "token":
         # The prompt's penalty is made before, or it would be one for generated tokens too.
         logits = Sampler(PARAMS, 0, prompt).process(LOGITS, [])
