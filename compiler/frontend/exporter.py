@@ -60,7 +60,7 @@ def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
     return model
 
 
-@_flags.set_onnx_exporting_flag
+@_flags.set_onnx_exporting_flag  # type: ignore[untyped-decorator]  # torch's
 def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
              dynamic_shapes: tuple[Mapping[int, Any], ...]) -> torch.export.ExportedProgram:
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
@@ -159,7 +159,7 @@ def _has_dtype(arg: object, dtype: torch.dtype) -> bool:
     if isinstance(arg, list | tuple):
         return all(_has_dtype(each, dtype) for each in arg)
     if isinstance(arg, torch.Tensor):
-        return arg.dtype == dtype
+        return bool(arg.dtype == dtype)
     return isinstance(arg, int | float) and (dtype.is_floating_point or isinstance(arg, int))
 
 
@@ -171,7 +171,7 @@ def _simplify(module: torch.fx.GraphModule) -> None:
         if name in _ASSERTIONS:
             module.graph.erase_node(node)
             continue
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if name in _CASTS and source.meta["val"].dtype != node.meta["val"].dtype:
             node.target = torch.ops.aten._to_copy.default
             node.args, node.kwargs = (source,), {"dtype": node.meta["val"].dtype}
@@ -188,7 +188,8 @@ def _simplify(module: torch.fx.GraphModule) -> None:
 
 def _view(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Make a view of a flattening; its sizes are those of the graph's inputs."""
-    source, start, end = (*node.args, *(0, -1)[len(node.args) - 1:])
+    defaults: tuple[Any, ...] = (0, -1)
+    source, start, end = (*node.args, *defaults[len(node.args) - 1:])
     shape = source.meta["val"].shape
     start, end = start % len(shape), end % len(shape)
     known = {other.meta["val"].node.expr: other for other, name in _calls(graph)
