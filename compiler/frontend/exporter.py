@@ -188,8 +188,8 @@ def _simplify(module: torch.fx.GraphModule) -> None:
 
 def _view(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Make a view of a flattening; its sizes are those of the graph's inputs."""
-    defaults: tuple[Any, ...] = (0, -1)
-    source, start, end = (*node.args, *defaults[len(node.args) - 1:])
+    given = list(node.args)
+    source, start, end = given + [0, -1][len(given) - 1:]
     shape = source.meta["val"].shape
     start, end = start % len(shape), end % len(shape)
     known = {other.meta["val"].node.expr: other for other, name in _calls(graph)
