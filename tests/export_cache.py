@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,14 +33,16 @@ _LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "acceler
 
 @cache
 def _folder() -> Path:
-    """The folder for this code and these libraries; those of others are gone."""
+    """The folder for this code and these libraries; those that nobody has used for a day are gone.
+    """
     digest = hashlib.sha256("".join(map(version, _LIBRARIES)).encode())
     for path in (*sorted((_ROOT / "compiler" / "frontend").glob("*.py")), Path(__file__)):
         digest.update(path.read_bytes())
     folder = _FOLDER / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
+    folder.touch()
     for other in _FOLDER.iterdir():
-        if other != folder:
+        if other.stat().st_mtime < time.time() - 24 * 3600:
             shutil.rmtree(other, ignore_errors=True)
     return folder
 

@@ -22,7 +22,7 @@ PLANTS = [
     ("llmc/compiler/targets/cuda.py", "llmc.runtime.schedule", "read_schedule(3)"),
     ("llmc/plugins/rms_norm/op.py", "llmc.plugins.normalization",
      "normalize(1.0, {}, {}, centred=False)"),
-    ("llmc/runtime/llm.py", "llmc.runtime.decoding.sampling", "SamplingParams(max_tokens='4')"),
+    ("llmc/runtime/llm.py", "llmc.runtime.decoding.params", "SamplingParams(max_tokens='4')"),
     ("llmc/runtime/engines/cpu.py", "llmc.runtime.collectives", "Communicator('two')"),
 ]
 
@@ -50,8 +50,9 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     assert not problem, problem
     found = {}
     for line in output.splitlines():
-        place, _, message = line.partition(": error: ")
-        found[place] = message
+        place, is_error, message = line.partition(": error: ")
+        if is_error:
+            found[place] = message
     yield found
 
 
@@ -72,4 +73,6 @@ def test_a_wrong_argument_across_a_border_is_an_error(path, module, call, errors
 
 
 def test_there_are_no_other_errors(errors):
-    assert len(errors) == len(PLANTS)
+    others = [f"{place}: {message}" for place, message in errors.items()
+              if "[arg-type]" not in message]
+    assert not others and len(errors) == len(PLANTS), "\n".join(others)

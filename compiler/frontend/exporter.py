@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnxscript import version_converter
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.onnx._internal.exporter import _core, _flags, _ir_passes, _registration
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 from torch.onnx._internal.fx.passes import type_promotion
@@ -64,8 +65,31 @@ def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
 def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
              dynamic_shapes: tuple[Mapping[int, Any], ...]) -> torch.export.ExportedProgram:
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        return torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False,
+        export = functools.partial(torch.export.export, module, args, strict=False,
                                    prefer_deferred_runtime_asserts_over_guards=True)
+        try:
+            return export(dynamic_shapes=dynamic_shapes)
+        except torch._dynamo.exc.UserError as error:
+            bounded = _bounded(dynamic_shapes, error.msg)
+            if bounded is None:
+                raise
+        return export(dynamic_shapes=bounded)
+
+
+def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str) -> \
+        tuple[Mapping[int, Any], ...] | None:
+    """With the bounds that a model's own code sets its axes, as where it compares a length with the
+    rows of a table; None where torch proposes something else, such as one fixed size.
+    """
+    try:
+        refined = refine_dynamic_shapes_from_suggested_fixes(message, dynamic_shapes)
+    except Exception:
+        return None
+    dims = [dim for axes in refined for dim in axes.values()]
+    named = {dim.__name__ for axes in dynamic_shapes for dim in axes.values()}
+    if not all(type(dim) is torch.export.Dim and dim.__name__ in named for dim in dims):
+        return None
+    return tuple(refined)
 
 
 @functools.cache

@@ -44,4 +44,4 @@ class Reproducible(TorchDispatchMode):
             base, exponent = operands = list(np.broadcast_arrays(*operands))
             compute = elementary.power
             fits = bool((base > 0).all()) and not np.isin(exponent, _EXACT_POWERS).all()
-        return torch.from_numpy(compute(*operands)).to(result.dtype) if fits else result
+        return torch.from_numpy(np.asarray(compute(*operands))).to(result.dtype) if fits else result
