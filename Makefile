@@ -25,19 +25,25 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/pip
 	$(PIP) --no-deps $(DEMO)
 	touch $@
 
-$(VENV)/.test: pyproject.toml | $(BIN)/pip
+# What compiles the CUDA engine, where there is nvcc; first, so that compiling begins while pip installs the rest.
+$(VENV)/.build: csrc/pyproject.toml csrc/nvcc.cmake | $(BIN)/pip
+	$(PIP) cmake ninja
+	! $(BIN)/cmake -P csrc/nvcc.cmake || \
+	  $(BIN)/python -c "import tomllib; print(*tomllib.load(open('csrc/pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" | xargs $(PIP)
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.build
 	$(PIP) --editable '.[export,test]'
 	$(PIP) --no-deps $(DEMO)
 	touch $@ $(VENV)/.demo
 
 # Against libraries in the venv, so that only what changed compiles again; and where there is no nvcc, nothing.
-$(ENGINE)/built: $(VENV)/.test $(shell find csrc -type f -not -name '*.py*' -not -name '*.md') csrc/pyproject.toml
+$(ENGINE)/built: $(VENV)/.build $(shell find csrc -type f -not -name '*.py*' -not -name '*.md') csrc/pyproject.toml
 	mkdir -p $(ENGINE)
 	rm -f $(ENGINE)/*.whl
-	! $(BIN)/cmake -P csrc/nvcc.cmake || { \
-	  $(BIN)/python -c "import tomllib; print(*tomllib.load(open('csrc/pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" | xargs $(PIP) && \
+	! $(BIN)/cmake -P csrc/nvcc.cmake || \
 	  CMAKE_ARGS='-DCMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)' $(BIN)/pip --quiet wheel ./csrc --no-deps --no-build-isolation \
-	    --wheel-dir $(ENGINE) --config-settings=build-dir=$(CURDIR)/$(ENGINE); }
+	    --wheel-dir $(ENGINE) --config-settings=build-dir=$(CURDIR)/$(ENGINE)
 	touch $@
 
 engine: $(ENGINE)/built
@@ -50,7 +56,7 @@ demo: $(VENV)/.demo
 	$(BIN)/llmc run --case_dir $(CASE) --chat --prompt "What is the capital of France?" --max_tokens 64
 
 # The CUDA engine compiles beside the tests that do not need it.
-test: $(VENV)/.test
+test:
 	$(MAKE) --jobs 2 check $(ENGINE)/built
 	$(MAKE) engine
 	$(PYTEST) -m "($(TESTS)) and extension" $(BOTH)

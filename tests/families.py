@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,6 +79,9 @@ UNPLANNED = {
     "cohere2": {**_LLAMA, "sliding_window": 8, "num_hidden_layers": 4},
     "vaultgemma": {**_HEADS, "sliding_window": 8},
 }
+# Those of them that are made as another one is, so that they show the same.
+ALIKE = {"ernie4_5": "glm", "arcee": "nemotron", "seed_oss": "qwen2", "helium": "glm",
+         "gemma": "gemma2", "ministral": "mistral", "mbart": "bart", "pegasus": "bart"}
 
 _T5 = dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=100, num_layers=4, num_decoder_layers=4,
            num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20,
@@ -104,6 +107,11 @@ UNPLANNED_ENCODER_DECODERS = {
     "blenderbot-small": ("blenderbot-small", _BART),
     "m2m_100": ("m2m_100", _BART),
 }
+
+
+def once(names: Iterable[str]) -> list:
+    """pytest's parameters; those that are `ALIKE` for `make test-all`."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] * (name in ALIKE)) for name in names]
 
 
 def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:

@@ -53,7 +53,7 @@ def test_logits_of_every_step_equal_transformers_at_one_and_two_chips(name, enco
     check(*encoder_decoder(name))
 
 
-@pytest.mark.parametrize("name", families.UNPLANNED_ENCODER_DECODERS)
+@pytest.mark.parametrize("name", families.once(families.UNPLANNED_ENCODER_DECODERS))
 def test_an_encoder_decoder_that_nobody_planned_for_just_works(name, encoder_decoder):
     check(*encoder_decoder(name))
 
@@ -82,8 +82,8 @@ def compile_for_gpus(raw, case, dtype="float32", tp_size=1):
     return families.write_encoder_decoder(raw, case, Target(kind="cuda"), Options(dtype), tp_size)
 
 
-@pytest.mark.parametrize("name", [*families.ENCODER_DECODERS,
-                                  *families.UNPLANNED_ENCODER_DECODERS])
+@pytest.mark.parametrize("name", families.once([*families.ENCODER_DECODERS,
+                                                *families.UNPLANNED_ENCODER_DECODERS]))
 def test_the_schedules_for_gpus_give_transformers_logits(name, encoder_decoder, tmp_path):
     model, raw, _ = encoder_decoder(name)
     compile_for_gpus(raw, tmp_path / "case")

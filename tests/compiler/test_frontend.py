@@ -72,6 +72,7 @@ print(before, peak())
     assert after - before < size
 
 
+@pytest.mark.thorough
 def test_gguf_gives_what_transformers_reads(tmp_path):
     path = families.smollm2()
     raw = load(path)

@@ -31,7 +31,9 @@ def run(session, caches, tokens, past):
     return results["logits"]
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", [
+    pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("gpt2", "gemma3_text")))
+    for name in families.FAMILIES])
 def test_an_engine_of_every_family(family, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="tensorrt_rtx")
@@ -56,6 +58,7 @@ def test_an_engine_of_every_family(family, tmp_path):
         families.assert_close(actual[:, :expected.shape[1]], expected)
 
 
+@pytest.mark.thorough
 def test_an_engine_of_smollm2(tmp_path):
     manifest = llmc.compile(families.smollm2(), tmp_path / "case", target="tensorrt_rtx",
                             max_seq_len=256)
