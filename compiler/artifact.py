@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +67,11 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path) -> tuple[dict[str, Pla
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # so that the data begins on a page
     start = 8 + len(text)
     digest = hashlib.sha256()
-    with open(path, "wb") as file:
+    with open(path, "wb") as file, ThreadPoolExecutor(1) as other:
         for block in _blocks(len(text).to_bytes(8, "little") + text, weights.values()):
+            hashed = other.submit(digest.update, block)
             file.write(block)
-            digest.update(block)
+            hashed.result()
     places = {name: Placed(start + low, high - low) for name, (low, high) in spans.items()}
     return places, FileEntry(path=path.name, size=start + end, sha256=digest.hexdigest())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import gc
 import inspect
 import json
 import os
@@ -201,12 +203,21 @@ def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **op
 
 
 def _import_compiler() -> ModuleType:
+    _keep_what_is_imported()
     try:
         from llmc.compiler import api
     except ModuleNotFoundError as error:
         raise LlmcError(f"the compiler needs {error.name}; install it with: "
                         f"pip install 'llmc[export]'") from error
     return api
+
+
+def _keep_what_is_imported() -> None:
+    """torch's and transformers' modules stay: to look for garbage in them, again and again and at
+    the end of the process once more, takes as long as a small model's export.
+    """
+    gc.set_threshold(100_000, 50, 50)
+    atexit.register(gc.freeze)
 
 
 @main.command("run", cls=_Sampling)
