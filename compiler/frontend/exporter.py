@@ -10,7 +10,8 @@ assertions are all that has to be rewritten. Any other model goes torch's way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import onnx_ir as ir
@@ -24,12 +25,17 @@ from torch.onnx._internal.fx.passes import type_promotion
 OPSET = 23
 _CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device"})
 _COPIES = frozenset({"aten::alias", "aten::clone", "aten::contiguous", "aten::detach",
-                     "aten::lift_fresh_copy"})
+                     "aten::detach_", "aten::lift_fresh_copy"})
 _ASSERTIONS = frozenset({"aten::_assert_scalar", "aten::_assert_tensor_metadata",
                          "aten::_assert_async", "aten::sym_constrain_range_for_size"})
 _SYNONYMS = {"aten::max.other": torch.ops.aten.maximum.default,
              "aten::min.other": torch.ops.aten.minimum.default,
              "aten::reshape": torch.ops.aten.view.default}
+# An op with the arguments of another.
+_REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]] = {
+    "aten::square": (torch.ops.aten.pow.Tensor_Scalar, lambda source: (source, 2)),
+    "aten::numpy_T": (torch.ops.aten.permute.default,
+                      lambda source: (source, list(range(source.meta["val"].dim()))[::-1]))}
 
 
 def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
@@ -150,8 +156,9 @@ def _is_plain(graph: torch.fx.Graph) -> bool:
     """Whether `_simplify` is all that the graph needs before it is translated."""
     known = _library().keys() | {_name(meta.fx_target) for meta in _own_functions()}
     return not any(node.op == "get_attr" for node in graph.nodes) and all(
-        name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or _is_copy(node, name)
-        or (name in known and not _writes(node) and not _promotes(node))
+        name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or name in _REWRITTEN
+        or _is_copy(node, name) or _is_written_once(node, known)
+        or (name in known and not _writes(node) and _promoted(node) is not None)
         for node, name in _calls(graph))
 
 
@@ -164,16 +171,50 @@ def _writes(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _promotes(node: torch.fx.Node) -> bool:
-    """Whether the op works in another dtype than that of its inputs."""
+def _is_written_once(node: torch.fx.Node, known: Set[str]) -> bool:
+    """Whether the op writes to its first argument, and nobody else has a view of that."""
+    target: Any = node.target
+    if not _writes(node) or _name(_pure(target)) not in known or _promoted(node) != {}:
+        return False
+    written: Any = node.args[0]
+    others = [other for other in written.users if other is not node]
+    return not _is_view(written) and not any(map(_is_view, others))
+
+
+def _pure(target: Any) -> Any:
+    """The op that makes what this one writes: `add` for `add_`."""
+    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").rstrip("_"), None)
+    return getattr(packet, target._overloadname, None)
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Whether the result may be memory of another value."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if _name(target) in _CASTS:
+        source: Any = node.args[0]
+        return bool(source.meta["val"].dtype == node.meta["val"].dtype)
+    return any(each.alias_info is not None for each in target._schema.returns)
+
+
+def _promoted(node: torch.fx.Node) -> dict[int, torch.dtype] | None:
+    """The dtype in which the op takes each argument that has another; None if more than tensors
+    among the arguments have another.
+    """
     rule = type_promotion.get_type_promotion_rule(node, _promotions())
     if rule is None:
-        return False
+        return {}
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     wanted = rule.preview_type_promotion(args, kwargs)
-    pairs = [*((arg, wanted.args_dtypes.get(index)) for index, arg in enumerate(args)),
-             *((arg, wanted.kwargs_dtypes.get(name)) for name, arg in kwargs.items())]
-    return any(not _has_dtype(arg, dtype) for arg, dtype in pairs if dtype is not None)
+    if not all(dtype is None or _has_dtype(kwargs[name], dtype)
+               for name, dtype in wanted.kwargs_dtypes.items()):
+        return None
+    others = {index: dtype for index, dtype in wanted.args_dtypes.items()
+              if dtype is not None and not _has_dtype(args[index], dtype)}
+    return others if all(isinstance(args[index], torch.Tensor) for index in others) else None
 
 
 def _has_dtype(arg: object, dtype: torch.dtype) -> bool:
@@ -199,6 +240,8 @@ def _simplify(module: torch.fx.GraphModule) -> None:
         if name in _CASTS and source.meta["val"].dtype != node.meta["val"].dtype:
             node.target = torch.ops.aten._to_copy.default
             node.args, node.kwargs = (source,), {"dtype": node.meta["val"].dtype}
+        elif any(user.op == "output" for user in node.users) and _is_copy(node, name):
+            node.target, node.args = torch.ops.aten.clone.default, (source,)
         elif name in _CASTS or _is_copy(node, name):
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
@@ -206,8 +249,34 @@ def _simplify(module: torch.fx.GraphModule) -> None:
             node.target = _SYNONYMS[name]
         elif name == "aten::flatten.using_ints":
             _view(module.graph, node)
+        elif name in _REWRITTEN:
+            node.target, arguments = _REWRITTEN[name]
+            node.args = arguments(source)
+        elif _writes(node):
+            _write_anew(module.graph, node)
+        else:
+            for index, dtype in (_promoted(node) or {}).items():
+                _cast(module.graph, node, index, dtype)
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _write_anew(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Make a value of what an op writes, for those that come after it."""
+    written: Any = node.args[0]
+    later = itertools.takewhile(lambda other: other is not node, reversed(graph.nodes))
+    for user in list(later):
+        user.replace_input_with(written, node)
+    node.target = _pure(node.target)
+
+
+def _cast(graph: torch.fx.Graph, node: torch.fx.Node, index: int, dtype: torch.dtype) -> None:
+    """Give an op one of its arguments in another dtype."""
+    argument: Any = node.args[index]
+    with graph.inserting_before(node):
+        made = graph.call_function(torch.ops.aten._to_copy.default, (argument,), {"dtype": dtype})
+    made.meta = {**node.meta, "val": argument.meta["val"].to(dtype)}
+    node.update_arg(index, made)
 
 
 def _view(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
