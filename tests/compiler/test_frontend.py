@@ -46,6 +46,7 @@ def test_layers_with_settings_of_their_own_are_not_taken_for_copies(tmp_path):
     np.testing.assert_allclose(scales, [0.25 / (i + 1) for i in range(4)], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_compiling_takes_far_less_memory_than_the_model(tmp_path):
     """A 1 GB float32 model compiles in a process that grows by less than half of that."""
     script = """
