@@ -121,7 +121,8 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
-    spread = 0.2 if hasattr(config, "d_kv") else 0.35  # T5 does not scale its scores
+    # T5 does not scale its scores: with more, transformers' own float32 is off by more than 1e-4.
+    spread = 0.13 if hasattr(config, "d_kv") else 0.35
     for key, parameter in model.named_parameters():
         gain = parameter.dim() == 1 and key.endswith("weight")
         if parameter.requires_grad:  # Marian's and Pegasus's positions are sines
