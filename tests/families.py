@@ -79,9 +79,11 @@ UNPLANNED = {
     "cohere2": {**_LLAMA, "sliding_window": 8, "num_hidden_layers": 4},
     "vaultgemma": {**_HEADS, "sliding_window": 8},
 }
-# Those of them that are made as another one is, so that they show the same.
-ALIKE = {"ernie4_5": "glm", "arcee": "nemotron", "seed_oss": "qwen2", "helium": "glm",
-         "gemma": "gemma2", "ministral": "mistral", "mbart": "bart", "pegasus": "bart"}
+# Those that put together, another way, what others consist of: for `make test-all`.
+COMPOSED = frozenset({
+    "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
+    "helium", "ernie4_5", "arcee", "olmo3", "ministral", "cohere2", "vaultgemma",
+    "umt5", "mbart", "pegasus", "blenderbot-small"})
 
 _T5 = dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=100, num_layers=4, num_decoder_layers=4,
            num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20,
@@ -110,8 +112,9 @@ UNPLANNED_ENCODER_DECODERS = {
 
 
 def once(names: Iterable[str]) -> list:
-    """pytest's parameters; those that are `ALIKE` for `make test-all`."""
-    return [pytest.param(name, marks=[pytest.mark.thorough] * (name in ALIKE)) for name in names]
+    """pytest's parameters; those in `COMPOSED` for `make test-all`."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] * (name in COMPOSED))
+            for name in names]
 
 
 def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:

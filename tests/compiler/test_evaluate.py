@@ -85,7 +85,8 @@ def test_perplexity_is_transformers_loss_over_the_same_windows(case_tp1, tiny_mo
     assert stride == max_length or count == len(ids) - 1
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", [
+    "gemma2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gpt2", "mistral"))])
 def test_perplexity_of_other_families(family, text_file, tmp_path):
     model = families.tiny_model(family, vocab_size=VOCAB)
     hf = families.save(model, tmp_path / "hf")

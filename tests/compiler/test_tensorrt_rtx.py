@@ -32,7 +32,7 @@ def run(session, caches, tokens, past):
 
 
 @pytest.mark.parametrize("family", [
-    pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("gpt2", "gemma3_text")))
+    pytest.param(name, marks=[pytest.mark.thorough] * (name != "gpt2"))
     for name in families.FAMILIES])
 def test_an_engine_of_every_family(family, tmp_path):
     model = families.tiny_model(family)

@@ -45,7 +45,8 @@ def smollm2():
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
 
 
-@pytest.fixture(scope="module", params=[byte_level, byte_fallback, smollm2])
+@pytest.fixture(scope="module", params=[
+    byte_level, byte_fallback, pytest.param(smollm2, marks=pytest.mark.thorough)])
 def tokenizer(request):
     return request.param()
 
