@@ -22,6 +22,8 @@ from torch.onnx._internal.exporter import _core, _flags, _ir_passes, _registrati
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
 from torch.onnx._internal.fx.passes import type_promotion
 
+from llmc.errors import LlmcError
+
 OPSET = 23
 _CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device"})
 _COPIES = frozenset({"aten::alias", "aten::clone", "aten::contiguous", "aten::detach",
@@ -39,19 +41,22 @@ _REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]]
 
 
 def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
-                dynamic_shapes: Sequence[Mapping[int, Any]], outputs: Sequence[str]) -> ir.Model:
+                dynamic_shapes: Sequence[Mapping[int, Any]], outputs: Sequence[str],
+                longest: int = 0) -> ir.Model:
     """The module as an ONNX model of opset `OPSET`, not optimised.
 
     Args:
         inputs: by name, in order of the module's arguments; values to capture it with.
         dynamic_shapes: for each input, the axes that are not of one size.
         outputs: names.
+        longest: what each of these axes must be able to be.
 
     Raises:
+        LlmcError: the module's code sets one a bound below `longest`.
         Exception: whatever the module's code or the exporter raises.
     """
     with torch.no_grad():  # else what switches gradients off inside becomes a submodule
-        program = _capture(module, tuple(inputs.values()), tuple(dynamic_shapes))
+        program = _capture(module, tuple(inputs.values()), tuple(dynamic_shapes), longest)
     if _is_plain(program.graph_module.graph):
         _simplify(program.graph_module)
         registry = _registry_of({name for _, name in _calls(program.graph_module.graph)})
@@ -69,20 +74,21 @@ def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
 
 @_flags.set_onnx_exporting_flag  # type: ignore[untyped-decorator]  # torch's
 def _capture(module: torch.nn.Module, args: tuple[torch.Tensor, ...],
-             dynamic_shapes: tuple[Mapping[int, Any], ...]) -> torch.export.ExportedProgram:
+             dynamic_shapes: tuple[Mapping[int, Any], ...], longest: int) -> \
+        torch.export.ExportedProgram:
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
         export = functools.partial(torch.export.export, module, args, strict=False,
                                    prefer_deferred_runtime_asserts_over_guards=True)
         try:
             return export(dynamic_shapes=dynamic_shapes)
         except torch._dynamo.exc.UserError as error:
-            bounded = _bounded(dynamic_shapes, error.msg)
+            bounded = _bounded(dynamic_shapes, error.msg, longest)
             if bounded is None:
                 raise
         return export(dynamic_shapes=bounded)
 
 
-def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str) -> \
+def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longest: int) -> \
         tuple[Mapping[int, Any], ...] | None:
     """With the bounds that a model's own code sets its axes, as where it compares a length with the
     rows of a table; None where torch proposes something else, such as one fixed size.
@@ -95,6 +101,10 @@ def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str) -> \
     named = {dim.__name__ for axes in dynamic_shapes for dim in axes.values()}
     if not all(type(dim) is torch.export.Dim and dim.__name__ in named for dim in dims):
         return None
+    for dim in dims:
+        if dim.max < longest:
+            raise LlmcError(f"its code takes at most {dim.max} in axis '{dim.__name__}', its "
+                            f"config says {longest}")
     return tuple(refined)
 
 

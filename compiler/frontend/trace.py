@@ -122,12 +122,13 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> ir.Model:
                             torch.empty(parameter.shape, dtype=torch.float32), requires_grad=False)
                     module._parameters[name] = replaced[id(parameter)]
         wrapped, inputs, output = _wrap(model, part)
+        longest = getattr(text_config(config), "max_position_embeddings", None)
         dims = {name: torch.export.Dim(name) for name in ("batch", "seq", "mem_seq")}
         exported = export_onnx(
             wrapped.eval(), {name: value for name, (value, _) in inputs.items()},
-            [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], [output])
-    _see(exported.graph, functions, part, getattr(text_config(config), "max_position_embeddings",
-                                                  None))
+            [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], [output],
+            longest or 0)
+    _see(exported.graph, functions, part, longest)
     return exported
 
 
