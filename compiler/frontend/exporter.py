@@ -2,9 +2,10 @@
 
 torch.onnx.export captures a model, rewrites it by running it twice more (once to decompose ops that
 ONNX has no function for, once to make promotions of dtypes explicit) and translates it, with a
-registry of functions that it builds anew each time. Here the registry is built once, and what is
-captured is translated as it is where each op has a function and no dtypes are mixed; casts and
-assertions are all that has to be rewritten. Any other model goes torch's way.
+registry of functions that it builds anew each time. Here only the functions that a model needs are
+looked up, and what is captured is translated as it is where each op has one, but for what
+`_simplify` can rewrite: copies, casts, mixed dtypes, sums made in place that nothing else looks
+into. Any other model goes torch's way.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _ASSERTIONS = frozenset({"aten::_assert_scalar", "aten::_assert_tensor_metadata"
 _SYNONYMS = {"aten::max.other": torch.ops.aten.maximum.default,
              "aten::min.other": torch.ops.aten.minimum.default,
              "aten::reshape": torch.ops.aten.view.default}
-# An op with the arguments of another.
+_IN_PLACE = {f"aten::{name}_.Tensor": getattr(torch.ops.aten, name).Tensor
+             for name in ("add", "sub", "mul", "div")}
+# Another op, and its arguments.
 _REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]] = {
     "aten::square": (torch.ops.aten.pow.Tensor_Scalar, lambda source: (source, 2)),
     "aten::numpy_T": (torch.ops.aten.permute.default,
@@ -52,7 +55,7 @@ def export_onnx(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor],
         longest: what each of these axes must be able to be.
 
     Raises:
-        LlmcError: the module's code sets one a bound below `longest`.
+        LlmcError: the module's code does something else from 1 to `longest` of an axis.
         Exception: whatever the module's code or the exporter raises.
     """
     with torch.no_grad():  # else what switches gradients off inside becomes a submodule
@@ -105,6 +108,8 @@ def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longes
         if dim.max < longest:
             raise LlmcError(f"its code takes at most {dim.max} in axis '{dim.__name__}', its "
                             f"config says {longest}")
+        if dim.min > 1:
+            raise LlmcError(f"its code takes at least {dim.min} in axis '{dim.__name__}'")
     return tuple(refined)
 
 
@@ -167,13 +172,16 @@ def _is_plain(graph: torch.fx.Graph) -> bool:
     known = _library().keys() | {_name(meta.fx_target) for meta in _own_functions()}
     return not any(node.op == "get_attr" for node in graph.nodes) and all(
         name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or name in _REWRITTEN
-        or _is_copy(node, name) or _is_written_once(node, known)
+        or _is_copy(node, name) or _is_written_alone(node, name)
         or (name in known and not _writes(node) and _promoted(node) is not None)
         for node, name in _calls(graph))
 
 
 def _is_copy(node: torch.fx.Node, name: str) -> bool:
     """Whether the result is the first argument, element by element."""
+    if name in _CASTS:
+        source: Any = node.args[0]
+        return bool(source.meta["val"].dtype == node.meta["val"].dtype)
     return name in _COPIES or (name == "aten::dropout" and node.args[2] is False)
 
 
@@ -181,33 +189,29 @@ def _writes(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _is_written_once(node: torch.fx.Node, known: Set[str]) -> bool:
-    """Whether the op writes to its first argument, and nobody else has a view of that."""
-    target: Any = node.target
-    if not _writes(node) or _name(_pure(target)) not in known or _promoted(node) != {}:
+def _is_written_alone(node: torch.fx.Node, name: str) -> bool:
+    """Whether the op writes its result, of its operands' dtype, over the first of them, and no
+    other value is, or is taken for, that memory.
+    """
+    if name not in _IN_PLACE:
         return False
     written: Any = node.args[0]
-    others = [other for other in written.users if other is not node]
-    return not _is_view(written) and not any(map(_is_view, others))
+    dtypes = {getattr(each.meta["val"], "dtype", None) for each in node.all_input_nodes}
+    return dtypes == {written.meta["val"].dtype} \
+        and not any(map(_shares, (written, *written.users)))
 
 
-def _pure(target: Any) -> Any:
-    """The op that makes what this one writes: `add` for `add_`."""
-    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").rstrip("_"), None)
-    return getattr(packet, target._overloadname, None)
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    """Whether the result may be memory of another value."""
-    target: Any = node.target
-    if node.op != "call_function":
-        return True
-    if not isinstance(target, torch._ops.OpOverload):
+def _shares(node: torch.fx.Node) -> bool:
+    """Whether the result may be memory of another value or, once copies are dropped, is one. What
+    writes over its argument is known by another name from then on.
+    """
+    name = _name(node.target)
+    if name in _IN_PLACE or node.op == "output":
         return False
-    if _name(target) in _CASTS:
-        source: Any = node.args[0]
-        return bool(source.meta["val"].dtype == node.meta["val"].dtype)
-    return any(each.alias_info is not None for each in target._schema.returns)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.op != "call_function")
+    return _is_copy(node, name) or (name not in _CASTS and any(
+        each.alias_info is not None for each in node.target._schema.returns))
 
 
 def _promoted(node: torch.fx.Node) -> dict[int, torch.dtype] | None:
@@ -239,22 +243,21 @@ def _has_dtype(arg: object, dtype: torch.dtype) -> bool:
 
 
 def _simplify(module: torch.fx.GraphModule) -> None:
-    """Drop assertions, copies, and casts to what a tensor is already; write the rest as the passes
-    know it and as ONNX's registry does.
+    """Drop assertions and copies; write the rest as the passes know it and as ONNX's registry does.
     """
     for node, name in list(_calls(module.graph)):
+        source: Any = node.args[0] if node.args else None
         if name in _ASSERTIONS:
             module.graph.erase_node(node)
-            continue
-        source: Any = node.args[0] if node.args else None
-        if name in _CASTS and source.meta["val"].dtype != node.meta["val"].dtype:
+        elif _is_copy(node, name):
+            if any(user.op == "output" for user in node.users):  # which knows it by name
+                node.target, node.args, node.kwargs = torch.ops.aten.clone.default, (source,), {}
+            else:
+                node.replace_all_uses_with(source)
+                module.graph.erase_node(node)
+        elif name in _CASTS:
             node.target = torch.ops.aten._to_copy.default
             node.args, node.kwargs = (source,), {"dtype": node.meta["val"].dtype}
-        elif any(user.op == "output" for user in node.users) and _is_copy(node, name):
-            node.target, node.args = torch.ops.aten.clone.default, (source,)
-        elif name in _CASTS or _is_copy(node, name):
-            node.replace_all_uses_with(source)
-            module.graph.erase_node(node)
         elif name in _SYNONYMS:
             node.target = _SYNONYMS[name]
         elif name == "aten::flatten.using_ints":
@@ -262,8 +265,9 @@ def _simplify(module: torch.fx.GraphModule) -> None:
         elif name in _REWRITTEN:
             node.target, arguments = _REWRITTEN[name]
             node.args = arguments(source)
-        elif _writes(node):
+        elif name in _IN_PLACE:
             _write_anew(module.graph, node)
+            node.target = _IN_PLACE[name]
         else:
             for index, dtype in (_promoted(node) or {}).items():
                 _cast(module.graph, node, index, dtype)
@@ -277,7 +281,6 @@ def _write_anew(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     later = itertools.takewhile(lambda other: other is not node, reversed(graph.nodes))
     for user in list(later):
         user.replace_input_with(written, node)
-    node.target = _pure(node.target)
 
 
 def _cast(graph: torch.fx.Graph, node: torch.fx.Node, index: int, dtype: torch.dtype) -> None:

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import llmc
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load, trace
-from llmc.compiler.frontend.exporter import export_onnx
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
@@ -92,18 +90,3 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
             np.testing.assert_array_equal(tensor._values.load(), truth[tensor.name].numpy())
             seen += 1
     assert seen == 40
-
-
-@pytest.mark.parametrize("longest", [7, 8])
-def test_a_bound_in_the_model_s_code_must_not_be_below_what_its_config_says(longest):
-    class Bounded(torch.nn.Module):
-        def forward(self, ids):
-            return ids * 3 if ids.size(1) > 7 else ids * 2
-
-    arguments = (Bounded(), {"ids": torch.ones((2, 5), dtype=torch.int64)},
-                 [{1: torch.export.Dim("seq")}], ["out"], longest)
-    if longest == 7:
-        assert [value.name for value in export_onnx(*arguments).graph.outputs] == ["out"]
-    else:
-        with pytest.raises(llmc.LlmcError, match="takes at most 7 in axis 'seq', its config says"):
-            export_onnx(*arguments)

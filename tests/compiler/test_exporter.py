@@ -1,0 +1,119 @@
+"""What is captured, as ONNX: the same numbers as torch's, whatever a model's code does in place."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+import llmc
+from llmc.compiler.frontend import exporter
+from llmc.compiler.frontend.exporter import export_onnx
+
+
+def wrote_a_copy(x):
+    copy = x.clone()
+    copy += 1
+    return copy + x
+
+
+def copied_before_writing(x):
+    made = x * 2
+    copy = made.clone()
+    made += 1
+    return copy + made
+
+
+def wrote_what_dropout_left(x):
+    made = torch.nn.functional.dropout(x * 2, 0.5, training=False)
+    made *= 3
+    return made
+
+
+def wrote_below_a_view(x):
+    made = x * 2
+    view = made[:, :1]
+    made += 1
+    return made + view
+
+
+def wrote_a_view(x):
+    made = x * 2
+    made[:, :1] += 5
+    return made
+
+
+def wrote_twice(x):
+    made = x * 2
+    other = made - 1
+    made += x
+    made /= 4
+    return made * other
+
+
+def wrote_another_dtype(x):
+    made = x * 2
+    made += (x > 0).to(torch.int64)
+    return made
+
+
+def mixed_dtypes(x):
+    count = (x > 0).to(torch.int32)
+    return count.cumsum(1) * x + (count < 0.5) * (count + x)
+
+
+def square_and_turn(x):
+    return x.square() @ (torch.arange(12.0).reshape(4, 3).T @ torch.ones(4, 3)).T
+
+
+PLAIN = [wrote_twice, mixed_dtypes, square_and_turn, lambda x: x.float(),
+         lambda x: (x * 2).to(torch.float32), lambda x: (x * 2).clone(),
+         lambda x: torch.nn.functional.dropout(x * 2, 0.5, training=False)]
+OTHERS = [wrote_a_copy, copied_before_writing, wrote_what_dropout_left, wrote_below_a_view,
+          wrote_a_view, wrote_another_dtype]
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def export(function, longest=0):
+    return export_onnx(Module(function), {"x": torch.randn((2, 5, 3))},
+                       [{1: torch.export.Dim("seq")}], ["out"], longest)
+
+
+@pytest.mark.parametrize("function", [*PLAIN, *OTHERS])
+def test_any_way_of_writing_gives_torch_s_numbers(function, monkeypatch):
+    ways, real = [], exporter._is_plain
+
+    def is_plain(graph):
+        ways.append(real(graph))
+        return ways[-1]
+
+    monkeypatch.setattr(exporter, "_is_plain", is_plain)
+    session = ort.InferenceSession(ir.to_proto(export(function)).SerializeToString())
+    for length in (1, 2, 5, 8):
+        x = torch.randn((2, length, 3))
+        got, = session.run(None, {"x": x.numpy()})
+        np.testing.assert_allclose(got, function(x.clone()).numpy(), rtol=1e-5, atol=1e-6)
+    assert ways == [function in PLAIN]
+
+
+@pytest.mark.parametrize(("function", "longest", "match"), [
+    (lambda x: x * 3 if x.size(1) > 7 else x * 2, 8,
+     "takes at most 7 in axis 'seq', its config says 8"),
+    (lambda x: x * 3 if x.size(1) > 2 else x * 2, 8, "takes at least 3 in axis 'seq'"),
+])
+def test_a_bound_that_sequences_go_beyond_is_an_error(function, longest, match):
+    with pytest.raises(llmc.LlmcError, match=match):
+        export(function, longest)
+
+
+def test_a_bound_that_no_sequence_goes_beyond_is_none():
+    model = export(lambda x: x * 3 if x.size(1) > 7 else x * 2, longest=7)
+    assert [value.name for value in model.graph.outputs] == ["out"]
