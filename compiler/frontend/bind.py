@@ -30,7 +30,7 @@ _COMPUTED: tuple[tuple[str, Callable[[Weight], bool]], ...] = (
 )
 
 
-def attach_weights(graph: gs.Graph, model: torch.nn.Module, tensors: Mapping[str, Weight],
+def attach_weights(graph: gs.Graph, model: torch.nn.Module, checkpoint: Checkpoint,
                    origin: str, names: dict[int, str]) -> None:
     """Give each parameter its `Weight`, as float32, and its own name; one that is in `names` has it
     from there.
@@ -38,7 +38,6 @@ def attach_weights(graph: gs.Graph, model: torch.nn.Module, tensors: Mapping[str
     Raises:
         LlmcError: a tensor is missing, or its shape or dtype is none that the model takes.
     """
-    checkpoint = _Checkpoint(model, tensors)
     aliases = _aliases(model)
     made: dict[str, Weight] = {}
     for tensor in graph.tensors().values():
@@ -67,24 +66,33 @@ def _as_float32(weight: Weight, what: str) -> Weight:
     return weight.cast(np.float32)
 
 
-class _Checkpoint:
-    """A checkpoint's tensors by the names that a model has for them today."""
+class Checkpoint:
+    """A checkpoint's tensors by the names that a model has for them today.
+
+    Attributes:
+        names: in the checkpoint, by those of today.
+    """
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
         transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        self.renamed = {rename_source_key(name, renamings, [])[0]: name for name in tensors}
-        self._tensors = tensors
+        self.names = {rename_source_key(name, renamings, [])[0]: name for name in tensors}
+        self.tensors = tensors
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """A name with and without the base model's prefix, which checkpoints may leave out."""
         return name, name.removeprefix(self._prefix), self._prefix + name
 
+    @property
+    def spelled(self) -> Set[str]:
+        """The names of today, with prefixes and without."""
+        return {spelling for name in self.names for spelling in self.spellings(name)}
+
     def get(self, name: str) -> Weight | None:
         """The tensor of a parameter or buffer."""
-        return next((self._tensors[self.renamed[spelling]] for spelling in self.spellings(name)
-                     if spelling in self.renamed), None)
+        return next((self.tensors[self.names[spelling]] for spelling in self.spellings(name)
+                     if spelling in self.names), None)
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -95,17 +103,10 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in by_id.values() for name in names}
 
 
-def names_in(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> Set[str]:
-    """The checkpoint's names, as transformers calls them today, with prefixes and without."""
-    checkpoint = _Checkpoint(model, tensors)
-    return {spelling for name in checkpoint.renamed for spelling in checkpoint.spellings(name)}
-
-
-def ties_hold(model: torch.nn.Module, tensors: Mapping[str, Weight]) -> bool:
+def ties_hold(model: torch.nn.Module, checkpoint: Checkpoint) -> bool:
     """Whether tensors that the config ties are equal where the checkpoint has both. Where they are
     not, transformers does not tie them, whatever tie_word_embeddings says.
     """
-    checkpoint = _Checkpoint(model, tensors)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = ((checkpoint.get(target), checkpoint.get(source)) for target, source in tied.items())
     return all(_equal(one, other) for one, other in pairs if one is not None and other is not None)
@@ -116,9 +117,8 @@ def _equal(left: Weight, right: Weight) -> bool:
         a.tobytes() == b.tobytes() for a, b in zip(left.blocks(), right.blocks(), strict=True)))
 
 
-def check_all_used(model: torch.nn.Module, tensors: Mapping[str, Weight],
-                   names: Mapping[int, str], origin: str,
-                   with_buffers: Callable[[], torch.nn.Module]) -> None:
+def check_all_used(model: torch.nn.Module, checkpoint: Checkpoint, names: Mapping[int, str],
+                   origin: str, with_buffers: Callable[[], torch.nn.Module]) -> None:
     """See that every tensor of a checkpoint went into a graph, or why it does not have to.
 
     Args:
@@ -129,12 +129,12 @@ def check_all_used(model: torch.nn.Module, tensors: Mapping[str, Weight],
     Raises:
         LlmcError: there is one that neither is used nor has a reason not to be.
     """
+    tensors = checkpoint.tensors
     left = [name for name, tensor in tensors.items()
             if not (tensor.is_floating and id(tensor.cast(np.float32)) in names)]
     if not left:
         return
-    checkpoint = _Checkpoint(model, tensors)
-    own_names = {name: own for own, name in checkpoint.renamed.items()}
+    own_names = {name: own for own, name in checkpoint.names.items()}
     used = {names[id(tensor.cast(np.float32))]: tensor for name, tensor in tensors.items()
             if name not in left}
     unknown = [name for name in left
@@ -150,7 +150,7 @@ def check_all_used(model: torch.nn.Module, tensors: Mapping[str, Weight],
             f"give the config that belongs to the weights, or remove what the model does without")
 
 
-def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: _Checkpoint,
+def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: Checkpoint,
                 used: Mapping[str, Weight], with_buffers: Callable[[], torch.nn.Module]) -> bool:
     """Whether the model has the tensor, and takes from it nothing that its graphs have not: it is
     tied to one that they have, or the logits do not depend on it.

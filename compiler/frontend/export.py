@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import onnx_graphsurgeon as gs
 import torch
 from accelerate import init_empty_weights
 
-from llmc.compiler.frontend.bind import attach_weights, check_all_used, names_in, ties_hold
+from llmc.compiler.frontend.bind import Checkpoint, attach_weights, check_all_used, ties_hold
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -67,19 +68,22 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
         model = _empty_model(config, parts[0], trust_remote_code)
-        if not ties_hold(model, tensors):
+        checkpoint = Checkpoint(model, tensors)
+        if not ties_hold(model, checkpoint):
             for each in (config, text_config(config)):
                 each.tie_word_embeddings = False
             model = _empty_model(config, parts[0], trust_remote_code)
-        whole = _completed(model, tensors) if config.is_encoder_decoder else tensors
+        whole = Checkpoint(model, _completed(model, tensors)) if config.is_encoder_decoder \
+            else checkpoint
         graphs = [_export_part(copy.deepcopy(config), part, model, whole, origin,
                                trust_remote_code, names, notes) for part in parts]
 
+        @cache
         def with_buffers() -> torch.nn.Module:
             with init_empty_weights(include_buffers=False):
                 return build(copy.deepcopy(config), parts[0], trust_remote_code)
 
-        check_all_used(model, tensors, names, origin, with_buffers)
+        check_all_used(model, checkpoint, names, origin, with_buffers)
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
 
 
@@ -88,12 +92,12 @@ def _empty_model(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.M
         return build(config, part, trust_remote_code)
 
 
-def _export_part(config: Any, part: Part, model: torch.nn.Module, tensors: Mapping[str, Weight],
+def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Checkpoint,
                  origin: str, trust_remote_code: bool, names: dict[int, str],
                  notes: list[str]) -> gs.Graph:
     """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
     check_features(model, part)
-    bound = names_in(model, tensors) & model.state_dict().keys()
+    bound = checkpoint.spelled & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
         traced = trace(plan.config, part, plan.layers_name, trust_remote_code)
@@ -101,7 +105,7 @@ def _export_part(config: Any, part: Part, model: torch.nn.Module, tensors: Mappi
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
         graph = to_graph(trace(config, part, None, trust_remote_code), bound)
-    attach_weights(graph, model, tensors, origin, names)
+    attach_weights(graph, model, checkpoint, origin, names)
     return graph
 
 
