@@ -41,7 +41,8 @@ def check(family, leftover, renamed=lambda name: name, **changes):
     tensors = {renamed(name): Weight.of(np.ones(tensor.shape, np.float32), name)
                for name, tensor in saved.items()}
     names = {id(tensor): tensor.name for tensor in tensors.values()}
-    bind.check_all_used(model, {**tensors, **leftover}, names, "hf", lambda: model)
+    checkpoint = bind.Checkpoint(model, {**tensors, **leftover})
+    bind.check_all_used(model, checkpoint, names, "hf", lambda: model)
 
 
 def zeros(*shape, dtype=np.float32):
@@ -119,11 +120,12 @@ def test_a_tied_tensor_may_be_there_twice_if_both_are_equal():
                    for name, tensor in model.state_dict().items()}
         names = {id(tensor): name for name, tensor in tensors.items() if name != "lm_head.weight"}
         tensors["lm_head.weight"] = Weight.of(values, "lm_head.weight")
+        checkpoint = bind.Checkpoint(model, tensors)
         if fits:
-            bind.check_all_used(model, tensors, names, "hf", lambda: pytest.fail())
+            bind.check_all_used(model, checkpoint, names, "hf", pytest.fail)
         else:
             with pytest.raises(llmc.LlmcError, match="'lm_head.weight'"):
-                bind.check_all_used(model, tensors, names, "hf", lambda: pytest.fail())
+                bind.check_all_used(model, checkpoint, names, "hf", pytest.fail)
 
 
 def test_an_lm_head_of_its_own_is_used_though_the_config_ties_it(tmp_path):

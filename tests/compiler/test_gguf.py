@@ -5,12 +5,10 @@ from functools import partial
 
 import gguf
 import numpy as np
-import onnx
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -18,7 +16,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import llmc
 from llmc.compiler.frontend import checkpoint, gguf_file
 from llmc.compiler.frontend.gguf_header import read_header
-from llmc.compiler.graph.weights import BLOCK_BYTES, Weight
 
 VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
 LLAMA = {"context_length": 16384, "block_count": 2, "feed_forward_length": 96,
@@ -141,61 +138,6 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path, monkeypatch):
     tensors["model.embed_tokens.weight"].rows(7, 11)
     tensors["model.layers.1.self_attn.q_proj.weight"].rows(17, 30)  # in one head of 16 rows, or two
     assert counts[0] == 4 and sum(counts[1:]) <= 32
-
-
-def test_no_more_than_a_block_of_a_large_vocabulary_is_held(tmp_path, monkeypatch):
-    """From an ONNX file, whose LM head is read transposed, to the case directory."""
-    vocab, width = 262144, 32
-    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
-    tiny (int64[batch, seq] input_ids) => (float[batch, seq, {vocab}] logits) {{
-      x = Gather(table, input_ids)
-      q = MatMul(x, wq)
-      shape = Constant<value_ints=[0, 0, 1, {width}]>()
-      q4 = Reshape(q, shape)
-      qh = Transpose<perm=[0, 2, 1, 3]>(q4)
-      kh = Transpose<perm=[0, 2, 3, 1]>(q4)
-      scores = MatMul(qh, kh)
-      n1 = Shape<start=1, end=2>(input_ids)
-      n = Squeeze(n1)
-      zero = Constant<value_int=0>()
-      one = Constant<value_int=1>()
-      j = Range(zero, n, one)
-      axis = Constant<value_ints=[1]>()
-      i = Unsqueeze(j, axis)
-      visible = LessOrEqual(j, i)
-      low = Constant<value_float=-1e9>()
-      nothing = Constant<value_float=0.0>()
-      bias = Where(visible, nothing, low)
-      masked = Add(scores, bias)
-      p = Softmax<axis=-1>(masked)
-      o = MatMul(p, qh)
-      ot = Transpose<perm=[0, 2, 1, 3]>(o)
-      flat = Constant<value_ints=[0, 0, {width}]>()
-      o3 = Reshape(ot, flat)
-      logits = MatMul(o3, head)
-    }}""")
-    rng = np.random.default_rng(0)
-    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in
-              (("table", (vocab, width)), ("wq", (width, width)), ("head", (width, vocab)))}
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name)
-                                   for name, array in arrays.items())
-    onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "m.onnx",
-              save_as_external_data=True, location="m.bin")
-    (tmp_path / "config.json").write_text('{"model_type": "tiny", "max_position_embeddings": 32}')
-    real, largest = Weight.rows, [0]
-
-    def rows(self, start, stop):
-        block = real(self, start, stop)
-        largest[0] = max(largest[0], block.nbytes)
-        return block
-
-    monkeypatch.setattr(Weight, "rows", rows)
-    llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)
-    assert vocab * width * 4 >= 2 * BLOCK_BYTES
-    assert BLOCK_BYTES // 2 < largest[0] <= BLOCK_BYTES
-    written = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
-    np.testing.assert_array_equal(written["table"], arrays["table"])
-    np.testing.assert_array_equal(written["head"], arrays["head"].T)
 
 
 def factors(**changes):

@@ -9,9 +9,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 import llmc
 from llmc.compiler.frontend import load
+from llmc.compiler.graph.weights import BLOCK_BYTES, Weight
 from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options
 
@@ -73,15 +75,17 @@ def form(graph):
         for key, value in node.attrs.items()))) for node in graph.nodes)
 
 
-def one_layer(mask, path):
-    """Attention written by hand, with the given mask computed from the number of tokens."""
+def one_layer(mask, path, vocab=8, width=8, **saving):
+    """Attention of two heads written by hand, with the given mask computed from the number of
+    tokens. Returns its weights.
+    """
     text = f"""<ir_version: 10, opset_import: ["": 18]>
-    tiny (int64[batch, seq] input_ids) => (float[batch, seq, 8] logits) {{
+    tiny (int64[batch, seq] input_ids) => (float[batch, seq, {vocab}] logits) {{
       x = Gather(table, input_ids)
       q = MatMul(x, wq)
       k = MatMul(x, wk)
       v = MatMul(x, wv)
-      shape = Constant<value_ints=[0, 0, 2, 4]>()
+      shape = Constant<value_ints=[0, 0, 2, {width // 2}]>()
       q4 = Reshape(q, shape)
       k4 = Reshape(k, shape)
       v4 = Reshape(v, shape)
@@ -106,16 +110,20 @@ def one_layer(mask, path):
       p = Softmax<axis=-1>(masked)
       o = MatMul(p, vh)
       ot = Transpose<perm=[0, 2, 1, 3]>(o)
-      flat = Constant<value_ints=[0, 0, 8]>()
+      flat = Constant<value_ints=[0, 0, {width}]>()
       o3 = Reshape(ot, flat)
       logits = MatMul(o3, wo)
     }}"""
     model = onnx.parser.parse_model(text)
     rng = np.random.default_rng(0)
-    for name in ("table", "wq", "wk", "wv", "wo"):
-        model.graph.initializer.append(onnx.numpy_helper.from_array(
-            rng.standard_normal((8, 8)).astype(np.float32), name))
-    onnx.save(onnx.shape_inference.infer_shapes(model), path)
+    shapes = {"table": (vocab, width), "wq": (width, width), "wk": (width, width),
+              "wv": (width, width), "wo": (width, vocab)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32)
+               for name, shape in shapes.items()}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name)
+                                   for name, array in weights.items())
+    onnx.save(onnx.shape_inference.infer_shapes(model), path, **saving)
+    return weights
 
 
 def compile_mask(mask, tmp_path):
@@ -239,3 +247,25 @@ def test_logits_are_the_output_of_that_name(tmp_path):
     raw = load(tmp_path / "m.onnx", hf_dir=tmp_path)
     assert raw.graph.outputs[0].inputs[0].op == "MatMul"
     assert raw.notes == ("the output 'x' is left out",)
+
+
+def test_no_more_than_a_block_of_a_large_vocabulary_is_held(tmp_path, monkeypatch):
+    """From an ONNX file, whose LM head is read transposed, to the case directory."""
+    vocab, width = 262144, 32
+    weights = one_layer("visible = LessOrEqual(j, i)", tmp_path / "m.onnx", vocab, width,
+                        save_as_external_data=True, location="m.bin")
+    (tmp_path / "config.json").write_text('{"model_type": "tiny", "max_position_embeddings": 32}')
+    real, largest = Weight.rows, [0]
+
+    def rows(self, start, stop):
+        block = real(self, start, stop)
+        largest[0] = max(largest[0], block.nbytes)
+        return block
+
+    monkeypatch.setattr(Weight, "rows", rows)
+    llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)
+    assert vocab * width * 4 >= 2 * BLOCK_BYTES
+    assert BLOCK_BYTES // 2 < largest[0] <= BLOCK_BYTES
+    written = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    np.testing.assert_array_equal(written["table"], weights["table"])
+    np.testing.assert_array_equal(written["wo"], weights["wo"].T)
