@@ -85,6 +85,7 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     Raises:
         LlmcError: see `emit`.
     """
+    fields = [_fields(node) for node in graph.nodes]  # before anything asks for a shape
     kept = {id(tensor) for node in graph.nodes for pair in caches(node) for tensor in pair}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
     memory = outputs if all(t.name != "logits" for t in outputs) else []  # an encoder's
@@ -107,8 +108,8 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
 
     rows = add(_MEMORY_ROWS) if memory else -1
     nodes = []
-    for node in graph.nodes:
-        nodes.append(ScheduledNode(op=node.op, fields=_fields(node),
+    for node, own in zip(graph.nodes, fields, strict=True):
+        nodes.append(ScheduledNode(op=node.op, fields=own,
                                    inputs=tuple(number(t) for t in node.inputs),
                                    outputs=tuple(number(t) for t in node.outputs)))
         for made in (t for t in node.outputs if any(t is other for other in memory)):

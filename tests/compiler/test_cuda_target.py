@@ -226,3 +226,11 @@ def test_float8_caches_are_a_byte_an_element(tiny_hf, tmp_path):
 def test_compute_capability_is_checked(tiny_hf, tmp_path, target, capability):
     with pytest.raises(llmc.LlmcError, match="write it like 9.0"):
         llmc.compile(tiny_hf, tmp_path / "case", target=target, compute_capability=capability)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "apertus"])
+def test_what_has_no_kernel_is_refused_in_one_sentence(family, tmp_path):
+    hf_dir = families.save(families.tiny_model(family), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="the cuda target has no kernel for it; compile for"):
+        llmc.compile(hf_dir, tmp_path / "case", target="cuda", dtype="bfloat16")
+    assert not (tmp_path / "case").exists()
