@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,13 @@ def run(command: list[str]) -> tuple[float, float]:
     return time.perf_counter() - start, int(done.stdout) * 1024 / 1e9
 
 
+def imports(command: list[str]) -> float:
+    """Seconds that a Python command spends on imports, as Python counts them."""
+    done = subprocess.run([command[0], "-X", "importtime", *command[1:]], check=True,
+                          capture_output=True, text=True)
+    return sum(map(int, re.findall(r"^import time: +(\d+) \|", done.stderr, re.MULTILINE))) / 1e6
+
+
 def llmc_command(model: Path, output: Path, tp_size: int = 1) -> list[str]:
     return [sys.executable, "-m", "llmc.cli", "compile", str(model), "-o", str(output),
             "--tp_size", str(tp_size)]
@@ -45,12 +53,15 @@ def beside_genai(work: Path) -> None:
     for command in sides.values():
         run(command)  # brings the files into the page cache
     pairs = [[run(command) for command in sides.values()] for _ in range(PAIRS)]
-    print("| SmolLM2-135M, float32, tp 1 | seconds | peak memory (GB) |\n| --- | --- | --- |")
+    imported = [[imports(command) for command in sides.values()] for _ in range(PAIRS)]
+    print("| SmolLM2-135M, float32, tp 1 | seconds | of them imports | peak memory (GB) |\n"
+          "| --- | --- | --- | --- |")
     for index, side in enumerate(sides):
         print(f"| {side} | {statistics.median(p[index][0] for p in pairs):.1f} | "
+              f"{statistics.median(p[index] for p in imported):.1f} | "
               f"{statistics.median(p[index][1] for p in pairs):.2f} |")
     ratio = statistics.median(p[0][0] / p[1][0] for p in pairs)
-    print(f"| llmc / genai, median of {PAIRS} pairs | {ratio:.2f} | |\n")
+    print(f"| llmc / genai, median of {PAIRS} pairs | {ratio:.2f} | | |\n")
 
 
 def depth(work: Path) -> None:
