@@ -1,0 +1,219 @@
+"""A step: the one thing that engines are given, what they give back, and what an engine is.
+
+Sequences that have one new token come first, `num_decode` of them, then those with longer chunks of
+a prompt. Each has a slot for its life, which owns how it chooses tokens, and a table of the blocks
+that hold its keys and values: position p is row p % block_size of block `block_tables[b, p //
+block_size]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from llmc.runtime.attention.metadata import Memory
+from llmc.runtime.decoding.beam_search import Candidates
+from llmc.runtime.decoding.sampling import Logprobs, Sampler
+
+LAST = -1  # in the place of a token: what the sequence's slot chose last
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """What a slot is told when a sequence enters it.
+
+    Args:
+        sampler: how it chooses.
+        tokens: what it has generated so far; some, where it is computed again.
+    """
+
+    sampler: Sampler
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class KVCacheParams:
+    """Where a step's past is.
+
+    Args:
+        num_cached_tokens_per_seq: int32 [batch].
+        block_ids_per_seq: int32 [batch, max_blocks].
+    """
+
+    use_cache: bool
+    num_cached_tokens_per_seq: np.ndarray
+    block_ids_per_seq: np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """Engine inputs of one step.
+
+    Args:
+        token_ids: int64 [num_tokens], the new tokens of all sequences one after the other; LAST
+            stands for what the sequence's slot chose last, which may still be under way.
+        cu_seqlens: int32 [batch + 1], where each sequence's tokens begin and end.
+        past_lens: int32 [batch], positions already in the cache.
+        block_tables: int32 [batch, max_blocks]; what is behind a sequence's last block means
+            nothing.
+        slots: int32 [batch].
+        num_decode: so many sequences, the first, have one new token each.
+        sample: int32 [num_sampled], sequences, ascending, that choose a token.
+        admit: slots whose sequence is new, with what they begin with.
+        copies: int32 [num_copies, 2], blocks (from, to) to be copied before all else.
+        candidates: above 0, also give so many likeliest tokens of each of `sample`.
+        logits: also give logits, of each of `sample`, or of all tokens.
+        encode: prompts for an encoder, token ids by the row of its memory; before all else.
+        memory: where the sequences' prompts are in it.
+        request_ids, prompt_lens: [batch], for whoever looks at a step.
+    """
+
+    token_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    past_lens: np.ndarray
+    block_tables: np.ndarray
+    slots: np.ndarray
+    num_decode: int
+    sample: np.ndarray
+    admit: Mapping[int, SamplingState] = field(default_factory=dict)
+    copies: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    candidates: int = 0
+    logits: Literal["none", "sampled", "all"] = "none"
+    encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    memory: Memory | None = None
+    request_ids: tuple[int, ...] = ()
+    prompt_lens: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
+           tables: Sequence[Sequence[int]], slots: Sequence[int], *,
+           sample: Sequence[int] | None = None, **others: object) -> Step:
+        """Pack sequences, those with one new token first; by default all of them choose."""
+        lengths = [len(own) for own in tokens]
+        widest = max(map(len, tables))
+        rows = np.zeros((len(tables), widest), np.int32)
+        for row, table in zip(rows, tables, strict=True):
+            row[:len(table)] = table
+        num_decode = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
+        assert all(n > 1 for n in lengths[num_decode:]), "sequences with one token come first"
+        return Step(
+            np.concatenate([np.asarray(own, np.int64) for own in tokens]),
+            np.cumsum([0, *lengths], dtype=np.int32), np.asarray(past_lens, np.int32), rows,
+            np.asarray(slots, np.int32), num_decode,
+            np.asarray(range(len(tokens)) if sample is None else sample, np.int32),
+            **others)  # type: ignore[arg-type]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.past_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """New tokens of each sequence, int32 [batch]."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        """int64 [num_tokens]."""
+        starts = self.past_lens.astype(np.int64) - self.cu_seqlens[:-1]
+        return np.arange(self.num_tokens) + np.repeat(starts, self.seq_lens)
+
+    @property
+    def logits_indices(self) -> np.ndarray:
+        """int64 [num_logits], tokens whose logits are needed."""
+        if self.logits == "all":
+            return np.arange(self.num_tokens)
+        return self.cu_seqlens[self.sample + 1].astype(np.int64) - 1
+
+    # The names that attention backends know.
+
+    @property
+    def num_contexts(self) -> int:
+        return self.batch_size - self.num_decode
+
+    @property
+    def num_generations(self) -> int:
+        return self.num_decode
+
+    @property
+    def num_ctx_tokens(self) -> int:
+        return self.num_tokens - self.num_decode
+
+    @property
+    def kv_cache_params(self) -> KVCacheParams:
+        return KVCacheParams(True, self.past_lens, self.block_tables)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step leads to, for each of `Step.sample`.
+
+    Args:
+        tokens: int64 [num_sampled]; -1 where no token was allowed.
+        logprobs: [num_sampled], where the slot's parameters ask for them.
+        candidates: [num_sampled, count], where the step asks for them.
+        logits: float32 [num_logits, vocab_size], likewise.
+    """
+
+    tokens: np.ndarray
+    logprobs: Sequence[Logprobs | None]
+    candidates: Candidates | None = None
+    logits: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine has room for.
+
+    Args:
+        num_blocks, block_size: of the KV cache.
+        max_tokens: packed tokens of a step.
+        max_slots: sequences at once.
+        max_logits: rows of logits of a step.
+        ahead: steps that may be submitted before the first of them is collected.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_tokens: int
+    max_slots: int
+    max_logits: int
+    ahead: int
+
+
+class Engine(Protocol):
+    """One copy of a model, on as many devices as it was compiled for. It is given steps by one
+    thread.
+    """
+
+    @property
+    def limits(self) -> Limits:
+        ...
+
+    def submit(self, step: Step) -> int:
+        """Start a step; returns a ticket, at once where a device works by itself. Steps take effect
+        in the order in which they are submitted.
+
+        Raises:
+            LlmcError: the step, or one before it, failed; the engine is of no use afterwards.
+        """
+        ...
+
+    def collect(self, ticket: int) -> Sampled:
+        """Wait for what a step leads to. Tickets are collected in order, each once.
+
+        Raises:
+            LlmcError: see `submit`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what it holds, and end its threads and processes; from any thread, at any time."""
+        ...
