@@ -9,17 +9,17 @@ from llmc.errors import CheckFailed, LlmcError
 if TYPE_CHECKING:
     from llmc.compiler.api import compile
     from llmc.runtime.decoding.params import SamplingParams
-    from llmc.runtime.llm import LLM
+    from llmc.runtime.llm import LLM, AsyncLLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CheckFailed", "LlmcError", "SamplingParams", "compile"]
+__all__ = ["LLM", "AsyncLLM", "CheckFailed", "LlmcError", "SamplingParams", "compile"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the compiler and the runtime only when they are asked for."""
-    if name == "LLM":
-        from llmc.runtime.llm import LLM
-        return LLM
+    if name in ("LLM", "AsyncLLM"):
+        from llmc.runtime import llm
+        return getattr(llm, name)
     if name == "SamplingParams":
         from llmc.runtime.decoding.params import SamplingParams
         return SamplingParams

@@ -28,8 +28,9 @@ from llmc.interrupts import interruptible
 from llmc.runtime.decoding.params import FIELDS, SamplingParams
 
 if TYPE_CHECKING:
-    from llmc.runtime.llm import LLM, Completion, Piece
+    from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import Manifest
+    from llmc.runtime.request import Completion, Piece
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

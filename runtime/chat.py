@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterator
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.llm import LLM, Piece
+from llmc.runtime.llm import LLM
+from llmc.runtime.request import Piece
 
 
 class Chat:

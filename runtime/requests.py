@@ -12,8 +12,9 @@ from typing import Any
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import FIELDS, SamplingParams, shown
-from llmc.runtime.llm import LLM, Completion, Piece
+from llmc.runtime.llm import LLM
 from llmc.runtime.prompts import Prompt, read_token_ids
+from llmc.runtime.request import Completion, Piece
 
 _PROMPTS = ("prompt", "token_ids", "messages")
 _FIELDS = tuple(field.name for field in FIELDS)

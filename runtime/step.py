@@ -26,11 +26,11 @@ class SamplingState:
     """What a slot is told when a sequence enters it.
 
     Args:
-        sampler: how it chooses.
+        sampler: how it chooses; None: it does not, as its candidates or logits are wanted.
         tokens: what it has generated so far; some, where it is computed again.
     """
 
-    sampler: Sampler
+    sampler: Sampler | None
     tokens: tuple[int, ...] = ()
 
 
@@ -117,20 +117,23 @@ class Step:
     @property
     def seq_lens(self) -> np.ndarray:
         """New tokens of each sequence, int32 [batch]."""
-        return np.diff(self.cu_seqlens)
+        lengths: np.ndarray = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+        return lengths
 
     @property
     def position_ids(self) -> np.ndarray:
         """int64 [num_tokens]."""
         starts = self.past_lens.astype(np.int64) - self.cu_seqlens[:-1]
-        return np.arange(self.num_tokens) + np.repeat(starts, self.seq_lens)
+        positions: np.ndarray = np.arange(self.num_tokens) + np.repeat(starts, self.seq_lens)
+        return positions
 
     @property
     def logits_indices(self) -> np.ndarray:
         """int64 [num_logits], tokens whose logits are needed."""
         if self.logits == "all":
             return np.arange(self.num_tokens)
-        return self.cu_seqlens[self.sample + 1].astype(np.int64) - 1
+        last: np.ndarray = self.cu_seqlens[self.sample + 1].astype(np.int64) - 1
+        return last
 
     # The names that attention backends know.
 

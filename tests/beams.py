@@ -24,12 +24,6 @@ def search(beam_width, max_tokens=12, **params):
     return llmc.SamplingParams(beam_width=beam_width, max_tokens=max_tokens, **params)
 
 
-def end_with(llm, monkeypatch, ends):
-    """Make these the model's end tokens."""
-    tokenizer = llm.manifest.tokenizer.model_copy(update={"eos_token_ids": tuple(ends)})
-    monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"tokenizer": tokenizer}))
-
-
 class RecordedSearch(BeamSearch):
     """A search that keeps what it is given.
 
@@ -136,7 +130,7 @@ def assert_equal(llm, model, prompts, params, ends=(), tolerance=2e-5, **options
         searches.append(RecordedSearch(*arguments, **settings))
         return searches[-1]
 
-    with mock.patch("llmc.runtime.llm.BeamSearch", recorded):
+    with mock.patch("llmc.runtime.request.BeamSearch", recorded):
         beams = llm.beam_search(prompts, params)
     pairs = ties = 0
     for b, (prompt, given) in enumerate(zip(

@@ -241,17 +241,35 @@ def check_logits_on_gpu(family: str, directory: Path, compile: Callable[[Path, P
         assert np.abs(ours - exact).max() <= allowed, name
 
 
-def steps_read(replica: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list to which each step that the replica runs adds its number of tokens."""
+def engine_of(llm: llmc.LLM) -> Any:
+    """The first replica's."""
+    return llm._loops[0]._engine
+
+
+def ranks(llm: llmc.LLM) -> Sequence[Any]:
+    """Those of the first replica on CPUs."""
+    return engine_of(llm)._ranks._engines
+
+
+def steps_read(llm: llmc.LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list to which each step that the first replica runs adds its number of tokens."""
     read: list[int] = []
-    run = replica.run
+    engine = engine_of(llm)
+    submit = engine.submit
 
-    def count(batch: Any) -> np.ndarray:
-        read.append(len(batch.input_ids))
-        return run(batch)
+    def count(step: Any) -> int:
+        read.append(step.num_tokens)
+        return submit(step)
 
-    monkeypatch.setattr(replica, "run", count)
+    monkeypatch.setattr(engine, "submit", count)
     return read
+
+
+def end_with(llm: llmc.LLM, monkeypatch: pytest.MonkeyPatch, ends: Sequence[int]) -> None:
+    """Make these the model's end tokens."""
+    tokenizer = llm.manifest.tokenizer.model_copy(update={"eos_token_ids": tuple(ends)})
+    monkeypatch.setattr(llm._reader, "manifest",
+                        llm.manifest.model_copy(update={"tokenizer": tokenizer}))
 
 
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:

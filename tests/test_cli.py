@@ -22,7 +22,7 @@ from llmc import LLM, LlmcError, SamplingParams, __version__
 from llmc.cli import _engines, _Meter, _print_answer, _talk, main
 from llmc.runtime.benchmark import Row
 from llmc.runtime.decoding.params import FIELDS
-from llmc.runtime.llm import Piece
+from llmc.runtime.request import Piece
 
 pytestmark = pytest.mark.usefixtures("decisive")
 

@@ -67,15 +67,15 @@ from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.devices import place
-from llmc.runtime.engines import MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
+from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import Manifest, hash_file, read_manifest, refuse_encoder
-from llmc.runtime.replica import Replica, on_gpus
+from llmc.runtime.replica import BLOCK_SIZE, MAX_LOGITS, Room
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
+from llmc.runtime.step import Step
 from llmc.runtime.tokenizer import load_tokenizer
 
 TOLERANCE = 1e-5
@@ -124,7 +124,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         raise LlmcError(f"'{reference}' has a vocabulary of {size}, '{case_dir}' one of "
                         f"{manifest.dims.vocab_size}; give the model that it was compiled from")
     known = {t.name for node in raw.graph.nodes for t in node.outputs if not t.is_empty()}
-    trace = _trace if on_gpus(manifest) else run_chips
+    trace = _trace if manifest.target.on_gpus else run_chips
     compiled = trace(manifest, root, ids, known | {"logits"})
     shared = [name for name in compiled[0] if name in known]
     layers = [name for name in map(HIDDEN_STATE.format, range(manifest.dims.num_layers))
@@ -424,12 +424,14 @@ def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> list[int]:
 
 def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> list[Values]:
     """Prefill on GPUs: per chip, the wanted tensors in the schedule's order."""
-    replica = Replica(manifest, root, place(manifest, None, device_count())[0], 1,
-                      min(len(ids), MAX_LOGITS))
+    most = min(len(ids), MAX_LOGITS)
+    replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
+                         Room(1, most, kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
+    table = range(-(-len(ids) // BLOCK_SIZE))
     try:
-        steps = [replica.trace(PackedBatch.prepare(
-            [ids[start:start + MAX_LOGITS]], [start], all_logits=True))
-            for start in range(0, len(ids), MAX_LOGITS)]
+        steps = [replica.trace(Step.of([ids[start:start + most]], [start], [table], [0],
+                                       logits="all"))
+                 for start in range(0, len(ids), most)]
     finally:
         replica.close()
     return [{name: np.concatenate([step[rank][name] for step in steps])

@@ -15,8 +15,8 @@ from llmc import plugins
 from llmc.compiler.artifact import Placed, to_onnx
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.manifest import CollectiveStep, Manifest
+from llmc.runtime.step import Step
 
 _FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,
                                           "bfloat16": onnx.TensorProto.BFLOAT16}
@@ -146,13 +146,13 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
     Raises:
         LlmcError: a file cannot be run.
     """
-    batch = PackedBatch.prepare([ids], [0], all_logits=True)
+    step = Step.of([ids], [0], [[0]], [0], logits="all")
     states: list[Values] = []
     for chip in manifest.chips:
-        state = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
-                 "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
-                 "logits_indices": batch.logits_indices.astype(np.int64),
-                 "cache_indirection": batch.rows_of_positions(manifest.dims.max_seq_len)}
+        state = {"input_ids": step.token_ids, "position_ids": step.position_ids,
+                 "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
+                 "logits_indices": step.logits_indices,
+                 "cache_indirection": np.zeros((1, manifest.dims.max_seq_len), np.int32)}
         for layer, cache in enumerate(chip.cache):
             shape = (1, cache.num_kv_heads, manifest.dims.max_seq_len, cache.head_dim)
             for kind in ("key", "value"):

@@ -1,8 +1,4 @@
-"""Beam search: which beams to go on with, and which sequences are done, as transformers decides it.
-
-Beam k of prompt b has row b * beam + k of the KV cache. A step writes each beam's newest position
-to its own row; what came before lies wherever `cache_indirection` says, and is never copied.
-"""
+"""Beam search: which beams to go on with, and which sequences are done, as transformers does it."""
 
 from __future__ import annotations
 
@@ -237,24 +233,6 @@ def gather_tree(output_ids: np.ndarray, parent_ids: np.ndarray, sequence_length:
         result[step] = np.where(inside, output_ids[step, prompts, at], end_id)
         at = np.where(inside, parent_ids[step, prompts, at], at)
     return result
-
-
-def follow(cache_indirection: np.ndarray, parents: np.ndarray, positions: np.ndarray | None) -> \
-        np.ndarray:
-    """The indirection of beams that continue others: their parents', and for the position that
-    was written last, the parents' own rows.
-
-    Args:
-        cache_indirection: int32 [batch, beam, max_seq_len].
-        parents: int64 [batch, beam].
-        positions: int64 [batch], what was written last; None where all beams share it.
-    """
-    batch, beam = parents.shape
-    moved = np.take_along_axis(cache_indirection, parents[:, :, None], axis=1)
-    if positions is not None:
-        prompts = np.arange(batch)[:, None]
-        moved[prompts, np.arange(beam), positions[:, None]] = prompts * beam + parents
-    return moved
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -1,15 +1,18 @@
 """ONNX Runtime on CPU cores.
 
-The KV cache is allocated once and bound as input and output of every step, so a step appends to it
-in place. Rows that are not used yet take no memory: the operating system gives pages when they are
-written. So is the memory of an encoder-decoder model, whose rows a decoder only reads.
+A sequence's keys and values lie in one row for each slot, which GroupQueryAttention extends in
+place; see `Rows` for how blocks are made of that. A step is run in parts: all sequences with one
+new token in rows that follow one another, where rows between them are passed over; then prompts.
+Rows that are not used yet take no memory: the operating system gives pages when they are written.
+So is the memory of an encoder-decoder model, whose rows a decoder only reads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import PackedBatch
+from llmc.runtime.attention.metadata import Memory
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement
+from llmc.runtime.engines.rows import Rows
 from llmc.runtime.manifest import (
     FACTS,
     MANIFEST_NAME,
@@ -30,6 +34,7 @@ from llmc.runtime.manifest import (
     Manifest,
     Steps,
 )
+from llmc.runtime.step import Limits, Step
 
 _SIZES = {"num_tokens", "num_logits"}
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
@@ -37,12 +42,36 @@ _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
 _Described = tuple[str, tuple[int | str, ...]]  # dtype and shape
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Sequences of a step whose rows follow one another, those from `first_row` on."""
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    past_lens: np.ndarray
+    logits_indices: np.ndarray
+    first_row: int = 0
+    memory: Memory | None = None
+
+    @staticmethod
+    def of(tokens: Sequence[np.ndarray], past_lens: Sequence[int], wanted: Sequence[int],
+           first_row: int = 0, memory: Memory | None = None) -> _Part:
+        positions = [np.arange(past, past + len(own))
+                     for past, own in zip(past_lens, tokens, strict=True)]
+        return _Part(np.concatenate(tokens).astype(np.int64),
+                     np.concatenate(positions).astype(np.int64),
+                     np.cumsum([0, *map(len, tokens)], dtype=np.int32),
+                     np.asarray(past_lens, np.int32), np.asarray(wanted, np.int64), first_row,
+                     memory)
+
+
 class CpuEngine:
-    """One rank on ONNX Runtime. See `Engine`. `ops` are the names of those that it runs.
+    """One rank on ONNX Runtime. `ops` are the names of those that it runs.
 
     Args:
         threads: for a pool that the ranks of the replica share.
-        max_batch_size: rows of the KV cache.
+        limits: of the KV cache, and of a step.
 
     Raises:
         LlmcError: a graph cannot be loaded or is not what the manifest says, or there is no memory
@@ -50,47 +79,127 @@ class CpuEngine:
     """
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, placement: Placement,
-                 communicator: Communicator, threads: int, max_batch_size: int) -> None:
+                 communicator: Communicator, threads: int, limits: Limits) -> None:
         self._chip = chip
-        self._max_seq_len = manifest.dims.max_seq_len
-        self._indirect = manifest.max_beam_width > 1
         self._communicator = communicator
+        self._max_tokens, self._width = limits.max_tokens, manifest.dims.padded_vocab_size
+        self._indirect, self._max_seq_len = manifest.max_beam_width > 1, manifest.dims.max_seq_len
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         segments = [step for step in chip.all_steps if isinstance(step, GraphStep)]
         options = _session_options(placement, len(chip.steps), threads)
         self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
         self._check(manifest)
         self._outputs = {step.path: self._made(step) for step in segments}
-        self._caches, self._memory = _allocate(manifest, chip, max_batch_size)
+        with _no_memory(limits, manifest):
+            self._rows = Rows(chip.cache, limits, manifest.dims.max_seq_len)
+            self._memory = _allocate(manifest, chip, limits.max_slots)
+        self._caches = self._rows.caches
         self._last_uses = self._find_last_uses(chip.steps, {"logits"})
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
             if chip.encoder else []
         self._bindings: dict[tuple[str, int, int], ort.IOBinding] = {}
 
-    def run(self, batch: PackedBatch) -> np.ndarray:
-        values = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
-                  "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
-                  "logits_indices": batch.logits_indices}
-        if self._indirect:
-            values["cache_indirection"] = batch.rows_of_positions(self._max_seq_len)
-        if batch.memory is not None:
-            values["memory_starts"] = batch.memory.rows * np.int32(self._mem_max_seq_len)
-            values["encoder_sequence_length"] = batch.memory.encoder_sequence_length
+    def compute(self, step: Step) -> np.ndarray:
+        """Execute a step, in which no token is LAST: logits float32 [num_logits, padded_vocab]."""
+        self._encode(step.encode)
+        self._rows.enter(step)
+        logits = []
+        for part, kept in self._parts(step):
+            made = self._decode(part)
+            if kept:
+                logits.append(made)
+        self._rows.leave(step)
+        return np.concatenate(logits) if logits else np.empty((0, self._width), np.float32)
+
+    def _parts(self, step: Step) -> Iterator[tuple[_Part, bool]]:
+        """What is run at once, and whether its logits are wanted."""
+        tokens = np.split(step.token_ids, step.cu_seqlens[1:-1])
+        chooses = np.zeros(step.batch_size, bool)
+        chooses[step.sample] = True
+        for group in self._groups(step):
+            first, last = int(step.slots[group[0]]), int(step.slots[group[-1]])
+            own = dict(zip(step.slots[group].tolist(), group, strict=True))
+            new: list[np.ndarray] = []
+            past: list[int] = []
+            wanted: list[int] = []
+            end = 0
+            for slot in range(first, last + 1):
+                index = own.get(slot)
+                new.append(tokens[index] if index is not None else tokens[0][:0])
+                # A row that is passed over gets something behind its last position all the same.
+                past.append(self._rows.pass_over(slot) if index is None
+                            else int(step.past_lens[index]))
+                end += len(new[-1])
+                if index is not None and step.logits == "all":
+                    wanted += range(end - len(new[-1]), end)
+                elif index is not None and chooses[index]:
+                    wanted.append(end - 1)
+            memory = None
+            if step.memory is not None:
+                memory = step.memory.take([own.get(slot, group[0])
+                                           for slot in range(first, last + 1)])
+            yield _Part.of(new, past, wanted or [end - 1], first, memory), bool(wanted)
+
+    def _groups(self, step: Step) -> Iterator[list[int]]:
+        """Sequences of a step that are run at once: all that have one new token; prompts from their
+        start whose rows follow one another, as many as padding leaves room for; or one that goes
+        on.
+        """
+        if step.num_decode:
+            yield list(range(step.num_decode))
+        group: list[int] = []
+        lengths = step.seq_lens
+        for index in range(step.num_decode, step.batch_size):
+            fits = group and step.past_lens[index] == 0 and step.past_lens[group[-1]] == 0 and \
+                step.slots[index] == step.slots[group[-1]] + 1 and \
+                max(lengths[group[0]:index + 1].max(), 1) * (len(group) + 1) <= self._max_tokens
+            if group and not fits:
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+    def _decode(self, part: _Part) -> np.ndarray:
+        """Run the model."""
+        values = {"input_ids": part.input_ids, "position_ids": part.position_ids,
+                  "cu_seqlens": part.cu_seqlens, "past_lens": part.past_lens,
+                  "logits_indices": part.logits_indices}
+        if part.memory is not None:
+            values["memory_starts"] = part.memory.rows * np.int32(self._mem_max_seq_len)
+            values["encoder_sequence_length"] = part.memory.encoder_sequence_length
             values.update((name, memory.reshape(-1, memory.shape[-1]))
                           for name, memory in self._memory.items())
-        self._run_steps(self._chip.steps, self._last_uses, batch, values)
+        if self._indirect:
+            values["cache_indirection"] = np.repeat(
+                np.arange(len(part.past_lens), dtype=np.int32)[:, None], self._max_seq_len, axis=1)
+        self._run_steps(self._chip.steps, self._last_uses, part, values)
         return values["logits"]
 
-    def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
+    def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Fill rows of the memory, from as many prompts at once as padding leaves room for."""
+        waiting = list(prompts.items())
+        while waiting:
+            count = 1
+            while count < len(waiting) and (count + 1) * max(
+                    len(prompt) for _, prompt in waiting[:count + 1]) <= self._max_tokens:
+                count += 1
+            self._run_encoder(waiting[:count])
+            waiting = waiting[count:]
+
+    def _run_encoder(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
         assert self._chip.encoder is not None
-        values = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
-                  "cu_seqlens": batch.cu_seqlens}
-        self._run_steps(self._chip.encoder.steps, self._encoder_uses, batch, values)
+        part = _Part.of([np.asarray(prompt, np.int64) for _, prompt in prompts],
+                        [0] * len(prompts), [])
+        values = {"input_ids": part.input_ids, "position_ids": part.position_ids,
+                  "cu_seqlens": part.cu_seqlens}
+        self._run_steps(self._chip.encoder.steps, self._encoder_uses, part, values)
         for name, memory in self._memory.items():
-            for row, start, end in zip(rows, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+            for (row, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],
+                                            strict=False):
                 memory[row, :end - start] = values[name][start:end]
 
-    def _run_steps(self, steps: Steps, last_uses: list[list[str]], batch: PackedBatch,
+    def _run_steps(self, steps: Steps, last_uses: list[list[str]], batch: _Part,
                    values: dict[str, np.ndarray]) -> None:
         """Run a program; what it makes is added to `values`."""
         rank = self._chip.rank
@@ -104,10 +213,6 @@ class CpuEngine:
                 values[step.output] = self._communicator.all_gather(rank, values[step.input])
             for name in finished:
                 del values[name]
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        for cache in self._caches.values():
-            cache[target, :, :length] = cache[source, :, :length]
 
     def _check(self, manifest: Manifest) -> None:
         """Hold what the graphs say of themselves against the manifest, and one against the next."""
@@ -159,10 +264,10 @@ class CpuEngine:
                         f"'{self._chip.path}', which should be {dtype} {list(shape)} after what "
                         f"{MANIFEST_NAME} and the other graphs say; compile the model again")
 
-    def _run_graph(self, step: GraphStep, batch: PackedBatch,
+    def _run_graph(self, step: GraphStep, batch: _Part,
                    values: dict[str, np.ndarray]) -> None:
         """Run one ONNX file; its outputs, but for the caches, are added to `values`."""
-        binding = self._binding(step, batch.first_row, batch.batch_size)
+        binding = self._binding(step, batch.first_row, len(batch.past_lens))
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
         for name in step.inputs:
             if name not in self._caches:
@@ -263,27 +368,26 @@ def _facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
             from error
 
 
-def _allocate(manifest: Manifest, chip: Chip, max_batch_size: int) -> \
-        tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """By name, the KV caches, float32 [max_batch_size, num_kv_heads, max_seq_len, head_dim], and
-    the encoder's memory, float32 [max_batch_size, mem_max_seq_len, num_kv_heads * head_dim].
-    """
-    caches, memory = {}, {}
+@contextmanager
+def _no_memory(limits: Limits, manifest: Manifest) -> Iterator[None]:
     try:
-        for layer, cache in enumerate(chip.cache):
-            for kind in ("key", "value"):
-                caches[f"{kind}_cache_{layer}"] = np.zeros(
-                    (max_batch_size, cache.num_kv_heads, manifest.dims.max_seq_len,
-                     cache.head_dim), np.float32)
-        if manifest.encoder and chip.encoder:
-            for tensor in chip.encoder.outputs:
-                memory[tensor.name] = np.zeros((max_batch_size, manifest.encoder.max_seq_len,
-                                                int(tensor.shape[-1])), np.float32)
+        yield
     except (MemoryError, ValueError) as error:
-        raise LlmcError(f"there is no memory for the KV cache of {max_batch_size} sequences of "
-                        f"{manifest.dims.max_seq_len} positions; lower max_batch_size, or compile "
+        raise LlmcError(f"there is no memory for the KV cache of {limits.max_slots} sequences of "
+                        f"{manifest.dims.max_seq_len} positions and {limits.num_blocks} blocks of "
+                        f"{limits.block_size}; lower max_batch_size or kv_cache_tokens, or compile "
                         f"with a smaller --max_seq_len") from error
-    return caches, memory
+
+
+def _allocate(manifest: Manifest, chip: Chip, max_slots: int) -> dict[str, np.ndarray]:
+    """The encoder's memory by name, float32 [max_slots, mem_max_seq_len, num_kv_heads *
+    head_dim].
+    """
+    if manifest.encoder is None or chip.encoder is None:
+        return {}
+    return {tensor.name: np.zeros((max_slots, manifest.encoder.max_seq_len,
+                                   int(tensor.shape[-1])), np.float32)
+            for tensor in chip.encoder.outputs}
 
 
 def _session_options(placement: Placement, steps: int, threads: int) -> ort.SessionOptions:

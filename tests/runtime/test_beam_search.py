@@ -6,21 +6,19 @@ import families
 import numpy as np
 import pytest
 import torch
-from beams import PROMPTS, assert_equal, end_with, search
+from beams import PROMPTS, assert_equal, search
+from families import end_with
 from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.check.diff import diff
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.beam_search import (
     BeamSearch,
     Candidates,
     expand,
-    follow,
     gather_tree,
     log_softmax,
 )
-from llmc.runtime.manifest import read_manifest
 
 KINDS = ["gpt2", "gemma2", "qwen3", "gpt_neox"]
 
@@ -47,7 +45,7 @@ def model(hf_dir):
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def case(request, hf_dir):
     path = hf_dir.parent / f"tp{request.param}"
-    llmc.compile(hf_dir, path, tp_size=request.param, max_beam_width=8)
+    llmc.compile(hf_dir, path, tp_size=request.param)
     return path
 
 
@@ -91,7 +89,7 @@ def test_many_prompts_end_tokens_and_settings(llm, model, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_families_with_prompts_end_tokens_and_settings(kind, tmp_path, monkeypatch):
     model = families.tiny_model(kind)
-    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", max_beam_width=8)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
     first = 24 + 6 * KINDS.index(kind)
     with llmc.LLM(tmp_path / "case", max_batch_size=24) as llm:
         assert check_settings(llm, model, range(first, first + 6), monkeypatch) > 3
@@ -103,7 +101,7 @@ def smollm2(tmp_path_factory):
     path, case = families.smollm2(), tmp_path_factory.mktemp("smollm2") / "case"
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
                                                  dtype=torch.float32)
-    llmc.compile(path, case, max_beam_width=8, max_seq_len=128)
+    llmc.compile(path, case, max_seq_len=128)
     with llmc.LLM(case, max_batch_size=24) as llm:
         yield model, llm
 
@@ -119,54 +117,11 @@ def test_smollm2_gives_transformers_beams(beam_width, batch, smollm2):
     assert (beams.sequence_length > 1).all()
 
 
-class Gpus:
-    """A replica on CPUs that does what one on GPUs does."""
-
-    on_gpus = True
-
-    def __init__(self, replica):
-        self.run, self.close, self.follows = replica.run, replica.close, 0
-
-    def likeliest(self, batch, count):
-        return Candidates.of(log_softmax(self.run(batch)), count)
-
-    def follow(self, step):
-        """Keep the indirection from step to step; see `FollowParams` in csrc/kernels/launch.h."""
-        batch, beam = step.tokens.shape
-        written = step.past_lens[:, 0] - 1
-        if (step.past_lens == step.prompt_lens).all():
-            self.table = np.full((batch, beam, 64), np.arange(batch)[:, None, None] * beam)
-            written = None
-        self.table = follow(self.table, step.parents, written).astype(np.int32)
-        self.follows += 1
-        return self.likeliest(PackedBatch.prepare(
-            [[token] for token in step.tokens.flat], step.past_lens.reshape(-1).tolist(),
-            cache_indirection=self.table.reshape(-1, 64)), step.count)
-
-
-def test_gpus_are_asked_for_what_gives_the_host_s_beams(case, llm, model, monkeypatch):
-    with llmc.LLM(case, max_batch_size=24) as other:
-        gpus = other._replicas[0] = Gpus(other._replicas[0])
-        plain = llm.beam_search(PROMPTS, search(4, ignore_eos=True)).output_ids
-        for ends in ([], [int(plain[3, 0, 0])], sorted({int(t) for t in plain[2:4, :, 1].flat})):
-            end_with(other, monkeypatch, ends)
-            assert_equal(other, model, PROMPTS, search(4), ends)
-        assert gpus.follows > 20
-        before = gpus.follows
-        params = search(4, repetition_penalty=1.3, ignore_eos=True)
-        assert_equal(other, model, PROMPTS, params, repetition_penalty=1.3)
-        assert gpus.follows == before  # the host needs the logits
-
-
 @pytest.mark.usefixtures("decisive_beams")
-def test_gpus_give_the_host_s_beams_where_a_row_of_the_cache_is_full(case, llm):
-    with llmc.LLM(case, max_batch_size=12) as other:
-        other._replicas[0] = Gpus(other._replicas[0])
-        prompts, params = [[3] * 58, [3, 8], [4] * 30], search(3, 20, ignore_eos=True)
-        found, expected = (each.beam_search(prompts, params) for each in (other, llm))
-        assert found.sequence_length.tolist() == [[7] * 3, [20] * 3, [20] * 3]  # one row is full
-        assert np.array_equal(found.output_ids, expected.output_ids)
-        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+def test_a_prompt_that_fills_the_cache_ends_sooner(llm):
+    prompts, params = [[3] * 58, [3, 8], [4] * 30], search(3, 20, ignore_eos=True)
+    found = llm.beam_search(prompts, params)
+    assert found.sequence_length.tolist() == [[7] * 3, [20] * 3, [20] * 3]
 
 
 def test_processors_are_those_of_transformers(llm, model, monkeypatch):
@@ -209,29 +164,23 @@ def test_beam_search_ends_where_the_kv_cache_ends(llm, model):
     assert (longer.output_ids[:5, 0] == beams.output_ids[:, 0]).all()
 
 
-def test_beams_share_the_cache_and_nothing_is_copied(llm, monkeypatch):
-    """Each prompt is read once, into its first beam's row; a step writes one position of a row."""
-    replica = llm._replicas[0]
-
-    def copy(source, target, length):
-        raise AssertionError("a cache row is copied")
-
-    caches = [cache for engine in replica._engines for cache in engine._caches.values()]
-    for cache in caches:
-        cache[:] = 0
-    read = families.steps_read(replica, monkeypatch)
-    monkeypatch.setattr(replica, "copy_row", copy)
-    llm.beam_search(PROMPTS, search(4, 6, ignore_eos=True))
-    assert read == [7, 2, 5, 12, 12, 12, 12, 12]
-    for cache in caches:
-        written = cache.any(axis=(1, 3))  # [rows, positions]
-        for row in range(12):
-            first = 0 if row % 4 == 0 else len(PROMPTS[row // 4])
-            assert np.flatnonzero(written[row]).tolist() == \
-                list(range(first, len(PROMPTS[row // 4]) + 5))
+def test_a_prompt_is_read_once_and_its_beams_share_its_blocks(case, monkeypatch):
+    prompt = list(range(5, 45))
+    with llmc.LLM(case, max_batch_size=12, block_size=4) as llm:
+        read = families.steps_read(llm, monkeypatch)
+        tables = []
+        engine = families.engine_of(llm)
+        submit = engine.submit
+        monkeypatch.setattr(engine, "submit", lambda step: tables.append(step) or submit(step))
+        llm.beam_search([prompt, [7, 8]], search(4, 6, ignore_eos=True))
+        assert read == [42, 8, 8, 8, 8, 8]
+        for step in tables[1:]:
+            assert len({tuple(row[:10]) for row in step.block_tables[:4].tolist()}) == 1
+            assert len(set(step.block_tables[range(4), step.past_lens[:4] // 4].tolist())) == 4
+        assert sum(len(step.copies) for step in tables) < 40
 
 
-def test_a_model_compiled_for_beams_does_all_else_too(llm, model, case, hf_dir):
+def test_what_searched_does_all_else_too(llm, model, case, hf_dir):
     families.assert_close(llm.logits(PROMPTS[0]), families.reference_logits(model, PROMPTS[0]))
     results = llm.generate(PROMPTS, llmc.SamplingParams(max_tokens=8, ignore_eos=True))
     for result, prompt in zip(results, PROMPTS, strict=True):
@@ -240,14 +189,6 @@ def test_a_model_compiled_for_beams_does_all_else_too(llm, model, case, hf_dir):
                              max_new_tokens=8, eos_token_id=None)
         assert list(result.token_ids) == out[0, len(prompt):].tolist()
     assert diff(case, reference=str(hf_dir), tokens=4).verdict is None
-
-
-def test_only_a_model_compiled_for_beams_has_the_indirection(case, case_tp1):
-    for path, width in ((case, 8), (case_tp1, 1)):
-        manifest = read_manifest(path)
-        assert manifest.max_beam_width == width
-        for chip in manifest.chips:
-            assert ("cache_indirection" in {t.name for t in chip.inputs}) == (width > 1)
 
 
 def test_diversity_keeps_continuations_of_one_beam_from_taking_all():
@@ -278,12 +219,6 @@ def test_gather_tree_follows_parents():
         [1, 6, 8, 10], [1, 6, 7, 11], [1, 5, 9, 99]]
     ends = gather_tree(tokens, parents, np.array([[1, 2, 0]]), 99, np.array([[2, 0, 0]]))
     assert ends[:, 0].T.tolist() == [[3, 99, 99, 99], [2, 4, 99, 99], [99] * 4]
-
-
-def test_a_beam_follows_its_parent_s_rows_and_finds_the_newest_position_in_the_parent_s_own():
-    table = np.array([[[0, 0, 1, 9], [0, 1, 0, 9]], [[2, 3, 9, 9], [2, 2, 9, 9]]], np.int32)
-    moved = follow(table, np.array([[1, 1], [1, 0]]), np.array([3, 2]))
-    assert moved.tolist() == [[[0, 1, 0, 1], [0, 1, 0, 1]], [[2, 2, 3, 9], [2, 3, 2, 9]]]
 
 
 @pytest.mark.parametrize("levels", [7, 40, 10**6], ids=["many ties", "ties", "no ties"])
@@ -346,8 +281,7 @@ def test_what_beam_search_cannot_do_is_one_sentence(params, match):
 
 
 @pytest.mark.parametrize(("prompts", "params", "match"), [
-    ([[5]], search(9), "beam_width 9 exceeds the max_beam_width 8 of this model; compile it with "
-                       "--max_beam_width 9"),
+    ([[5]], search(13), "beam_width 13 exceeds max_batch_size 12; load the model with a larger"),
     ([[5]], search(2, end_id=101), "token id 101 is not in the vocabulary of 101"),
     ([], search(2), "there is no prompt"),
     ([[5]], llmc.SamplingParams(), "beam_width 1 is no beam search; give SamplingParams"),
@@ -365,22 +299,3 @@ def test_more_beams_than_rows_are_refused(case):
     with llmc.LLM(case, max_batch_size=3) as small, \
             pytest.raises(llmc.LlmcError, match="^beam_width 4 exceeds max_batch_size 3; load"):
         small.generate([[5]], search(4))
-
-
-def test_a_model_without_beams_says_how_to_compile_it(case_tp1):
-    with llmc.LLM(case_tp1) as plain, pytest.raises(
-            llmc.LlmcError, match="^beam_width 2 exceeds the max_beam_width 1 of this model"):
-        plain.generate([[5]], search(2))
-
-
-@pytest.mark.parametrize(("options", "match"), [
-    (dict(max_beam_width=0), "max_beam_width 0 is below 1"),
-    (dict(max_beam_width=4, target="tensorrt", dtype="float16", max_batch_size=3),
-     "max_beam_width 4 exceeds max_batch_size 3, the rows that a plan has; raise it"),
-    (dict(max_beam_width=2, target="tensorrt_rtx"),
-     "max_beam_width 2 is not there yet for target 'tensorrt_rtx'; leave it out, or compile with "
-     "--target cpu, cuda or tensorrt"),
-])
-def test_what_cannot_be_compiled_for_beams_is_refused(hf_dir, tmp_path, options, match):
-    with pytest.raises(llmc.LlmcError, match=f"^{match}"):
-        llmc.compile(hf_dir, tmp_path / "case", **options)

@@ -2,6 +2,7 @@
 
 import os
 
+import families
 import pytest
 
 import llmc
@@ -65,7 +66,8 @@ def test_visible_devices_that_make_no_sense_are_refused(manifest, monkeypatch, v
 
 def test_pinned_ranks_stay_on_their_cores(case_tp2):
     with llmc.LLM(case_tp2, device=[2, 3]) as model:
-        affinity = model._replicas[0]._on_all_ranks(lambda rank: os.sched_getaffinity(0))
+        ranks = families.engine_of(model)._ranks
+        affinity = ranks._on_all_ranks(lambda rank: os.sched_getaffinity(0))
         wanted = place(model.manifest, [2, 3])[0]
     assert affinity == [set(p.cores) for p in wanted]
 

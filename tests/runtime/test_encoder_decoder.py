@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import llmc
 from llmc import LlmcError, SamplingParams
 from llmc.cli import main
-from llmc.runtime.replica import Replica
+from llmc.runtime.engines.cpu import CpuEngine
 
 pytestmark = pytest.mark.usefixtures("decisive")
 LENGTHS = (40, 7, 23)
@@ -60,13 +60,13 @@ def loaded(encoder_decoder):
 def encoded(monkeypatch):
     """The tokens of each prompt that an encoder ran on."""
     seen = []
-    original = Replica.encode
+    original = CpuEngine._encode
 
-    def encode(self, batch, rows):
-        seen.extend(tuple(part) for part in np.split(batch.input_ids, batch.cu_seqlens[1:-1]))
-        assert len(seen[-1]) and len(set(rows)) == len(rows) == batch.batch_size
-        original(self, batch, rows)
-    monkeypatch.setattr(Replica, "encode", encode)
+    def encode(self, prompts):
+        if self._chip.rank == 0:
+            seen.extend(tuple(prompt) for prompt in prompts.values())
+        original(self, prompts)
+    monkeypatch.setattr(CpuEngine, "_encode", encode)
     return seen
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import llmc
-from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.sampling import Choices
+from llmc.runtime import llm as llm_module
 from llmc.runtime.decoding.stopping import TextStream
 
 pytestmark = pytest.mark.usefixtures("decisive")
@@ -43,8 +42,7 @@ def tokens(count, **params):
 def ending(llm, tiny_model, monkeypatch):
     """The model with the fourth greedy token of the first prompt as its end token; that token."""
     end = greedy(tiny_model, PROMPTS[0], 4)[3]
-    tokenizer = llm.manifest.tokenizer.model_copy(update={"eos_token_ids": (end,)})
-    monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"tokenizer": tokenizer}))
+    families.end_with(llm, monkeypatch, [end])
     return end
 
 
@@ -118,9 +116,10 @@ def test_samples_of_a_prompt_have_seeds_one_after_the_other(llm, count):
 
 
 def test_samples_of_a_prompt_read_it_once(llm, monkeypatch):
-    read = families.steps_read(llm._replicas[0], monkeypatch)
+    """But for its last token, which leads to what each of them chooses from."""
+    read = families.steps_read(llm, monkeypatch)
     llm.generate([PROMPTS[0]], tokens(2, temperature=1.0, top_k=20, n=4, seed=1))
-    assert read == [len(PROMPTS[0]), 4]
+    assert read == [len(PROMPTS[0]), 4, 3]
 
 
 def test_logprobs_are_those_of_transformers(llm, tiny_model):
@@ -154,7 +153,7 @@ def test_a_stop_string_ends_its_own_request(llm):
 
 
 def test_a_stop_string_needs_a_tokenizer(llm, monkeypatch):
-    monkeypatch.setattr(llm, "tokenizer", None)
+    monkeypatch.setattr(llm._reader, "tokenizer", None)
     with pytest.raises(llmc.LlmcError, match="without a tokenizer"):
         llm.generate([[5]], tokens(3, stop=["x"]))
 
@@ -240,14 +239,15 @@ def test_bad_requests_are_refused(llm, prompts, params, match):
 @pytest.mark.parametrize("kind", ["cuda", "tensorrt"])
 def test_gpus_tell_only_so_many_log_probabilities(llm, kind, monkeypatch):
     target = llm.manifest.target.model_copy(update={"kind": kind})
-    monkeypatch.setattr(llm, "manifest", llm.manifest.model_copy(update={"target": target}))
+    monkeypatch.setattr(llm._reader, "manifest",
+                        llm.manifest.model_copy(update={"target": target}))
     with pytest.raises(llmc.LlmcError, match="^logprobs 21 exceeds 20, the most where GPUs"):
         llm.generate([[5]], tokens(3, logprobs=21))
 
 
 def test_replicas_give_the_same_as_one(case_tp2):
     with llmc.LLM(case_tp2) as one, llmc.LLM(case_tp2, device=[0, 1, 2, 3]) as two:
-        assert len(two._replicas) == 2
+        assert len(two._loops) == 2
         for params in (tokens(8), tokens(8, n=3, temperature=1.0, top_k=20, seed=5)):
             assert two.generate(PROMPTS, params) == one.generate(PROMPTS, params)
 
@@ -262,22 +262,19 @@ def test_threads_end_with_the_model(case_tp2):
 
 def test_a_failing_rank_stops_the_others_and_is_the_error(case_tp2, monkeypatch):
     with llmc.LLM(case_tp2) as model:
-        engine = model._replicas[0]._engines[1]
-        real = engine.run
-
-        def fail(batch):
+        def fail(step):
             raise RuntimeError("rank 1 is on fire")
 
-        monkeypatch.setattr(engine, "run", fail)
+        monkeypatch.setattr(families.ranks(model)[1], "compute", fail)
         with pytest.raises(RuntimeError, match="rank 1 is on fire"):
             model.generate(PROMPTS, tokens(3))
-        monkeypatch.setattr(engine, "run", real)
-        assert len(model.generate(PROMPTS, tokens(3))) == 3
+        with pytest.raises(llmc.LlmcError, match="has to be loaded again, as a step failed: rank"):
+            model.generate(PROMPTS, tokens(3))
 
 
 def test_the_kv_cache_is_extended_in_place(case_tp1):
     with llmc.LLM(case_tp1, max_batch_size=2) as model:
-        cache = model._replicas[0]._engines[0]._caches["key_cache_0"]
+        cache = families.ranks(model)[0]._caches["key_cache_0"]
         session = model.session(2)
         session.extend([[5, 6, 7], [8, 9, 10]])
         written = cache[:, :, :3].copy()
@@ -339,26 +336,27 @@ def test_bad_steps_are_refused(case_tp1, arguments, match):
         llmc.LLM(case_tp1, **arguments)
 
 
-class DecodingReplica:
-    """A replica on CPUs in the place of one on GPUs: it makes several greedy steps at a time."""
+@pytest.fixture
+def far_ahead(monkeypatch):
+    """An engine that takes any number of steps before the first is collected; how many there were.
+    """
+    made = []
 
-    on_gpus = True
+    def load(*arguments):
+        engine = load_replica(*arguments)
+        engine.limits = replace(engine.limits, ahead=1000)
+        submit = engine.submit
 
-    def __init__(self, replica):
-        self.replica, self.steps = replica, 0
+        def count(step):
+            made.append(step)
+            return submit(step)
 
-    def decode(self, batch, draws, end_ids, steps):
-        lengths = batch.past_lens + np.diff(batch.cu_seqlens)
-        made = []
-        for step in range(steps):
-            made.append(self.replica.run(batch).argmax(1))
-            batch = PackedBatch.prepare(made[-1][:, None].tolist(), lengths + step,
-                                        batch.first_row)
-        self.steps += steps
-        return Choices(np.stack(made))
+        engine.submit = count
+        return engine
 
-    def __getattr__(self, name):
-        return getattr(self.replica, name)
+    load_replica = llm_module.load_replica
+    monkeypatch.setattr(llm_module, "load_replica", load)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -370,15 +368,14 @@ def wholes(tiny_model):
 @pytest.mark.parametrize("skip_step", [0, 3, 9])
 @pytest.mark.parametrize("check_step", [1, 2, 5, 8, 100])
 def test_looking_seldom_changes_nothing_and_wastes_few_steps(
-        case_tp1, wholes, monkeypatch, check_step, skip_step):
+        case_tp1, wholes, far_ahead, check_step, skip_step):
     """At most check_step - 1 of them behind the longest completion, or up to skip_step."""
-    with llmc.LLM(case_tp1, max_batch_size=4, check_step=check_step, skip_step=skip_step) as llm:
-        replica = DecodingReplica(llm._replicas[0])
-        monkeypatch.setattr(llm, "_replicas", [replica])
+    with llmc.LLM(case_tp1, max_batch_size=4, check_step=check_step, skip_step=skip_step,
+                  prefix_reuse=False) as llm:
         for end in {whole[place] for whole in wholes for place in (0, 4, 9, 29)}:
-            replica.steps = 0
+            far_ahead.clear()
             results = llm.generate(PROMPTS, llmc.SamplingParams(max_tokens=30, end_id=end))
             wanted = [whole[:whole.index(end) + 1] if end in whole else whole for whole in wholes]
             assert [result.token_ids for result in results] == wanted
             needed = max(len(tokens) for tokens in wanted)
-            assert replica.steps <= min(30, max(needed + check_step - 1, 1 + skip_step)), needed
+            assert len(far_ahead) <= min(30, max(needed + check_step - 1, 1 + skip_step)), needed

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import families
 import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -246,7 +247,7 @@ def test_segments_that_do_not_fit_together_are_refused(broken_case):
 
 def test_what_onnx_runtime_says_in_a_step_is_one_sentence(case_tp1, monkeypatch):
     with llmc.LLM(case_tp1) as model:
-        engine = model._replicas[0]._engines[0]
+        engine = families.ranks(model)[0]
 
         class Failing:
             def io_binding(self):

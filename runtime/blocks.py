@@ -1,0 +1,166 @@
+"""The KV cache in blocks: whose they are, what they hold, and which may be used again.
+
+A block that is full, and whose tokens are known, has a name: a hash of its tokens and of the name
+of the block before it. A sequence that begins with the same tokens takes such blocks as they are.
+What nobody uses any more stays until there is no other room, the least recently used going first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+class Chain:
+    """The names of a sequence's blocks, as far as its tokens go.
+
+    Args:
+        key: what else changes the content of its blocks.
+    """
+
+    def __init__(self, block_size: int, key: bytes = b"") -> None:
+        self._block_size = block_size
+        self._last = key
+        self.names: list[bytes] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Name the blocks that all tokens of the sequence so far fill."""
+        size = self._block_size
+        for start in range(len(self.names) * size, len(tokens) - size + 1, size):
+            block = np.asarray(tokens[start:start + size], np.int64)
+            self._last = hashlib.sha256(self._last + block.tobytes()).digest()
+            self.names.append(self._last)
+
+
+@dataclass(eq=False)
+class Table:
+    """The blocks of one sequence, in order; `named` of them, the first, have names."""
+
+    blocks: list[int] = field(default_factory=list)
+    named: int = 0
+
+
+class Blocks:
+    """A pool of blocks. Nothing here is a copy of keys and values: those are the engine's.
+
+    Args:
+        reuse: keep names, so that sequences share blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool = True) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._reuse = reuse
+        self._users = [0] * num_blocks
+        self._empty = list(reversed(range(num_blocks)))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # named, used by nobody; oldest first
+        self._name_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody uses."""
+        return len(self._empty) + len(self._kept)
+
+    def spans(self, length: int) -> int:
+        """Blocks of so many positions."""
+        return -(-length // self.block_size)
+
+    def match(self, names: Sequence[bytes], length: int) -> list[int]:
+        """The blocks that are there of a sequence of so many tokens; one token at least is left,
+        since what it leads to is not kept.
+        """
+        found = []
+        for name in names[:(length - 1) // self.block_size]:
+            if name not in self._block_of:
+                break
+            found.append(self._block_of[name])
+        return found
+
+    def open(self, found: Sequence[int]) -> Table:
+        """Begin a sequence with what `match` found."""
+        for block in found:
+            self._use(block)
+        return Table(list(found), len(found))
+
+    def lacks(self, table: Table, length: int) -> int:
+        """Blocks that a table needs to have room for so many positions."""
+        return max(0, self.spans(length) - len(table.blocks))
+
+    def grow(self, table: Table, length: int) -> bool:
+        """Make room for so many positions; False, and nothing taken, where there is too little."""
+        count = self.lacks(table, length)
+        if count > self.free:
+            return False
+        table.blocks += [self._take() for _ in range(count)]
+        return True
+
+    def name(self, table: Table, names: Sequence[bytes], length: int) -> None:
+        """So many positions are computed, or will be before whatever is computed next; `names` are
+        those of the sequence's blocks.
+        """
+        for index in range(table.named, min(length // self.block_size, len(names))):
+            block, name = table.blocks[index], names[index]
+            if self._reuse and name not in self._block_of:
+                self._name_of[block], self._block_of[name] = name, block
+            table.named = index + 1
+
+    def fork(self, table: Table, length: int | None = None) -> Table:
+        """Another sequence that goes on from the same blocks, or those of so many positions."""
+        blocks = table.blocks[:None if length is None else self.spans(length)]
+        for block in blocks:
+            self._use(block)
+        return Table(blocks, min(table.named, len(blocks)))
+
+    def shared(self, table: Table, position: int) -> bool:
+        """Whether the block of a position, where there is one, has other users too."""
+        index = position // self.block_size
+        return index < len(table.blocks) and self._users[table.blocks[index]] > 1
+
+    def copies(self, tables: Sequence[Table], position: int) -> int:
+        """Blocks that sequences need so that each has one of its own at a position."""
+        own = Counter(table.blocks[position // self.block_size] for table in tables
+                      if position // self.block_size < len(table.blocks))
+        return sum(count if self._users[block] > count else count - 1
+                   for block, count in own.items())
+
+    def own(self, table: Table, position: int) -> tuple[int, int]:
+        """Have a block of one's own in the place of a shared one, of which there must be a free
+        one. Returns both: the content is to be copied.
+        """
+        index = position // self.block_size
+        old, new = table.blocks[index], self._take()
+        table.blocks[index] = new
+        table.named = min(table.named, index)
+        self._leave(old)
+        return old, new
+
+    def close(self, table: Table) -> None:
+        """A sequence ends; its last blocks are forgotten before its first."""
+        for block in reversed(table.blocks):
+            self._leave(block)
+        table.blocks, table.named = [], 0
+
+    def _use(self, block: int) -> None:
+        self._kept.pop(block, None)
+        self._users[block] += 1
+
+    def _leave(self, block: int) -> None:
+        self._users[block] -= 1
+        if self._users[block] == 0:
+            if block in self._name_of:
+                self._kept[block] = None
+            else:
+                self._empty.append(block)
+
+    def _take(self) -> int:
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block, _ = self._kept.popitem(last=False)
+            del self._block_of[self._name_of.pop(block)]
+        self._users[block] = 1
+        return block

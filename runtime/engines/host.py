@@ -1,0 +1,77 @@
+"""Choosing tokens on the host, for devices that make logits alone."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.beam_search import Candidates, log_softmax
+from llmc.runtime.decoding.sampling import Logprobs, Sampler
+from llmc.runtime.step import LAST, Limits, Sampled, Step
+
+
+class Ranks(Protocol):
+    """What makes logits of a step in which no token is LAST, float32 [num_logits, vocab_size]."""
+
+    def compute(self, step: Step) -> np.ndarray:
+        ...
+
+    def close(self) -> None:
+        ...
+
+
+class HostSampling:
+    """See `Engine`: a step is done when `submit` returns."""
+
+    def __init__(self, ranks: Ranks, limits: Limits) -> None:
+        self._ranks, self.limits = ranks, limits
+        self._samplers: dict[int, Sampler | None] = {}  # by slot
+        self._tokens: dict[int, list[int]] = {}
+        self._made: dict[int, Sampled] = {}
+        self._tickets = 0
+
+    def submit(self, step: Step) -> int:
+        for slot, state in step.admit.items():
+            self._samplers[slot], self._tokens[slot] = state.sampler, list(state.tokens)
+        for index in np.flatnonzero(step.token_ids == LAST).tolist():
+            sequence = int(np.searchsorted(step.cu_seqlens, index, side="right")) - 1
+            step.token_ids[index] = self._tokens[int(step.slots[sequence])][-1]
+        logits = self._ranks.compute(step)
+        self._tickets += 1
+        self._made[self._tickets] = self._choose(step, logits)
+        return self._tickets
+
+    def _choose(self, step: Step, logits: np.ndarray) -> Sampled:
+        if step.logits == "all":
+            return Sampled(np.empty(0, np.int64), [], None, logits)
+        tokens: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        for slot, own in zip(step.slots[step.sample].tolist(), logits, strict=True):
+            sampler = self._samplers.get(slot)
+            token, count = -1, None
+            if sampler is not None:
+                token, count = self._token(sampler, own, slot), sampler.params.logprobs
+            tokens.append(token)
+            logprobs.append(None if count is None or token < 0
+                            else Logprobs.of(own, token, count))
+        candidates = Candidates.of(log_softmax(logits), step.candidates) if step.candidates \
+            else None
+        return Sampled(np.array(tokens, np.int64), logprobs, candidates,
+                       logits if step.logits == "sampled" else None)
+
+    def _token(self, sampler: Sampler, logits: np.ndarray, slot: int) -> int:
+        """The next token, which is kept; -1 where none is allowed."""
+        tokens = self._tokens[slot]
+        try:
+            tokens.append(sampler(logits, tokens))
+        except LlmcError:
+            return -1
+        return tokens[-1]
+
+    def collect(self, ticket: int) -> Sampled:
+        return self._made.pop(ticket)
+
+    def close(self) -> None:
+        self._ranks.close()

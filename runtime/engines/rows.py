@@ -1,0 +1,112 @@
+"""Blocks of a KV cache whose sequences lie in rows.
+
+GroupQueryAttention wants a sequence's positions one after the other, so each slot has a row of all
+positions. A block that is full is also kept beside the rows, and copied into the row of another
+sequence that shares it, which costs far less than computing it. A block that is not full is copied
+from the row that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmc.runtime.manifest import LayerCache
+from llmc.runtime.step import Limits, Step
+
+
+class Rows:
+    """The KV cache of one rank.
+
+    Attributes:
+        caches: by name, float32 [max_slots, num_kv_heads, max_seq_len, head_dim].
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], limits: Limits, max_seq_len: int) -> None:
+        self._size, self._max_seq_len = limits.block_size, max_seq_len
+        self.caches: dict[str, np.ndarray] = {}
+        # Layers of equal shape lie in one array, so that a block is copied at once.
+        self._rows: list[np.ndarray] = []  # [caches, max_slots, num_kv_heads, max_seq_len, ...]
+        self._blocks: list[np.ndarray] = []  # [caches, num_blocks, num_kv_heads, block_size, ...]
+        by_shape: dict[tuple[int, int], list[str]] = {}
+        for index, layer in enumerate(layers):
+            by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).extend(
+                f"{kind}_cache_{index}" for kind in ("key", "value"))
+        for (heads, dim), names in by_shape.items():
+            self._rows.append(np.zeros((len(names), limits.max_slots, heads, max_seq_len, dim),
+                                       np.float32))
+            self._blocks.append(np.zeros((len(names), limits.num_blocks, heads, self._size, dim),
+                                         np.float32))
+            self.caches.update(zip(names, self._rows[-1], strict=True))
+        # Whatever is written to a block makes it another version. What a row holds of a block is
+        # all of it only where it has the newest; version 0 is nobody's.
+        places = -(-max_seq_len // self._size)
+        self._versions = np.ones(limits.num_blocks, np.int64)
+        self._stored = np.zeros(limits.num_blocks, np.int64)
+        self._held = np.zeros((limits.max_slots, places), np.int64)
+        self._held_versions = np.zeros((limits.max_slots, places), np.int64)
+        self._filled = np.zeros(limits.max_slots, np.int64)
+
+    def pass_over(self, slot: int) -> int:
+        """Where something is written to a row that a step passes over: behind all that it holds, or
+        where it is full in the place of its last position.
+        """
+        position = min(int(self._filled[slot]), self._max_seq_len - 1)
+        if position % self._size == 0 or position < self._filled[slot]:
+            self._held_versions[slot, position // self._size] = 0
+        return position
+
+    def enter(self, step: Step) -> None:
+        """Bring what is before the step's tokens into their sequences' rows."""
+        source_of = {int(new): int(old) for old, new in step.copies}
+        self._versions[list(source_of)] += 1
+        waiting = []  # places to fill, with what is to be there
+        for index, slot in enumerate(step.slots.tolist()):
+            past = int(step.past_lens[index])
+            self._filled[slot] = past
+            count = -(-past // self._size)
+            table = step.block_tables[index, :count]
+            wrong = (self._held[slot, :count] != table) | \
+                (self._held_versions[slot, :count] != self._versions[table])
+            for place in np.flatnonzero(wrong).tolist():
+                block = int(table[place])
+                content = self._find(source_of.get(block, block), place)
+                waiting.append((slot, place, block, content))
+        for slot, place, block, content in waiting:
+            start, end = self._span(place)
+            for rows, own in zip(self._rows, content, strict=True):
+                rows[:, slot, :, start:end] = own[:, :, :end - start]
+            self._held[slot, place] = block
+            self._held_versions[slot, place] = self._versions[block]
+
+    def leave(self, step: Step) -> None:
+        """Take note of what the step has computed, and keep the blocks that it has filled."""
+        for index, slot in enumerate(step.slots.tolist()):
+            past = int(step.past_lens[index])
+            length = past + int(step.seq_lens[index])
+            self._filled[slot] = length
+            for place in range(past // self._size, -(-length // self._size)):
+                block = int(step.block_tables[index, place])
+                start, end = self._span(place)
+                self._versions[block] += 1
+                self._held[slot, place] = block
+                self._held_versions[slot, place] = self._versions[block]
+                if end - start == self._size and end <= length:
+                    self._stored[block] = self._versions[block]
+                    for rows, blocks in zip(self._rows, self._blocks, strict=True):
+                        blocks[:, block] = rows[:, slot, :, start:end]
+
+    def _span(self, place: int) -> tuple[int, int]:
+        start = place * self._size
+        return start, min(start + self._size, self._max_seq_len)
+
+    def _find(self, block: int, place: int) -> list[np.ndarray]:
+        """A block's content; a copy, where the row that has it may be written."""
+        version = self._versions[block]
+        if self._stored[block] == version:
+            return [blocks[:, block] for blocks in self._blocks]
+        slot = int(np.flatnonzero((self._held[:, place] == block) &
+                                  (self._held_versions[:, place] == version))[0])
+        start, end = self._span(place)
+        return [rows[:, slot, :, start:end].copy() for rows in self._rows]

@@ -1,0 +1,361 @@
+"""The loop: schedule, submit, collect, postprocess. Many callers, one thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from llmc.errors import LlmcError
+from llmc.runtime.metrics import Metrics
+from llmc.runtime.request import Completing, Request, Searching, Token
+from llmc.runtime.scheduler import Chosen, Lease, Line, Scheduled, Scheduler
+from llmc.runtime.scheduler import Sequence as Running
+from llmc.runtime.step import Engine, Sampled
+
+# Tokens that nobody has read: of a completion, and of all of a caller's, before they wait.
+_UNREAD, _UNREAD_IN_ALL = 256, 8192
+_Result = TypeVar("_Result")
+
+
+class Outbox:
+    """What has come of one caller's requests, on its way from the loops' threads to the caller's.
+
+    Args:
+        wake: is told, from a loop's thread, that there is something to take.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
+        self._ready: deque[Token | Searching] = deque()
+        self._unread: Counter[Completing] = Counter()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[Token | Searching | None, bool]:
+        """What is next, None where there is nothing yet; and whether somebody waited for it.
+
+        Raises:
+            LlmcError: what ended the requests.
+        """
+        with self._lock:
+            if not self._ready:
+                if self._error is not None:
+                    raise self._error
+                return None, False
+            made = self._ready[0]
+            waited = isinstance(made, Token) and self.is_behind(made.owner)
+            self._ready.popleft()
+            if isinstance(made, Token):
+                self._unread[made.owner] -= 1
+                waited = waited and not self.is_behind(made.owner)
+                if made.finish_reason:
+                    del self._unread[made.owner]
+            return made, waited
+
+    def put(self, made: Token | Searching) -> None:
+        with self._lock:
+            self._ready.append(made)
+            if isinstance(made, Token):
+                self._unread[made.owner] += 1
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self._wake()
+
+    def is_behind(self, owner: Completing) -> bool:
+        """Whether a completion has as many unread tokens as are kept, or all have."""
+        return self._unread[owner] >= _UNREAD or len(self._ready) >= _UNREAD_IN_ALL
+
+
+@dataclass(eq=False)
+class Call:
+    """What one caller wants of one loop: some samples of its requests."""
+
+    requests: Sequence[Request]
+    samples: Callable[[Request], Sequence[int]]
+    outbox: Outbox
+    begun: float = field(default_factory=time.monotonic)
+    left: int = field(init=False)  # completions
+    longest: int = field(init=False)  # the most new tokens that one may have
+
+    def __post_init__(self) -> None:
+        self.left = sum(len(self.samples(request)) for request in self.requests)
+        self.longest = max((request.limit for request in self.requests), default=0)
+
+
+class _Errand(Generic[_Result]):
+    """Work for the loop's thread between two steps."""
+
+    def __init__(self, work: Callable[[Scheduler, Engine], _Result]) -> None:
+        self._work, self.result = work, Future[_Result]()
+
+    def run(self, scheduler: Scheduler, engine: Engine) -> None:
+        try:
+            self.result.set_result(self._work(scheduler, engine))
+        except BaseException as error:  # its caller's to know
+            self.result.set_exception(error)
+
+
+class Loop:
+    """Runs what callers want on one engine.
+
+    Args:
+        completing, searching: make what owns a sequence.
+        check_step: steps that are under way before the first is looked at, as far as the engine
+            goes.
+        skip_step: tokens of each sequence that are made before the first is looked at.
+    """
+
+    def __init__(self, engine: Engine, scheduler: Scheduler,
+                 completing: Callable[[Request, int], Completing],
+                 searching: Callable[[Request, int], Searching], *, encodes: bool,
+                 check_step: int, skip_step: int) -> None:
+        self._engine, self._scheduler = engine, scheduler
+        self._completing, self._searching, self._encodes = completing, searching, encodes
+        self._check_step, self._skip_step = check_step, skip_step
+        self._calls: dict[Call, Line] = {}
+        self._owners: dict[Running, tuple[Call, Completing | Searching]] = {}
+        self._numbers = itertools.count()
+        self._condition = threading.Condition()
+        self._orders: deque[Callable[[], None]] = deque()  # for the thread, from callers
+        self._errands: deque[_Errand[Any]] = deque()
+        self._error: BaseException | None = None
+        self._closing = False
+        self.metrics = Metrics(scheduler)
+        self._thread = threading.Thread(target=self._serve, name="llmc-loop", daemon=True)
+        self._thread.start()
+
+    # What callers do, each in a thread of its own.
+
+    def add(self, call: Call, priority: int = 0) -> None:
+        """Complete what a call wants.
+
+        Raises:
+            LlmcError: one can never run, or nothing can any more.
+        """
+        for request in call.requests:
+            problem = self._scheduler.problem(len(request.prompt), request.limit,
+                                              request.params.beam_width)
+            if problem:
+                raise LlmcError(problem)
+
+        def order() -> None:
+            self._calls[call] = self._scheduler.add(self._sequences(call), priority)
+
+        if call.left:
+            self._tell(order)
+
+    def abort(self, call: Call) -> None:
+        """Nobody wants it any more: its blocks are free at once."""
+        self._mention(lambda: self._forget(call))
+
+    def go_on(self) -> None:
+        """A stalled sequence may go on, as its caller has read."""
+        self._mention(lambda: None)
+
+    def end(self, lease: Lease) -> None:
+        """A session is over."""
+        self._mention(lambda: self._scheduler.end(lease))
+
+    def run(self, work: Callable[[Scheduler, Engine], _Result]) -> _Result:
+        """Have the thread do some work between two steps, and wait for what it returns."""
+        errand = _Errand(work)
+        self._tell(lambda: self._errands.append(errand))
+        return errand.result.result()
+
+    def close(self) -> None:
+        """End what runs, and the thread."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _mention(self, order: Callable[[], None]) -> None:
+        """`_tell` what does not matter where the loop has ended."""
+        with self._condition:
+            self._orders.append(order)
+            self._condition.notify()
+
+    def _tell(self, order: Callable[[], None]) -> None:
+        with self._condition:
+            if self._error is not None:
+                raise LlmcError(f"the model has to be loaded again, as a step failed: "
+                                f"{self._error}")
+            if self._closing:
+                raise LlmcError("this LLM is closed")
+            self._orders.append(order)
+            self._condition.notify()
+
+    # What the thread does.
+
+    def _serve(self) -> None:
+        under_way: deque[tuple[int, Scheduled]] = deque()
+        idle = True
+        try:
+            while True:
+                self._take_orders(wait=idle)
+                while self._errands and not under_way:
+                    self._errands.popleft().run(self._scheduler, self._engine)
+                scheduled = None
+                if not self._errands and len(under_way) < self._depth():
+                    scheduled = self._scheduler.schedule()
+                idle = scheduled is None and not under_way
+                if scheduled is not None:
+                    under_way.append((self._engine.submit(scheduled.step), scheduled))
+                if under_way and (scheduled is None or len(under_way) >= self._depth()):
+                    ticket, oldest = under_way.popleft()
+                    self._postprocess(oldest, self._engine.collect(ticket))
+        except BaseException as error:  # every caller's to know
+            self._end(error)
+        finally:
+            self._engine.close()
+
+    def _postprocess(self, scheduled: Scheduled, sampled: Sampled) -> None:
+        """Hand out what a step led to; who is done makes room."""
+        now = time.monotonic()
+        for sequence, chosen in scheduled.read(sampled):
+            call, owner = self._owners[sequence]
+            try:
+                if isinstance(owner, Searching):
+                    self._search(sequence, call, owner, chosen)
+                else:
+                    self._decode(sequence, call, owner, chosen, now)
+            except LlmcError as error:  # this call's own
+                self._forget(call)
+                call.outbox.fail(error)
+
+    def _decode(self, sequence: Running, call: Call, owner: Completing, chosen: Chosen,
+                now: float) -> None:
+        token = owner.take(chosen.token, chosen.logprobs)
+        self.metrics.token(owner, now, done=token.finish_reason is not None)
+        if token.finish_reason:
+            self._leave(sequence)
+        else:
+            self._scheduler.append(sequence, token.token_id)
+        call.outbox.put(token)
+
+    def _search(self, sequence: Running, call: Call, owner: Searching, chosen: Chosen) -> None:
+        going_on = owner.take(chosen)
+        if going_on is None:
+            self._leave(sequence)
+            call.outbox.put(owner)
+        else:
+            self._scheduler.go_on(sequence, *going_on)
+
+    def _depth(self) -> int:
+        """Steps that may be under way at once."""
+        fewest = min((len(own.tokens) for own in self._scheduler.running), default=0)
+        return min(self._engine.limits.ahead, max(self._check_step, self._skip_step - fewest, 1))
+
+    def _take_orders(self, wait: bool) -> None:
+        """Do what callers said since; with `wait`, once they say something."""
+        with self._condition:
+            while wait and not self._orders and not self._closing:
+                self._condition.wait()
+            orders, self._orders = self._orders, deque()
+            if self._closing:
+                raise LlmcError("this LLM was closed")
+        for order in orders:
+            order()
+
+    def _sequences(self, call: Call) -> Iterator[Running]:
+        """A call's sequences, each made when it is the next to enter."""
+        for request in call.requests:
+            number = next(self._numbers)
+            for sample in call.samples(request):
+                sequence = self._sequence(call, request, number, sample)
+                yield sequence
+
+    def _sequence(self, call: Call, request: Request, number: int, sample: int) -> Running:
+        source = request.source if self._encodes else None
+        prompt, key = list(request.prompt), request.key(self._encodes)
+        owner: Completing | Searching
+        if request.params.beam_width > 1:
+            owner = searching = self._searching(request, call.longest)
+            sequence = Running(number, prompt, request.limit, owner.state,
+                               width=request.params.beam_width, candidates=searching.candidates,
+                               key=key, source=source)
+        else:
+            owner = completing = self._completing(request, sample)
+            completing.begun = call.begun
+            sequence = Running(number, prompt, request.limit, owner.state, key=key, source=source,
+                               stalled=lambda: call.outbox.is_behind(completing))
+        self._owners[sequence] = call, owner
+        return sequence
+
+    def _leave(self, sequence: Running) -> None:
+        call, _ = self._owners.pop(sequence)
+        self._scheduler.remove(sequence)
+        call.left -= 1
+        if not call.left:
+            del self._calls[call]
+
+    def _forget(self, call: Call) -> None:
+        line = self._calls.pop(call, None)
+        if line is None:
+            return
+        self._scheduler.drop(line)
+        for sequence in [own for own, (whose, _) in self._owners.items() if whose is call]:
+            _, owner = self._owners.pop(sequence)
+            self._scheduler.remove(sequence)
+            if isinstance(owner, Completing):
+                self.metrics.forget(owner)
+
+    def _end(self, error: BaseException) -> None:
+        """Tell all callers, and take no more."""
+        with self._condition:
+            if not self._closing:
+                self._error = error
+            self._closing = True
+            orders, self._orders = self._orders, deque()
+        for order in orders:
+            order()
+        for call in self._calls:
+            call.outbox.fail(error)
+        for errand in self._errands:
+            errand.result.set_exception(error)
+
+
+class Work:
+    """One caller's requests on all replicas.
+
+    Attributes:
+        left: completions that have not come whole.
+    """
+
+    def __init__(self, outbox: Outbox, calls: list[tuple[Loop, Call]]) -> None:
+        self._outbox, self._calls = outbox, calls
+        self.left = sum(call.left for _, call in calls)
+
+    def begin(self, priority: int) -> None:
+        for loop, call in self._calls:
+            loop.add(call, priority)
+
+    def take(self) -> Token | Searching | None:
+        """What is next; None: there is nothing yet.
+
+        Raises:
+            LlmcError: what ended it.
+        """
+        made, stalled = self._outbox.take()
+        if stalled:
+            for loop, _ in self._calls:
+                loop.go_on()
+        if made is not None:
+            self.left -= isinstance(made, Searching) or made.finish_reason is not None
+        return made
+
+    def abort(self) -> None:
+        """Nobody wants the rest."""
+        if self.left:
+            for loop, call in self._calls:
+                loop.abort(call)

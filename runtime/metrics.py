@@ -1,0 +1,83 @@
+"""What a loop has done, in numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from llmc.runtime.request import Completing
+from llmc.runtime.scheduler import Scheduler
+
+_KEPT = 4096  # of the newest times
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of times in seconds; None where there are none."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @staticmethod
+    def of(times: list[float]) -> Percentiles:
+        if not times:
+            return Percentiles(None, None, None)
+        return Percentiles(*np.percentile(times, (50, 90, 99)).tolist())
+
+
+class Metrics:
+    """Counts, and the newest times, of one loop; written by its thread, read by any."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._last: dict[Completing, float] = {}
+        self.generated = self.finished = 0
+        self.first: deque[float] = deque(maxlen=_KEPT)
+        self.between: deque[float] = deque(maxlen=_KEPT)
+
+    def token(self, owner: Completing, now: float, done: bool) -> None:
+        """A completion got a token."""
+        with self._lock:
+            self.generated += 1
+            if owner in self._last:
+                self.between.append(now - self._last[owner])
+            else:
+                self.first.append(now - owner.begun)
+            self._last[owner] = now
+            if done:
+                self.finished += 1
+                del self._last[owner]
+
+    def forget(self, owner: Completing) -> None:
+        with self._lock:
+            self._last.pop(owner, None)
+
+    def read(self) -> dict[str, Any]:
+        """Numbers by name, and two lists of times."""
+        scheduler = self._scheduler
+        blocks = scheduler.blocks
+        with self._lock:
+            return dict(running=len(scheduler.running), waiting=scheduler.waiting,
+                        generated_tokens=self.generated, finished=self.finished,
+                        preemptions=scheduler.preemptions, cache_queries=scheduler.queries,
+                        cache_hits=scheduler.hits, blocks=blocks.num_blocks,
+                        free_blocks=blocks.free, first=list(self.first),
+                        between=list(self.between))
+
+
+def together(loops: list[Metrics]) -> dict[str, Any]:
+    """What several loops have done, as `LLM.metrics` gives it."""
+    parts = [loop.read() for loop in loops]
+    counts = {name: sum(part[name] for part in parts) for name in parts[0]
+              if name not in ("first", "between", "blocks", "free_blocks")}
+    blocks = sum(part["blocks"] for part in parts)
+    return {**counts, "cache_usage": 1 - sum(part["free_blocks"] for part in parts) / blocks,
+            **{name: asdict(Percentiles.of([time for part in parts for time in part[kept]]))
+               for name, kept in (("time_to_first_token", "first"),
+                                  ("inter_token_latency", "between"))}}

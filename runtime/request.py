@@ -1,0 +1,426 @@
+"""What a caller wants, read and checked; and what comes back: completions, piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log_softmax
+from llmc.runtime.decoding.params import SamplingParams, is_unicode, shown
+from llmc.runtime.decoding.processing import MAX_LOGPROBS
+from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
+from llmc.runtime.decoding.stopping import TextStream
+from llmc.runtime.manifest import Manifest
+from llmc.runtime.prompts import Prompt, read_messages, read_prompts
+from llmc.runtime.scheduler import Chosen
+from llmc.runtime.step import SamplingState
+from llmc.runtime.tokenizer import load_tokenizer, render_chat
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a prompt led to.
+
+    Args:
+        index: which prompt, counted from 0.
+        sample: which of the prompt's n completions.
+        finish_reason: `stop` (end token or stop string) or `length`.
+        logprobs: of each token, where `SamplingParams.logprobs` asks for them.
+        cumulative_logprob: the sum of the chosen tokens' log-probabilities, likewise.
+    """
+
+    index: int
+    sample: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[Logprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+
+    @staticmethod
+    def of(prompt: Sequence[int], pieces: Sequence[Piece]) -> Completion:
+        """All pieces of one completion, put together."""
+        last = pieces[-1]
+        logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
+        return Completion(last.index, last.sample, tuple(prompt),
+                          tuple(piece.token_id for piece in pieces),
+                          "".join(piece.text for piece in pieces), last.finish_reason or "length",
+                          logprobs or None, sum(p.chosen for p in logprobs) if logprobs else None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of a streamed completion: a token and the text that it completes, perhaps none.
+
+    `finish_reason` is set on a completion's last piece; `index`, `sample` and `logprobs` are as in
+    `Completion`.
+    """
+
+    index: int
+    sample: int
+    token_id: int
+    text: str
+    finish_reason: str | None
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What parameters come to with this model: `bad_words` are token ids."""
+
+    params: SamplingParams
+    end_tokens: frozenset[int]
+    bad_words: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to complete, n times, that is known to be sound.
+
+    Args:
+        index: which of its caller's prompts.
+        prompt: what the decoder reads.
+        source: what the encoder of an encoder-decoder model does; else as `prompt`.
+        limit: new tokens, at most.
+        forced: tokens that must be generated, by the number of those before.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    source: Sequence[int]
+    decoding: Decoding
+    limit: int
+    forced: Mapping[int, tuple[int, ...]]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.decoding.params
+
+    def sampler(self, sample: int) -> Sampler:
+        """What chooses the tokens of one of its completions."""
+        return Sampler(self.params, sample, self.prompt, sorted(self.decoding.end_tokens),
+                       self.decoding.bad_words, self.forced)
+
+    def key(self, encoded: bool) -> bytes:
+        """What beside the decoder's tokens makes the keys and values what they are."""
+        return hashlib.sha256(np.asarray(self.source, np.int64).tobytes()).digest() \
+            if encoded else b""
+
+
+class Completing:
+    """One completion on its way.
+
+    What the loop's thread and the caller's do is apart: the first finds out whether a token ends
+    it, the second makes the text of it, unless there are stop strings to be found.
+    """
+
+    def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
+                 shown_before: Sequence[int]) -> None:
+        self.request, self.sample = request, sample
+        self.sampler = request.sampler(sample)
+        self.begun = time.monotonic()
+        self.generated = 0
+        self._text = TextStream(tokenizer, shown_before, request.params.stop)
+
+    def state(self, tokens: Sequence[int]) -> SamplingState:
+        return SamplingState(self.sampler, tuple(tokens))
+
+    def take(self, token: int, logprobs: Logprobs | None) -> Token:
+        """The next token.
+
+        Raises:
+            LlmcError: none was allowed.
+        """
+        if token < 0:
+            raise nothing_allowed(self.generated)
+        self.generated += 1
+        params, text = self.request.params, None
+        ends = token in self.request.decoding.end_tokens
+        if params.stop:
+            text = self._read(token, ends, self.generated)
+        reason = None
+        if ends or self._text.stopped:
+            reason = "stop"
+        elif self.generated >= self.request.limit:
+            reason = "length"
+        return Token(self, token, ends, self.generated, reason, logprobs, text)
+
+    def piece(self, token: Token) -> Piece:
+        """A token with its text; each once, in their order."""
+        text = token.text
+        if text is None:
+            text = self._read(token.token_id, token.ends, token.number)
+        if token.finish_reason:
+            text += self._text.finish()
+        return Piece(self.request.index, self.sample, token.token_id, text, token.finish_reason,
+                     token.logprobs)
+
+    def _read(self, token: int, ends: bool, number: int) -> str:
+        return "" if ends else self._text.push(
+            token, may_stop=number > self.request.params.min_tokens)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a completion, whose text may still have to be made."""
+
+    owner: Completing
+    token_id: int
+    ends: bool
+    number: int
+    finish_reason: str | None
+    logprobs: Logprobs | None
+    text: str | None
+
+
+@dataclass(eq=False)
+class Searching:
+    """A beam search for one prompt on its way.
+
+    Args:
+        most: rows of the tables of what is found.
+        vocab_size: of which candidates are.
+    """
+
+    request: Request
+    most: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        self.sampler = self.request.sampler(0)
+
+    def state(self, tokens: Sequence[int]) -> SamplingState:
+        """Search, perhaps once more, from the prompt on."""
+        params = self.request.params
+        self._histories: list[list[int]] = [[] for _ in range(params.beam_width)]
+        self._search = BeamSearch(
+            params.beam_width, self.most, [self.request.limit],
+            [sorted(self.request.decoding.end_tokens)], length_penalty=params.length_penalty,
+            diversity_rate=params.diversity_rate, early_stopping=params.early_stopping)
+        return SamplingState(None)
+
+    @property
+    def candidates(self) -> int:
+        """Wanted of each beam; 0 where the host chooses them from logits, which the sampler
+        changes.
+        """
+        return 0 if self.sampler.processing is not None else self._count
+
+    @property
+    def _count(self) -> int:
+        """Candidates of each beam, of which enough are no end tokens."""
+        return min(self.request.params.beam_width + len(self.request.decoding.end_tokens),
+                   self.vocab_size)
+
+    def take(self, chosen: Chosen) -> tuple[list[int], list[int]] | None:
+        """What the beams go on with, and from which; None where the search is done.
+
+        Raises:
+            LlmcError: no token is allowed.
+        """
+        width = self.request.params.beam_width
+        found = chosen.candidates
+        if not self.candidates:
+            assert chosen.logits is not None
+            scores = [self.sampler.process(own, history) for own, history in
+                      zip(log_softmax(chosen.logits), self._histories, strict=False)]
+            found = Candidates.of(np.stack(scores), self._count)
+        assert found is not None
+        found = Candidates(found.tokens[:, :self._count], found.log_probs[:, :self._count])
+        if len(found.tokens) < width:  # of the prompt, which all beams have in common
+            found = Candidates(np.repeat(found.tokens, width, axis=0),
+                               np.repeat(found.log_probs, width, axis=0))
+        tokens, parents = self._search.step(found.reshape(1, width))
+        if not self._search.running.any():
+            return None
+        self._histories = [[*self._histories[parent], token] for token, parent in
+                           zip(tokens[0].tolist(), parents[0].tolist(), strict=True)]
+        return tokens[0].tolist(), parents[0].tolist()
+
+    def beams(self) -> Beams:
+        return self._search.beams()
+
+    def best(self) -> list[int]:
+        """The tokens of the best sequence."""
+        found = self.beams()
+        tokens: list[int] = found.output_ids[:found.sequence_length[0, 0], 0, 0].tolist()
+        return tokens
+
+
+class Reader:
+    """Reads what callers want of one model.
+
+    Args:
+        max_slots: sequences that it decodes at once.
+    """
+
+    def __init__(self, manifest: Manifest, case_dir: Path, max_slots: int) -> None:
+        self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
+        self.tokenizer = load_tokenizer(manifest, case_dir)
+
+    def _tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise LlmcError("this model was compiled without a tokenizer; give token ids")
+        if not is_unicode(text):
+            raise LlmcError("a prompt is not valid Unicode; write it as UTF-8")
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def requests(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        """What is to be completed, checked before anything runs. A request takes little memory;
+        its completions are made when they can begin.
+
+        Raises:
+            LlmcError: a prompt or its parameters are not sound, or nothing for this model.
+        """
+        read = read_prompts(prompts)
+        decodings: dict[int, Decoding] = {}  # by the identity of params, which many may share
+        requests = []
+        encoder = self.manifest.encoder
+        for index, (prompt, own) in enumerate(zip(read, _one_each(params, len(read)),
+                                                  strict=True)):
+            if id(own) not in decodings:
+                decodings[id(own)] = self._decoding(own)
+            ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+            self.check_prompt(ids)
+            source = array("i", ids)
+            decoded = source if encoder is None else (encoder.decoder_start_token_id,)
+            limit = min(own.max_tokens, self.manifest.dims.max_seq_len - len(decoded) + 1)
+            requests.append(Request(index, decoded, source, decodings[id(own)], limit,
+                                    self._forced_tokens(own, limit)))
+        return requests
+
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]]) -> list[int]:
+        """See `LLM.chat_prompt`."""
+        read = read_messages(messages)
+        if self.manifest.encoder is not None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
+                            f"which does not chat; give what its encoder is to read as the prompt, "
+                            f"without --chat")
+        text = render_chat(self.manifest, self._case_dir, read)
+        return self._tokenize(text, add_special_tokens=False)  # the template has them
+
+    def completing(self, request: Request, sample: int) -> Completing:
+        """One of a request's completions, which begins."""
+        return Completing(request, sample, self.tokenizer,
+                          () if self.manifest.encoder else request.source)
+
+    def searching(self, request: Request, most: int) -> Searching:
+        """A beam search that begins, with tables of so many rows."""
+        return Searching(request, most, self.manifest.dims.vocab_size)
+
+    def _decoding(self, params: SamplingParams) -> Decoding:
+        self._check_params(params)
+        ends = self._end_tokens(params)
+        return Decoding(params, ends, self._bad_words(params, ends))
+
+    def _forced_tokens(self, params: SamplingParams, limit: int) -> dict[int, tuple[int, ...]]:
+        """Tokens that an encoder-decoder model must generate, by the number of those before."""
+        encoder = self.manifest.encoder
+        forced: dict[int, tuple[int, ...]] = {}
+        if encoder is not None and encoder.forced_bos_token_ids:
+            forced[0] = encoder.forced_bos_token_ids
+        if encoder is not None and encoder.forced_eos_token_ids and not params.ignore_eos:
+            forced[limit - 1] = encoder.forced_eos_token_ids
+        return forced
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Refuse what this model, or what it runs on, cannot do."""
+        if self.manifest.target.on_gpus and (params.logprobs or 0) > MAX_LOGPROBS:
+            raise LlmcError(f"logprobs {params.logprobs} exceeds {MAX_LOGPROBS}, the most where "
+                            f"GPUs choose the tokens; ask for fewer, or compile with --target cpu")
+        if params.stop and self.tokenizer is None:
+            raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
+                            "which to find a stop string")
+        if params.beam_width > self._max_slots:
+            raise LlmcError(f"beam_width {params.beam_width} exceeds max_batch_size "
+                            f"{self._max_slots}; load the model with a larger one")
+        self._check_tokens(params.logit_bias)
+        self._check_tokens(() if params.end_id is None else (params.end_id,))
+        vocab_size = self.manifest.dims.vocab_size
+        if (params.logprobs or 0) > vocab_size:
+            raise LlmcError(f"logprobs {params.logprobs} exceeds the vocabulary of {vocab_size}")
+
+    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        if params.ignore_eos:
+            return frozenset()
+        return frozenset(self.manifest.tokenizer.eos_token_ids if params.end_id is None
+                         else (params.end_id,))
+
+    def _bad_words(self, params: SamplingParams, ends: frozenset[int]) -> list[tuple[int, ...]]:
+        """The bad words as token ids; a text with and without a space before it."""
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                ways = [tuple(self._tokenize(text, add_special_tokens=False))
+                        for text in (word, f" {word}")]
+            else:
+                ways = [tuple(word)]
+            for ids in ways:
+                self._check_tokens(ids)
+                if not ids or (len(ids) == 1 and ids[0] in ends):
+                    problem = "the end token; give min_tokens or ignore_eos" if ids else "no token"
+                    raise LlmcError(f"bad word {word!r} is {problem}")
+            words += ways
+        if self.manifest.encoder is not None:
+            words += [word for word in self.manifest.encoder.bad_words
+                      if len(word) != 1 or word[0] not in ends]
+        return words
+
+    def _check_tokens(self, token_ids: Iterable[int], vocab_size: int | None = None) -> None:
+        vocab_size = vocab_size or self.manifest.dims.vocab_size
+        bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise LlmcError(f"token id {shown(bad)} is not in the vocabulary of {vocab_size}")
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that is empty, too long, or has tokens that there are not."""
+        encoder = self.manifest.encoder
+        if encoder is None:
+            self.check_tokens(ids)
+            return
+        if not len(ids):
+            raise LlmcError("the prompt is empty; give at least one token")
+        if len(ids) > encoder.max_seq_len:
+            raise LlmcError(f"the prompt has {len(ids)} tokens, the encoder takes "
+                            f"{encoder.max_seq_len}; shorten it, or compile with a larger "
+                            f"--mem_max_seq_len")
+        self._check_tokens(ids, encoder.vocab_size)
+
+    def check_tokens(self, ids: Sequence[int], past: int = 0) -> None:
+        """Refuse what a decoder cannot read after so many positions."""
+        dims = self.manifest.dims
+        if past and past + len(ids) > dims.max_seq_len:
+            raise LlmcError(f"{past} cached and {len(ids)} new tokens exceed the KV cache of "
+                            f"{dims.max_seq_len}")
+        if not ids:
+            raise LlmcError("the prompt is empty; give at least one token")
+        if len(ids) > dims.max_seq_len:
+            raise LlmcError(f"the prompt has {len(ids)} tokens, the KV cache has room for "
+                            f"{dims.max_seq_len}; shorten it, or compile with a larger "
+                            f"--max_seq_len")
+        self._check_tokens(ids)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \
+        list[SamplingParams]:
+    """Parameters for each of so many prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise LlmcError(f"params is {shown(params)}; give SamplingParams(…), or one for each "
+                        f"prompt")
+    if len(params) != count:
+        raise LlmcError(f"there are {len(params)} SamplingParams for {count} prompts; give one for "
+                        f"all, or one for each")
+    return list(params)

@@ -1,0 +1,124 @@
+"""Step by step access to a model, for checks and experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmc.errors import LlmcError
+from llmc.runtime.attention.metadata import Memory
+from llmc.runtime.decoding.params import listed, shown
+from llmc.runtime.loop import Loop
+from llmc.runtime.prompts import read_token_ids
+from llmc.runtime.request import Reader
+from llmc.runtime.scheduler import Lease, Scheduler
+from llmc.runtime.step import Engine, Step
+
+
+class Session:
+    """A batch of sequences that the caller extends. It holds slots and blocks of the KV cache until
+    it is closed, or others lack them.
+    """
+
+    def __init__(self, loop: Loop, reader: Reader, batch_size: int,
+                 sources: Sequence[Sequence[int]] | None = None) -> None:
+        self._loop, self._reader = loop, reader
+        self._past = [0] * batch_size
+        self._lease: Lease | None = None
+        self._sources = None if sources is None else _rows(sources, "source", batch_size)
+        for source in self._sources or ():
+            reader.check_prompt(source)
+
+    def extend(self, tokens: Sequence[Sequence[int]], all_logits: bool = False) -> np.ndarray:
+        """Append tokens to every sequence.
+
+        Returns float32 logits: of each sequence's last token [batch, vocab_size], or with
+        `all_logits` of every new token [num_tokens, vocab_size].
+
+        Raises:
+            LlmcError: there are not tokens for every sequence; one would outgrow the KV cache; or
+                its blocks went to others since.
+        """
+        rows = _rows(tokens, "row", len(self._past))
+        for new, past in zip(rows, self._past, strict=True):
+            self._reader.check_tokens(new, past)
+        return self._loop.run(lambda scheduler, engine:
+                              self._extend(scheduler, engine, rows, all_logits))
+
+    def close(self) -> None:
+        """Give its slots and blocks back."""
+        if self._lease is not None:
+            self._loop.end(self._lease)
+
+    def _extend(self, scheduler: Scheduler, engine: Engine, rows: list[list[int]],
+                all_logits: bool) -> np.ndarray:
+        fresh = not any(self._past)
+        if fresh and self._lease is None:
+            self._lease = scheduler.lease(len(rows))
+        if self._lease is None or not self._lease.slots:
+            raise LlmcError("the KV cache of this session is gone, as the LLM was used otherwise "
+                            "since; begin another session" if not fresh else
+                            f"there are not slots for {len(rows)} sequences beside those that run "
+                            f"and other sessions; close those, or load the model with a larger "
+                            f"max_batch_size")
+        if not scheduler.extend(self._lease, [past + len(new) for past, new in
+                                              zip(self._past, rows, strict=True)]):
+            raise LlmcError("there are not blocks for what the session is to hold beside what "
+                            "runs; load the model with a larger kv_cache_tokens")
+        encode = dict(zip(self._lease.memory, self._sources, strict=True)) \
+            if self._sources is not None and fresh else {}
+        done = [0] * len(rows)
+        made: list[list[np.ndarray]] = [[] for _ in rows]
+        while any(count < len(new) for count, new in zip(done, rows, strict=True)):
+            step, counts = self._step(engine, rows, done, all_logits, encode)
+            logits = engine.collect(engine.submit(step)).logits
+            assert logits is not None
+            encode = {}
+            start = 0
+            for row, count in counts.items():
+                done[row] += count
+                wanted = count if all_logits else int(done[row] == len(rows[row]))
+                made[row].append(logits[start:start + wanted])
+                start += wanted
+        self._past = [past + len(new) for past, new in zip(self._past, rows, strict=True)]
+        return np.concatenate([part for parts in made for part in parts if len(part)])
+
+    def _step(self, engine: Engine, rows: list[list[int]], done: list[int], all_logits: bool,
+              encode: dict[int, list[int]]) -> tuple[Step, dict[int, int]]:
+        """As much of what is left as a step takes; how many tokens of each row, in its order."""
+        assert self._lease is not None
+        limits = engine.limits
+        budget = min(limits.max_tokens, limits.max_logits) if all_logits else limits.max_tokens
+        counts = {}
+        for row in sorted(range(len(rows)), key=lambda row: (len(rows[row]) - done[row] > 1, row)):
+            count = min(len(rows[row]) - done[row], budget)
+            if count:
+                counts[row] = count
+                budget -= count
+        counts = dict(sorted(counts.items(), key=lambda pair: (pair[1] > 1, pair[0])))
+        memory = None
+        if self._sources is not None:
+            memory = Memory.of([self._lease.memory[row] for row in counts],
+                               [len(self._sources[row]) for row in counts])
+        return Step.of(
+            [rows[row][done[row]:done[row] + count] for row, count in counts.items()],
+            [self._past[row] + done[row] for row in counts],
+            [self._lease.tables[row].blocks for row in counts],
+            [self._lease.slots[row] for row in counts],
+            sample=[index for index, (row, count) in enumerate(counts.items())
+                    if done[row] + count == len(rows[row])],
+            logits="all" if all_logits else "sampled", encode=encode, memory=memory), counts
+
+
+def _rows(value: object, name: str, count: int) -> list[list[int]]:
+    """Token ids for each of so many sequences."""
+    try:
+        rows = listed(value)
+    except TypeError:
+        raise LlmcError(f"{name}s is {shown(value)}; give a list of token ids for each sequence") \
+            from None
+    if len(rows) != count:
+        raise LlmcError(f"there are {len(rows)} {name}s for batch_size {count}; give one for each "
+                        f"sequence")
+    return [read_token_ids(row, f"{name} {index}") for index, row in enumerate(rows)]

@@ -1,0 +1,128 @@
+"""The pool of blocks, beside one that keeps whole histories and shares nothing."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from llmc.runtime.blocks import Blocks, Chain
+
+SIZE, COUNT = 4, 12
+
+
+class Histories(RuleBasedStateMachine):
+    """Sequences with the tokens that they have, and for each block what was written there last."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = Blocks(COUNT, SIZE)
+        self.sequences = []  # [table, chain, tokens, computed]
+        self.content = {}  # (block, row): all tokens up to there
+
+    def write(self, table, tokens, computed, length):
+        for position in range(computed, length):
+            block = table.blocks[position // SIZE]
+            assert not self.blocks.shared(table, position)
+            self.content[block, position % SIZE] = tuple(tokens[:position + 1])
+
+    def name(self, sequence):
+        table, chain, tokens, computed = sequence
+        chain.extend(tokens)
+        self.blocks.name(table, chain.names, computed)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3 * SIZE + 1))
+    def open(self, tokens):
+        chain = Chain(SIZE)
+        chain.extend(tokens)
+        table = self.blocks.open(self.blocks.match(chain.names, len(tokens)))
+        found = len(table.blocks) * SIZE
+        assert found < len(tokens)
+        if not self.blocks.grow(table, len(tokens)):
+            assert self.blocks.lacks(table, len(tokens)) > self.blocks.free
+            self.blocks.close(table)
+            return
+        self.write(table, tokens, found, len(tokens))
+        self.sequences.append([table, chain, tokens, len(tokens)])
+        self.name(self.sequences[-1])
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def go_on(self, data, token):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        table, _, tokens, computed = sequence
+        if self.blocks.shared(table, computed):
+            if not self.blocks.free:
+                return
+            old, new = self.blocks.own(table, computed)
+            self.content.update({(new, row): self.content[old, row] for row in range(SIZE)
+                                 if (old, row) in self.content})
+        if self.blocks.grow(table, computed + 1):
+            tokens.append(token)
+            self.write(table, tokens, computed, computed + 1)
+            sequence[3] += 1
+            self.name(sequence)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), part=st.booleans())
+    def fork(self, data, part):
+        table, _, tokens, computed = data.draw(st.sampled_from(self.sequences))
+        length = data.draw(st.integers(0, computed)) if part else computed
+        made = self.blocks.fork(table, length)
+        self.sequences.append([made, Chain(SIZE), tokens[:length], length])
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def close(self, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        self.sequences.remove(sequence)
+        self.blocks.close(sequence[0])
+
+    @invariant()
+    def everybody_has_its_history(self):
+        for table, _, tokens, computed in self.sequences:
+            for position in range(computed):
+                block = table.blocks[position // SIZE]
+                assert self.content[block, position % SIZE] == tuple(tokens[:position + 1])
+
+    @invariant()
+    def users_are_counted_and_nothing_leaks(self):
+        users = np.zeros(COUNT, int)
+        for table, *_ in self.sequences:
+            for block in table.blocks:
+                users[block] += 1
+        assert users.tolist() == self.blocks._users
+        assert self.blocks.free == (users == 0).sum()
+
+    def teardown(self):
+        for table, *_ in self.sequences:
+            self.blocks.close(table)
+        assert self.blocks.free == COUNT and not any(self.blocks._users)
+
+
+Histories.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
+test_any_history = Histories.TestCase
+
+
+def test_the_least_recently_used_go_first_and_a_sequence_s_end_before_its_beginning():
+    blocks = Blocks(4, 2)
+    chains = []
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        chain = Chain(2)
+        chain.extend(tokens)
+        table = blocks.open(blocks.match(chain.names, 4))
+        assert blocks.grow(table, 4)
+        blocks.name(table, chain.names, 4)
+        blocks.close(table)
+        chains.append(chain)
+    other = blocks.open([])
+    assert blocks.grow(other, 2)
+    assert [len(blocks.match(chain.names, 5)) for chain in chains] == [1, 2]
+    assert blocks.grow(other, 4)
+    assert [len(blocks.match(chain.names, 5)) for chain in chains] == [0, 2]
+
+
+def test_what_else_changes_a_block_is_in_its_name():
+    plain, other = Chain(2), Chain(2, b"another prompt of an encoder")
+    for chain in (plain, other):
+        chain.extend([1, 2, 3])
+    assert len(plain.names) == len(other.names) == 1 and plain.names != other.names

@@ -1,0 +1,283 @@
+"""Scheduling, on an engine that computes a history instead of keys and values: whoever is given
+another's blocks, or too few, or a token twice, gets other tokens.
+"""
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmc.runtime.decoding.beam_search import Candidates
+from llmc.runtime.scheduler import HEAD_START, Scheduler, Sequence
+from llmc.runtime.step import LAST, Limits, Sampled, SamplingState
+
+VOCAB = 50
+
+
+def digest(before, token):
+    return hashlib.blake2b(before + bytes([token]), digest_size=8).digest()
+
+
+def choice(history, rank=0):
+    return (history[0] + 7 * rank) % VOCAB
+
+
+class Histories:
+    """An engine: what is cached of a position is a hash of all tokens up to it."""
+
+    def __init__(self, limits):
+        self.limits = limits
+        self.cells = {}
+        self.last = {}
+        self.made = {}
+        self.longest = self.tickets = 0
+
+    def submit(self, step):
+        assert step.num_tokens <= self.limits.max_tokens
+        assert len(set(step.slots.tolist())) == step.batch_size <= self.limits.max_slots
+        assert (step.seq_lens[:step.num_decode] == 1).all()
+        assert (step.seq_lens[step.num_decode:] > 1).all()
+        self.longest = max(self.longest, step.num_tokens)
+        for old, new in step.copies.tolist():
+            for row in range(self.limits.block_size):
+                self.cells[new, row] = self.cells.get((old, row))
+        for slot in step.admit:
+            self.last.pop(slot, None)
+        written, ends = set(), []
+        for index, slot in enumerate(step.slots.tolist()):
+            table, past = step.block_tables[index].tolist(), int(step.past_lens[index])
+
+            def cell(position, table=table):
+                return table[position // self.limits.block_size], \
+                    position % self.limits.block_size
+
+            history = self.cells[cell(past - 1)] if past else b""
+            start, end = step.cu_seqlens[index:index + 2]
+            for position, token in enumerate(step.token_ids[start:end].tolist(), past):
+                history = digest(history, self.last[slot] if token == LAST else token)
+                assert cell(position) not in written
+                written.add(cell(position))
+                self.cells[cell(position)] = history
+            ends.append(history)
+        tokens = []
+        for index in step.sample.tolist():
+            tokens.append(choice(ends[index]))
+            self.last[int(step.slots[index])] = tokens[-1]
+        candidates = None
+        if step.candidates:
+            candidates = Candidates(
+                np.array([[choice(ends[index], rank) for rank in range(step.candidates)]
+                          for index in step.sample]),
+                np.array([[ends[index][1]] * step.candidates for index in step.sample], float))
+        self.tickets += 1
+        self.made[self.tickets] = Sampled(np.array(tokens), [None] * len(tokens), candidates)
+        return self.tickets
+
+
+@dataclass(eq=False)
+class Wish:
+    prompt: list
+    count: int
+    width: int
+    priority: int
+    arrives: int
+    aborts: int | None
+    stalls: range
+    got: list = field(default_factory=list)
+
+    def alone(self):
+        """What it should get."""
+        histories = [b""]
+        for token in self.prompt:
+            histories = [digest(histories[0], token)]
+        if self.width == 1:
+            for _ in range(self.count):
+                self.got.append(choice(histories[0]))
+                histories = [digest(histories[0], self.got[-1])]
+        for _ in range(self.count if self.width > 1 else 0):
+            histories = (histories * self.width)[:self.width]
+            found = Candidates(np.array([[choice(h, r) for r in range(2)] for h in histories]),
+                               np.array([[h[1]] * 2 for h in histories], float))
+            tokens, parents = go_on(found)
+            self.got.append((tokens, parents))
+            histories = [digest(histories[p], t) for t, p in zip(tokens, parents, strict=True)]
+        got, self.got = self.got, []
+        return got
+
+
+def go_on(found):
+    """What beams go on with: any rule will do."""
+    width = len(found.tokens)
+    parents = [int(found.log_probs[beam, 0] + beam) % width for beam in range(width)]
+    return [int(found.tokens[parent, beam % 2]) for beam, parent in enumerate(parents)], parents
+
+
+def run(wishes, limits, budget, depth, reuse=True):
+    """Let them come, go on and leave; what each got, and the scheduler."""
+    scheduler, engine = Scheduler(limits, budget, reuse=reuse), Histories(limits)
+    under_way, lines, owners, now = deque(), {}, {}, 0
+    waiting = deque(sorted(wishes, key=lambda wish: wish.arrives))
+    left = set(wishes)
+
+    def sequence(wish):
+        made = Sequence(id(wish), wish.prompt, wish.count, lambda tokens: restart(wish, tokens),
+                        width=wish.width, candidates=2 if wish.width > 1 else 0,
+                        stalled=lambda: now in wish.stalls)
+        owners[made] = wish
+        return made
+
+    def restart(wish, tokens):
+        if wish.width > 1:
+            wish.got.clear()
+        return SamplingState(None, tuple(tokens))
+
+    def abort(wish):
+        left.discard(wish)
+        scheduler.drop(lines[wish])
+        for own in [own for own, whose in owners.items() if whose is wish]:
+            scheduler.remove(own)
+            del owners[own]
+
+    while left:
+        now += 1
+        assert now < 5000, "nothing goes on"
+        while waiting and waiting[0].arrives <= now:
+            wish = waiting.popleft()
+            if scheduler.problem(len(wish.prompt), wish.count, wish.width):
+                left.discard(wish)
+                wish.got = None
+                continue
+            lines[wish] = scheduler.add(iter([sequence(wish)]), wish.priority)
+        for wish in [wish for wish in left if wish.aborts == now and wish in lines]:
+            abort(wish)
+        scheduled = scheduler.schedule() if len(under_way) < depth else None
+        if scheduled is not None:
+            under_way.append((engine.submit(scheduled.step), scheduled))
+        if under_way and (scheduled is None or len(under_way) >= depth):
+            ticket, scheduled = under_way.popleft()
+            for own, chosen in scheduled.read(engine.made.pop(ticket)):
+                wish = owners[own]
+                if wish.width > 1:
+                    found = chosen.candidates
+                    if len(found.tokens) < wish.width:
+                        found = Candidates(np.repeat(found.tokens, wish.width, axis=0),
+                                           np.repeat(found.log_probs, wish.width, axis=0))
+                    wish.got.append(go_on(found))
+                else:
+                    wish.got.append(chosen.token)
+                if len(wish.got) == wish.count:
+                    scheduler.remove(own)
+                    del owners[own]
+                    left.discard(wish)
+                elif wish.width > 1:
+                    scheduler.go_on(own, *wish.got[-1])
+                else:
+                    scheduler.append(own, chosen.token)
+    assert scheduler.blocks.free == limits.num_blocks and not any(scheduler.blocks._users)
+    assert not scheduler.running and not scheduler._coming and not scheduler._first
+    assert sorted(scheduler._slots) == list(range(limits.max_slots))
+    return scheduler, engine
+
+
+WISHES = st.lists(st.builds(
+    Wish, prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14), count=st.integers(1, 9),
+    width=st.sampled_from([1, 1, 1, 1, 2, 3]), priority=st.integers(-1, 1),
+    arrives=st.integers(0, 30), aborts=st.none() | st.none() | st.integers(1, 40),
+    stalls=st.builds(lambda start, length: range(start, start + length),
+                     st.integers(1, 40), st.sampled_from([0, 0, 20]))), max_size=10)
+
+
+@settings(deadline=None, max_examples=400)
+@given(wishes=WISHES, blocks=st.integers(3, 30), size=st.sampled_from([1, 2, 4, 8]),
+       slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
+       reuse=st.booleans())
+def test_tokens_do_not_depend_on_company(wishes, blocks, size, slots, budget, depth, reuse):
+    limits = Limits(blocks, size, max(budget, slots), slots, 512, depth)
+    expected = {wish: wish.alone() for wish in wishes}
+    run(wishes, limits, budget, depth, reuse)
+    for wish in wishes:
+        if wish.got is not None:
+            assert wish.got == expected[wish][:len(wish.got)]
+            assert wish.aborts is not None or len(wish.got) == wish.count
+
+
+def wish(prompt, count, **options):
+    return Wish(**{**dict(prompt=prompt, count=count, width=1, priority=0, arrives=1, aborts=None,
+                          stalls=range(0)), **options})
+
+
+def test_nobody_starves():
+    """One of low priority, while those of a higher one come all the time."""
+    crowd = [wish([1] * 3, 6, priority=0, arrives=1 + n) for n in range(3 * HEAD_START)]
+    poor = wish([0] * 8, 4, priority=1, arrives=1)
+    seen = []
+    poor.got = Watched(poor.got, lambda: seen.append(sum(len(own.got) == 6 for own in crowd)))
+    run([poor, *crowd], Limits(12, 4, 8, 2, 512, 1), 8, 1)
+    assert seen[0] < len(crowd) - HEAD_START
+
+
+class Watched(list):
+    def __init__(self, own, told):
+        super().__init__(own)
+        self._told = told
+
+    def append(self, value):
+        super().append(value)
+        self._told()
+
+
+def test_a_higher_priority_takes_the_slot_of_a_lower_one():
+    slow, fast = wish([1] * 4, 40, priority=5), wish([0] * 4, 2, priority=0, arrives=10)
+    when = []
+    fast.got = Watched([], lambda: when.append(len(slow.got)))
+    expected = slow.alone()
+    scheduler, _ = run([slow, fast], Limits(40, 4, 8, 1, 512, 1), 8, 1)
+    assert when[-1] < 20 and slow.got == expected and scheduler.preemptions == 1
+
+
+def test_who_comes_first_is_served_first():
+    order = []
+    wishes = [wish([n] * 4, 3) for n in range(6)]
+    for own in wishes:
+        own.got = Watched([], lambda own=own: order.append(own))
+    run(wishes, Limits(40, 4, 8, 2, 512, 1), 8, 1)
+    assert list(dict.fromkeys(order)) == wishes
+
+
+def test_a_long_prompt_is_read_in_chunks_while_others_decode():
+    long, short = wish(list(range(40)), 2, arrives=3), wish([1], 30)
+    gaps = []
+    long.got = Watched([], lambda: gaps.append(len(short.got)))
+    _, engine = run([short, long], Limits(40, 4, 6, 4, 512, 1), 6, 1)
+    assert engine.longest == 6 and gaps[0] >= 8  # 40 tokens, 5 beside each of the other's
+
+
+def test_completions_of_a_prompt_and_later_turns_share_its_blocks():
+    first = wish(list(range(12)), 4)
+    later = wish([*range(12), *first.alone(), 7, 8], 3, arrives=20)
+    scheduler, _ = run([first, later], Limits(40, 4, 32, 4, 512, 1), 32, 1)
+    assert (scheduler.queries, scheduler.hits) == (12 + 18, 12)  # 3 of the 15 computed fill none
+    same = [wish(list(range(30)), 2) for _ in range(5)]
+    scheduler, engine = run(same, Limits(60, 4, 64, 8, 512, 1), 64, 1)
+    assert scheduler.hits == 4 * 28 and engine.longest <= 30
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers():
+    scheduler = Scheduler(Limits(10, 16, 64, 4, 512, 1), 64)
+    assert scheduler.problem(100, 61) is None
+    assert scheduler.problem(100, 62) == (
+        "100 tokens and 62 to generate take 11 blocks of 16, the KV cache has 10; ask for fewer, "
+        "or load the model with a larger kv_cache_tokens")
+    assert "by 4 beams take 17 blocks" in scheduler.problem(20, 60, 4)
+
+
+def test_a_session_s_blocks_go_to_those_who_lack_them():
+    scheduler = Scheduler(Limits(4, 4, 64, 2, 512, 1), 64)
+    lease = scheduler.lease(2)
+    assert scheduler.extend(lease, [8, 8]) and not scheduler.extend(lease, [9, 8])
+    assert scheduler.lease(1) is None
+    scheduler.add(iter([Sequence(0, [1] * 9, 2, lambda tokens: SamplingState(None))]))
+    assert scheduler.schedule() is not None and not lease.slots

@@ -1,0 +1,263 @@
+"""Many callers at once, in threads and tasks: everybody's tokens, and nobody in another's way."""
+
+import asyncio
+import threading
+import time
+
+import families
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import llmc
+from llmc.runtime import loop as loop_module
+
+pytestmark = pytest.mark.usefixtures("decisive")
+RNG = np.random.default_rng(5)
+SYSTEM = [7, 9, 12, 40, 41, 99, 120, 7, 7]
+PROMPTS = [(SYSTEM if n % 3 else []) + RNG.integers(3, 250, int(length)).tolist()
+           for n, length in enumerate(RNG.integers(1, 24, 12))]
+
+
+def tokens(count, **params):
+    return llmc.SamplingParams(max_tokens=count, ignore_eos=True, **params)
+
+
+@pytest.fixture(scope="module", params=["case_tp1", "case_tp2"])
+def case(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(case):
+    """What each prompt leads to by itself, 30 tokens."""
+    with llmc.LLM(case, max_batch_size=1, prefix_reuse=False) as llm:
+        return [llm.generate([prompt], tokens(30))[0].token_ids for prompt in PROMPTS]
+
+
+def in_threads(count, work):
+    """Run work(i) in a thread each; what went wrong is raised."""
+    errors = []
+
+    def guarded(index):
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+CROWD = dict(
+    arrivals=st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(1, 30),
+                                st.integers(0, 3), st.sampled_from([None, None, None, 1, 4]),
+                                st.integers(-1, 1)), min_size=1, max_size=12),
+    block_size=st.sampled_from([1, 4, 16, 64]), room=st.integers(1, 6),
+    budget=st.sampled_from([4, 7, 16, 2048]), slots=st.integers(1, 4))
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(**CROWD)
+def test_tokens_do_not_depend_on_company(case, alone, arrivals, block_size, room, budget, slots):
+    """Any arrivals and lengths, chunks, sizes of blocks, too little room, callers that leave."""
+    with llmc.LLM(case, max_batch_size=slots, block_size=block_size, verify=False,
+                  kv_cache_tokens=64 * room, max_num_batched_tokens=budget) as llm:
+        def call(index):
+            prompt, count, wait, leaves, priority = arrivals[index]
+            time.sleep(wait / 1000)
+            got = []
+            stream = llm.stream([PROMPTS[prompt]], tokens(count), priority=priority)
+            for piece in stream:
+                got.append(piece.token_id)
+                if leaves == len(got):
+                    stream.close()
+                    break
+            assert tuple(got) == alone[prompt][:min(count, leaves or count)]
+
+        in_threads(len(arrivals), call)
+        assert_empty(llm)
+
+
+def assert_empty(llm):
+    """Nothing runs, and all blocks and slots are free, once what was aborted is."""
+    for _ in range(200):
+        metrics = llm.metrics()
+        if metrics["running"] == metrics["waiting"] == 0 and metrics["cache_usage"] == 0:
+            return
+        time.sleep(0.01)
+    raise AssertionError(metrics)
+
+
+def test_two_threads_generate_at_once(case, alone):
+    with llmc.LLM(case, max_batch_size=4) as llm:
+        steps = families.steps_read(llm, pytest.MonkeyPatch())
+        barrier = threading.Barrier(8)
+
+        def call(index):
+            barrier.wait()
+            assert llm.generate([PROMPTS[index]], tokens(30))[0].token_ids == alone[index]
+
+        in_threads(8, call)
+        assert len(steps) < 8 * 30 / 2  # they shared steps
+
+
+def test_a_session_goes_on_while_others_generate(case, alone):
+    with llmc.LLM(case, max_batch_size=4, kv_cache_tokens=64 * 4) as llm:
+        session = llm.session(2)
+        tokens_of = [list(PROMPTS[1]), list(PROMPTS[2])]
+        rows = session.extend(tokens_of)
+        for step in range(6):
+            assert llm.generate([PROMPTS[4]], tokens(5))[0].token_ids == alone[4][:5]
+            chosen = rows.argmax(1).tolist()
+            assert chosen == [alone[1][step], alone[2][step]]
+            rows = session.extend([[token] for token in chosen])
+        llm.generate(PROMPTS, tokens(30))  # needs all slots
+        with pytest.raises(llmc.LlmcError, match="KV cache of this session is gone"):
+            session.extend([[5], [5]])
+        session.close()
+        assert_empty(llm)
+
+
+def test_a_session_s_prompts_are_read_in_chunks(case_tp1):
+    with llmc.LLM(case_tp1, max_num_batched_tokens=16) as llm, llmc.LLM(case_tp1) as whole:
+        ids = list(range(3, 60))
+        np.testing.assert_allclose(llm.logits(ids), whole.logits(ids), atol=1e-4)
+        one, other = (each.session(3).extend([ids, ids[:2], ids[:30]]) for each in (llm, whole))
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_prompts_that_begin_alike_are_computed_once(case_tp1):
+    with llmc.LLM(case_tp1, block_size=4) as llm:
+        system = list(range(10, 34))
+        llm.generate([[*system, 5, 6]], tokens(2))
+        before = llm.metrics()
+        read = families.steps_read(llm, pytest.MonkeyPatch())
+        llm.generate([[*system, 7, 8]], tokens(2))
+        after = llm.metrics()
+        assert read == [2, 1]
+        assert after["cache_hits"] - before["cache_hits"] == 24
+        assert after["cache_queries"] - before["cache_queries"] == 26
+
+
+def test_a_caller_that_never_reads_waits_and_others_go_on(case_tp1, alone, monkeypatch):
+    monkeypatch.setattr(loop_module, "_UNREAD", 5)
+    with llmc.LLM(case_tp1, max_batch_size=2, kv_cache_tokens=128) as llm:
+        lazy = [llm.stream([PROMPTS[index]], tokens(30)) for index in range(2)]
+        first = [next(stream) for stream in lazy]  # hold both slots
+        time.sleep(0.1)
+        assert llm.metrics()["generated_tokens"] <= 2 * 6
+        assert llm.generate([PROMPTS[3]], tokens(30))[0].token_ids == alone[3]
+        for index, stream in enumerate(lazy):
+            got = (first[index].token_id, *(piece.token_id for piece in stream))
+            assert got == alone[index]
+
+
+def test_a_failed_step_ends_all_and_the_next_are_refused(case_tp1, monkeypatch):
+    llm = llmc.LLM(case_tp1)
+    started = threading.Barrier(3)
+
+    def fail(step):
+        raise llmc.LlmcError("the device is on fire")
+
+    def call(index):
+        stream = llm.stream([PROMPTS[index]], tokens(60))
+        next(stream)
+        started.wait()
+        with pytest.raises(llmc.LlmcError, match="^the device is on fire$"):
+            list(stream)
+
+    threads = threading.Thread(target=in_threads, args=(2, call))
+    monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that they still run
+    threads.start()
+    started.wait()
+    monkeypatch.setattr(families.ranks(llm)[0], "compute", fail)
+    threads.join()
+    with pytest.raises(llmc.LlmcError, match="has to be loaded again, as a step failed: the dev"):
+        llm.generate([PROMPTS[0]])
+    llm.close()
+
+
+def test_closing_ends_whoever_waits(case_tp1):
+    llm = llmc.LLM(case_tp1)
+    stream = llm.stream([PROMPTS[0]], tokens(60))
+    next(stream)
+    llm.close()
+    with pytest.raises(llmc.LlmcError, match="this LLM (was|is) closed"):
+        for _ in range(100):
+            next(stream)
+            time.sleep(0)
+
+
+def test_tasks_generate_at_once_and_may_be_cancelled(case, alone):
+    async def read(llm, index, count):
+        return [piece.token_id async for piece in llm.generate(PROMPTS[index], tokens(count))]
+
+    async def main():
+        async with llmc.AsyncLLM(case, max_batch_size=3) as llm:
+            slow = asyncio.create_task(read(llm, 0, 50))
+            await asyncio.sleep(0.01)
+            slow.cancel()
+            got = await asyncio.gather(*(read(llm, index, 20) for index in range(10)))
+            assert [tuple(own) for own in got] == [own[:20] for own in alone[:10]]
+            with pytest.raises(asyncio.CancelledError):
+                await slow
+            stream = llm.generate(PROMPTS[0], tokens(50))
+            await anext(stream)
+            await stream.aclose()
+            with pytest.raises(llmc.LlmcError, match="the prompt is empty"):
+                await read(llm, 0, 3) and [piece async for piece in llm.generate([], tokens(3))]
+            for _ in range(100):
+                await asyncio.sleep(0.01)
+                if llm.metrics()["cache_usage"] == 0:
+                    return
+            raise AssertionError(llm.metrics())
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
+    with llmc.LLM(case_tp1, kv_cache_tokens=32) as llm:
+        with pytest.raises(llmc.LlmcError, match="20 tokens and 14 to generate take 3 blocks of 16"
+                                                 ", the KV cache has 2; ask for fewer, or load"):
+            llm.generate([[5] * 20], tokens(14))
+        assert len(llm.generate([[5] * 20], tokens(13))[0].token_ids) == 13
+    for options, match in (
+            (dict(block_size=12), "block_size 12 is no power of two"),
+            (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes .* GB, this machine has"),
+            (dict(max_num_batched_tokens=0), "max_num_batched_tokens 0 is below 1"),
+            (dict(gpu_memory_utilization=1.5), "1.5 is not above 0 and at most 1")):
+        with pytest.raises(llmc.LlmcError, match=match):
+            llmc.LLM(case_tp1, **options)
+
+
+def test_metrics_tell_what_was_done(case_tp1):
+    with llmc.LLM(case_tp1) as llm:
+        llm.generate(PROMPTS[:3], tokens(4))
+        metrics = llm.metrics()
+        assert (metrics["finished"], metrics["generated_tokens"]) == (3, 12)
+        assert metrics["running"] == metrics["waiting"] == metrics["preemptions"] == 0
+        for name in ("time_to_first_token", "inter_token_latency"):
+            times = metrics[name]
+            assert 0 < times["p50"] <= times["p90"] <= times["p99"] < 60
+
+
+def test_n_completions_and_beams_in_a_crowd(case, alone):
+    """Everything at once, and each as alone, with little room."""
+    params = [tokens(12), tokens(9, n=3, temperature=0.7, top_k=5, seed=6),
+              llmc.SamplingParams(max_tokens=8, beam_width=3, ignore_eos=True), tokens(20)]
+    with llmc.LLM(case, max_batch_size=4, kv_cache_tokens=256, block_size=4) as llm:
+        single = [llm.generate([PROMPTS[index]], own) for index, own in enumerate(params)]
+
+        def call(index):
+            own = index % len(params)
+            assert llm.generate([PROMPTS[own]], params[own]) == single[own]
+
+        in_threads(12, call)
+        assert_empty(llm)
