@@ -90,6 +90,11 @@ class Blocks:
         """Blocks that a table needs to have room for so many positions."""
         return max(0, self.spans(length) - len(table.blocks))
 
+    def has(self, table: Table, position: int, count: int) -> bool:
+        """Whether a table has room for so many positions from one on, in blocks of its own."""
+        blocks, size = table.blocks, self.block_size
+        return position + count <= len(blocks) * size and self._users[blocks[position // size]] == 1
+
     def grow(self, table: Table, length: int) -> bool:
         """Make room for so many positions; False, and nothing taken, where there is too little."""
         count = self.lacks(table, length)

@@ -275,13 +275,15 @@ class LLM(_Loaded):
 
     def _made(self, requests: list[Request], priority: int) -> Iterator[Token | Searching]:
         """What comes of requests, until all of it has come."""
-        ready = threading.Semaphore(0)
-        work = self._begin(requests, priority, ready.release)
+        ready = threading.Event()
+        work = self._begin(requests, priority, ready.set)
         try:
             while work.left:
-                ready.acquire()
                 made = work.take()
-                if made is not None:
+                if made is None:
+                    ready.wait()
+                    ready.clear()
+                else:
                     yield made
         finally:
             work.abort()

@@ -58,11 +58,12 @@ class Outbox:
                     del self._unread[made.owner]
             return made, waited
 
-    def put(self, made: Token | Searching) -> None:
+    def put(self, made: list[Token | Searching]) -> None:
         with self._lock:
-            self._ready.append(made)
-            if isinstance(made, Token):
-                self._unread[made.owner] += 1
+            self._ready.extend(made)
+            for own in made:
+                if isinstance(own, Token):
+                    self._unread[own.owner] += 1
         self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -221,35 +222,42 @@ class Loop:
 
     def _postprocess(self, scheduled: Scheduled, sampled: Sampled) -> None:
         """Hand out what a step led to; who is done makes room."""
-        now = time.monotonic()
+        made: dict[Outbox, list[Token | Searching]] = {}
         for sequence, chosen in scheduled.read(sampled):
+            if sequence not in self._owners:
+                continue  # its call has failed just now
             call, owner = self._owners[sequence]
             try:
                 if isinstance(owner, Searching):
-                    self._search(sequence, call, owner, chosen)
+                    own = self._search(sequence, owner, chosen)
                 else:
-                    self._decode(sequence, call, owner, chosen, now)
+                    own = self._decode(sequence, owner, chosen)
             except LlmcError as error:  # this call's own
                 self._forget(call)
                 call.outbox.fail(error)
+            else:
+                if own is not None:
+                    made.setdefault(call.outbox, []).append(own)
+        self.metrics.count([own for each in made.values() for own in each
+                            if isinstance(own, Token)])
+        for outbox, each in made.items():
+            outbox.put(each)
 
-    def _decode(self, sequence: Running, call: Call, owner: Completing, chosen: Chosen,
-                now: float) -> None:
+    def _decode(self, sequence: Running, owner: Completing, chosen: Chosen) -> Token:
         token = owner.take(chosen.token, chosen.logprobs)
-        self.metrics.token(owner, now, done=token.finish_reason is not None)
         if token.finish_reason:
             self._leave(sequence)
         else:
             self._scheduler.append(sequence, token.token_id)
-        call.outbox.put(token)
+        return token
 
-    def _search(self, sequence: Running, call: Call, owner: Searching, chosen: Chosen) -> None:
+    def _search(self, sequence: Running, owner: Searching, chosen: Chosen) -> Searching | None:
         going_on = owner.take(chosen)
-        if going_on is None:
-            self._leave(sequence)
-            call.outbox.put(owner)
-        else:
+        if going_on is not None:
             self._scheduler.go_on(sequence, *going_on)
+            return None
+        self._leave(sequence)
+        return owner
 
     def _depth(self) -> int:
         """Steps that may be under way at once."""
@@ -286,7 +294,7 @@ class Loop:
                                key=key, source=source)
         else:
             owner = completing = self._completing(request, sample)
-            completing.begun = call.begun
+            completing.latest = call.begun
             sequence = Running(number, prompt, request.limit, owner.state, key=key, source=source,
                                stalled=lambda: call.outbox.is_behind(completing))
         self._owners[sequence] = call, owner
@@ -305,10 +313,8 @@ class Loop:
             return
         self._scheduler.drop(line)
         for sequence in [own for own, (whose, _) in self._owners.items() if whose is call]:
-            _, owner = self._owners.pop(sequence)
+            del self._owners[sequence]
             self._scheduler.remove(sequence)
-            if isinstance(owner, Completing):
-                self.metrics.forget(owner)
 
     def _end(self, error: BaseException) -> None:
         """Tell all callers, and take no more."""

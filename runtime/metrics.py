@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from llmc.runtime.request import Completing
+from llmc.runtime.request import Token
 from llmc.runtime.scheduler import Scheduler
 
 _KEPT = 4096  # of the newest times
@@ -36,27 +37,20 @@ class Metrics:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self._last: dict[Completing, float] = {}
         self.generated = self.finished = 0
         self.first: deque[float] = deque(maxlen=_KEPT)
         self.between: deque[float] = deque(maxlen=_KEPT)
 
-    def token(self, owner: Completing, now: float, done: bool) -> None:
-        """A completion got a token."""
+    def count(self, tokens: list[Token]) -> None:
+        """Completions got these."""
+        now = time.monotonic()
         with self._lock:
-            self.generated += 1
-            if owner in self._last:
-                self.between.append(now - self._last[owner])
-            else:
-                self.first.append(now - owner.begun)
-            self._last[owner] = now
-            if done:
-                self.finished += 1
-                del self._last[owner]
-
-    def forget(self, owner: Completing) -> None:
-        with self._lock:
-            self._last.pop(owner, None)
+            self.generated += len(tokens)
+            for token in tokens:
+                owner = token.owner
+                (self.between if token.number > 1 else self.first).append(now - owner.latest)
+                owner.latest = now
+                self.finished += token.finish_reason is not None
 
     def read(self) -> dict[str, Any]:
         """Numbers by name, and two lists of times."""

@@ -120,14 +120,15 @@ class Completing:
     """One completion on its way.
 
     What the loop's thread and the caller's do is apart: the first finds out whether a token ends
-    it, the second makes the text of it, unless there are stop strings to be found.
+    it, the second makes the text of it, unless there are stop strings to be found. `latest` is when
+    it was begun, or got its latest token.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
                  shown_before: Sequence[int]) -> None:
         self.request, self.sample = request, sample
         self.sampler = request.sampler(sample)
-        self.begun = time.monotonic()
+        self.latest = time.monotonic()
         self.generated = 0
         self._text = TextStream(tokenizer, shown_before, request.params.stop)
 

@@ -76,10 +76,8 @@ class Sequence:
     epoch: int = 0
     line: Line | None = None
 
-    @property
-    def known(self) -> int:
-        """Tokens whose keys and values can be computed."""
-        return len(self.prompt) + len(self.tokens)
+    def __post_init__(self) -> None:
+        self.known = len(self.prompt)  # tokens whose keys and values can be computed
 
     @property
     def searches(self) -> bool:
@@ -287,6 +285,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int, rows: list[_Row]) -> bool:
         """Blocks for so many more tokens of each row; from those behind, if need be."""
+        if sequence.width == 1 and self.blocks.has(sequence.tables[0], sequence.computed, count):
+            return True
         while True:
             length, tables = sequence.computed + count, self._tables(sequence)
             lacks = sum(self.blocks.lacks(table, length) for table in tables)
@@ -498,9 +498,12 @@ class Scheduler:
 
     def _name(self, sequence: Sequence) -> None:
         """Others may begin with what is computed of it."""
+        table, length = sequence.tables[0], min(sequence.computed, sequence.known)
+        before = table.named
+        if length < (before + 1) * self.blocks.block_size:
+            return
         names = self._names(sequence)
-        table, before = sequence.tables[0], sequence.tables[0].named
-        self.blocks.name(table, names, min(sequence.computed, sequence.known))
+        self.blocks.name(table, names, length)
         done = names[before:table.named]
         if sequence.coming and done:
             self._coming -= Counter(sequence.coming[:len(done)])
@@ -511,6 +514,7 @@ class Scheduler:
     def append(self, sequence: Sequence, token: int) -> None:
         """A sequence that goes on has this token."""
         sequence.tokens.append(token)
+        sequence.known += 1
         self._name(sequence)
 
     def go_on(self, sequence: Sequence, tokens: Listed[int], parents: Listed[int]) -> None:
