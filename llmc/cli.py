@@ -7,13 +7,14 @@ import dataclasses
 import gc
 import inspect
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -77,12 +78,36 @@ device_option = click.option("--device", callback=_devices, metavar="0,1,…",
                                   "[default: one replica on all cores]")
 
 
-def _step_options(command: _Command) -> _Command:
-    """How often the host looks at tokens that a device makes."""
-    command = click.option("--skip_step", default=0,
-                           help="Tokens that a GPU makes before the host looks at them.")(command)
-    return click.option("--check_step", default=8,
-                        help="Then the host looks at a GPU's tokens after so many steps.")(command)
+# How a model is loaded: `LLM`'s arguments of these names.
+_LOADING: dict[str, dict[str, Any]] = {
+    "max_batch_size": dict(type=int, help="Sequences that a replica decodes at once.  "
+                                          "[default: 16, or what it was compiled for]"),
+    "max_num_batched_tokens": dict(default=2048, help="Tokens of a step; longer prompts are read "
+                                                      "in chunks, while others decode."),
+    "block_size": dict(default=16, help="Positions of a block of the KV cache."),
+    "kv_cache_tokens": dict(type=int, help="Positions of all blocks.  [default: what there is "
+                                           "memory for]"),
+    "gpu_memory_utilization": dict(default=0.9, help="Part of a GPU's memory that is used."),
+    "prefix_reuse": dict(default=True, is_flag=True,
+                         help="Sequences that begin alike share blocks."),
+    "check_step": dict(default=2, help="Steps that a GPU is given before the first one's tokens "
+                                       "are looked at."),
+    "skip_step": dict(default=0, help="Tokens that a GPU makes before any are looked at."),
+}
+
+
+def _loading_options(command: _Command) -> _Command:
+    """The names in _LOADING; a command gets them among its other options."""
+    for name, given in reversed(_LOADING.items()):
+        flag = f"--{name}/--no_{name}" if given.get("is_flag") else f"--{name}"
+        command = click.option(flag, **{key: value for key, value in given.items()
+                                        if key != "is_flag"})(command)
+    return command
+
+
+def _taken(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of _LOADING, which are taken away."""
+    return {name: options.pop(name) for name in _LOADING}
 
 
 class _SamplingOption(click.Option):
@@ -238,19 +263,20 @@ def _keep_what_is_imported() -> None:
 @_sampling_options
 @click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
 @device_option
-@_step_options
+@_loading_options
 @click.option("--log_file", default="", help="Append what was run, and how fast, to this file.")
 @json_option
 def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | None,
                 prompts: tuple[str, ...], prompt_file: Path | None, chat: bool,
                 tp_size: int | None, device: list[int] | None, log_file: str, as_json: bool,
-                skip_step: int, check_step: int, **sampling: Any) -> None:
+                **options: Any) -> None:
     """Complete prompts with the model in DIR, a case directory, streaming the text."""
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
     from llmc.runtime.requests import read_lines
 
-    params = SamplingParams(**sampling)
+    loading = _taken(options)
+    params = SamplingParams(**options)
     if params.logprobs is not None and not as_json and prompt_file is None:
         raise LlmcError("--logprobs are printed with --json only; add it")
     if prompt_file is not None and prompts:
@@ -277,7 +303,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if lines is None and not talk:
         prompts = prompts or _read_prompts()
     failed = 0
-    with LLM(case_dir, device=device, skip_step=skip_step, check_step=check_step) as llm:
+    with _ended_by_sigterm(), LLM(case_dir, device=device, **loading) as llm:
         meter = _Meter()
         if talk:
             _talk(llm, params, meter)
@@ -509,22 +535,34 @@ class _ProgressBar:
 @click.option("--input_output_len", default="64,64;128,20", help="Pairs of lengths.")
 @click.option("--runs", default=3, help="Runs per cell; medians are printed.")
 @device_option
-@_step_options
+@click.option("--requests", default=None, metavar="FILE|random:N",
+              help="Instead of the grid, a crowd of requests: those of a prompt file, or N random "
+                   "ones of 32 to 512 tokens in and 16 to 256 out.")
+@click.option("--request_rate", default=math.inf, metavar="R|inf",
+              help="Of --requests, a second, as a Poisson process; inf is all at once.")
+@click.option("--shared_prefix", default=0, help="Tokens that random requests begin with alike.")
+@_loading_options
 @json_option
 def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: int,
-                  device: list[int] | None, as_json: bool, skip_step: int, check_step: int) -> None:
-    """Measure throughput and latency over a grid of batch sizes and lengths."""
+                  device: list[int] | None, requests: str | None, request_rate: float,
+                  shared_prefix: int, as_json: bool, **loading: Any) -> None:
+    """Measure throughput and latency over a grid of batch sizes and lengths, or of a crowd."""
     from rich.console import Console
     from rich.table import Table
 
     from llmc.runtime.benchmark import check_grid, measure, parse_grid
     from llmc.runtime.llm import LLM
 
-    grid = parse_grid(batch_size, input_output_len)
     if runs < 1:
         raise LlmcError(f"--runs {runs} is below 1")
-    with LLM(case_dir, device=device, max_batch_size=max(cell[0] for cell in grid),
-             skip_step=skip_step, check_step=check_step) as llm:
+    if requests is not None:
+        _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix, as_json)
+        return
+    grid = parse_grid(batch_size, input_output_len)
+    if loading["max_batch_size"] is None:
+        loading["max_batch_size"] = max(cell[0] for cell in grid)
+    # Each run is to compute its prompts.
+    with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm:
         check_grid(llm, grid)
         rows = [measure(llm, *cell, runs=runs) for cell in grid]
     if as_json:
@@ -538,6 +576,56 @@ def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: 
                       *(f"{value:.2f}" for value in (row.tokens_per_sec, row.latency_ms,
                                                      row.tctx_ms, row.tgen_ms)))
     Console().print(table)
+
+
+def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, Any],
+                   source: str, rate: float, shared_prefix: int, as_json: bool) -> None:
+    """Let a crowd come, and print how it fared."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.traffic import measure_traffic, read_traffic
+
+    if not rate > 0:
+        raise LlmcError(f"--request_rate {rate} is not above 0")
+    if shared_prefix < 0:
+        raise LlmcError(f"--shared_prefix {shared_prefix} is below 0")
+    with _ended_by_sigterm(), LLM(case_dir, device=device, **loading) as llm:
+        traffic = read_traffic(llm, source, rate, shared_prefix)
+        with _ProgressBar() as bar:
+            report = measure_traffic(llm, traffic, bar.tokens(
+                _Meter(), sum(params.n for params in traffic.params)))
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report)))
+        return
+    console = Console()
+    console.print(f"{report.requests} requests, {report.output_tokens} tokens in "
+                  f"{report.seconds:.2f} s: {report.output_tokens_per_sec:.1f} tokens/s, "
+                  f"{report.requests_per_sec:.2f} requests/s")
+    table = Table()
+    for name in ("", "p50 (ms)", "p90 (ms)", "p99 (ms)"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name, times in (("time to first token", report.time_to_first_token),
+                        ("between tokens", report.inter_token_latency)):
+        table.add_row(name, *("–" if time is None else f"{time * 1e3:.1f}"
+                              for time in (times.p50, times.p90, times.p99)))
+    console.print(table)
+    console.print(f"{report.cache_hits} of {report.cache_queries} prompt tokens were in the cache; "
+                  f"{report.preemptions} preemptions")
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A SIGTERM ends what runs as Ctrl-C does."""
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @main.command("inspect")

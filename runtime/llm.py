@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ class _Loaded:
                  block_size: int = BLOCK_SIZE, kv_cache_tokens: int | None = None,
                  gpu_memory_utilization: float = 0.9, prefix_reuse: bool = True) -> None:
         self._loops: list[Loop] = []
+        self._dealt = 0  # completions to replicas, in turn
         check_step = _whole("check_step", check_step, 1)
         skip_step = _whole("skip_step", skip_step, 0)
         if max_batch_size is not None:
@@ -130,22 +133,6 @@ class _Loaded:
             raise LlmcError("this LLM is closed")
         return self._loops[0]
 
-    def _begin(self, requests: list[Request], priority: int, wake: Callable[[], object]) -> Work:
-        """Have all replicas begin with requests, each with as many completions as the others.
-
-        Raises:
-            LlmcError: one can never run, or nothing can any more.
-        """
-        self._first()
-        outbox = Outbox(wake)
-        work = Work(outbox, self._calls(requests, outbox))
-        try:
-            work.begin(priority)
-        except BaseException:
-            work.abort()
-            raise
-        return work
-
     def _pieces(self, made: Token | Searching) -> Iterator[Piece]:
         """What a caller is told; of a beam search its best sequence."""
         if isinstance(made, Token):
@@ -160,10 +147,11 @@ class _Loaded:
 
     def _calls(self, requests: list[Request], outbox: Outbox) -> list[tuple[Loop, Call]]:
         """What each replica is to do: as many completions as the others."""
+        self._first()
         count = len(self._loops)
-        starts, before = {}, 0
+        starts = {}
         for request in requests:
-            starts[request.index], before = before, before + request.params.n
+            starts[request.index], self._dealt = self._dealt, self._dealt + request.params.n
 
         def share(of: int) -> Callable[[Request], range]:
             return lambda request: range((of - starts[request.index]) % count, request.params.n,
@@ -208,7 +196,7 @@ class LLM(_Loaded):
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-               priority: int = 0) -> Iterator[Piece]:
+               priority: int = 0, arrivals: Sequence[float] | None = None) -> Iterator[Piece]:
         """Yield each token as it is made, those of a beam search when it is done. Closing the
         iterator stops the work; where nobody reads it, its completions wait.
 
@@ -217,13 +205,16 @@ class LLM(_Loaded):
                 are what an encoder reads, where the model has one.
             params: for all prompts, or one for each; None for `SamplingParams()`.
             priority: lower ones go first.
+            arrivals: seconds from now, at the first piece that is asked for, when each prompt
+                comes; None: all at once.
 
         Raises:
             LlmcError: a prompt is neither text nor token ids of the vocabulary, or is empty or
                 longer than the KV cache; params do not fit the model or the number of prompts; no
                 token is allowed; or a step failed.
         """
-        return self._stream(self._reader.requests(prompts, params), priority)
+        requests = self._reader.requests(prompts, params)
+        return self._stream(requests, priority, _arrivals(arrivals, len(requests)))
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
         """float32 [num_tokens, vocab_size] for one sequence from its start; of an encoder-decoder
@@ -273,23 +264,30 @@ class LLM(_Loaded):
                  if isinstance(made, Searching)}
         return Beams.join([found[request.index] for request in requests])
 
-    def _made(self, requests: list[Request], priority: int) -> Iterator[Token | Searching]:
+    def _made(self, requests: list[Request], priority: int,
+              arrivals: Sequence[float] | None = None) -> Iterator[Token | Searching]:
         """What comes of requests, until all of it has come."""
         ready = threading.Event()
-        work = self._begin(requests, priority, ready.set)
+        work = Work(ready.set)
+        start, coming = time.monotonic(), deque(_by_arrival(requests, arrivals))
         try:
-            while work.left:
+            while coming or work.left:
+                wait = coming[0][0] + start - time.monotonic() if coming else None
+                if wait is not None and wait <= 0:
+                    work.begin(self._calls(coming.popleft()[1], work.outbox), priority)
+                    continue
                 made = work.take()
                 if made is None:
-                    ready.wait()
+                    ready.wait(wait)
                     ready.clear()
                 else:
                     yield made
         finally:
             work.abort()
 
-    def _stream(self, requests: list[Request], priority: int) -> Iterator[Piece]:
-        for made in self._made(requests, priority):
+    def _stream(self, requests: list[Request], priority: int,
+                arrivals: Sequence[float] | None = None) -> Iterator[Piece]:
+        for made in self._made(requests, priority, arrivals):
             yield from self._pieces(made)
 
 
@@ -314,9 +312,10 @@ class AsyncLLM(_Loaded):
         waits.
         """
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
-        work = self._begin(self._reader.requests([prompt], params), priority,
-                           lambda: loop.call_soon_threadsafe(ready.set))
+        work = Work(lambda: loop.call_soon_threadsafe(ready.set))
+        requests = self._reader.requests([prompt], params)
         try:
+            work.begin(self._calls(requests, work.outbox), priority)
             while work.left:
                 made = work.take()
                 if made is None:
@@ -327,6 +326,29 @@ class AsyncLLM(_Loaded):
                     yield piece
         finally:
             work.abort()
+
+
+def _by_arrival(requests: list[Request], arrivals: Sequence[float] | None) -> \
+        list[tuple[float, list[Request]]]:
+    """Requests that come at the same time, in the order in which they come."""
+    if arrivals is None:
+        return [(0.0, requests)] if requests else []
+    order = sorted(range(len(requests)), key=lambda index: arrivals[index])
+    return [(arrivals[index], [requests[index]]) for index in order]
+
+
+def _arrivals(value: object, count: int) -> list[float] | None:
+    """When each of so many prompts comes."""
+    if value is None:
+        return None
+    try:
+        read = [float(seconds) for seconds in listed(value)]
+    except (TypeError, ValueError):
+        read = []
+    if len(read) != count or not all(0 <= seconds < math.inf for seconds in read):
+        raise LlmcError(f"arrivals is {shown(value)}; give seconds from 0 for each of {count} "
+                        f"prompts")
+    return read
 
 
 def _completions(requests: Sequence[Request], pieces: Iterator[Piece],

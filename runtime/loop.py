@@ -228,10 +228,8 @@ class Loop:
                 continue  # its call has failed just now
             call, owner = self._owners[sequence]
             try:
-                if isinstance(owner, Searching):
-                    own = self._search(sequence, owner, chosen)
-                else:
-                    own = self._decode(sequence, owner, chosen)
+                own = self._search(sequence, owner, chosen) if isinstance(owner, Searching) \
+                    else self._decode(sequence, owner, chosen)
             except LlmcError as error:  # this call's own
                 self._forget(call)
                 call.outbox.fail(error)
@@ -338,13 +336,25 @@ class Work:
         left: completions that have not come whole.
     """
 
-    def __init__(self, outbox: Outbox, calls: list[tuple[Loop, Call]]) -> None:
-        self._outbox, self._calls = outbox, calls
-        self.left = sum(call.left for _, call in calls)
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self.outbox = Outbox(wake)
+        self._calls: list[tuple[Loop, Call]] = []
+        self.left = 0
 
-    def begin(self, priority: int) -> None:
-        for loop, call in self._calls:
-            loop.add(call, priority)
+    def begin(self, calls: list[tuple[Loop, Call]], priority: int) -> None:
+        """Have replicas begin with calls whose outbox is this one's.
+
+        Raises:
+            LlmcError: one can never run, or nothing can any more; then all has ended.
+        """
+        self._calls += calls
+        self.left += sum(call.left for _, call in calls)
+        try:
+            for loop, call in calls:
+                loop.add(call, priority)
+        except BaseException:
+            self.abort()
+            raise
 
     def take(self) -> Token | Searching | None:
         """What is next; None: there is nothing yet.
@@ -352,9 +362,9 @@ class Work:
         Raises:
             LlmcError: what ended it.
         """
-        made, stalled = self._outbox.take()
+        made, stalled = self.outbox.take()
         if stalled:
-            for loop, _ in self._calls:
+            for loop in {loop for loop, _ in self._calls}:
                 loop.go_on()
         if made is not None:
             self.left -= isinstance(made, Searching) or made.finish_reason is not None

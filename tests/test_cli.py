@@ -123,7 +123,7 @@ def compiled(tiny_hf, tmp_path_factory):
     """A case directory for beams on three chips, and what `llmc compile` said."""
     case = tmp_path_factory.mktemp("compiled") / "case"
     return case, run("compile", tiny_hf, "-o", case, "--tp_size", 3, "--dtype", "float32",
-                     "--target", "cpu", "--max_beam_width", 3, "--verbose")
+                     "--target", "cpu", "--verbose")
 
 
 def test_compile_and_inspect(compiled):
@@ -147,9 +147,10 @@ def test_beam_search_from_the_command_line_gives_the_best_completion(compiled):
             beam_width=3, max_tokens=5, early_stopping=True, length_penalty=0.5))
     completion, = json.loads(result.stdout)["completions"]
     assert completion["token_ids"] == list(expected.token_ids)
-    refused = run("run", "--case_dir", case, "--prompt", "the", "--beam_width", 4)
+    refused = run("run", "--case_dir", case, "--prompt", "the", "--beam_width", 4,
+                  "--max_batch_size", 3)
     assert refused.exit_code == 2
-    assert "beam_width 4 exceeds the max_beam_width 3 of this model" in refused.stderr
+    assert "beam_width 4 exceeds max_batch_size 3; load the model with a larger" in refused.stderr
 
 
 def test_several_completions_of_a_prompt_are_numbered(case_tp2):
@@ -225,6 +226,44 @@ def test_compile_errors_are_one_line(tmp_path):
     result = run("compile", tmp_path, "-o", tmp_path / "case")
     assert result.exit_code == 2
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
+    crowd = run("bench", "--case_dir", case_tp1, "--requests", "random:12", "--shared_prefix", 16,
+                "--request_rate", 50,
+                "--json")
+    report = json.loads(crowd.stdout)
+    assert report["requests"] == 12 and report["output_tokens"] > 12 * 16
+    assert report["output_tokens_per_sec"] == report["output_tokens"] / report["seconds"]
+    assert 0 < report["time_to_first_token"]["p50"] <= report["time_to_first_token"]["p99"]
+    assert 11 * 16 >= report["cache_hits"] >= 16 and report["preemptions"] == 0
+    (tmp_path / "file").write_text('{"prompt": "the", "max_tokens": 2, "n": 3, "temperature": 1}\n'
+                                   '{"token_ids": [5, 6], "max_tokens": 4, "ignore_eos": true}\n')
+    shown = run("bench", "--case_dir", case_tp1, "--requests", tmp_path / "file",
+                "--request_rate", 100).stdout
+    assert "2 requests, " in shown and "time to first token" in shown and "p99" in shown
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--requests", "random:none"], "'random:none' does not say how many requests"),
+    (["--requests", "nowhere"], "'nowhere' cannot be read"),
+    (["--requests", "random:3", "--request_rate", "0"], "--request_rate 0.0 is not above 0"),
+    (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
+    (["--requests", "random:3", "--block_size", "5"], "block_size 5 is no power of two"),
+])
+def test_a_crowd_that_cannot_be_is_one_sentence(case_tp1, arguments, message):
+    result = run("bench", "--case_dir", case_tp1, *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_sigterm_ends_what_runs(case_tp1):
+    running = subprocess.Popen(
+        [sys.executable, "-m", "llmc.cli", "bench", "--case_dir", str(case_tp1), "--requests",
+         "random:20", "--request_rate", "0.1"], stderr=subprocess.PIPE, text=True)
+    time.sleep(4)
+    running.terminate()
+    _, said = running.communicate(timeout=5)
+    assert running.returncode == 130 and said.endswith("interrupted\n") and "Traceback" not in said
 
 
 def test_bench_prints_the_grid(case_tp1):
