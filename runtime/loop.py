@@ -122,6 +122,8 @@ class Loop:
         self._engine, self._scheduler = engine, scheduler
         self._completing, self._searching, self._encodes = completing, searching, encodes
         self._check_step, self._skip_step = check_step, skip_step
+        # A caller's thread would take cores from a step that runs on them.
+        self._reads = engine.limits.ahead == 1
         self._calls: dict[Call, Line] = {}
         self._owners: dict[Running, tuple[Call, Completing | Searching]] = {}
         self._numbers = itertools.count()
@@ -242,7 +244,7 @@ class Loop:
             outbox.put(each)
 
     def _decode(self, sequence: Running, owner: Completing, chosen: Chosen) -> Token:
-        token = owner.take(chosen.token, chosen.logprobs)
+        token = owner.take(chosen.token, chosen.logprobs, self._reads)
         if token.finish_reason:
             self._leave(sequence)
         else:

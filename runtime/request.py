@@ -119,9 +119,9 @@ class Request:
 class Completing:
     """One completion on its way.
 
-    What the loop's thread and the caller's do is apart: the first finds out whether a token ends
-    it, the second makes the text of it, unless there are stop strings to be found. `latest` is when
-    it was begun, or got its latest token.
+    Where a device works by itself, the loop's thread finds out whether a token ends it, and the
+    caller's makes the text of it, unless there are stop strings to be found. `latest` is when it
+    was begun, or got its latest token.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
@@ -135,8 +135,8 @@ class Completing:
     def state(self, tokens: Sequence[int]) -> SamplingState:
         return SamplingState(self.sampler, tuple(tokens))
 
-    def take(self, token: int, logprobs: Logprobs | None) -> Token:
-        """The next token.
+    def take(self, token: int, logprobs: Logprobs | None, read: bool = False) -> Token:
+        """The next token, perhaps with its text.
 
         Raises:
             LlmcError: none was allowed.
@@ -146,7 +146,7 @@ class Completing:
         self.generated += 1
         params, text = self.request.params, None
         ends = token in self.request.decoding.end_tokens
-        if params.stop:
+        if read or params.stop:
             text = self._read(token, ends, self.generated)
         reason = None
         if ends or self._text.stopped:

@@ -109,6 +109,8 @@ class CpuEngine:
             if kept:
                 logits.append(made)
         self._rows.leave(step)
+        if len(logits) == 1:
+            return logits[0]
         return np.concatenate(logits) if logits else np.empty((0, self._width), np.float32)
 
     def _parts(self, step: Step) -> Iterator[tuple[_Part, bool]]:

@@ -28,7 +28,7 @@ class Rows:
         self.caches: dict[str, np.ndarray] = {}
         # Layers of equal shape lie in one array, so that a block is copied at once.
         self._rows: list[np.ndarray] = []  # [caches, max_slots, num_kv_heads, max_seq_len, ...]
-        self._blocks: list[np.ndarray] = []  # [caches, num_blocks, num_kv_heads, block_size, ...]
+        self._blocks: list[np.ndarray] = []  # [num_blocks, caches, num_kv_heads, block_size, ...]
         by_shape: dict[tuple[int, int], list[str]] = {}
         for index, layer in enumerate(layers):
             by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).extend(
@@ -36,7 +36,7 @@ class Rows:
         for (heads, dim), names in by_shape.items():
             self._rows.append(np.zeros((len(names), limits.max_slots, heads, max_seq_len, dim),
                                        np.float32))
-            self._blocks.append(np.zeros((len(names), limits.num_blocks, heads, self._size, dim),
+            self._blocks.append(np.zeros((limits.num_blocks, len(names), heads, self._size, dim),
                                          np.float32))
             self.caches.update(zip(names, self._rows[-1], strict=True))
         # Whatever is written to a block makes it another version. What a row holds of a block is
@@ -95,7 +95,7 @@ class Rows:
                 if end - start == self._size and end <= length:
                     self._stored[block] = self._versions[block]
                     for rows, blocks in zip(self._rows, self._blocks, strict=True):
-                        blocks[:, block] = rows[:, slot, :, start:end]
+                        blocks[block] = rows[:, slot, :, start:end]
 
     def _span(self, place: int) -> tuple[int, int]:
         start = place * self._size
@@ -105,7 +105,7 @@ class Rows:
         """A block's content; a copy, where the row that has it may be written."""
         version = self._versions[block]
         if self._stored[block] == version:
-            return [blocks[:, block] for blocks in self._blocks]
+            return [blocks[block] for blocks in self._blocks]
         slot = int(np.flatnonzero((self._held[:, place] == block) &
                                   (self._held_versions[:, place] == version))[0])
         start, end = self._span(place)
