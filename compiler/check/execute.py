@@ -151,8 +151,7 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
     for chip in manifest.chips:
         state = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
                  "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
-                 "logits_indices": batch.logits_indices.astype(np.int64),
-                 "cache_indirection": batch.rows_of_positions(manifest.dims.max_seq_len)}
+                 "logits_indices": batch.logits_indices.astype(np.int64)}
         for layer, cache in enumerate(chip.cache):
             shape = (1, cache.num_kv_heads, manifest.dims.max_seq_len, cache.head_dim)
             for kind in ("key", "value"):

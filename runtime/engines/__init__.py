@@ -9,6 +9,7 @@ import numpy as np
 
 from llmc.runtime.attention.metadata import PackedBatch
 
+BLOCK_SIZE = 16  # positions of a block of a GPU's KV cache
 MAX_TOKENS = 4096  # packed tokens of a step, unless one prompt is longer
 MAX_LOGITS = 512  # rows of logits that every engine has room for in a step
 

@@ -52,8 +52,6 @@ class CpuEngine:
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, placement: Placement,
                  communicator: Communicator, threads: int, max_batch_size: int) -> None:
         self._chip = chip
-        self._max_seq_len = manifest.dims.max_seq_len
-        self._indirect = manifest.max_beam_width > 1
         self._communicator = communicator
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         segments = [step for step in chip.all_steps if isinstance(step, GraphStep)]
@@ -71,8 +69,6 @@ class CpuEngine:
         values = {"input_ids": batch.input_ids, "position_ids": batch.position_ids,
                   "cu_seqlens": batch.cu_seqlens, "past_lens": batch.past_lens,
                   "logits_indices": batch.logits_indices}
-        if self._indirect:
-            values["cache_indirection"] = batch.rows_of_positions(self._max_seq_len)
         if batch.memory is not None:
             values["memory_starts"] = batch.memory.rows * np.int32(self._mem_max_seq_len)
             values["encoder_sequence_length"] = batch.memory.encoder_sequence_length

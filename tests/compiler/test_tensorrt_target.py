@@ -142,7 +142,7 @@ def test_onnx_runtime_runs_an_encoder_and_its_decoder(builder, name, encoder_dec
     chip = tmp_path / "case" / "chip0"
     assert [Path(work["plan"]).name for work in builder] == ["engine.plan", "encoder.plan"]
     source, tokens = [5, 17, 9, 30, 2], [0, 11, 12]
-    with llmc.LLM(cases["beams"]) as llm:
+    with llmc.LLM(cases["tp1"]) as llm:
         expected = llm.logits(tokens, source)
 
     def run(file, script, **given):

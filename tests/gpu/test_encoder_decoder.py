@@ -40,7 +40,7 @@ def cases(encoder_decoder, tmp_path_factory):
         if name not in made:
             _, raw, host = encoder_decoder(name)
             path = tmp_path_factory.mktemp(name)
-            made[name] = host["beams"], compile_for(raw, "cuda", path / "cuda")
+            made[name] = host["tp1"], compile_for(raw, "cuda", path / "cuda")
         return made[name]
     return make
 

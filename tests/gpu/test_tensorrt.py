@@ -127,7 +127,7 @@ def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, enco
     prompts = [rng.integers(3, 100, length).tolist() for length in (40, 1, 23, 9, 17)]
     greedy = llmc.SamplingParams(max_tokens=20, ignore_eos=True)
     results = []
-    for case in (cases["beams"], tmp_path / "case"):
+    for case in (cases["tp1"], tmp_path / "case"):
         with llmc.LLM(case, max_batch_size=4) as llm:
             results.append((llm.generate(prompts, greedy),
                             llm.beam_search(prompts[:2], replace(greedy, beam_width=2))))

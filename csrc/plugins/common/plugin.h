@@ -116,11 +116,11 @@ struct Context {
   Gemm* gemm = nullptr;
   int32_t* counters = nullptr;        // on the device: kCounters of them, zero between ops
   ncclComm_t communicator = nullptr;  // of the ranks that share the model; null where there is one
-  bool decode = false;                // every sequence has exactly one new token
+  bool decode = false;                // every sequence has one new token, and the logits of all are wanted in order
+  int num_decode = 0;                 // the first so many sequences have one new token each
   Sdpa* sdpa = nullptr;
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
-  bool indirect = true;               // a cache_indirection says where positions lie; else each row has its own
   Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
   void* user = nullptr;
 };
