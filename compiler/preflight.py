@@ -19,8 +19,6 @@ TARGETS: dict[str, ModuleType] = {target.KIND: target
 _GPU = (cuda.KIND, tensorrt.KIND)
 _DEFAULT_MAX_SEQ_LEN = 4096
 _MAX_HEAD_DIM = 256  # of the attention kernels
-_TENSORRT_ALIGNMENT = 256  # bytes, of every input's address
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)

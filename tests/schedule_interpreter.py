@@ -27,8 +27,9 @@ _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np
                 "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
                 "Sigmoid": lambda x: 1 / (1 + np.exp(-x)), "Neg": np.negative}
 _GUARD, _POISON = 64, 0xA5
-# Blocks are small, so that few tokens take several; their order is none that a mistake would have.
-LIMITS = Limits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512, ahead=1)
+# Blocks are small, so that few tokens take several, and in an order that no mistake would make.
+LIMITS = Limits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,
+                ahead=1)
 _TABLE = [block * 37 % LIMITS.num_blocks for block in range(LIMITS.num_blocks)]
 
 

@@ -65,7 +65,7 @@ void Sampler::admit(const Admissions& admit, const AdmittedArrays& given,
     const kernels::SlotState& state = states[i];
     const kernels::Processing& p = state.processing;
     const bool processes = p.keeps_history || p.num_biases || p.num_ends || p.num_forced || p.num_words;
-    slots_[admit.slots[i]] = {true, false, state.temperature > 0, processes, state.logprobs >= 0,
+    slots_[admit.slots[i]] = {false, state.temperature > 0, processes, state.logprobs >= 0,
                               p.keeps_history != 0};
     const auto place = places_.find(admit.slots[i]);
     if (place == places_.end()) continue;

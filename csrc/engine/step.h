@@ -79,7 +79,7 @@ struct StepInputs {
 
 // What the host knows of the slots.
 struct SlotRecord {
-  bool admitted = false, has_chosen = false, draws = false, processes = false, reports = false, keeps_history = false;
+  bool has_chosen = false, draws = false, processes = false, reports = false, keeps_history = false;
 };
 
 // The step's sizes. Throws Error where an array has another size than the others say, or a value that points out of

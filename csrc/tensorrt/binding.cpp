@@ -52,7 +52,7 @@ class Watch {
 };
 
 // Of a step: longest, reach, num_decode.
-using Facts = std::tuple<int, int, bool>;
+using Facts = std::tuple<int, int, int>;
 
 }  // namespace
 

@@ -306,6 +306,7 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
   context.reach = step.reach;
   context.num_decode = step.num_decode;
   context.dense = true;
+  context.building = building_;
   core_->enqueue(in, out, workspace, context);
   show(step, out, stream);
 }

@@ -206,14 +206,19 @@ class CudaEngine:
                 self._engine.warm(size, decode)
 
     def submit(self, step: Step) -> int:
-        """See `Engine`. A sequence that is sampled has entered its slot, in this step or before."""
+        """See `Engine`. Where the logits of all tokens are asked for nothing is chosen; a slot that
+        no sequence has entered chooses the likeliest token.
+        """
+        if step.logits == "all":
+            step = replace(step, sample=_NONE)
         with self._telling():
             if step.encode:
                 self._encode(step.encode)
             ticket: int = self._engine.submit(*step_arrays(step, self._mem_max_seq_len))
         for slot, state in step.admit.items():
             self._wishes[slot] = state.sampler.params.logprobs
-        self._under_way[ticket] = [self._wishes[slot] for slot in step.slots[step.sample].tolist()]
+        self._under_way[ticket] = [self._wishes.get(slot)
+                                   for slot in step.slots[step.sample].tolist()]
         return ticket
 
     def collect(self, ticket: int) -> Sampled:
@@ -223,8 +228,9 @@ class CudaEngine:
         wishes = self._under_way.pop(ticket)
         logprobs: list[Logprobs | None] = [None] * len(wishes)
         if records is not None:
-            logprobs = [wish if wish is None else told(record, wish) for wish, record
-                        in zip(wishes, records.view(LOGPROBS), strict=True)]
+            logprobs = [None if wish is None or token < 0 else told(record, wish)
+                        for wish, token, record in zip(wishes, tokens, records.view(LOGPROBS),
+                                                       strict=True)]
         return Sampled(tokens, logprobs,
                        None if candidates is None else Candidates(candidates, log_probs), logits)
 
@@ -269,8 +275,7 @@ class CudaEngine:
 
     def _execute(self, step: Step) -> np.ndarray:
         """The logits of all tokens of a step that chooses nothing."""
-        made = self.collect(self.submit(replace(step, sample=np.empty(0, np.int32), candidates=0,
-                                                logits="all")))
+        made = self.collect(self.submit(replace(step, candidates=0, logits="all")))
         assert made.logits is not None
         return made.logits
 

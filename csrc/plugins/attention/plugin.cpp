@@ -77,6 +77,7 @@ class CausalAttention : public Plugin {
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
     if (const Tensor* table = optional(in, 9)) {
+      if (context.building) return;  // its blocks are nowhere
       p.block_table = static_cast<const int32_t*>(table->data);
       p.block_size = p.max_seq_len;
       p.max_seq_len *= static_cast<int>(table->shape[1]);

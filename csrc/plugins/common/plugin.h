@@ -120,6 +120,7 @@ struct Context {
   int num_decode = 0;                 // the first so many sequences have one new token each
   Sdpa* sdpa = nullptr;
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
+  bool building = false;              // TensorRT times with inputs that mean nothing
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
   Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
   void* user = nullptr;
