@@ -21,7 +21,6 @@ from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
-    FORMAT_VERSION,
     PAGED,
     Chip,
     DTypeName,
@@ -114,7 +113,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
     files.extend(_inside("tokenizer", map(file_entry, sorted((directory / "tokenizer").glob("*")))))
     tp_size = len(chips)
     manifest = Manifest(
-        format_version=FORMAT_VERSION, llmc_version=__version__,
+        format_version=2, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256),
         dims=lowered.dims,

@@ -186,6 +186,7 @@ void bind_engine(nb::module_& m) {
                     const std::string id = Engine::unique_id();
                     return nb::bytes(id.data(), id.size());
                   })
+      .def("check", &Engine::check_device)
       .def("synchronize", &Engine::synchronize, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("bytes_allocated", &Engine::bytes_allocated);
 }

@@ -516,6 +516,11 @@ void Engine::abort() {
   if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
 }
 
+void Engine::check_device() const {
+  const cudaError_t status = cudaStreamQuery(stream_.handle);
+  if (status != cudaErrorNotReady) check(status, "a step");
+}
+
 void Engine::synchronize() { check(cudaStreamSynchronize(stream_.handle), "the engine"); }
 
 }  // namespace llmc

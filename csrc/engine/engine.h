@@ -74,6 +74,8 @@ class Engine {
   void abort();
 
   void synchronize();
+  // Throws Error where something that was enqueued has failed.
+  void check_device() const;
   // Of a tensor, where it is largest; and of all memory.
   int64_t bytes_of(int tensor) const { return program_.capacity(tensor) * width(program_.tensor(tensor).dtype); }
   int64_t bytes_allocated() const { return memory_.bytes(); }

@@ -279,6 +279,11 @@ class CudaEngine:
         assert made.logits is not None
         return made.logits
 
+    def check(self) -> None:
+        """Raises LlmcError where a step has failed on the device."""
+        with self._telling():
+            self._engine.check()
+
     def close(self) -> None:
         """Wait for what is under way."""
         with suppress(self._errors):

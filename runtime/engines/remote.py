@@ -72,6 +72,11 @@ class RemoteEngine:
     def limits(self) -> Limits:
         return self._limits
 
+    @property
+    def connection(self) -> Connection:
+        """Readable when a step can be collected, or the process has ended."""
+        return self._pipe
+
     def submit(self, step: Step) -> int:
         """See `Engine`; returns when the step is on its way."""
         self._send("submit", step)

@@ -77,9 +77,8 @@ def onnx_logits(graph, directory, tokens):
     feeds = {}
     for value in graph.graph.input:
         described = value.type.tensor_type
-        kind, name = described.elem_type, {"input_ids": "token_ids",
-                                           "block_table": "block_tables"}.get(value.name, value.name)
-        array = getattr(step, name, None)
+        own = {"input_ids": "token_ids", "block_table": "block_tables"}
+        kind, array = described.elem_type, getattr(step, own.get(value.name, value.name), None)
         if array is None:  # a cache of 4 blocks of 16; NumPy has no bfloat16, so bits
             array = np.zeros([4, described.shape.dim[1].dim_value, 16,
                               described.shape.dim[3].dim_value],

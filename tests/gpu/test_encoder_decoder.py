@@ -110,7 +110,8 @@ def test_steps_that_encode_and_decode_together_give_transformers_logits(
     where, lens = [2, 0, 3, 3], [60, 7, 23, 23]
     tables = [[b, 4 + b, 8 + b] for b in range(4)]
     # By step: the sequences, and how many tokens each reads.
-    plan = [([0], [5]), ([0, 1], [1, 3]), ([0, 2, 1, 3], [1, 1, 2, 4]), ([1, 0, 3, 2], [1, 1, 1, 6])]
+    plan = [([0], [5]), ([0, 1], [1, 3]), ([0, 2, 1, 3], [1, 1, 2, 4]),
+            ([1, 0, 3, 2], [1, 1, 1, 6])]
     past, error = [0] * 4, 0.0
     for order, counts in plan:
         fresh = {where[b]: sources[min(b, 2)] for b in order if not past[b]}
