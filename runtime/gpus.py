@@ -96,8 +96,9 @@ class GpuReplica:
         try:
             waiting = {rank.connection: rank for rank in self._others}
             while waiting:
-                for connection in wait([*waiting], _LOOK):
-                    waiting.pop(connection).collect(ticket)  # type: ignore[arg-type]
+                ready = {*wait([*waiting], _LOOK)}
+                for connection in [own for own in waiting if own in ready]:
+                    waiting.pop(connection).collect(ticket)
                 self._first.check()
             return self._first.collect(ticket)
         except BaseException:

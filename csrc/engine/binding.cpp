@@ -147,6 +147,17 @@ void bind_engine(nb::module_& m) {
       .def("allocate", &Engine::allocate, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("graph_sizes", &Engine::graph_sizes)
       .def("warm", &Engine::warm, nb::call_guard<nb::gil_scoped_release>())
+      // Pairs of shape and algorithm.
+      .def("algorithms",
+           [](const Engine& self) {
+             std::vector<std::pair<std::vector<int64_t>, std::vector<uint64_t>>> all;
+             for (const auto& [shape, data] : self.algorithms()) all.emplace_back(shape, data);
+             return all;
+           })
+      .def("know",
+           [](Engine& self, const std::vector<std::pair<std::vector<int64_t>, std::vector<uint64_t>>>& all) {
+             self.know({all.begin(), all.end()});
+           })
       .def("submit",
            [](Engine& self, LLMC_STEP) {
              const StepInputs inputs = LLMC_STEP_INPUTS;
@@ -214,6 +225,12 @@ NB_MODULE(_cuda, m) {
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking a device");
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
     return std::make_pair(major, minor);
+  });
+  // What choices that were timed depend on beside the model: the device's name and cuBLASLt's version.
+  m.def("timed_on", [](int device) {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device), "asking a device");
+    return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version());
   });
   m.attr("version") = LLMC_VERSION;  // of the distribution llmc-cuda
   m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80 90"

@@ -40,6 +40,8 @@ Engine::Engine(Program program, int device)
   gemm_ = std::make_unique<Gemm>();
   sdpa_ = std::make_unique<Sdpa>();
   sampler_ = std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
+  gemm_->time_algorithms(false);
+  sdpa_->make_plans(false);
   selects_ = std::any_of(program_.nodes().begin(), program_.nodes().end(),
                          [](const Node& node) { return node.op == "Gather"; });
   synchronize();
@@ -450,14 +452,22 @@ void Engine::release(int64_t number) {
   ticket.number.store(-1);
 }
 
-void Engine::warm(int size, bool decode) {
+void Engine::warm(const std::vector<int>& lengths, bool decode) {
   const Limits& limits = program_.limits();
   use_device();
-  const int length = std::min(size, limits.max_seq_len), batch = decode ? size : (size + length - 1) / length;
-  if (size < 1 || size > limits.max_tokens || batch > limits.max_batch || (decode && batch > limits.decoding()))
-    throw Error("a step of " + std::to_string(size) + " tokens is beyond the engine's limits");
-  std::vector<int32_t> starts, zeros(batch), ones(batch, 1), index{0};
-  for (int b = 0; b <= batch; ++b) starts.push_back(decode ? b : std::min(b * length, size));
+  const int batch = static_cast<int>(lengths.size());
+  std::vector<int32_t> starts{0}, zeros(batch), ones(batch, 1), index{0};
+  int longest = 0;
+  for (int length : lengths) {
+    if (length < 1 || length > limits.max_seq_len || length > limits.max_tokens || (decode && length != 1))
+      throw Error("a sequence of " + std::to_string(length) + " tokens is beyond the engine's limits");
+    starts.push_back(std::min(starts.back() + length, limits.max_tokens + 1));
+    longest = std::max(longest, length);
+  }
+  const int size = starts.back();
+  if (batch < 1 || size > limits.max_tokens || batch > limits.max_batch || (decode && batch > limits.decoding()))
+    throw Error("a step of " + std::to_string(batch) + " sequences with " + std::to_string(size) +
+                " tokens is beyond the engine's limits");
   const std::vector<int64_t> ids(size);
   StepInputs inputs{};
   inputs.token_ids = {ids.data(), size};
@@ -465,15 +475,23 @@ void Engine::warm(int size, bool decode) {
   inputs.past_lens = inputs.slots = inputs.memory_starts = {zeros.data(), batch};
   inputs.memory_lens = {ones.data(), batch};
   Step step = Step::of_decoding(batch);
-  if (!decode) step = {size, 1, batch, false, 0, length, length};
+  if (!decode) step = {size, 1, batch, false, 0, longest, longest};
   Packed packed;
-  const int32_t nobodys = limits.num_blocks;  // tokens that all go where nobody reads
-  const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(), nobodys);
+  // All tokens go where nobody reads.
+  const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(), limits.num_blocks);
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
   const Sent sent = pack(packed, inputs, decode ? std::vector<int32_t>{} : index, batch);
   prepare(send(packed), sent);
+  gemm_->time_algorithms(true);
+  sdpa_->make_plans(true);
   run_model(step);
+  if (!decode && !program_.encoder_nodes().empty() && longest <= limits.mem_max_seq_len) {
+    step.num_logits = 0;
+    enqueue(program_.encoder_nodes(), step);  // to the memory's first row
+  }
   synchronize();
+  gemm_->time_algorithms(false);
+  sdpa_->make_plans(false);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {

@@ -33,9 +33,12 @@ class Engine {
   void allocate(int num_blocks);
   // Where decode steps are captured: what batch sizes there are, the smallest first; a step is padded to one of them.
   const std::vector<int>& graph_sizes() const { return graph_sizes_; }
-  // Run a step of so many sequences that decode, or of prompts of so many tokens in all, all of them padding, and wait:
-  // what is timed or captured at the first use of a size is then done.
-  void warm(int size, bool decode);
+  // Run a step of sequences with so many tokens each, all of them padding, which decode or are prompts, and wait: what
+  // is timed, planned or captured for such a step is then done. Other steps do with what there is.
+  void warm(const std::vector<int>& lengths, bool decode);
+  // See Gemm.
+  Gemm::Algorithms algorithms() const { return gemm_->algorithms(); }
+  void know(const Gemm::Algorithms& algorithms) { gemm_->know(algorithms); }
 
   // Start a step; its number. Steps take effect in the order in which they are submitted.
   int64_t submit(const StepInputs& inputs);

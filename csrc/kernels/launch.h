@@ -93,6 +93,7 @@ struct AttentionParams {
   int32_t* counters;     // [kAttentionCounters]
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
   int block_size;        // a power of two, with a block table
+  int num_blocks;        // that the caches have, with a block table
   int first_token;       // what qkv, out and queries begin with, as cu_seqlens count
   bool interleaved;
   bool decode;           // every sequence has exactly one new token

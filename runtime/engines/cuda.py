@@ -24,6 +24,7 @@ from llmc.runtime.decoding.processing import LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.admission import Admissions
+from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 from llmc.runtime.manifest import Chip, Manifest
 from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
 from llmc.runtime.step import Limits, Sampled, Step
@@ -113,6 +114,8 @@ class CudaEngine:
         cuda = extension()
         self._errors = cuda.CudaError
         self._device = device
+        self._tuning, self._made_on = tuning_file(case_dir), cuda.timed_on(device)
+        self._first = chip.rank == 0  # ranks time alike
         self._kv_cache_tokens, self._utilization = kv_cache_tokens, gpu_memory_utilization
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
@@ -195,15 +198,23 @@ class CudaEngine:
         self._limits = replace(self._limits, num_blocks=num_blocks)
 
     def _warm(self, show_progress: bool) -> None:
-        """Capture decode steps, the largest first, and time what steps with prompts need."""
-        sizes = [(size, False) for size in prompt_sizes(self._limits.max_tokens)]
-        sizes += [(size, True) for size in reversed(self._engine.graph_sizes)]
+        """Time and plan what steps with prompts need, and capture decode steps; of what was timed
+        before, on this kind of GPU, nothing again.
+        """
+        with suppress(self._errors):
+            self._engine.know(read_choices(self._tuning, self._made_on))
+        known = len(self._engine.algorithms())
+        steps = [(lengths, False) for lengths in prompt_steps(self._limits, self._max_seq_len)]
+        steps += [([1] * size, True) for size in reversed(self._engine.graph_sizes)]
         console = Console(stderr=True)
         with Progress(TextColumn("preparing steps"), BarColumn(), TimeElapsedColumn(),
                       console=console, transient=True,
                       disable=not (show_progress and console.is_terminal)) as progress:
-            for size, decode in progress.track(sizes):
-                self._engine.warm(size, decode)
+            for lengths, decode in progress.track(steps):
+                self._engine.warm(lengths, decode)
+        chosen = self._engine.algorithms()
+        if self._first and len(chosen) > known:
+            write_choices(self._tuning, self._made_on, chosen)
 
     def submit(self, step: Step) -> int:
         """See `Engine`. Where the logits of all tokens are asked for nothing is chosen; a slot that
@@ -317,11 +328,24 @@ def check_memory_options(block_size: int, kv_cache_tokens: int | None,
                         f"1")
 
 
-def prompt_sizes(max_tokens: int) -> list[int]:
-    """Packed tokens of the steps with prompts for which kernels are chosen while loading: powers of
-    two, the most last.
+def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:
+    """New tokens of the sequences of steps for which kernels are chosen while loading, the largest
+    first: any step has about as many tokens as one of them, and one whose longest chunk and number
+    of chunks, rounded up to powers of two, are another's.
     """
-    return [*(2**power for power in range(5, 30) if 2**power < max_tokens), max_tokens]
+    most = limits.max_tokens
+    powers = [size for power in range(5, 31) for size in (2**power, 3 * 2**(power - 1))]
+    sizes = sorted({most, *(size for size in powers if size < most)}, reverse=True)
+    steps = [[max_seq_len] * (size // max_seq_len) + [size % max_seq_len] * (size % max_seq_len > 0)
+             for size in sizes]
+    longest = min(most, max_seq_len)
+    for chunk in (2**power for power in range(7, 32) if 2**power < 2 * max(longest, 128)):
+        for count in (2**power for power in range(1, 32) if 2**power < 2 * limits.max_slots):
+            count = min(count, limits.max_slots)
+            length = min(chunk, longest, most - count + 1)
+            if length > (chunk // 2 if chunk > 128 else 0):
+                steps.append([length] + [1] * (count - 1))
+    return [step for step in steps if len(step) <= limits.max_slots]
 
 
 def step_arrays(step: Step, mem_max_seq_len: int = 0) -> tuple[Any, ...]:

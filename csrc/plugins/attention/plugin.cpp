@@ -80,6 +80,7 @@ class CausalAttention : public Plugin {
       if (context.building) return;  // its blocks are nowhere
       p.block_table = static_cast<const int32_t*>(table->data);
       p.block_size = p.max_seq_len;
+      p.num_blocks = static_cast<int>(in[1].shape[0]);
       p.max_seq_len *= static_cast<int>(table->shape[1]);
       if ((p.block_size & (p.block_size - 1)) != 0)
         throw Error("CausalAttention's block size " + std::to_string(p.block_size) +
