@@ -48,7 +48,7 @@ def measure(family: str, directory: Path, furthest: dict[str, tuple[float, str]]
 
     diff.load = copied
     compare, greedy = diff.compare, diff._greedy
-    diff.device_count, diff.Replica = lambda: 8, lambda _, case, *__: Interpreters(case)
+    diff.device_count, diff.GpuReplica = lambda: 8, lambda _, case, *__: Interpreters(case)
     for kind, dtype, tp_size in FORMS:
         case, seen = directory / f"{kind}{tp_size}", []
 

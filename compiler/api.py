@@ -21,6 +21,7 @@ from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
+    PAGED,
     Chip,
     DTypeName,
     FileEntry,
@@ -41,7 +42,7 @@ Progress = Callable[[str], None]
 @interruptible()
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
             target: str = "cpu", max_seq_len: int | None = None,
-            mem_max_seq_len: int | None = None, max_beam_width: int = 1,
+            mem_max_seq_len: int | None = None,
             max_batch_size: int = 64, hf_dir: str | Path | None = None,
             compute_capability: str | None = None, kv_dtype: str = "",
             trust_remote_code: bool = False, allow_pickle: bool = False,
@@ -62,9 +63,6 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         max_seq_len: positions a sequence may use; at most the model's, at most 4096 by default.
         mem_max_seq_len: tokens of a prompt that an encoder takes, chosen like max_seq_len, which
             then is the decoder's.
-        max_beam_width: beams of a prompt, at most; above 1 attention can read the KV cache through
-            an indirection, for which the cpu target has a slower attention in every step. The
-            tensorrt_rtx target has no beam search.
         max_batch_size: sequences of a step; only the tensorrt target has such a limit.
         progress: called with what is about to happen.
 
@@ -74,7 +72,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     output = Path(output)
     options = Options(dtype, compute_capability, max_batch_size,
                       output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
-                      tp_size, max_seq_len, mem_max_seq_len, max_beam_width)
+                      tp_size, max_seq_len, mem_max_seq_len)
     check_options(options)
     check_output(output)
     described = TARGETS[target].describe(options)
@@ -103,6 +101,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
     """Write a case directory into an empty directory."""
     chips: list[Chip] = []
     files: list[FileEntry] = []
+    options = replace(options, max_seq_len=lowered.dims.max_seq_len)
     if lowered.encoder_info is not None:
         options = replace(options, mem_max_seq_len=lowered.encoder_info.max_seq_len)
     for rank, graph in enumerate(lowered.graphs):
@@ -114,15 +113,16 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
     files.extend(_inside("tokenizer", map(file_entry, sorted((directory / "tokenizer").glob("*")))))
     tp_size = len(chips)
     manifest = Manifest(
-        format_version=1, llmc_version=__version__,
+        format_version=2, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
                       config_sha256=raw.config_sha256),
-        dims=lowered.dims, max_beam_width=lowered.settings.max_beam_width,
+        dims=lowered.dims,
         dtype=cast(DTypeName, options.dtype),  # check_options has seen it
         tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
         encoder=lowered.encoder_info, target=target,
+        kv_cache_layout="paged" if target.kind in PAGED else "linear",
         ops=_used_ops(lowered.graphs + lowered.encoders), tokenizer=tokenizer, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,
                                 refusals=tuple(report.refusals)) for report in lowered.reports),

@@ -22,6 +22,7 @@ from llmc.compiler.graph.rewrite import Report, Settings, attends, is_op, tidy
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
 from llmc.compiler.passes.fold import fold
@@ -106,6 +107,7 @@ PASSES: tuple[Pass, ...] = (
     RankPass("cast", cast, _GPU),
     GraphPass("cache_dtype", cache_dtype, _GPU),  # after cast, which gives caches the model's
     EncoderPass("name_weights", name_weights, _GPU),  # after all that makes weights anew
+    GraphPass("blocks", blocks, _GPU, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, (tensorrt.KIND,)),
 )
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
@@ -155,7 +157,6 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     settings = Settings(
         limit_seq_len(about, options.max_seq_len),
         options.vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
-        options.max_beam_width,
         0 if raw.encoder is None else limit_seq_len(about, options.mem_max_seq_len, "mem_"),
         model=raw.architecture)
     graphs = [raw.graph, *([raw.encoder] if raw.encoder is not None else [])]

@@ -19,8 +19,6 @@ TARGETS: dict[str, ModuleType] = {target.KIND: target
 _GPU = (cuda.KIND, tensorrt.KIND)
 _DEFAULT_MAX_SEQ_LEN = 4096
 _MAX_HEAD_DIM = 256  # of the attention kernels
-_TENSORRT_ALIGNMENT = 256  # bytes, of every input's address
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
@@ -152,21 +150,9 @@ def _seq_lens(options: Options) -> str | None:
     return None
 
 
-def _max_beam_width(options: Options) -> str | None:
-    if options.max_beam_width < 1:
-        return f"max_beam_width {options.max_beam_width} is below 1; 1 is no beam search"
-    if options.max_beam_width > 1 and options.target == tensorrt_rtx.KIND:
-        return (f"max_beam_width {options.max_beam_width} is not there yet for target "
-                f"'{options.target}'; leave it out, or compile with --target cpu, cuda or tensorrt")
-    return None
-
-
 def _max_batch_size(options: Options) -> str | None:
     if options.max_batch_size < 1:
         return f"max_batch_size {options.max_batch_size} is below 1"
-    if options.target == tensorrt.KIND and options.max_beam_width > options.max_batch_size:
-        return (f"max_beam_width {options.max_beam_width} exceeds max_batch_size "
-                f"{options.max_batch_size}, the rows that a plan has; raise it")
     return None
 
 
@@ -214,21 +200,6 @@ def _head_dim(options: Options, about: About) -> str | None:
             f"attention kernels need; compile for --target cpu")
 
 
-def _cache_rows(options: Options, about: About) -> str | None:
-    """TensorRT wants every row of a cache aligned."""
-    kv_heads, dim = about.number("num_key_value_heads") or about.num_heads, about.head_dim
-    if options.target != tensorrt.KIND or kv_heads is None or dim is None or \
-            kv_heads % options.tp_size:
-        return None
-    row = (kv_heads // options.tp_size) * limit_seq_len(about, options.max_seq_len) * dim * \
-        _BYTES[options.kv_dtype or options.dtype]
-    if row % _TENSORRT_ALIGNMENT == 0:
-        return None
-    return (f"a cache row of {row} bytes is no multiple of {_TENSORRT_ALIGNMENT}, at which "
-            f"TensorRT wants its inputs; make max_seq_len a multiple of "
-            f"{32 if options.kv_dtype else 16}")
-
-
 OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
     "target": _target,  # first: the others ask it what it has
     "dtype": _dtype,
@@ -236,7 +207,6 @@ OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
     "compute_capability": _compute_capability,
     "tp_size": _tp_size,
     "max_seq_len": _seq_lens,
-    "max_beam_width": _max_beam_width,
     "max_batch_size": _max_batch_size,
 }
 MODEL_CHECKS: dict[str, Callable[[Options, About], str | None]] = {
@@ -245,5 +215,4 @@ MODEL_CHECKS: dict[str, Callable[[Options, About], str | None]] = {
     "heads": _heads,
     "positions": _positions,
     "head_dim": _head_dim,
-    "cache rows": _cache_rows,
 }

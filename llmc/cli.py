@@ -197,8 +197,6 @@ def main() -> None:
               help="Positions a sequence may use.  [default: the model's, at most 4096]")
 @click.option("--mem_max_seq_len", type=int, default=None,
               help="Tokens that an encoder takes.  [default: the model's, at most 4096]")
-@click.option("--max_beam_width", default=1,
-              help="Beams of a prompt, at most; above 1 attention on CPUs is slower.")
 @click.option("--max_batch_size", default=64,
               help="Sequences of a step, for --target tensorrt.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,

@@ -1,22 +1,134 @@
-"""The ranks of one model on GPUs."""
+"""The ranks of one model on GPUs, which together are an `Engine`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from llmc.runtime.devices import Placement
+from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.manifest import Manifest
-from llmc.runtime.replica import Room
+from llmc.runtime.step import Limits, Sampled, Step
 
+_LOOK = 0.5  # seconds between two looks at the own GPU while others are waited for
+_Rank = CudaEngine | RemoteEngine
 _Result = TypeVar("_Result")
 
 
+class Room(Protocol):
+    """What an engine is to have room for; see `LLM`."""
+
+    @property
+    def max_batch_size(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def kv_cache_tokens(self) -> int | None: ...
+    @property
+    def gpu_memory_utilization(self) -> float: ...
+
+
 class GpuReplica:
-    """See `Engine`. The first rank is in this process, each other has one of its own; all choose
-    the same tokens.
+    """See `Engine`. The first rank is in this process, each other has one of its own; all are given
+    the same steps, and choose the same tokens. Where one fails, all are ended.
+
+    Raises:
+        LlmcError: see `CudaEngine`.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, placements: list[Placement],
                  room: Room) -> None:
-        raise NotImplementedError
+        options: dict[str, Any] = dict(
+            max_batch_size=room.max_batch_size, max_tokens=room.max_num_batched_tokens,
+            block_size=room.block_size, kv_cache_tokens=room.kv_cache_tokens,
+            gpu_memory_utilization=room.gpu_memory_utilization)
+        self._ranks: list[_Rank] = []
+        size = manifest.tp_size
+
+        def load(rank: int) -> _Rank:
+            device = placements[rank].device
+            made: _Rank = RemoteEngine(case_dir, rank, device, **options) if rank else \
+                load_engine(manifest, rank, case_dir, device, **options)
+            self._ranks.append(made)  # so that it is ended where another one fails
+            return made
+
+        try:
+            ranks = self._on_all(load, size)
+            self._ranks, first = ranks, ranks[0]
+            assert isinstance(first, CudaEngine)
+            self._first = first
+            self._others = [rank for rank in ranks if isinstance(rank, RemoteEngine)]
+            if size > 1:
+                name = first.unique_id()
+                self._on_all(lambda rank: ranks[rank].join(name, rank, size), size)
+            blocks = min(self._on_all(lambda rank: ranks[rank].measure(), size))
+            self._on_all(lambda rank: ranks[rank].allocate(blocks, show_progress=not rank), size)
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def limits(self) -> Limits:
+        return self._first.limits
+
+    def submit(self, step: Step) -> int:
+        """See `Engine`."""
+        try:
+            for rank in self._others:
+                rank.submit(step)
+            return self._first.submit(step)
+        except BaseException:
+            if self._others:  # they have the step, and wait for this rank
+                self._end()
+            raise
+
+    def collect(self, ticket: int) -> Sampled:
+        """See `Engine`."""
+        try:
+            waiting = {rank.connection: rank for rank in self._others}
+            while waiting:
+                ready = {*wait([*waiting], _LOOK)}
+                for connection in [own for own in waiting if own in ready]:
+                    waiting.pop(connection).collect(ticket)
+                self._first.check()
+            return self._first.collect(ticket)
+        except BaseException:
+            self._end()
+            raise
+
+    def trace(self, step: Step) -> list[dict[str, np.ndarray]]:
+        """A step, and every value that each rank makes in it, by name."""
+        return self._on_all(lambda rank: self._ranks[rank].trace(step), len(self._ranks))
+
+    def close(self) -> None:
+        """See `Engine`."""
+        for rank in reversed(self._ranks):
+            rank.close()
+
+    def _end(self) -> None:
+        """End what waits for a rank that failed, and all that have a process."""
+        for rank in [*self._ranks]:
+            rank.abort()
+
+    def _on_all(self, work: Callable[[int], _Result], size: int) -> list[_Result]:
+        """Do `work(rank)` for all ranks at once; where one fails, end those that wait for it."""
+        if size == 1:
+            return [work(0)]
+        with ThreadPoolExecutor(size) as threads:
+            futures = [threads.submit(work, rank) for rank in range(size)]
+            done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
+            failed = next((error for error in (future.exception() for future in done) if error),
+                          None)
+            if failed is not None:
+                self._end()
+                raise failed
+            return [future.result() for future in futures]

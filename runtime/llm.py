@@ -17,11 +17,12 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.beam_search import Beams
 from llmc.runtime.decoding.params import SamplingParams, listed, shown, whole
+from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.loop import Call, Loop, Outbox, Work
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.metrics import together
 from llmc.runtime.prompts import Prompt, read_token_ids
-from llmc.runtime.replica import BLOCK_SIZE, Room, find_devices, load_replica
+from llmc.runtime.replica import Room, find_devices, load_replica
 from llmc.runtime.request import Completion, Piece, Reader, Request, Searching, Token
 from llmc.runtime.scheduler import Scheduler
 from llmc.runtime.session import Session

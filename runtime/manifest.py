@@ -19,7 +19,7 @@ from llmc import plugins
 from llmc.errors import LlmcError
 from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight, read_weight_header
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "model_info.json"
 FACTS = "llmc"  # the key of what an ONNX file says of itself
 
@@ -27,15 +27,14 @@ DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
                                "int64": 8, "int32": 4}
 
-# What engines are given: dtype and shape; -1 is max_seq_len. Plans have 32 bits where others have
-# 64.
-ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[int | str, ...]]] = {
+# What engines are given: dtype and shape. Plans have 32 bits where others have 64.
+ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "input_ids": ("int64", ("num_tokens",)),
     "position_ids": ("int64", ("num_tokens",)),
     "cu_seqlens": ("int32", ("batch_plus_1",)),
     "past_lens": ("int32", ("batch",)),
     "logits_indices": ("int64", ("num_logits",)),
-    "cache_indirection": ("int32", ("batch", -1)),
+    "block_table": ("int32", ("batch", "max_blocks")),
     "memory_starts": ("int32", ("batch",)),
     "encoder_sequence_length": ("int32", ("batch",)),
 }
@@ -56,7 +55,8 @@ def _inside_case_dir(path: str) -> str:
 CasePath = Annotated[str, AfterValidator(_inside_case_dir)]
 Count = Annotated[int, Field(ge=1, le=_MOST)]
 SizeName = Annotated[str, Field(
-    pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens)$")]
+    pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
+            "|max_blocks)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 
 
@@ -118,7 +118,8 @@ class CollectiveStep(_Frozen):
 
 class LayerCache(_Frozen):
     """The KV cache of one attention layer on one chip: `key_cache_<layer>`, `value_cache_<layer>`,
-    each `[batch, num_kv_heads, max_seq_len, head_dim]`.
+    each `[batch, num_kv_heads, max_seq_len, head_dim]`, where the layout is paged `[num_blocks,
+    num_kv_heads, block_size, head_dim]`.
     """
 
     num_kv_heads: Count
@@ -143,8 +144,8 @@ class Chip(_Frozen):
     """What one rank loads and runs.
 
     `steps` are run in order; a graph step reads and writes named tensors. Engine inputs are
-    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where beams
-    share the caches `cache_indirection`, and the caches; an updated cache is named `<cache>_out`,
+    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where
+    caches are paged `block_table`, and the caches; an updated cache is named `<cache>_out`,
     and the last step makes `logits`. With an `encoder`, they are its decoder's, whose inputs also
     are `memory_starts`, `encoder_sequence_length`, and what the encoder made. `num_heads` are the
     query heads of each layer.
@@ -315,6 +316,7 @@ class _TargetKind:
 
 _BUILT = frozenset({"compute_capability", "gpu", "max_batch_size"})
 _FLOATS: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
+PAGED = ("cuda", "tensorrt")  # targets whose KV caches are in blocks
 _TARGETS = {
     "cpu": _TargetKind(),
     "cuda": _TargetKind(_FLOATS, ("float8_e4m3fn",), may_have=frozenset({"compute_capability"})),
@@ -342,18 +344,17 @@ class PassReport(_Frozen):
 class Manifest(_Frozen):
     """The whole of `model_info.json`."""
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     llmc_version: str
     source: Source
     dims: Dims
     encoder: EncoderInfo | None = None
-    max_beam_width: Count = 1
     dtype: DTypeName
     quantization: None = None
     tp_size: Annotated[int, Field(ge=1)]
     pp_size: Literal[1] = 1
     device_groups: tuple[tuple[int, ...], ...]
-    kv_cache_layout: Literal["linear"] = "linear"
+    kv_cache_layout: Literal["linear", "paged"] = "linear"
     target: Target
     ops: dict[str, int]
     tokenizer: TokenizerInfo
@@ -375,6 +376,9 @@ class Manifest(_Frozen):
                              f"{self.tp_size - 1}")
         self._check_files()
         self._check_dtypes()
+        if (self.kv_cache_layout == "paged") != (self.target.kind in PAGED):
+            raise ValueError(f"kv_cache_layout is {self.kv_cache_layout}, which target "
+                             f"{self.target.kind} does not have")
         for chip in self.chips:
             if _collectives(chip) != _collectives(self.chips[0]):
                 raise ValueError(f"chips 0 and {chip.rank} do not have the same collectives")
@@ -437,14 +441,12 @@ class Manifest(_Frozen):
     def _check_inputs(self, chip: Chip) -> None:
         """What a chip is given is what an engine gives it, of its dtype and shape."""
         dims = self.dims
-        beams = {"cache_indirection"} if self.max_beam_width > 1 else set()
+        paged = self.kv_cache_layout == "paged"
+        table = {"block_table"} if paged else set()
         memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
-        if beams - given.keys():
-            raise ValueError(f"max_beam_width is {self.max_beam_width}, but chip {chip.rank} "
-                             f"has no input 'cache_indirection'")
         made = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
-        wanted = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *beams, *memory,
+        wanted = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *memory,
                   *chip.caches, *made}
         odd = (given.keys() ^ wanted) - {"position_ids"}
         if odd:
@@ -453,8 +455,7 @@ class Manifest(_Frozen):
         for name, tensor in given.items():
             if name in chip.caches:
                 cache = chip.caches[name]
-                tensor.require(self.kv_dtype, ("batch", cache.num_kv_heads, dims.max_seq_len,
-                                               cache.head_dim))
+                tensor.require(self.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=paged))
             elif name in made:
                 tensor.require(self.dtype, ("num_memory_tokens", *made[name].shape[1:]))
             else:
@@ -466,7 +467,7 @@ class Manifest(_Frozen):
         dtype, shape = ENGINE_INPUTS[tensor.name]
         if self.target.kind == "tensorrt":  # whose version 8 has no 64 bits
             dtype = "int32"
-        tensor.require(dtype, [self.dims.max_seq_len if dim == -1 else dim for dim in shape])
+        tensor.require(dtype, shape)
 
     def _check_outputs(self, chip: Chip) -> None:
         """What a chip makes is what an engine reads."""
@@ -548,6 +549,13 @@ class Manifest(_Frozen):
                 if token is not None)
 
 
+def cache_shape(cache: LayerCache, max_seq_len: int, *, paged: bool) -> tuple[int | str, ...]:
+    """Of a layer's cache of keys or of values."""
+    if paged:
+        return "num_blocks", cache.num_kv_heads, "block_size", cache.head_dim
+    return "batch", cache.num_kv_heads, max_seq_len, cache.head_dim
+
+
 def covers(num_heads: int, num_kv_heads: int, ranks: Sequence[tuple[int, int]]) -> bool:
     """Whether ranks with so many heads and KV heads have each head once, and the KV head that it
     reads: ranks that divide a group each have a copy.
@@ -588,6 +596,9 @@ def read_manifest(case_dir: str | Path) -> Manifest:
     if not isinstance(data, dict):
         raise LlmcError(f"'{path}' is not a JSON object; compile the model again")
     version = data.get("format_version")
+    if version == 1:
+        raise LlmcError(f"'{path}' has format_version 1, this llmc reads {FORMAT_VERSION}; compile "
+                        f"the model again")
     if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
         raise LlmcError(f"'{path}' has format_version {version}, this llmc reads up to "
                         f"{FORMAT_VERSION}; install a newer llmc or compile the model again")

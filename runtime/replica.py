@@ -14,13 +14,12 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement, pin, place
+from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cpu import CpuEngine, check_ops
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.manifest import Manifest
 from llmc.runtime.step import Engine, Limits, Step
 
-BLOCK_SIZE = 16
-MAX_LOGITS = 512  # rows of logits of a step
 _SHARE = 4  # of a CPU's free memory, one part in so many is for blocks
 _Result = TypeVar("_Result")
 

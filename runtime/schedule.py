@@ -29,6 +29,7 @@ from llmc.runtime.manifest import (
     GraphStep,
     Manifest,
     SizeName,
+    cache_shape,
     explain,
 )
 from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight, read_weight_header
@@ -56,6 +57,7 @@ class ScheduledTensor(_Frozen):
     """A tensor of the schedule.
 
     `shape` has names for a step's sizes: `num_tokens`, `num_logits`, `batch`, `batch_plus_1`,
+    and of what an engine has, `num_blocks` of `block_size` positions, `max_blocks` of a sequence,
     and `num_memory_tokens` for the rows of a `memory`, which an encoder's tokens are scattered to
     and its decoder reads. A value lies `offset` bytes per token (`per_logit`: per wanted logit)
     into the arena.
@@ -84,7 +86,7 @@ class ScheduledTensor(_Frozen):
         dims = len(self.shape)
         fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"]),
                 "weight": dims in (1, 2) and not named,
-                "cache": dims == 4 and named == ["batch"],
+                "cache": dims == 4 and named == ["num_blocks", "block_size"],
                 "memory": dims == 2 and named == ["num_memory_tokens"],
                 "input": self._is_input()}[self.kind]
         if not fits or (named and self.shape[0] != named[0]):
@@ -106,8 +108,7 @@ class ScheduledTensor(_Frozen):
             return False
         dtype, shape = known[self.name]
         return self.dtype == dtype and len(self.shape) == len(shape) and all(
-            isinstance(dim, int) if wanted == -1 else dim == wanted
-            for dim, wanted in zip(self.shape, shape, strict=True))
+            dim == wanted for dim, wanted in zip(self.shape, shape, strict=True))
 
 
 class ScheduledNode(_Frozen):
@@ -435,14 +436,11 @@ def _hold(schedule: Schedule, manifest: Manifest, chip: Chip,
             if name not in chip.caches:
                 raise ValueError(f"there is no cache {name!r}")
             cache = chip.caches[name]
-            wanted = (manifest.kv_dtype,
-                      ("batch", cache.num_kv_heads, dims.max_seq_len, cache.head_dim))
+            wanted = (manifest.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=True))
         elif tensor.kind == "memory":
             if name not in memory:
                 raise ValueError(f"no encoder makes {name!r}")
             wanted = (manifest.dtype, ("num_memory_tokens", memory[name]))
-        elif name == "cache_indirection":
-            wanted = ("int32", ("batch", dims.max_seq_len))
         if (tensor.dtype, tensor.shape) != (wanted[0], tuple(wanted[1])):
             raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}, which should be "
                              f"{wanted[0]} {list(wanted[1])}")
@@ -496,7 +494,7 @@ def _hold_fields(schedule: Schedule, manifest: Manifest, chip: Chip) -> None:
                                  f"{MANIFEST_NAME} says {chip.num_heads[layer]}")
         least = {"table": length if "input_ids" in given and
                  given["input_ids"].name == "position_ids" else vocab_size,
-                 "position_table": length}
+                 "position_table": length, "cos": length, "sin": length}
         if node.fields.get("vocab_sharded"):
             del least["table"]  # ids that others have give zeros
         for name, rows in least.items():

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmc.runtime.attention.metadata import Memory
 from llmc.runtime.blocks import Blocks, Chain, Table
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.step import LAST, Limits, Sampled, SamplingState, Step
+from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, Step
 
 HEAD_START = 256  # steps that a priority is before the next
 _LOOKED_AT = 64  # callers, for one that can enter

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from llmc.runtime.attention.metadata import Memory
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Logprobs, Sampler
 
@@ -32,6 +31,28 @@ class SamplingState:
 
     sampler: Sampler | None
     tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where a decoder finds what its encoder made of each sequence's prompt; sequences may have the
+    same.
+
+    Args:
+        rows: int32 [batch], rows of the memory.
+        encoder_sequence_length: int32 [batch], the prompts' tokens.
+    """
+
+    rows: np.ndarray
+    encoder_sequence_length: np.ndarray
+
+    @staticmethod
+    def of(rows: Sequence[int], lengths: Sequence[int]) -> Memory:
+        return Memory(np.asarray(rows, np.int32), np.asarray(lengths, np.int32))
+
+    def take(self, sequences: Sequence[int] | np.ndarray) -> Memory:
+        """Of these sequences of the batch."""
+        return Memory(self.rows[sequences], self.encoder_sequence_length[sequences])
 
 
 @dataclass(frozen=True)

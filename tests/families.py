@@ -193,12 +193,11 @@ def write_encoder_decoder(raw: RawModel, case: Path, target: Target, options: Op
 
 
 def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
-    """Case directories for beam search, and for two chips, from one export."""
+    """Case directories for one chip and for two, from one export."""
     made = {}
-    for name, tp_size, beams in (("beams", 1, 4), ("tp2", 2, 1)):
+    for name, tp_size in (("tp1", 1), ("tp2", 2)):
         made[name] = root / name
-        write_encoder_decoder(raw, made[name], Target(kind="cpu"), Options(), tp_size,
-                              max_beam_width=beams)
+        write_encoder_decoder(raw, made[name], Target(kind="cpu"), Options(), tp_size)
     return made
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from llmc import plugins
-from llmc.runtime.attention.metadata import Memory, PackedBatch
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.manifest import read_manifest, verify_files
 from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
+from llmc.runtime.step import Limits, Memory, Step
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
            "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
@@ -26,6 +26,15 @@ _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np
                 "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
                 "Sigmoid": lambda x: 1 / (1 + np.exp(-x)), "Neg": np.negative}
 _GUARD, _POISON = 64, 0xA5
+# Blocks are small, so that few tokens take several, and in an order that no mistake would make.
+LIMITS = Limits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,
+                ahead=1)
+_TABLE = [block * 37 % LIMITS.num_blocks for block in range(LIMITS.num_blocks)]
+
+
+def _one(tokens: Sequence[int], past: int, **others: object) -> Step:
+    """A step of one sequence whose logits are all wanted."""
+    return Step.of([tokens], [past], [_TABLE], [0], logits="all", **others)
 
 
 class Arena:
@@ -61,13 +70,15 @@ class Arena:
 
 
 class Interpreter:
-    """A schedule on NumPy, one sequence at a time, each value rounded to the model's dtype.
+    """A schedule on NumPy, each value rounded to the model's dtype.
 
     Values lie in one buffer at the schedule's offsets; one that is outside it, or read when another
-    has been written over it, is an error.
+    has been written over it, is an error. What no sequence was ever given of the caches is no
+    number.
     """
 
-    def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None) -> None:
+    def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None,
+                 limits: Limits = LIMITS) -> None:
         self.rank, self.communicator = rank, communicator
         self.manifest = read_manifest(case)
         verify_files(self.manifest, case, hashes=False)
@@ -76,7 +87,10 @@ class Interpreter:
         self.schedule, self.encoder = program.model, program.encoder
         self.dtype = np.dtype(_DTYPES[self.manifest.dtype])
         self.weights = load_file(case / f"chip{rank}" / "weights.safetensors")
-        self.caches = {t.name: np.zeros((1, *t.shape[1:]), _DTYPES[t.dtype])
+        self.limits = limits
+        sizes = {"num_blocks": limits.num_blocks, "block_size": limits.block_size}
+        self.caches = {t.name: np.full([sizes.get(dim, dim) for dim in t.shape], np.nan,
+                                       _DTYPES[t.dtype])
                        for t in self.schedule.tensors if t.kind == "cache"}
         self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}
@@ -84,15 +98,22 @@ class Interpreter:
     def encode(self, source: Sequence[int], start: int) -> Memory:
         """Run the encoder; what it makes is in rows of the memory from `start` on."""
         assert self.encoder is not None
-        self._run(self.encoder, PackedBatch.prepare([source], [0]),
+        self._run(self.encoder, _one(source, 0),
                   {"memory_rows": np.arange(start, start + len(source))})
         return Memory.of([start], [len(source)])
 
     def run(self, tokens: Sequence[int], past: int, memory: Memory | None = None) -> np.ndarray:
         """Logits [num_tokens, vocab_size] of tokens that follow `past` others."""
-        values = self.trace(PackedBatch.prepare([tokens], [past], all_logits=True, memory=memory))
+        return self.compute(_one(tokens, past, memory=memory))
+
+    def compute(self, step: Step) -> np.ndarray:
+        """Logits [num_logits, vocab_size]; `memory` in the step counts rows of one token."""
+        assert not step.encode, "the encoder is run by itself"
+        for cache in self.caches.values():
+            for source, target in step.copies:
+                cache[target] = cache[source]
         name = self.schedule.tensors[self.schedule.logits].name
-        return values[name][:, :self.manifest.dims.vocab_size]
+        return self.trace(step)[name][:, :self.manifest.dims.vocab_size]
 
     def greedy(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
         """The tokens that follow a prompt."""
@@ -103,19 +124,22 @@ class Interpreter:
             logits = self.run(known[-1:], len(known) - 1)
         return tuple(known[len(tokens):])
 
-    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
+    def trace(self, step: Step) -> dict[str, np.ndarray]:
         """As `CudaEngine.trace`."""
-        return self._run(self.schedule, batch, {} if batch.memory is None else {
-            "memory_starts": batch.memory.rows,
-            "encoder_sequence_length": batch.memory.encoder_sequence_length})
+        return self._run(self.schedule, step, {} if step.memory is None else {
+            "memory_starts": step.memory.rows,
+            "encoder_sequence_length": step.memory.encoder_sequence_length})
 
-    def _run(self, schedule: Schedule, batch: PackedBatch,
+    def _run(self, schedule: Schedule, step: Step,
              inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a program; `inputs` are those that the batch has not by their names."""
-        sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
+        """Run a program; `inputs` are those that the step has not."""
+        inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
+                  "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
+                  "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
+        sizes = {"num_tokens": step.num_tokens, "num_logits": len(step.logits_indices)}
         arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"], self.dtype),
                   True: Arena(schedule.logit_bytes, sizes["num_logits"], self.dtype)}
-        decode = sizes["num_tokens"] == sizes["num_logits"] == batch.batch_size
+        decode = sizes["num_tokens"] == sizes["num_logits"] == step.batch_size
         moved: dict[int, int] = {}  # values that the engine reads where another is
         kept: dict[str, np.ndarray] = {}
 
@@ -125,8 +149,7 @@ class Interpreter:
             known = {"weight": self.weights, "cache": self.caches,
                      "memory": self.memory}.get(tensor.kind)
             if tensor.kind == "input":
-                return inputs[tensor.name] if tensor.name in inputs else \
-                    getattr(batch, tensor.name)
+                return inputs[tensor.name]
             return arenas[tensor.per_logit].read(number, tensor) if known is None \
                 else known[tensor.name]
 
@@ -149,8 +172,6 @@ class Interpreter:
                 op = plugins.registry()[node.op]
                 given = {name: read(number) for name, number
                          in zip(op.input_names, node.inputs, strict=False) if number >= 0}
-                if given.get("cache_indirection", 0) is None:
-                    del given["cache_indirection"]
                 results = op.reference(op.complete(node.fields), given)
             for number, result in zip(node.outputs, results, strict=True):
                 if number >= 0:
@@ -169,17 +190,21 @@ class Interpreter:
 class Interpreters:
     """The ranks of a case, as `Replica`."""
 
-    def __init__(self, case: Path) -> None:
+    def __init__(self, case: Path, limits: Limits = LIMITS) -> None:
         count = read_manifest(case).tp_size
         communicator = Communicator(count)
-        self.ranks = [Interpreter(case, rank, communicator) for rank in range(count)]
+        self.limits = limits
+        self.ranks = [Interpreter(case, rank, communicator, limits) for rank in range(count)]
 
     def _on_all(self, work: Callable[[Interpreter], Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self.ranks)) as threads:
             return list(threads.map(work, self.ranks))
 
-    def trace(self, batch: PackedBatch) -> list[dict[str, np.ndarray]]:
-        return self._on_all(lambda rank: rank.trace(batch))
+    def compute(self, step: Step) -> np.ndarray:
+        return self._on_all(lambda rank: rank.compute(step))[0]
+
+    def trace(self, step: Step) -> list[dict[str, np.ndarray]]:
+        return self._on_all(lambda rank: rank.trace(step))
 
     def greedy(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
         return self._on_all(lambda rank: rank.greedy(tokens, count))[0]

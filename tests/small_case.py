@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from llmc import plugins
 from llmc.runtime.manifest import (
+    FORMAT_VERSION,
     Chip,
     Dims,
     EncoderInfo,
@@ -123,10 +124,10 @@ def encoder(weights: dict[str, np.ndarray]) -> dict:
 
 
 def decoder(weights: dict[str, np.ndarray]) -> dict:
-    """Two layers with rotary embedding and beams, of which the first reads the encoder's memory."""
+    """Two layers with rotary embedding, of which the first reads the encoder's memory."""
     d = Draft(weights)
     cu, past = d.given("cu_seqlens", "batch_plus_1"), d.given("past_lens", "batch")
-    beams = d.given("cache_indirection", "batch", LENGTH)
+    blocks = d.given("block_table", "batch", "max_blocks")
     x = d.node("Embedding", [d.given("input_ids", "num_tokens", dtype="int64"),
                              d.weight("shared", PADDED, HIDDEN),
                              d.given("position_ids", "num_tokens", dtype="int64"),
@@ -136,11 +137,11 @@ def decoder(weights: dict[str, np.ndarray]) -> dict:
         qkv = d.node("GemmBiasAct", [normed, d.weight(f"{layer}.qkv", (HEADS + 2) * DIM, HIDDEN),
                                      d.weight(f"{layer}.qkv.bias", (HEADS + 2) * DIM)],
                      (f"{layer}.qkv", (HEADS + 2) * DIM))
-        caches = [d.given(f"{kind}_cache_{layer}", "batch", 1, LENGTH, DIM, dtype="float32",
-                          kind="cache") for kind in ("key", "value")]
+        caches = [d.given(f"{kind}_cache_{layer}", "num_blocks", 1, "block_size", DIM,
+                          dtype="float32", kind="cache") for kind in ("key", "value")]
         rotary = [d.weight(name, LENGTH, DIM // 2) for name in ("cos", "sin")]
         seen = d.node("CausalAttention",
-                      [qkv, *caches, cu, past, *rotary, d.weight("q_norm", DIM), -1, -1, beams],
+                      [qkv, *caches, cu, past, *rotary, d.weight("q_norm", DIM), -1, blocks],
                       (f"{layer}.seen", HEADS * DIM), in_place=2,
                       fields={**ATTENTION, "rotary_dim": DIM, "window": 4})
         if layer == 0:
@@ -183,14 +184,14 @@ def write_case(directory: Path) -> Path:
                             sha256=hash_file(path)) for path in sorted(chip.iterdir()))
     used = {node["op"] for schedule in schedules.values() for node in schedule["nodes"]}
     write_manifest(Manifest(
-        format_version=1, llmc_version="0", source=Source(
+        format_version=FORMAT_VERSION, kv_cache_layout="paged", llmc_version="0", source=Source(
             kind="onnx", architecture="Small", config_sha256="0" * 64),
         dims=Dims(num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=1,
                   head_dim=DIM, vocab_size=VOCAB, padded_vocab_size=PADDED, max_seq_len=LENGTH),
         encoder=EncoderInfo(num_layers=1, max_seq_len=LENGTH, vocab_size=VOCAB,
                             decoder_start_token_id=1, forced_eos_token_ids=(2,),
                             bad_words=((3, 4),)),
-        max_beam_width=2, dtype="float32", tp_size=1, device_groups=((0,), (1,)),
+        dtype="float32", tp_size=1, device_groups=((0,), (1,)),
         target=Target(kind="cuda", compute_capability="9.0"),
         ops={name: plugins.registry()[name].version for name in sorted(
             used & {*plugins.registry()})},
@@ -214,7 +215,7 @@ def _chip(schedules: Mapping[str, dict], weight_bytes: int) -> Chip:
     inputs, given = listed("schedule.json"), listed("encoder.json")
     outputs = (TensorInfo(name="logits", dtype="float32", shape=("num_logits", PADDED)),
                *(t.model_copy(update={"name": f"{t.name}_out"}) for t in inputs
-                 if "_cache_" in t.name and t.name != "cache_indirection"))
+                 if "_cache_" in t.name))
     memory = tuple(TensorInfo(name=f"memory_{kind}_0", dtype="float32", shape=("num_tokens", DIM))
                    for kind in ("key", "value"))
     return Chip(rank=0, path="chip0", inputs=inputs, outputs=outputs,

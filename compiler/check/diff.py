@@ -69,11 +69,12 @@ from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.devices import place
+from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import Manifest, hash_file, read_manifest, refuse_encoder
-from llmc.runtime.replica import BLOCK_SIZE, MAX_LOGITS, Room
+from llmc.runtime.replica import Room
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.step import Step
 from llmc.runtime.tokenizer import load_tokenizer

@@ -151,8 +151,7 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
     for chip in manifest.chips:
         state = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                  "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
-                 "logits_indices": step.logits_indices,
-                 "cache_indirection": np.zeros((1, manifest.dims.max_seq_len), np.int32)}
+                 "logits_indices": step.logits_indices}
         for layer, cache in enumerate(chip.cache):
             shape = (1, cache.num_kv_heads, manifest.dims.max_seq_len, cache.head_dim)
             for kind in ("key", "value"):

@@ -42,7 +42,6 @@ class Settings:
     Args:
         max_seq_len: positions that a sequence may use; rotary tables have that many rows.
         vocab_multiple: the padded vocabulary is a multiple of this.
-        max_beam_width: beams of a prompt that may share what is in the KV cache.
         mem_max_seq_len: tokens of a prompt that an encoder takes; 0: there is none.
         tp_size: ranks that share the model.
         dtype: of weights and activations.
@@ -52,7 +51,6 @@ class Settings:
 
     max_seq_len: int
     vocab_multiple: int
-    max_beam_width: int = 1
     mem_max_seq_len: int = 0
     tp_size: int = 1
     dtype: str = "float32"

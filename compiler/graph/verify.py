@@ -15,7 +15,7 @@ from llmc.plugins import Op, Shape
 
 # Names that llmc gives dimensions. An exporter's own may stand for any of these.
 _DIMENSIONS = frozenset({"batch", "seq", "mem_seq", "num_tokens", "num_logits", "num_memory_tokens",
-                         "batch_plus_1"})
+                         "batch_plus_1", "num_blocks", "block_size", "max_blocks"})
 
 
 def verify(graph: gs.Graph, after: str) -> None:

@@ -24,7 +24,6 @@ class Options:
         tp_size: chips that share the model.
         max_seq_len: positions a sequence may use; None: as many as the model's, in bounds.
         mem_max_seq_len: tokens of a prompt that the model's encoder takes, likewise.
-        max_beam_width: beams of a prompt, at most.
         vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
     """
 
@@ -38,5 +37,4 @@ class Options:
     tp_size: int = 1
     max_seq_len: int | None = None
     mem_max_seq_len: int | None = None
-    max_beam_width: int = 1
     vocab_multiple: int | None = None

@@ -36,11 +36,11 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.compiler.graph.rewrite import attends, caches
+from llmc.compiler.graph.rewrite import attends
 from llmc.compiler.targets import Options, cuda
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
-from llmc.runtime.engines import MAX_LOGITS, MAX_TOKENS
+from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
 from llmc.runtime.manifest import Chip, FileEntry, Target
@@ -52,7 +52,7 @@ KV_DTYPES = cuda.KV_DTYPES
 _FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
           ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))
 PYTHON = "LLMC_TENSORRT_PYTHON"
-_ALIGNMENT = 256  # TensorRT's, of the address of every input
+_MOST_ELEMENTS = 2**31 - 1  # of a tensor of TensorRT's
 # What plugins are told of a step; see csrc/tensorrt/library.h. It is the plan's own: no runtime
 # binds it.
 _STEP = gs.Variable("llmc_step", np.int32, (16,))
@@ -88,13 +88,12 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     directory.mkdir()
     graphs = [graph] if encoder is None else [graph, encoder]
     for program in graphs:
-        _check(program, options)
+        _check(program)
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
-    length = next(cache.shape[2] for node in graph.nodes for cache, _ in caches(node))
     files, steps = [weights], []
     for program, (onnx_name, script, plan) in zip(graphs, _FILES, strict=False):
         model = with_plugins(typed_onnx(program, places, KIND, options.dtype), options.dtype)
-        (directory / script).write_text(_script([*program.inputs, _STEP], length, options),
+        (directory / script).write_text(_script([*program.inputs, _STEP], options),
                                         encoding="utf-8")
         files.append(write_onnx(model, directory / onnx_name))
         del model.functions[:]  # TensorRT 10's parser would take them, and no plugins
@@ -153,25 +152,20 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
     return model
 
 
-def _check(graph: gs.Graph, options: Options) -> None:
+def _check(graph: gs.Graph) -> None:
     """Refuse what a kernel or TensorRT cannot do."""
     for node in graph.nodes:
         if attends(node) and node.attrs["head_dim"] % 8:
             raise LlmcError(f"head_dim {node.attrs['head_dim']} is not a multiple of 8, which "
                             f"attention kernels need; compile for --target cpu")
-        for cache, _ in caches(node):
-            row = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
-            if row % _ALIGNMENT:
-                raise LlmcError(f"a cache row of {row} bytes is no multiple of {_ALIGNMENT}, at "
-                                f"which TensorRT wants its inputs; make max_seq_len a multiple of "
-                                f"{32 if options.kv_dtype else 16}")
 
 
-def _profiles(inputs: Sequence[gs.Tensor], length: int, options: Options) -> \
-        list[dict[str, list[list[int]]]]:
-    """Least, usual and most of each input's shape, for prompts and for decoding; `length` is that
-    of a cache row.
-    """
+def _profiles(inputs: Sequence[gs.Tensor], options: Options) -> list[dict[str, list[list[int]]]]:
+    """Least, usual and most of each input's shape, for prompts and for decoding."""
+    assert options.max_seq_len is not None
+    length, table = options.max_seq_len, -(-options.max_seq_len // BLOCK_SIZE)
+    positions = max((tensor.shape[1] * tensor.shape[3] * BLOCK_SIZE for tensor in inputs
+                     if "_cache_" in tensor.name), default=1)
     rows, memory = options.max_batch_size, options.mem_max_seq_len or 0
     some = min(8, rows)
     tokens = max(MAX_TOKENS, length, memory)
@@ -182,6 +176,8 @@ def _profiles(inputs: Sequence[gs.Tensor], length: int, options: Options) -> \
     for named in sizes:
         named["batch_plus_1"] = tuple(size + 1 for size in named["batch"])  # type: ignore[assignment]
         named["num_memory_tokens"] = (1, some * memory, rows * memory)
+        named["block_size"], named["max_blocks"] = (BLOCK_SIZE,) * 3, (table,) * 3
+        named["num_blocks"] = (1, rows * table + 1, _MOST_ELEMENTS // positions)
         profiles.append({tensor.name: [[dim if isinstance(dim, int) else named[dim][which]
                                         for dim in tensor.shape] for which in range(3)]
                          for tensor in inputs})
@@ -234,10 +230,10 @@ def load_config(builder, network):
 '''
 
 
-def _script(inputs: Sequence[gs.Tensor], length: int, options: Options) -> str:
+def _script(inputs: Sequence[gs.Tensor], options: Options) -> str:
     profiles = ",\n".join(
         "    {" + ",\n     ".join(f"{name!r}: {shapes}" for name, shapes in profile.items()) + "}"
-        for profile in _profiles(inputs, length, options))
+        for profile in _profiles(inputs, options))
     names = {tensor.name: np.dtype(tensor.dtype).name for tensor in inputs}
     known = {"bfloat16": "float32", "float8_e4m3fn": "int8"}
     dtypes = {name: known.get(dtype, dtype) for name, dtype in names.items()}

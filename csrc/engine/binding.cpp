@@ -1,6 +1,8 @@
 // Python's view: llmc_cuda._cuda.
 #include "binding.h"
 
+#include <cstring>
+
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -28,49 +30,46 @@ HostArray<T> host(const Array<T>& array) {
   return {array.data(), static_cast<int64_t>(array.size())};
 }
 
-StepInputs step_inputs(const Array<int64_t>& input_ids, const Array<int64_t>& position_ids,
-                       const Array<int32_t>& cu_seqlens, const Array<int32_t>& past_lens,
-                       const Array<int64_t>& logits_indices, const Array<int32_t>& indirection, int first_row,
-                       bool decode) {
-  return {host(input_ids),      host(position_ids), host(cu_seqlens), host(past_lens),
-          host(logits_indices), host(indirection),  first_row,        decode};
+// Records that NumPy has as bytes.
+template <typename T>
+HostArray<T> records(const Array<uint8_t>& bytes) {
+  if (bytes.size() % sizeof(T) != 0) throw Error("an array is not of whole records");
+  return {reinterpret_cast<const T*>(bytes.data()), static_cast<int64_t>(bytes.size() / sizeof(T))};
 }
 
-// tokens [batch, beam], and candidates [batch * beam, count] of each array.
-BeamStep beam_step(const Array<int64_t>& tokens, const Array<int32_t>& parents, const Array<int32_t>& past,
-                   const Array<int32_t>& prompts, int64_t count) {
-  if (tokens.ndim() != 2) throw Error("the tokens of beams are not [batch, beam]");
-  return {host(tokens), host(parents), host(past), host(prompts), static_cast<int>(tokens.shape(0)),
-          static_cast<int>(tokens.shape(1)), static_cast<int>(count)};
-}
-
-// How many candidates of each of `rows` there is room for.
-int64_t room_for(const Output<int32_t>& tokens, const Output<float>& log_probs, int64_t rows) {
-  if (tokens.ndim() != 2 || log_probs.ndim() != 2 || tokens.size() != log_probs.size() ||
-      static_cast<int64_t>(tokens.shape(0)) != rows || tokens.shape(1) != log_probs.shape(1) ||
-      tokens.shape(1) > INT32_MAX)
-    throw Error("candidates of " + std::to_string(rows) + " rows are not in two arrays [rows, count]");
-  return static_cast<int64_t>(tokens.shape(1));
-}
+// What `Engine.submit` and `Program.check_step` take, in this order.
+#define LLMC_STEP                                                                                                   \
+  Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens, Array<int32_t> block_tables,       \
+      Array<int32_t> slots, int num_decode, Array<int32_t> sample, Array<int32_t> copies, int candidates, int logits, \
+      Array<int32_t> memory_starts, Array<int32_t> memory_lens, Array<int32_t> admit_slots,                         \
+      Array<uint8_t> admit_states, Array<int32_t> admit_prompts, Array<int32_t> admit_lengths,                      \
+      Array<int32_t> admit_tokens, Array<int32_t> admit_lists
+#define LLMC_STEP_INPUTS                                                                                            \
+  StepInputs{host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots), num_decode,       \
+             host(sample), host(copies), candidates, static_cast<Logits>(logits), host(memory_starts),              \
+             host(memory_lens),                                                                                     \
+             {host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),                    \
+              host(admit_lengths), host(admit_tokens), host(admit_lists)}}
 
 void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const std::string& dtype, int max_batch, int max_tokens, int max_logits,
-              int max_seq_len, int mem_max_seq_len, int64_t token_bytes, int64_t logit_bytes) {
-             new (self) Program(dtype_of(dtype), {max_batch, max_tokens, max_logits, max_seq_len, mem_max_seq_len},
+              int max_seq_len, int block_size, int mem_max_seq_len, int64_t token_bytes, int64_t logit_bytes) {
+             new (self) Program(dtype_of(dtype),
+                                {max_batch, max_tokens, max_logits, max_seq_len, block_size, mem_max_seq_len},
                                 token_bytes, logit_bytes);
            },
            nb::kw_only(), nb::arg("dtype"), nb::arg("max_batch"), nb::arg("max_tokens"), nb::arg("max_logits"),
-           nb::arg("max_seq_len"), nb::arg("mem_max_seq_len") = 0, nb::arg("token_bytes"), nb::arg("logit_bytes"))
+           nb::arg("max_seq_len"), nb::arg("block_size"), nb::arg("mem_max_seq_len") = 0, nb::arg("token_bytes"), nb::arg("logit_bytes"))
       .def("add_input", [](Program& self, const std::string& name, const std::string& dtype) {
         return self.add_input(name, dtype_of(dtype));
       })
       .def("add_weight", [](Program& self, const std::string& dtype, const Shape& shape) {
         return self.add_weight(dtype_of(dtype), shape);
       })
-      .def("add_cache", [](Program& self, const std::string& dtype, const Shape& row_shape) {
-        return self.add_cache(dtype_of(dtype), row_shape);
+      .def("add_cache", [](Program& self, const std::string& dtype, int64_t num_kv_heads, int64_t head_dim) {
+        return self.add_cache(dtype_of(dtype), num_kv_heads, head_dim);
       })
       .def("add_memory", &Program::add_memory)
       .def("add_value", [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,
@@ -81,27 +80,54 @@ void bind_program(nb::module_& m) {
                            &Program::add_node),
            nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("of_encoder") = false)
       .def("set_logits", &Program::set_logits)
-      // Whether an engine with these limits would take a step, as `Engine.run`, `encode`, `set_memory` and `follow`
-      // check it; raises where it would not.
-      .def("check_run",
-           [](const Program& self, Array<int64_t> input_ids, Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
-              Array<int32_t> past_lens, Array<int64_t> logits_indices, Array<int32_t> indirection, int first_row,
-              bool decode) {
-             check_step(step_inputs(input_ids, position_ids, cu_seqlens, past_lens, logits_indices, indirection,
-                                    first_row, decode), self.limits());
+      .def_prop_ro("block_bytes", &Program::block_bytes)
+      // Whether an engine with these limits and so many blocks, no slot of which anyone has entered, would take a step,
+      // as `Engine.submit` and `encode` check it; raises where it would not.
+      .def("check_step",
+           [](const Program& self, int num_blocks, LLMC_STEP) {
+             Limits limits = self.limits();
+             limits.num_blocks = num_blocks;
+             check_step(LLMC_STEP_INPUTS, limits, self.vocab_size(), std::vector<SlotRecord>(limits.max_batch));
            })
       .def("check_encode",
            [](const Program& self, Array<int64_t> input_ids, Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
               Array<int64_t> memory_rows) {
              check_step(EncoderInputs{host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)},
                         self.limits());
-           })
-      .def("check_memory", [](const Program& self, Array<int32_t> starts, Array<int32_t> lens) {
-        check_memory(host(starts), host(lens), self.limits());
-      })
-      .def("check_follow",
-           [](const Program& self, Array<int64_t> tokens, Array<int32_t> parents, Array<int32_t> past,
-              Array<int32_t> prompts) { check_step(beam_step(tokens, parents, past, prompts, 1), self.limits()); });
+           });
+}
+
+// What a step led to, copied: tokens, records of log-probabilities or none, candidates' tokens and log-probabilities,
+// and logits as float32 [num_logits, vocab_size].
+nb::tuple to_python(const Engine::Results& results, int vocab_size) {
+  auto copy = [](const auto* data, std::initializer_list<size_t> shape) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    size_t count = 1;
+    for (size_t dim : shape) count *= dim;
+    T* made = new T[std::max<size_t>(count, 1)];
+    if (count > 0) std::memcpy(made, data, count * sizeof(T));
+    nb::capsule owner(made, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return nb::ndarray<nb::numpy, T>(made, shape, owner);
+  };
+  const auto rows = static_cast<size_t>(results.num_sampled), count = static_cast<size_t>(results.candidates);
+  nb::object reported = nb::none(), tokens = nb::none(), log_probs = nb::none(), logits = nb::none();
+  if (results.logprobs != nullptr)
+    reported = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.logprobs), {rows * sizeof(kernels::Logprobs)}));
+  if (count > 0) {
+    tokens = nb::cast(copy(results.candidate_tokens, {rows, count}));
+    log_probs = nb::cast(copy(results.candidate_log_probs, {rows, count}));
+  }
+  if (results.logits != nullptr) {
+    const auto all = static_cast<size_t>(results.num_logits), vocab = static_cast<size_t>(vocab_size);
+    float* made = new float[all * vocab];
+    nb::capsule owner(made, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    const char* from = static_cast<const char*>(results.logits);
+    for (size_t row = 0; row < all; ++row)
+      to_float(made + row * vocab, from + row * results.logits_width * width(results.dtype), vocab_size,
+               results.dtype);
+    logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
+  }
+  return nb::make_tuple(copy(results.tokens, {rows}), reported, tokens, log_probs, logits);
 }
 
 void bind_engine(nb::module_& m) {
@@ -116,13 +142,37 @@ void bind_engine(nb::module_& m) {
              self.load_weight(tensor, data.data(), static_cast<int64_t>(data.nbytes()));
            })
       .def("bytes_of", &Engine::bytes_of)
-      .def("run",
-           [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids,
-              Array<int32_t> cu_seqlens, Array<int32_t> past_lens, Array<int64_t> logits_indices,
-              Array<int32_t> indirection, int first_row, bool decode) {
+      .def_prop_ro("block_bytes", [](const Engine& self) { return self.program().block_bytes(); })
+      .def("measure", &Engine::measure)
+      .def("allocate", &Engine::allocate, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("graph_sizes", &Engine::graph_sizes)
+      .def("warm", &Engine::warm, nb::call_guard<nb::gil_scoped_release>())
+      // Pairs of shape and algorithm.
+      .def("algorithms",
+           [](const Engine& self) {
+             std::vector<std::pair<std::vector<int64_t>, std::vector<uint64_t>>> all;
+             for (const auto& [shape, data] : self.algorithms()) all.emplace_back(shape, data);
+             return all;
+           })
+      .def("know",
+           [](Engine& self, const std::vector<std::pair<std::vector<int64_t>, std::vector<uint64_t>>>& all) {
+             self.know({all.begin(), all.end()});
+           })
+      .def("submit",
+           [](Engine& self, LLMC_STEP) {
+             const StepInputs inputs = LLMC_STEP_INPUTS;
              nb::gil_scoped_release release;
-             self.run(step_inputs(input_ids, position_ids, cu_seqlens, past_lens, logits_indices, indirection,
-                                  first_row, decode));
+             return self.submit(inputs);
+           })
+      .def("collect",
+           [](Engine& self, int64_t ticket) {
+             {
+               nb::gil_scoped_release release;
+               self.wait(ticket);
+             }
+             nb::tuple made = to_python(self.wait(ticket), self.program().vocab_size());
+             self.release(ticket);
+             return made;
            })
       .def("encode",
            [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
@@ -130,75 +180,10 @@ void bind_engine(nb::module_& m) {
              nb::gil_scoped_release release;
              self.encode({host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)});
            })
-      .def("set_memory",
-           [](Engine& self, Array<int32_t> starts, Array<int32_t> lens) {
-             nb::gil_scoped_release release;
-             self.set_memory(host(starts), host(lens));
-           })
-      .def("read_logits",
-           [](Engine& self, Output<float> out) {
-             nb::gil_scoped_release release;
-             self.read_logits(out.data(), static_cast<int64_t>(out.size()));
-           })
       .def("watch", &Engine::watch)
       .def("read_watched",
            [](const Engine& self, int tensor, Output<float> out) {
              self.read_watched(tensor, out.data(), static_cast<int64_t>(out.size()));
-           })
-      .def("begin_decode",
-           [](Engine& self, Array<int64_t> tokens, Array<int32_t> past_lens, Array<float> temperature,
-              Array<int32_t> top_k, Array<float> top_p, Array<float> min_p, Array<float> typical_p,
-              Array<uint64_t> seed, Array<int64_t> drawn, const std::vector<int64_t>& end_ids,
-              std::optional<Array<uint8_t>> processing, std::optional<Array<int32_t>> lists,
-              std::optional<Array<int32_t>> logprobs, int first_row) {
-             Requests requests;
-             if (processing.has_value() != lists.has_value()) throw Error("processing and its lists come together");
-             if (processing) {
-               constexpr int64_t kBytes = sizeof(kernels::Processing);
-               check_size("processing", static_cast<int64_t>(processing->size()), past_lens.size() * kBytes);
-               requests.processing = {reinterpret_cast<const kernels::Processing*>(processing->data()),
-                                 static_cast<int64_t>(past_lens.size())};
-               requests.lists = host(*lists);
-             }
-             if (logprobs) requests.logprobs = host(*logprobs);
-             nb::gil_scoped_release release;
-             self.begin_decode(host(tokens), host(past_lens),
-                               {host(temperature), host(top_k), host(top_p), host(min_p), host(typical_p),
-                                host(seed), host(drawn)}, requests, end_ids, first_row);
-           },
-           nb::arg("tokens"), nb::arg("past_lens"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"),
-           nb::arg("min_p"), nb::arg("typical_p"), nb::arg("seed"), nb::arg("drawn"), nb::arg("end_ids"),
-           nb::arg("processing") = nb::none(), nb::arg("lists") = nb::none(), nb::arg("logprobs") = nb::none(),
-           nb::arg("first_row") = 0)
-      .def("decode", &Engine::decode, nb::call_guard<nb::gil_scoped_release>())
-      .def("tokens", &Engine::tokens, nb::call_guard<nb::gil_scoped_release>())
-      .def("read_logprobs",
-           [](Engine& self, int steps, Output<uint8_t> out) {
-             constexpr size_t kBytes = sizeof(kernels::Logprobs);
-             if (out.size() % kBytes != 0) throw Error("an array is not of whole records of log-probabilities");
-             nb::gil_scoped_release release;
-             self.read_logprobs(steps, reinterpret_cast<kernels::Logprobs*>(out.data()),
-                                static_cast<int64_t>(out.size() / kBytes));
-           })
-      .def("set_history",
-           [](Engine& self, int first_row, Array<int32_t> tokens, const std::vector<int32_t>& lengths) {
-             nb::gil_scoped_release release;
-             self.set_history(first_row, host(tokens), lengths);
-           })
-      .def("candidates",
-           [](Engine& self, Output<int32_t> tokens, Output<float> log_probs) {
-             const int64_t rows = tokens.ndim() == 2 ? static_cast<int64_t>(tokens.shape(0)) : 0;
-             const int64_t count = room_for(tokens, log_probs, rows);
-             nb::gil_scoped_release release;
-             self.candidates(static_cast<int>(rows), static_cast<int>(count), tokens.data(), log_probs.data());
-           })
-      .def("follow",
-           [](Engine& self, Array<int64_t> tokens, Array<int32_t> parents, Array<int32_t> past,
-              Array<int32_t> prompts, Output<int32_t> next_tokens, Output<float> log_probs) {
-             const BeamStep step = beam_step(tokens, parents, past, prompts,
-                                             room_for(next_tokens, log_probs, static_cast<int64_t>(tokens.size())));
-             nb::gil_scoped_release release;
-             self.follow(step, next_tokens.data(), log_probs.data());
            })
       .def("join",
            [](Engine& self, nb::bytes id, int rank, int size) {
@@ -212,7 +197,7 @@ void bind_engine(nb::module_& m) {
                     const std::string id = Engine::unique_id();
                     return nb::bytes(id.data(), id.size());
                   })
-      .def("copy_row", &Engine::copy_row)
+      .def("check", &Engine::check_device)
       .def("synchronize", &Engine::synchronize, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("bytes_allocated", &Engine::bytes_allocated);
 }
@@ -240,6 +225,12 @@ NB_MODULE(_cuda, m) {
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking a device");
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
     return std::make_pair(major, minor);
+  });
+  // What choices that were timed depend on beside the model: the device's name and cuBLASLt's version.
+  m.def("timed_on", [](int device) {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device), "asking a device");
+    return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version());
   });
   m.attr("version") = LLMC_VERSION;  // of the distribution llmc-cuda
   m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80 90"

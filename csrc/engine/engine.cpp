@@ -7,6 +7,8 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kPinned = 64 << 20;
+// Positions behind a sequence's last that cuDNN may look at.
+constexpr int kBehind = 256;
 
 // So that members made after it are of this device.
 Program on(int device, Program program) {
@@ -15,16 +17,33 @@ Program on(int device, Program program) {
   return program;
 }
 
+// 1, 2, 4 and multiples of 8: few enough to be captured while the model loads, near enough that little is padding.
+std::vector<int> sizes_up_to(int most) {
+  std::vector<int> sizes;
+  for (int size = 1; size < most; size = size < 8 ? 2 * size : size + 8) sizes.push_back(size);
+  sizes.push_back(most);
+  return sizes;
+}
+
+template <typename T>
+const T* at(const char* received, int64_t offset) {
+  return reinterpret_cast<const T*>(received + offset);
+}
+
 }  // namespace
 
 Engine::Engine(Program program, int device)
-    : program_(on(device, std::move(program))), device_(device), pinned_(kPinned), memory_(stream_.handle) {
+    : program_(on(device, std::move(program))), device_(device), pinned_(kPinned), memory_(stream_.handle),
+      graph_sizes_(sizes_up_to(program_.limits().decoding())) {
   place_tensors();
   reserve_scratch();
   gemm_ = std::make_unique<Gemm>();
   sdpa_ = std::make_unique<Sdpa>();
   sampler_ = std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
-  beams_ = std::make_unique<Beams>(program_.limits(), program_.vocab_size(), stream_.handle);
+  gemm_->time_algorithms(false);
+  sdpa_->make_plans(false);
+  selects_ = std::any_of(program_.nodes().begin(), program_.nodes().end(),
+                         [](const Node& node) { return node.op == "Gather"; });
   synchronize();
 }
 
@@ -32,7 +51,6 @@ Engine::~Engine() {
   cudaSetDevice(device_);
   cudaStreamSynchronize(stream_.handle);
   graphs_.clear();
-  beams_.reset();
   if (communicator_ != nullptr) ncclCommDestroy(communicator_);
 }
 
@@ -42,11 +60,12 @@ void Engine::place_tensors() {
   char* logit_arena = memory_.allocate<char>(program_.logit_bytes() * limits.max_logits, "logits");
   static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
                                                     {Kind::kWeight, "weights"},
-                                                    {Kind::kCache, "the KV cache"},
                                                     {Kind::kMemory, "the encoder's memory"}};
   for (size_t i = 0; i < program_.tensors().size(); ++i) {
     const Declared& tensor = program_.tensors()[i];
-    if (tensor.kind == Kind::kValue)
+    if (tensor.kind == Kind::kCache)
+      places_.push_back(nullptr);  // by allocate()
+    else if (tensor.kind == Kind::kValue)
       places_.push_back(tensor.per_logit ? logit_arena + tensor.offset * limits.max_logits
                                          : token_arena + tensor.offset * limits.max_tokens);
     else
@@ -62,7 +81,7 @@ void Engine::place_tensors() {
   input(inputs_.logits_indices, "logits_indices");
   input(inputs_.cu_seqlens, "cu_seqlens");
   input(inputs_.past_lens, "past_lens");
-  input(inputs_.indirection, kIndirection);
+  input(inputs_.block_table, kBlockTable);
   input(inputs_.memory_starts, kMemoryStarts);
   input(inputs_.memory_lens, kMemoryLens);
   input(inputs_.memory_rows, kMemoryRows);
@@ -90,8 +109,6 @@ Tensor Engine::resolve(int tensor, const Step& step) const {
   if (tensor < 0) return {};
   Tensor made = program_.resolve(tensor, step);
   made.data = places_[tensor];
-  if (program_.tensors()[tensor].kind == Kind::kCache)
-    made.data = places_[tensor] + made.size() / step.batch * width(made.dtype) * step.first_row;
   return made;
 }
 
@@ -118,13 +135,17 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.counters = counters_;
   context.communicator = communicator_;
   context.decode = step.decode;
+  context.num_decode = step.num_decode;
   context.longest = step.longest;
   context.reach = step.reach;
-  context.indirect = step.indirect;
   context.watcher = watcher_;
   context.user = user_;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
+  auto of_logits = [&](const Node& node) {
+    return !node.outputs.empty() && node.outputs[0] >= 0 && program_.tensors()[node.outputs[0]].per_logit;
+  };
   for (const Node& node : nodes) {
+    if (step.num_logits == 0 && of_logits(node)) continue;  // a step of unfinished prompts
     std::vector<Tensor> inputs, outputs;
     for (int tensor : node.inputs) {
       inputs.push_back(resolve(tensor, step));
@@ -142,52 +163,335 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
       if (found != watched_.end()) found->second = download(outputs[i], stream_.handle);
     }
   }
-  last_ = step;
 }
 
-void Engine::run(const StepInputs& inputs) {
-  const Step step = check_step(inputs, program_.limits());
-  if (step.indirect && inputs_.indirection == nullptr)
-    throw Error("the model was not compiled for beam search; compile it with --max_beam_width");
+int64_t Engine::measure(double utilization) const {
   use_device();
-  decodes_ = false;
-  send(inputs_.input_ids, inputs.input_ids);
-  send(inputs_.position_ids, inputs.position_ids);
-  send(inputs_.cu_seqlens, inputs.cu_seqlens);
-  send(inputs_.past_lens, inputs.past_lens);
-  send(inputs_.logits_indices, inputs.logits_indices);
-  if (step.indirect) send(inputs_.indirection, inputs.indirection);
-  enqueue(program_.nodes(), step);
+  size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "asking for free memory");
+  const double room = static_cast<double>(free) - (1 - utilization) * static_cast<double>(total);
+  return std::max<int64_t>(static_cast<int64_t>(room / static_cast<double>(program_.block_bytes())) - 1, 0);
+}
+
+void Engine::allocate(int num_blocks) {
+  if (program_.limits().num_blocks > 0) throw Error("the KV cache is there already");
+  if (num_blocks < 1) throw Error("a KV cache of " + std::to_string(num_blocks) + " blocks has none");
+  use_device();
+  program_.set_num_blocks(num_blocks);
+  std::vector<kernels::CacheBlocks> caches;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Declared& tensor = program_.tensors()[i];
+    if (tensor.kind != Kind::kCache) continue;
+    const int64_t bytes = bytes_of(static_cast<int>(i));
+    places_[i] = memory_.allocate<char>(bytes, "the KV cache");
+    caches.push_back({places_[i], bytes / (num_blocks + 1)});
+  }
+  num_caches_ = static_cast<int>(caches.size());
+  caches_ = memory_.allocate<kernels::CacheBlocks>(num_caches_, "the KV cache");
+  upload(caches_, caches.data(), num_caches_ * static_cast<int64_t>(sizeof(kernels::CacheBlocks)), stream_.handle);
+  // Where a sequence has no block, it has the one that is nobody's.
+  if (inputs_.block_table != nullptr) {
+    table_.assign(program_.capacity(program_.input(kBlockTable)), num_blocks);
+    upload(inputs_.block_table, table_.data(), 4 * static_cast<int64_t>(table_.size()), stream_.handle);
+  }
+  synchronize();
 }
 
 void Engine::encode(const EncoderInputs& inputs) {
   if (program_.encoder_nodes().empty()) throw Error("the model has no encoder");
   const Step step = check_step(inputs, program_.limits());
   use_device();
-  decodes_ = false;
-  send(inputs_.input_ids, inputs.input_ids);
-  send(inputs_.position_ids, inputs.position_ids);
-  send(inputs_.cu_seqlens, inputs.cu_seqlens);
-  send(inputs_.memory_rows, inputs.memory_rows);
+  Ticket& ticket = next_ticket();
+  Packed& sent = *ticket.encoded.emplace_back(std::make_unique<Packed>());
+  const int64_t ids = sent.add(inputs.input_ids.data, inputs.input_ids.size);
+  const int64_t positions = sent.add(inputs.position_ids.data, inputs.position_ids.size);
+  const int64_t starts = sent.add(inputs.cu_seqlens.data, inputs.cu_seqlens.size);
+  const int64_t rows = sent.add(inputs.memory_rows.data, inputs.memory_rows.size);
+  const auto* memory = static_cast<const char*>(sent.data());
+  upload(inputs_.input_ids, memory + ids, inputs.input_ids.bytes(), stream_.handle);
+  upload(inputs_.position_ids, memory + positions, inputs.position_ids.bytes(), stream_.handle);
+  upload(inputs_.cu_seqlens, memory + starts, inputs.cu_seqlens.bytes(), stream_.handle);
+  upload(inputs_.memory_rows, memory + rows, inputs.memory_rows.bytes(), stream_.handle);
   enqueue(program_.encoder_nodes(), step);
 }
 
-void Engine::set_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens) {
-  if (inputs_.memory_starts == nullptr || inputs_.memory_lens == nullptr) throw Error("the model has no encoder");
-  check_memory(starts, lens, program_.limits());
-  use_device();
-  send(inputs_.memory_starts, starts);
-  send(inputs_.memory_lens, lens);
+Engine::Ticket& Engine::next_ticket() {
+  Ticket& ticket = tickets_[submitted_ % kAhead];
+  if (ticket.number.load() >= 0)
+    throw Error("step " + std::to_string(submitted_) + " is to be submitted while step " +
+                std::to_string(ticket.number.load()) + " is not collected");
+  return ticket;
 }
 
-void Engine::read_logits(float* out, int64_t count) {
-  const Tensor tensor = logits();
-  const int vocab_size = program_.vocab_size();
-  check_size("the array for logits", count, tensor.shape[0] * vocab_size);
-  const int64_t stride = tensor.shape[1] * width(tensor.dtype);
-  const std::vector<char> host = download(tensor, stream_.handle);
-  for (int64_t row = 0; row < tensor.shape[0]; ++row)
-    to_float(out + row * vocab_size, host.data() + row * stride, vocab_size, tensor.dtype);
+// The host's arrays, and what changes in the block table of `rows` sequences, of which those behind the batch are
+// padding.
+Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const std::vector<int32_t>& logits_indices,
+                          int rows) {
+  const Limits& limits = program_.limits();
+  const std::vector<int32_t> ids(inputs.token_ids.begin(), inputs.token_ids.end());
+  Sent sent{};
+  sent.num_tokens = static_cast<int>(ids.size());
+  sent.batch = inputs.batch();
+  sent.num_logits = static_cast<int>(logits_indices.size());
+  sent.rows = rows;
+  sent.ids = into.add(ids);
+  sent.seqlens = into.add(inputs.cu_seqlens.data, inputs.cu_seqlens.size);
+  sent.past = into.add(inputs.past_lens.data, inputs.past_lens.size);
+  sent.slots = into.add(inputs.slots.data, inputs.slots.size);
+  sent.logits = into.add(logits_indices);
+  sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
+  sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
+  if (inputs_.block_table == nullptr) return sent;
+  const int most = limits.max_blocks(), behind = (kBehind + limits.block_size - 1) / limits.block_size;
+  std::vector<kernels::TableRun> runs;
+  std::vector<int32_t> blocks;
+  for (int row = 0; row < rows; ++row) {
+    int needed = 0;
+    if (row < sent.batch)
+      needed = (inputs.past_lens[row] + inputs.fresh(row) + limits.block_size - 1) / limits.block_size;
+    const int32_t* wanted = inputs.block_tables.data + static_cast<int64_t>(row) * inputs.width();
+    int32_t* held = table_.data() + static_cast<int64_t>(row) * most;
+    auto block = [&](int i) { return i < needed ? wanted[i] : limits.num_blocks; };
+    int first = static_cast<int>(std::mismatch(held, held + needed, wanted).first - held);
+    int last = std::min(most, needed + behind);
+    while (first < last && held[first] == block(first)) ++first;
+    while (last > first && held[last - 1] == block(last - 1)) --last;
+    if (first == last) continue;
+    runs.push_back({row, first, last - first, static_cast<int32_t>(blocks.size())});
+    for (int i = first; i < last; ++i) blocks.push_back(held[i] = block(i));
+  }
+  sent.num_runs = static_cast<int>(runs.size());
+  sent.runs = into.add(runs);
+  sent.blocks = into.add(blocks);
+  return sent;
+}
+
+// To the device in one piece; where it is there.
+const char* Engine::send(const Packed& sent) {
+  if (sent.bytes() > received_room_) {
+    synchronize();
+    received_room_ = 2 * sent.bytes();
+    received_ = std::make_unique<DeviceBuffer>(received_room_, "inputs");
+  }
+  upload(received_->data, sent.data(), sent.bytes(), stream_.handle);
+  return static_cast<const char*>(received_->data);
+}
+
+void Engine::prepare(const char* received, const Sent& sent) {
+  kernels::PrepareParams p{};
+  p.input_ids = inputs_.input_ids;
+  p.position_ids = inputs_.position_ids;
+  p.cu_seqlens = inputs_.cu_seqlens;
+  p.past_lens = inputs_.past_lens;
+  p.logits_indices = inputs_.logits_indices;
+  p.memory_starts = inputs_.memory_starts;
+  p.memory_lens = inputs_.memory_lens;
+  p.block_table = inputs_.block_table;
+  p.given_ids = at<int32_t>(received, sent.ids);
+  p.given_seqlens = at<int32_t>(received, sent.seqlens);
+  p.given_past = at<int32_t>(received, sent.past);
+  p.given_slots = at<int32_t>(received, sent.slots);
+  p.given_logits = at<int32_t>(received, sent.logits);
+  p.given_starts = at<int32_t>(received, sent.starts);
+  p.given_lens = at<int32_t>(received, sent.lens);
+  p.runs = at<kernels::TableRun>(received, sent.runs);
+  p.blocks = at<int32_t>(received, sent.blocks);
+  p.last = sampler_->last();
+  p.num_tokens = sent.num_tokens;
+  p.batch = sent.batch;
+  p.num_logits = sent.num_logits;
+  p.rows = sent.rows;
+  p.num_runs = sent.num_runs;
+  p.max_blocks = program_.limits().max_blocks();
+  check(kernels::prepare(p, stream_.handle), "preparing a step");
+}
+
+// A decode step as a graph, any other node by node.
+void Engine::run_model(const Step& step) {
+  auto work = [&] { enqueue(program_.nodes(), step); };
+  if (step.decode) graphs_[step.batch].run(stream_.handle, work);
+  else work();
+}
+
+int64_t Engine::submit(const StepInputs& inputs) {
+  const Limits& limits = program_.limits();
+  if (broken_) throw Error("a step before this one failed");
+  if (limits.num_blocks == 0) throw Error("there is no KV cache yet");
+  Step step = check_step(inputs, limits, program_.vocab_size(), sampler_->slots());
+  use_device();
+  Ticket& ticket = next_ticket();
+  // A step of nothing but single tokens is padded to one that is captured, and gives the logits of all.
+  const bool captured = step.num_decode == step.batch && step.batch <= limits.decoding() && !watches();
+  const bool all = captured || inputs.logits == Logits::kAll;
+  std::vector<int32_t> logits_indices, slots;
+  std::vector<int64_t> rows;  // of the logits, those that tokens are chosen from
+  for (int32_t sequence : inputs.sample) {
+    const int32_t token = inputs.cu_seqlens[sequence + 1] - 1;
+    rows.push_back(all ? token : static_cast<int64_t>(rows.size()));
+    slots.push_back(inputs.slots[sequence]);
+    if (!all) logits_indices.push_back(token);
+  }
+  if (inputs.logits == Logits::kAll && !captured)
+    for (int token = 0; token < step.num_tokens; ++token) logits_indices.push_back(token);
+  if (!captured && !selects_ && logits_indices.empty()) logits_indices.push_back(0);
+  if (captured)
+    step = Step::of_decoding(*std::lower_bound(graph_sizes_.begin(), graph_sizes_.end(), step.batch));
+  else
+    step.num_logits = static_cast<int>(logits_indices.size());
+  try {
+    std::vector<kernels::SlotState> states;
+    sampler_->make_room(inputs.admit, states);
+    Packed& packed = ticket.sent;
+    packed.clear();
+    const Sent sent = pack(packed, inputs, logits_indices, step.batch);
+    const int64_t sampled = packed.add(slots), picked = packed.add(rows);
+    const int64_t copies = packed.add(inputs.copies.data, inputs.copies.size);
+    const Admissions& admit = inputs.admit;
+    std::vector<int32_t> starts{0};
+    for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
+    const int64_t offsets[] = {packed.add(states), packed.add(admit.slots.data, admit.slots.size),
+                               packed.add(admit.prompts.data, admit.prompts.size), packed.add(starts),
+                               packed.add(admit.tokens.data, admit.tokens.size),
+                               packed.add(admit.lists.data, admit.lists.size)};
+    const char* received = send(packed);
+    if (inputs.copies.size > 0)
+      check(kernels::copy_blocks(caches_, num_caches_, at<int32_t>(received, copies),
+                                 static_cast<int>(inputs.copies.size / 2), stream_.handle), "copying blocks");
+    sampler_->admit(admit, {at<kernels::SlotState>(received, offsets[0]), at<int32_t>(received, offsets[1]),
+                            at<int32_t>(received, offsets[2]), at<int32_t>(received, offsets[3]),
+                            at<int32_t>(received, offsets[4]), at<int32_t>(received, offsets[5])}, states);
+    prepare(received, sent);
+    run_model(step);
+    ticket.results = {};
+    Tensor logits = resolve(program_.logits(), step);
+    if (captured) logits.shape[0] = inputs.batch();
+    choose(ticket, inputs, logits, rows, at<int32_t>(received, sampled), at<int64_t>(received, picked));
+    check(cudaEventRecord(ticket.done, stream_.handle), "an event");
+  } catch (...) {
+    broken_ = true;
+    throw;
+  }
+  ticket.number.store(submitted_);
+  return submitted_++;
+}
+
+// Let slots choose from these rows of the logits, and enqueue that the host gets what it asks for.
+void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
+                    const int32_t* slots, const int64_t* device_rows) {
+  const cudaStream_t stream = stream_.handle;
+  Results& results = ticket.results;
+  auto read = [&](PinnedRoom& room, const void* data, int64_t bytes) {
+    void* target = room.at_least(bytes);
+    check(cudaMemcpyAsync(target, data, bytes, cudaMemcpyDeviceToHost, stream), "reading what was chosen");
+    return target;
+  };
+  Tensor chosen = logits;
+  results.num_sampled = static_cast<int>(rows.size());
+  chosen.shape[0] = results.num_sampled;
+  bool in_line = true;
+  for (size_t i = 0; i < rows.size(); ++i) in_line = in_line && rows[i] == static_cast<int64_t>(i);
+  if (!in_line) {
+    const int64_t bytes = logits.shape[1] * width(logits.dtype) * program_.limits().max_batch;
+    if (gathered_ == nullptr) gathered_ = std::make_unique<DeviceBuffer>(bytes, "logits");
+    chosen.data = gathered_->data;
+    check(kernels::gather_rows(logits.dtype, chosen.data, logits.data, device_rows, results.num_sampled,
+                               logits.shape[0], static_cast<int>(logits.shape[1]), stream), "choosing logits");
+  }
+  if (!rows.empty()) {
+    std::vector<int32_t> known;
+    for (int32_t sequence : inputs.sample) known.push_back(inputs.slots[sequence]);
+    sampler_->choose(chosen, slots, known);
+    results.tokens = static_cast<const int64_t*>(read(ticket.tokens, sampler_->chosen(), 8 * chosen.shape[0]));
+    if (sampler_->logprobs() != nullptr)
+      results.logprobs = static_cast<const kernels::Logprobs*>(read(
+          ticket.logprobs, sampler_->logprobs(), chosen.shape[0] * static_cast<int64_t>(sizeof(kernels::Logprobs))));
+    if (inputs.candidates > 0) find_candidates(ticket, chosen, inputs.candidates);
+  }
+  results.dtype = logits.dtype;
+  results.logits_width = logits.shape[1];
+  const Tensor& wanted = inputs.logits == Logits::kAll ? logits : chosen;
+  if (inputs.logits == Logits::kNone || wanted.shape[0] == 0) return;
+  results.num_logits = static_cast<int>(wanted.shape[0]);
+  results.logits = read(ticket.logits, wanted.data, wanted.size() * width(wanted.dtype));
+}
+
+// All tokens, then all log-probabilities.
+void Engine::find_candidates(Ticket& ticket, const Tensor& rows, int count) {
+  auto grow = [&](std::unique_ptr<DeviceBuffer>& buffer, int64_t& room, int64_t bytes) {
+    if (bytes <= room) return;
+    synchronize();
+    buffer = std::make_unique<DeviceBuffer>(bytes, "candidates");
+    room = bytes;
+  };
+  const int64_t found = rows.shape[0] * count;
+  const int vocab = program_.vocab_size(), num = static_cast<int>(rows.shape[0]);
+  grow(candidates_, candidates_room_, 8 * found);
+  grow(candidates_scratch_, candidates_scratch_room_, kernels::candidates_scratch(num, vocab, count));
+  auto* tokens = static_cast<int32_t*>(candidates_->data);
+  const kernels::CandidatesParams p{tokens, reinterpret_cast<float*>(tokens + found), rows.data,
+                                    candidates_scratch_->data, num, vocab, static_cast<int>(rows.shape[1]), count};
+  check(kernels::candidates(rows.dtype, p, stream_.handle), "choosing candidates");
+  auto* host = static_cast<int32_t*>(ticket.candidates.at_least(8 * found));
+  check(cudaMemcpyAsync(host, tokens, 8 * found, cudaMemcpyDeviceToHost, stream_.handle), "reading candidates");
+  ticket.results.candidates = count;
+  ticket.results.candidate_tokens = host;
+  ticket.results.candidate_log_probs = reinterpret_cast<const float*>(host + found);
+}
+
+const Engine::Results& Engine::wait(int64_t number) {
+  Ticket& ticket = tickets_[std::max<int64_t>(number, 0) % kAhead];
+  if (number < 0 || ticket.number.load() != number)
+    throw Error("step " + std::to_string(number) + " is not under way");
+  check(cudaEventSynchronize(ticket.done), "a step");
+  return ticket.results;
+}
+
+void Engine::release(int64_t number) {
+  Ticket& ticket = tickets_[number % kAhead];
+  ticket.encoded.clear();
+  ticket.number.store(-1);
+}
+
+void Engine::warm(const std::vector<int>& lengths, bool decode) {
+  const Limits& limits = program_.limits();
+  use_device();
+  const int batch = static_cast<int>(lengths.size());
+  std::vector<int32_t> starts{0}, zeros(batch), ones(batch, 1), index{0};
+  int longest = 0;
+  for (int length : lengths) {
+    if (length < 1 || length > limits.max_seq_len || length > limits.max_tokens || (decode && length != 1))
+      throw Error("a sequence of " + std::to_string(length) + " tokens is beyond the engine's limits");
+    starts.push_back(std::min(starts.back() + length, limits.max_tokens + 1));
+    longest = std::max(longest, length);
+  }
+  const int size = starts.back();
+  if (batch < 1 || size > limits.max_tokens || batch > limits.max_batch || (decode && batch > limits.decoding()))
+    throw Error("a step of " + std::to_string(batch) + " sequences with " + std::to_string(size) +
+                " tokens is beyond the engine's limits");
+  const std::vector<int64_t> ids(size);
+  StepInputs inputs{};
+  inputs.token_ids = {ids.data(), size};
+  inputs.cu_seqlens = {starts.data(), batch + 1};
+  inputs.past_lens = inputs.slots = inputs.memory_starts = {zeros.data(), batch};
+  inputs.memory_lens = {ones.data(), batch};
+  Step step = Step::of_decoding(batch);
+  if (!decode) step = {size, 1, batch, false, 0, longest, longest};
+  Packed packed;
+  // All tokens go where nobody reads.
+  const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(), limits.num_blocks);
+  inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
+  const Sent sent = pack(packed, inputs, decode ? std::vector<int32_t>{} : index, batch);
+  prepare(send(packed), sent);
+  gemm_->time_algorithms(true);
+  sdpa_->make_plans(true);
+  run_model(step);
+  if (!decode && !program_.encoder_nodes().empty() && longest <= limits.mem_max_seq_len) {
+    step.num_logits = 0;
+    enqueue(program_.encoder_nodes(), step);  // to the memory's first row
+  }
+  synchronize();
+  gemm_->time_algorithms(false);
+  sdpa_->make_plans(false);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {
@@ -210,97 +514,6 @@ void Engine::read_watched(int tensor, float* out, int64_t count) const {
 
 void Engine::watch_inside(Watcher watcher, void* user) { watcher_ = watcher, user_ = user; }
 
-void Engine::begin_decode(const HostArray<int64_t>& tokens, const HostArray<int32_t>& past_lens,
-                          const Sampling& sampling, const Requests& requests, const std::vector<int64_t>& end_ids,
-                          int first_row) {
-  const Limits& limits = program_.limits();
-  const int64_t batch = past_lens.size;
-  const bool from_logits = tokens.size == 0;
-  check_rows(first_row, batch, limits);
-  if (batch > limits.decoding())
-    throw Error("a batch of " + std::to_string(batch) + " exceeds the " + std::to_string(limits.decoding()) +
-                " sequences of a decode step");
-  if (from_logits && last_.num_logits != batch)
-    throw Error("the last step made " + std::to_string(last_.num_logits) + " rows of logits for " +
-                std::to_string(batch) + " sequences");
-  if (!from_logits) check_size("tokens", tokens.size, batch);
-  for (int32_t past : past_lens)  // with tokens the next one is written there; else it is in the cache already
-    if (past < (from_logits ? 1 : 0) || past >= limits.max_seq_len + (from_logits ? 1 : 0))
-      throw Error(std::to_string(past) + " positions of a sequence are no past of its next token; the cache has " +
-                  std::to_string(limits.max_seq_len));
-  use_device();
-  decodes_ = false;
-  if (sampler_->begin(static_cast<int>(batch), sampling, requests, end_ids)) graphs_.clear();
-  std::vector<int32_t> starts(batch + 1), past(past_lens.begin(), past_lens.end());
-  for (int i = 0; i <= batch; ++i) starts[i] = i;
-  if (from_logits)  // advance() counts a position
-    for (int32_t& length : past) --length;
-  const std::vector<int64_t> positions(past.begin(), past.end()), rows(starts.begin(), starts.end() - 1);
-  const cudaStream_t stream = stream_.handle;
-  send(inputs_.input_ids, tokens);
-  upload(inputs_.position_ids, positions.data(), 8 * batch, stream);
-  upload(inputs_.cu_seqlens, starts.data(), 4 * (batch + 1), stream);
-  upload(inputs_.past_lens, past.data(), 4 * batch, stream);
-  upload(inputs_.logits_indices, rows.data(), 8 * batch, stream);  // a TensorRT plan gathers in every step
-  if (from_logits) {
-    sampler_->choose(logits(), first_row);
-    sampler_->advance({inputs_.input_ids, inputs_.position_ids, inputs_.past_lens}, first_row);
-    sampler_->count(1);
-  }
-  synchronize();  // the host's arrays end here
-  decodes_ = true;
-}
-
-void Engine::decode(int steps) {
-  if (steps < 1) return;
-  if (!decodes_) throw Error("there is nothing to go on with: begin_decode comes after any other step");
-  sampler_->count(steps);
-  use_device();
-  const Step step = Step::of_decoding(sampler_->batch());
-  graphs_.run(sampler_->key(), stream_.handle, steps, [&] {
-    enqueue(program_.nodes(), step);  // the logits of each sequence's newest token
-    sampler_->choose(logits(), 0);    // lead to a token of each
-    sampler_->advance({inputs_.input_ids, inputs_.position_ids, inputs_.past_lens}, 0);  // which is the next newest
-  });
-  last_ = step;
-}
-
-void Engine::set_history(int first_row, const HostArray<int32_t>& tokens, const std::vector<int32_t>& lengths) {
-  use_device();
-  if (sampler_->set_history(first_row, tokens, lengths)) graphs_.clear();
-}
-
-void Engine::candidates(int rows, int count, int32_t* tokens, float* log_probs) {
-  if (rows != last_.num_logits || rows < 1 || rows > program_.limits().max_batch)
-    throw Error("candidates of " + std::to_string(rows) + " rows; the last step made " +
-                std::to_string(last_.num_logits) + " rows of logits, and max_batch_size is " +
-                std::to_string(program_.limits().max_batch));
-  use_device();
-  beams_->reserve(count);
-  beams_->find(logits(), count);
-  synchronize();
-  beams_->read(rows, count, tokens, log_probs);
-}
-
-void Engine::follow(const BeamStep& beams, int32_t* tokens, float* log_probs) {
-  if (inputs_.indirection == nullptr)
-    throw Error("the model was not compiled for beam search; compile it with --max_beam_width");
-  check_step(beams, program_.limits());
-  use_device();
-  decodes_ = false;
-  beams_->reserve(beams.count);
-  const Step step = Step::of_decoding(beams.rows(), /*indirect=*/true);
-  const BeamInputs inputs{inputs_.input_ids, inputs_.position_ids, inputs_.past_lens, inputs_.cu_seqlens,
-                          inputs_.logits_indices, inputs_.indirection};
-  beams_->run(beams, inputs, [&] {
-    enqueue(program_.nodes(), step);
-    return logits();
-  });
-  last_ = step;
-  synchronize();
-  beams_->read(beams.rows(), beams.count, tokens, log_probs);
-}
-
 std::string Engine::unique_id() {
   ncclUniqueId id;
   check(ncclGetUniqueId(&id), "making a communicator");
@@ -321,22 +534,9 @@ void Engine::abort() {
   if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
 }
 
-void Engine::copy_row(int source, int target, int length) {
-  const Limits& limits = program_.limits();
-  check_rows(source, 1, limits);
-  check_rows(target, 1, limits);
-  if (length < 0 || length > limits.max_seq_len)
-    throw Error("a cache row has not " + std::to_string(length) + " positions");
-  use_device();
-  for (size_t i = 0; i < places_.size(); ++i) {
-    if (program_.tensors()[i].kind != Kind::kCache) continue;
-    const Shape& shape = program_.tensors()[i].shape;  // [batch, num_kv_heads, max_seq_len, head_dim]
-    const int64_t position = shape[3] * width(program_.tensors()[i].dtype), head = position * shape[2];
-    check(cudaMemcpy2DAsync(places_[i] + target * shape[1] * head, head, places_[i] + source * shape[1] * head, head,
-                            length * position, shape[1], cudaMemcpyDeviceToDevice, stream_.handle),
-          "copying a cache row");
-  }
-  sampler_->copy_row(source, target);
+void Engine::check_device() const {
+  const cudaError_t status = cudaStreamQuery(stream_.handle);
+  if (status != cudaErrorNotReady) check(status, "a step");
 }
 
 void Engine::synchronize() { check(cudaStreamSynchronize(stream_.handle), "the engine"); }

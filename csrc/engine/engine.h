@@ -1,12 +1,13 @@
-// Runs one rank's program on a device: its tensors get places, its nodes are enqueued, decoding goes on by itself.
+// Runs one rank's program on a device: its tensors get places, its nodes are enqueued, slots choose tokens.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "beams.h"
 #include "graph.h"
 #include "memory.h"
 #include "program.h"
@@ -15,53 +16,59 @@
 namespace llmc {
 
 // Everything that the host gives is checked before anything of it is enqueued: Error is thrown, and the engine is as
-// it was, where an array has a wrong size or a number points out of what there is.
+// it was, where an array has a wrong size or a number points out of what there is. One thread gives steps; another may
+// collect them.
 class Engine {
  public:
-  // Places the program's tensors, and scratch for its nodes.
+  // Places the program's tensors but for its KV cache, and scratch for its nodes.
   Engine(Program program, int device);
   ~Engine();
 
   // Copy a weight, all `bytes` of it, from host memory through pinned memory.
   void load_weight(int tensor, const void* data, int64_t bytes);
 
-  // One step, asynchronous; its logits stay on the device.
-  void run(const StepInputs& inputs);
+  // Blocks of the KV cache that there is room for, where the engine may have this part of the device's memory.
+  int64_t measure(double utilization) const;
+  // Places the KV cache: after the weights, before the first step.
+  void allocate(int num_blocks);
+  // Where decode steps are captured: what batch sizes there are, the smallest first; a step is padded to one of them.
+  const std::vector<int>& graph_sizes() const { return graph_sizes_; }
+  // Run a step of sequences with so many tokens each, all of them padding, which decode or are prompts, and wait: what
+  // is timed, planned or captured for such a step is then done. Other steps do with what there is.
+  void warm(const std::vector<int>& lengths, bool decode);
+  // See Gemm.
+  Gemm::Algorithms algorithms() const { return gemm_->algorithms(); }
+  void know(const Gemm::Algorithms& algorithms) { gemm_->know(algorithms); }
+
+  // Start a step; its number. Steps take effect in the order in which they are submitted.
+  int64_t submit(const StepInputs& inputs);
+  // Wait for what a step leads to, which is there until it is released; at most kAhead steps may be under way.
+  struct Results {
+    int num_sampled, num_logits;
+    const int64_t* tokens;             // [num_sampled]
+    const kernels::Logprobs* logprobs;  // [num_sampled] or null, undefined for slots that ask for none
+    int candidates;
+    const int32_t* candidate_tokens;   // [num_sampled, candidates]
+    const float* candidate_log_probs;
+    const void* logits;                // [num_logits, logits_width] or null
+    int64_t logits_width;
+    DType dtype;
+  };
+  const Results& wait(int64_t ticket);
+  // What it led to has been read.
+  void release(int64_t ticket);
+  static constexpr int kAhead = 8;
+
   // Run the encoder on prompts, asynchronous: see EncoderInputs.
   void encode(const EncoderInputs& inputs);
-  // From now on, sequence b has its prompt in lens[b] rows of the memory from starts[b] on; [batch] each.
-  void set_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens);
-  // The last step's logits as float32 [num_logits, vocab_size] on the host, of which there are `count`.
-  void read_logits(float* logits, int64_t count);
 
   // From now on, keep what each of these values holds right after the node that makes it, before its memory
-  // is used again. The host waits at every one, so this is for run, not for decode. None: keep nothing.
+  // is used again. The host waits at every one. None: keep nothing.
   void watch(const std::vector<int>& tensors);
   // What a watched value held in the last step, as float32 on the host, with room for `count`.
   void read_watched(int tensor, float* out, int64_t count) const;
   // From now on, let nodes that hold many ops tell of what these make; null: no more.
   void watch_inside(Watcher watcher, void* user);
-
-  // Decoding without the host. begin_decode: each sequence's newest token and the positions in its cache row
-  // before it; without tokens, those that the last step's logits lead to, of the cache rows from `first_row` on.
-  // decode: that many steps, asynchronous.
-  void begin_decode(const HostArray<int64_t>& tokens, const HostArray<int32_t>& past_lens, const Sampling& sampling,
-                    const Requests& requests, const std::vector<int64_t>& end_ids, int first_row);
-  void decode(int steps);
-  // See Sampler.
-  std::vector<int64_t> tokens(int steps) const { return sampler_->tokens(steps); }
-  void read_logprobs(int steps, kernels::Logprobs* out, int64_t count) const {
-    sampler_->read_logprobs(steps, out, count);
-  }
-  // See Sampler; before the first begin_decode with processing that needs it.
-  void set_history(int first_row, const HostArray<int32_t>& tokens, const std::vector<int32_t>& lengths);
-
-  // Beam search. candidates: the likeliest tokens of each row of the last step's logits, and their
-  // log-probabilities, [rows, count] each on the host; see kernels::CandidatesParams. follow: the next step of
-  // batch * beam rows and its candidates. The past of its rows is this engine's: it must be prompts, each in
-  // its first beam's row, or what the step before it left. Both wait.
-  void candidates(int rows, int count, int32_t* tokens, float* log_probs);
-  void follow(const BeamStep& beams, int32_t* tokens, float* log_probs);
 
   // Join the ranks that share the model; `id` is one rank's unique_id(). Waits for all of them.
   void join(const std::string& id, int rank, int size);
@@ -69,8 +76,9 @@ class Engine {
   // Give up waiting for other ranks, from any thread; the engine is of no use afterwards.
   void abort();
 
-  void copy_row(int source, int target, int length);
   void synchronize();
+  // Throws Error where something that was enqueued has failed.
+  void check_device() const;
   // Of a tensor, where it is largest; and of all memory.
   int64_t bytes_of(int tensor) const { return program_.capacity(tensor) * width(program_.tensor(tensor).dtype); }
   int64_t bytes_allocated() const { return memory_.bytes(); }
@@ -80,19 +88,45 @@ class Engine {
   // The inputs' places; null where the model has not the input.
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows;
-    int32_t *cu_seqlens, *past_lens, *indirection, *memory_starts, *memory_lens;
+    int32_t *cu_seqlens, *past_lens, *block_table, *memory_starts, *memory_lens;
+  };
+  // A step that is under way.
+  struct Ticket {
+    Ticket() { check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "an event"); }
+    ~Ticket() { cudaEventDestroy(done); }
+    Ticket(const Ticket&) = delete;
+
+    cudaEvent_t done = nullptr;
+    std::atomic<int64_t> number{-1};  // -1: it may be taken
+    Packed sent;
+    std::vector<std::unique_ptr<Packed>> encoded;  // sent for the encoder
+    // What comes back: tokens, log-probabilities, candidates, logits.
+    PinnedRoom tokens, logprobs, candidates, logits;
+    Results results{};
   };
 
   void place_tensors();
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
-  Tensor logits() const { return resolve(program_.logits(), last_); }
   void enqueue(const std::vector<Node>& nodes, const Step& step);
   void use_device() const;
-  template <typename T>
-  void send(T* target, const HostArray<T>& values) { upload(target, values.data, values.bytes(), stream_.handle); }
+  bool watches() const { return !watched_.empty() || watcher_ != nullptr; }
 
-  const Program program_;
+  // Parts of submit. Where the host's arrays of a step are that prepare() takes, in what is sent.
+  struct Sent {
+    int64_t ids, seqlens, past, slots, logits, starts, lens, runs, blocks;
+    int num_tokens, batch, num_logits, rows, num_runs;
+  };
+  Ticket& next_ticket();
+  Sent pack(Packed& into, const StepInputs& inputs, const std::vector<int32_t>& logits_indices, int rows);
+  const char* send(const Packed& sent);
+  void prepare(const char* received, const Sent& sent);
+  void run_model(const Step& step);
+  void choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
+              const int32_t* slots, const int64_t* device_rows);
+  void find_candidates(Ticket& ticket, const Tensor& rows, int count);
+
+  Program program_;
   const int device_;
   Stream stream_;
   PinnedBuffer pinned_;  // for weights
@@ -104,12 +138,22 @@ class Engine {
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<Sdpa> sdpa_;
   ncclComm_t communicator_ = nullptr;
+  bool selects_ = false;  // whether the model's nodes pick the rows whose logits are wanted, and may be left out
 
-  Step last_;              // whose logits there are
-  bool decodes_ = false;   // the inputs are as decode() left them, or begin_decode()
+  std::vector<int> graph_sizes_;
+  std::map<int, Graph> graphs_;  // decode steps, by batch size
   std::unique_ptr<Sampler> sampler_;
-  std::unique_ptr<Beams> beams_;
-  Graphs<Sampler::Key> graphs_;
+  std::array<Ticket, kAhead> tickets_;
+  int64_t submitted_ = 0;
+  bool broken_ = false;          // a step failed half way
+  std::vector<int32_t> table_;   // what the device's block table holds
+  std::unique_ptr<DeviceBuffer> received_;  // what was sent for a step
+  int64_t received_room_ = 0;
+  std::unique_ptr<DeviceBuffer> gathered_;  // rows of logits, where they are not one after the other
+  std::unique_ptr<DeviceBuffer> candidates_, candidates_scratch_;
+  int64_t candidates_room_ = 0, candidates_scratch_room_ = 0;
+  kernels::CacheBlocks* caches_ = nullptr;  // on the device
+  int num_caches_ = 0;
   std::map<int, std::vector<char>> watched_;
   Watcher watcher_ = nullptr;
   void* user_ = nullptr;

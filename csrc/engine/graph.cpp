@@ -8,25 +8,26 @@ Graph::~Graph() {
   if (executable_ != nullptr) cudaGraphExecDestroy(executable_);
 }
 
-void Graph::run(cudaStream_t stream, int times, const std::function<void()>& work) {
-  if (executable_ == nullptr) {
-    work();  // chooses GEMMs and loads kernels, which must not be while capturing
-    --times;
-    cudaGraph_t captured = nullptr;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
-    try {
-      work();
-    } catch (...) {
-      cudaStreamEndCapture(stream, &captured);
-      if (captured != nullptr) cudaGraphDestroy(captured);
-      throw;
-    }
-    check(cudaStreamEndCapture(stream, &captured), "capturing");
-    const cudaError_t status = cudaGraphInstantiate(&executable_, captured, 0);
-    cudaGraphDestroy(captured);
-    check(status, "making a CUDA graph");
+void Graph::run(cudaStream_t stream, const std::function<void()>& work) {
+  if (executable_ != nullptr) {
+    check(cudaGraphLaunch(executable_, stream), "a decode step");
+    return;
   }
-  for (int i = 0; i < times; ++i) check(cudaGraphLaunch(executable_, stream), "a decode step");
+  work();  // chooses GEMMs and loads kernels, which must not be while capturing
+  cudaGraph_t captured = nullptr;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
+  try {
+    work();
+  } catch (...) {
+    cudaStreamEndCapture(stream, &captured);
+    if (captured != nullptr) cudaGraphDestroy(captured);
+    throw;
+  }
+  check(cudaStreamEndCapture(stream, &captured), "capturing");
+  const cudaError_t status = cudaGraphInstantiate(&executable_, captured, 0);
+  cudaGraphDestroy(captured);
+  check(status, "making a CUDA graph");
+  check(cudaGraphUpload(executable_, stream), "making a CUDA graph");
 }
 
 }  // namespace llmc

@@ -80,11 +80,16 @@ class Given {
   const std::vector<Tensor> tensors_;
 };
 
-// counts [cache rows, vocab], tokens [cache rows, room] and lengths.
-kernels::TokenHistory history_of(const Given& given, int first, int vocab, int64_t rows) {
-  const int64_t room = given.matrix(first + 1, 1).shape[1];
-  return {static_cast<uint32_t*>(given.bytes(first, {rows, vocab}, sizeof(uint32_t))),
-          given.ints(first + 1, {rows, room}), given.ints(first + 2, {rows}), vocab, static_cast<int>(room)};
+// counts [slots, vocab], tokens [slots, room] and lengths.
+kernels::TokenHistory history_of(const Given& given, int first, int vocab) {
+  const Tensor& tokens = given.matrix(first + 1, 1);
+  const int64_t slots = tokens.shape[0], room = tokens.shape[1];
+  return {static_cast<uint32_t*>(given.bytes(first, {slots, vocab}, sizeof(uint32_t))),
+          given.ints(first + 1, {slots, room}), given.ints(first + 2, {slots}), vocab, static_cast<int>(room)};
+}
+
+kernels::SlotState* states_of(const Given& given, int index, int64_t count) {
+  return static_cast<kernels::SlotState*>(given.bytes(index, {count}, sizeof(kernels::SlotState)));
 }
 
 // Launch `repeats` times and wait; milliseconds per launch after the first.
@@ -95,7 +100,7 @@ float timed(Launch&& launch, int repeats, const char* what) {
 
 // Run one op on device tensors `repeats` times and wait; milliseconds per run after the first.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
-             const std::vector<Foreign>& outputs, bool decode, int repeats, int longest, int reach) {
+             const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest, int reach) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
   static Sdpa* sdpa = new Sdpa(/*always=*/true);
   const auto plugin = make_plugin(name, fields);
@@ -111,7 +116,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   Context context;
   context.gemm = gemm;
   context.counters = static_cast<int32_t*>(counters.data);
-  context.decode = decode;
+  context.num_decode = num_decode;
   context.sdpa = sdpa;
   context.longest = longest;
   context.reach = reach;
@@ -124,44 +129,43 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   return milliseconds;
 }
 
+// Tokens, logits, states, slots.
 float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool draws, int repeats) {
-  const Given t("sample", tensors, 9);
+  const Given t("sample", tensors, 4);
   const Tensor& logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
-  const kernels::SampleParams p{
-      t.longs(0, {rows}), logits.data, t.floats(2, {rows}), t.ints(3, {rows}), t.floats(4, {rows}),
-      t.floats(5, {rows}), t.floats(6, {rows}), static_cast<uint64_t*>(t.bytes(7, {rows}, 8)), t.longs(8, {rows}),
-      static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]), none, draws};
+  const kernels::SampleParams p{t.longs(0, {rows}), logits.data, states_of(t, 2, 1), t.ints(3, {rows}),
+                                static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1]), none, draws};
   return timed([&] { return kernels::sample(logits.dtype, p, nullptr); }, repeats, "sample");
 }
 
-float process(const std::vector<Foreign>& tensors, int vocab, int first_row, int repeats) {
+// Scores, logits, states, slots, lists, and the three of a history.
+float process(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   const Given t("process", tensors, 8);
   const Tensor &scores = t.matrix(0, vocab), &logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
-  const kernels::ProcessParams p{
-      t.floats(0, {rows, scores.shape[1]}), logits.data,
-      static_cast<const kernels::Processing*>(t.bytes(2, {rows}, sizeof(kernels::Processing))), t.ints(3, {0}),
-      t.longs(4, {rows}), history_of(t, 5, vocab, first_row + rows), static_cast<int>(rows), vocab,
-      static_cast<int>(logits.shape[1]), static_cast<int>(scores.shape[1]), first_row};
+  const kernels::ProcessParams p{t.floats(0, {rows, scores.shape[1]}), logits.data, states_of(t, 2, 1),
+                                 t.ints(3, {rows}), t.ints(4, {0}), history_of(t, 5, vocab), static_cast<int>(rows),
+                                 vocab, static_cast<int>(logits.shape[1]), static_cast<int>(scores.shape[1])};
   return timed([&] { return kernels::process(logits.dtype, p, nullptr); }, repeats, "process");
 }
 
-void count_prompts(const std::vector<Foreign>& tensors, int vocab, int row, int rows) {
-  const Given t("count_prompts", tensors, 3);
-  check(kernels::count_prompts(history_of(t, 0, vocab, row + rows), row, rows, nullptr), "count_prompts");
-  check(cudaDeviceSynchronize(), "count_prompts");
+// States, those given, slots, prompts, starts, tokens, and the three of a history.
+void admit(const std::vector<Foreign>& tensors, int vocab, int count) {
+  const Given t("admit", tensors, 9);
+  check(kernels::admit({states_of(t, 0, count), states_of(t, 1, count), t.ints(2, {count}), t.ints(3, {count}),
+                        t.ints(4, {count + 1}), t.ints(5, {0}), history_of(t, 6, vocab), count}, nullptr), "admit");
+  check(cudaDeviceSynchronize(), "admit");
 }
 
-float logprobs(const std::vector<Foreign>& tensors, int vocab, int max_batch, int repeats) {
+// Records, logits, chosen tokens, states, slots.
+float logprobs(const std::vector<Foreign>& tensors, int vocab, int repeats) {
   const Given t("logprobs", tensors, 5);
   const Tensor& logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
-  const kernels::LogprobsParams p{
-      static_cast<kernels::Logprobs*>(
-          t.bytes(0, {kernels::kLogprobSteps, max_batch}, sizeof(kernels::Logprobs))),
-      logits.data, t.longs(2, {rows}), t.ints(3, {rows}), t.ints(4, {1}), static_cast<int>(rows), vocab,
-      static_cast<int>(logits.shape[1]), max_batch};
+  const kernels::LogprobsParams p{static_cast<kernels::Logprobs*>(t.bytes(0, {rows}, sizeof(kernels::Logprobs))),
+                                  logits.data, t.longs(2, {rows}), states_of(t, 3, 1), t.ints(4, {rows}),
+                                  static_cast<int>(rows), vocab, static_cast<int>(logits.shape[1])};
   return timed([&] { return kernels::logprobs(logits.dtype, p, nullptr); }, repeats, "logprobs");
 }
 
@@ -174,17 +178,6 @@ void candidates(const std::vector<Foreign>& tensors, int vocab, int repeats) {
                                     rows, vocab, static_cast<int>(logits.shape[1]), count};
   for (int i = 0; i < repeats; ++i) check(kernels::candidates(logits.dtype, p, nullptr), "candidates");
   check(cudaDeviceSynchronize(), "candidates");
-}
-
-// In the order of kernels::FollowParams.
-void follow(const std::vector<Foreign>& tensors, int batch, int beam) {
-  const Given t("follow", tensors, 10);
-  const int64_t rows = static_cast<int64_t>(batch) * beam, room = t.matrix(5, 1).shape[1];
-  check(kernels::follow({t.longs(0, {rows}), t.longs(1, {rows}), t.ints(2, {rows}), t.ints(3, {rows + 1}),
-                         t.longs(4, {rows}), t.ints(5, {rows, room}), t.longs(6, {rows}), t.ints(7, {rows}),
-                         t.ints(8, {rows}), t.ints(9, {rows}), batch, beam, static_cast<int>(room)}, nullptr),
-        "follow");
-  check(cudaDeviceSynchronize(), "follow");
 }
 
 std::vector<std::string> texts_of(const std::vector<Port>& ports) {
@@ -218,17 +211,15 @@ void bind_kernels(nb::module_& m) {
     return made;
   }, nb::arg("op"), nb::arg("fields"), nb::arg("inputs"));
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
-        nb::arg("decode") = false, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0);
+        nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0);
   // The kernels that choose tokens: see kernels/launch.h.
   m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
         nb::arg("repeats") = 1);
-  m.def("process", &process, nb::arg("tensors"), nb::arg("vocab"), nb::arg("first_row") = 0, nb::arg("repeats") = 1);
-  m.def("count_prompts", &count_prompts);
-  m.def("logprobs", &logprobs, nb::arg("tensors"), nb::arg("vocab"), nb::arg("max_batch"), nb::arg("repeats") = 1);
+  m.def("process", &process, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
+  m.def("admit", &admit);
+  m.def("logprobs", &logprobs, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
   m.def("candidates", &candidates, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);
-  m.def("follow", &follow);
-  m.attr("logprob_steps") = kernels::kLogprobSteps;
-  m.attr("record_bytes") = std::make_pair(sizeof(kernels::Processing), sizeof(kernels::Logprobs));
+  m.attr("record_bytes") = std::make_pair(sizeof(kernels::SlotState), sizeof(kernels::Logprobs));
 }
 
 }  // namespace llmc

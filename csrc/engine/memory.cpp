@@ -27,8 +27,20 @@ DeviceBuffer::~DeviceBuffer() {
   if (data != nullptr) cudaFree(data);
 }
 
-PinnedBuffer::PinnedBuffer(int64_t bytes) { check(cudaMallocHost(&data, bytes), "allocating pinned memory"); }
+PinnedBuffer::PinnedBuffer(int64_t bytes) { check(cudaMallocHost(&data, std::max<int64_t>(bytes, 1)), "allocating pinned memory"); }
 PinnedBuffer::~PinnedBuffer() { cudaFreeHost(data); }
+
+void* Packed::reserve_bytes(int64_t bytes) {
+  const int64_t at = (bytes_ + 15) / 16 * 16;
+  if (at + bytes > room_) {
+    room_ = std::max<int64_t>(2 * (at + bytes), 1 << 16);
+    auto made = std::make_unique<PinnedBuffer>(room_);
+    if (memory_ != nullptr) std::memcpy(made->data, memory_->data, bytes_);
+    memory_ = std::move(made);
+  }
+  bytes_ = at + bytes;
+  return static_cast<char*>(memory_->data) + at;
+}
 
 void* DeviceMemory::allocate_bytes(int64_t count, int64_t width, const char* what) {
   int64_t bytes = 0;

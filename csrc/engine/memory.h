@@ -1,6 +1,8 @@
 // Memory of a device and of the host, as their owners hold it, and values that come back as float32.
 #pragma once
 
+#include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -30,6 +32,48 @@ struct PinnedBuffer {
   ~PinnedBuffer();
   PinnedBuffer(const PinnedBuffer&) = delete;
   void* data = nullptr;
+};
+
+// Pinned memory that grows.
+class PinnedRoom {
+ public:
+  void* at_least(int64_t bytes) {
+    if (bytes > room_) memory_.reset(), memory_ = std::make_unique<PinnedBuffer>(bytes), room_ = bytes;
+    return memory_->data;
+  }
+
+ private:
+  std::unique_ptr<PinnedBuffer> memory_;
+  int64_t room_ = 0;
+};
+
+// Arrays for a device one behind the other in pinned memory, so that one copy takes all of them.
+class Packed {
+ public:
+  void clear() { bytes_ = 0; }
+  // Copies an array; where it is, in bytes.
+  template <typename T>
+  int64_t add(const T* values, int64_t count) {
+    T* place = reserve<T>(count);
+    std::copy(values, values + count, place);
+    return reinterpret_cast<char*>(place) - static_cast<char*>(memory_->data);
+  }
+  template <typename T>
+  int64_t add(const std::vector<T>& values) {
+    return add(values.data(), static_cast<int64_t>(values.size()));
+  }
+  int64_t bytes() const { return bytes_; }
+  const void* data() const { return memory_ ? memory_->data : nullptr; }
+
+ private:
+  template <typename T>
+  T* reserve(int64_t count) {
+    return static_cast<T*>(reserve_bytes(count * static_cast<int64_t>(sizeof(T))));
+  }
+  void* reserve_bytes(int64_t bytes);
+
+  std::unique_ptr<PinnedBuffer> memory_;
+  int64_t room_ = 0, bytes_ = 0;
 };
 
 // Device memory that lives as long as this does, zero at first.

@@ -20,7 +20,7 @@ const std::map<std::string, InputType>& input_types() {
       {"cu_seqlens", {DType::kInt32, kBatchPlus1, true, true}},
       {"past_lens", {DType::kInt32, kBatch, true, false}},
       {"logits_indices", {DType::kInt64, kNumLogits, true, false}},
-      {kIndirection, {DType::kInt32, kBatch, true, false}},
+      {kBlockTable, {DType::kInt32, kBatch, true, false}},
       {kMemoryStarts, {DType::kInt32, kBatch, true, false}},
       {kMemoryLens, {DType::kInt32, kBatch, true, false}},
       {kMemoryRows, {DType::kInt64, kNumTokens, false, true}}};
@@ -84,7 +84,7 @@ int Program::add_input(const std::string& name, DType dtype) {
     throw Error("the engine's input " + name + " is of " + name_of(found->second.dtype) + ", not " + name_of(dtype));
   if (inputs_.count(name)) throw Error("the engine's input " + name + " is declared twice");
   Shape shape{found->second.size};
-  if (name == kIndirection) shape.push_back(limits_.max_seq_len);
+  if (name == kBlockTable) shape.push_back(limits_.max_blocks());
   return inputs_[name] = declare({Kind::kInput, dtype, shape, name});
 }
 
@@ -93,17 +93,14 @@ int Program::add_weight(DType dtype, const Shape& shape) {
   return declare({Kind::kWeight, dtype, shape});
 }
 
-int Program::add_cache(DType dtype, const Shape& row_shape) {
+int Program::add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim) {
   if (dtype != dtype_ && dtype != DType::kFloat8)
     throw Error(std::string("a cache of ") + name_of(dtype) + " is neither of " + name_of(dtype_) + " nor of " +
                 name_of(DType::kFloat8));
-  if (row_shape.size() != 3 || row_shape[1] != limits_.max_seq_len)
-    throw Error("a cache row is not [num_kv_heads, max_seq_len " + std::to_string(limits_.max_seq_len) +
-                ", head_dim]");
-  count_of(row_shape);
-  Shape shape{kBatch};
-  shape.insert(shape.end(), row_shape.begin(), row_shape.end());
-  return declare({Kind::kCache, dtype, shape});
+  const Shape block{num_kv_heads, limits_.block_size, head_dim};
+  if (count_of(block) * width(dtype) % 16 != 0)
+    throw Error("a block of " + std::to_string(count_of(block) * width(dtype)) + " bytes is not of whole 16 bytes");
+  return declare({Kind::kCache, dtype, {kNumBlocks, num_kv_heads, limits_.block_size, head_dim}});
 }
 
 int Program::add_memory(int64_t row_width) {
@@ -212,6 +209,9 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   }
   if (std::find(allowed.begin(), allowed.end(), given.dtype) == allowed.end())
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
+  if ((port.name == "cos" || port.name == "sin") && given.shape[0] < limits_.max_seq_len)
+    throw Error(what + " has " + std::to_string(given.shape[0]) + " rows for max_seq_len " +
+                std::to_string(limits_.max_seq_len));
   const bool written = std::any_of(type.outputs.begin(), type.outputs.end(),
                                    [&](const Port& output) { return output.in_place == port.name; });
   if (written != (given.kind == Kind::kCache))
@@ -250,6 +250,19 @@ void Program::finish() {
   if (!encoder_nodes_.empty() && !inputs_.count(kMemoryRows)) add_input(kMemoryRows, DType::kInt64);
 }
 
+void Program::set_num_blocks(int num_blocks) {
+  limits_.num_blocks = num_blocks;
+  limits_.check();
+}
+
+int64_t Program::block_bytes() const {
+  int64_t bytes = 0;
+  for (const Declared& tensor : tensors_)
+    if (tensor.kind == Kind::kCache)
+      bytes += count_of(Shape(tensor.shape.begin() + 1, tensor.shape.end())) * width(tensor.dtype);
+  return bytes;
+}
+
 const Declared& Program::tensor(int number) const {
   if (number < 0 || number >= static_cast<int>(tensors_.size()))
     throw Error("there is no tensor " + std::to_string(number) + " among " + std::to_string(tensors_.size()));
@@ -269,12 +282,15 @@ Tensor Program::resolve(int number, const Step& step) const {
     if (dim == kNumLogits) dim = step.num_logits;
     if (dim == kBatch) dim = step.batch;
     if (dim == kBatchPlus1) dim = step.batch + 1;
+    if (dim == kNumBlocks) dim = limits_.num_blocks + 1;
   }
   return made;
 }
 
 int64_t Program::capacity(int number) const {
-  tensor(number);
+  const Declared& declared = tensor(number);
+  // cuDNN takes batches rounded up, which may begin behind those that decode.
+  if (declared.name == kBlockTable) return 3ll * limits_.max_batch * limits_.max_blocks();
   return resolve(number, {limits_.max_tokens, limits_.max_logits, limits_.max_batch}).size();
 }
 

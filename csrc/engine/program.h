@@ -10,9 +10,9 @@
 
 namespace llmc {
 
-// The inputs of a step that not every model has: where beams' pasts lie (see CausalAttention), where sequences'
-// prompts are in the encoder's memory, and where an encoder's tokens go there.
-inline constexpr const char *kIndirection = "cache_indirection", *kMemoryStarts = "memory_starts",
+// The inputs of a step that not every model has: which blocks sequences have, where their prompts are in the encoder's
+// memory, and where an encoder's tokens go there.
+inline constexpr const char *kBlockTable = "block_table", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
 enum class Kind { kInput, kWeight, kCache, kMemory, kValue };
@@ -45,7 +45,7 @@ class Program {
   // Each declares a tensor and returns the number that nodes know it by.
   int add_input(const std::string& name, DType dtype);
   int add_weight(DType dtype, const Shape& shape);
-  int add_cache(DType dtype, const Shape& row_shape);  // [max_batch, num_kv_heads, max_seq_len, head_dim]
+  int add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
   // What an encoder leaves of a prompt's tokens: [max_batch * mem_max_seq_len, width]; a prompt has a row of
   // mem_max_seq_len tokens.
   int add_memory(int64_t width);
@@ -60,6 +60,10 @@ class Program {
   void set_logits(int tensor, int vocab_size);
   // After the last of these: declares the inputs that every step has.
   void finish();
+  // So many blocks of caches there are, and one more, which is nobody's.
+  void set_num_blocks(int num_blocks);
+  // Bytes of a block of all caches.
+  int64_t block_bytes() const;
 
   DType dtype() const { return dtype_; }
   const Limits& limits() const { return limits_; }

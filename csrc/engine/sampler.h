@@ -1,9 +1,8 @@
-// Choosing tokens on the device: from a step's logits, for a batch whose wishes the host told once.
+// Choosing tokens on the device, by slots that know how their sequences choose.
 #pragma once
 
+#include <map>
 #include <memory>
-#include <optional>
-#include <tuple>
 #include <vector>
 
 #include "memory.h"
@@ -11,84 +10,54 @@
 
 namespace llmc {
 
-// How each sequence of a batch chooses its tokens, on the host: see kernels::SampleParams. [batch] each.
-struct Sampling {
-  HostArray<float> temperature;
-  HostArray<int32_t> top_k;
-  HostArray<float> top_p, min_p, typical_p;
-  HostArray<uint64_t> seed;
-  HostArray<int64_t> drawn;
-};
-
-// What else it asks for, on the host; nothing where no sequence of the batch does.
-struct Requests {
-  std::optional<HostArray<kernels::Processing>> processing;  // [batch], and their lists
-  HostArray<int32_t> lists;
-  std::optional<HostArray<int32_t>> logprobs;     // [batch]: see kernels::LogprobsParams::top
-};
-
-// Where the inputs of a step are that choosing a token makes the next step's.
-struct NextInputs {
-  int64_t *input_ids, *position_ids;
-  int32_t* past_lens;
+// What the host sent of Admissions, on the device.
+struct AdmittedArrays {
+  const kernels::SlotState* states;
+  const int32_t *slots, *prompts, *starts, *tokens, *lists;
 };
 
 class Sampler {
  public:
   Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cudaStream_t stream);
 
-  // From now on choose for these sequences. True where captured steps know an address that is no more. Throws Error,
-  // before anything is enqueued, where arrays differ in size or a record names what is not there.
-  bool begin(int batch, const Sampling& sampling, const Requests& requests, const std::vector<int64_t>& end_ids);
-  // The prompts of the sequences in the cache rows from `first_row` on, one behind the other, for processing that
-  // depends on them; from now on their new tokens are kept as well. Result and errors as begin's.
-  bool set_history(int first_row, const HostArray<int32_t>& tokens, const std::vector<int32_t>& lengths);
+  const std::vector<SlotRecord>& slots() const { return slots_; }
 
-  // Enqueue the choice from logits [batch, width] of the sequences in the cache rows from `first_row` on.
-  void choose(const Tensor& logits, int first_row);
-  // Then: write the tokens down, and make them the next step's inputs where a sequence goes on.
-  void advance(const NextInputs& inputs, int first_row);
-  // So many more steps are chosen. Throws Error where there is no room to write them down.
-  void count(int steps);
+  // Room for sequences that enter slots, whose states then say where their lists are in `lists()`: in `states`. Waits
+  // where memory that is used must move.
+  void make_room(const Admissions& admit, std::vector<kernels::SlotState>& states);
+  // Enqueue that they enter.
+  void admit(const Admissions& admit, const AdmittedArrays& given, const std::vector<kernels::SlotState>& states);
 
-  int batch() const { return batch_; }
-  // What captured steps depend on.
-  using Key = std::tuple<int, int, bool, bool, bool>;
-  Key key() const { return {batch_, num_end_ids_, draws_, has_processing_, reports_}; }
-
-  // The tokens of the last `steps` steps, [steps, batch]; -1 where no token was allowed. Waits.
-  std::vector<int64_t> tokens(int steps) const;
-  // Log-probabilities of the last `steps` steps, at most kernels::kLogprobSteps, [steps, batch]. Waits.
-  void read_logprobs(int steps, kernels::Logprobs* out, int64_t count) const;
-
-  // A sequence goes on in another cache row.
-  void copy_row(int source, int target);
+  // Enqueue the choice of a token from each row of logits [rows, width] by the slots on the device, of which the host
+  // knows `slots`; and what follows for these.
+  void choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots);
+  // What was chosen, and where any slot of the last choice wants them its log-probabilities; [rows] each, on the device.
+  const int64_t* chosen() const { return chosen_; }
+  const kernels::Logprobs* logprobs() const { return reported_ ? logprobs_ : nullptr; }
+  // What each slot chose last.
+  const int64_t* last() const { return last_; }
 
  private:
-  bool reserve(const Requests& requests);
   int64_t scores_width() const { return (vocab_size_ + 3) / 4 * 4; }
+  int64_t place_lists(int32_t slot, int64_t size);
 
   const Limits limits_;
   const int vocab_size_;
   DeviceMemory& memory_;
   const cudaStream_t stream_;
-  int batch_ = 0, steps_ = 0, num_end_ids_ = 0;
-  bool draws_ = false, has_processing_ = false, reports_ = false;  // what some sequence of the batch asks for
-  // On the device: [max_batch] each, but made [max_seq_len + 1, max_batch], step [1] and end_ids.
-  int64_t *chosen_, *made_, *end_ids_, *drawn_;
-  int32_t *step_, *top_k_;
-  float *temperature_, *top_p_, *min_p_, *typical_p_;
-  uint64_t* seed_;
-  uint8_t* finished_;
+  std::vector<SlotRecord> slots_;
+  bool reported_ = false;
+  // On the device: [max_batch] each.
+  kernels::SlotState* states_;
+  int64_t *chosen_, *last_;
   // Allocated when it is first asked for.
-  kernels::Processing* processing_ = nullptr;
   float* scores_ = nullptr;
-  kernels::TokenHistory history_{};
-  std::vector<bool> has_history_;  // by cache row
   kernels::Logprobs* logprobs_ = nullptr;
-  int32_t* top_logprobs_ = nullptr;
+  kernels::TokenHistory history_{};
+  // Lists of bad words, biases and so on: each slot's have a place of their own.
   std::unique_ptr<DeviceBuffer> lists_;
-  int64_t lists_room_ = -1;  // numbers; -1: there are none yet, nor is there room for none
+  int64_t lists_room_ = 0;
+  std::map<int32_t, std::pair<int64_t, int64_t>> places_;  // by slot: from, to
 };
 
 }  // namespace llmc

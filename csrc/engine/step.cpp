@@ -26,11 +26,92 @@ void check_starts(const HostArray<int32_t>& cu_seqlens, int64_t batch, int64_t n
                   "; every sequence of a step has a token");
 }
 
-void check_limits(int64_t num_tokens, int64_t num_logits, int64_t rows, const Limits& limits) {
-  if (num_tokens > limits.max_tokens || num_logits > limits.max_logits || rows > limits.max_batch)
-    throw Error("a step of " + text(num_tokens) + " tokens, " + text(num_logits) + " logits and cache rows up to " +
-                text(rows) + " exceeds the engine's limits of " + text(limits.max_tokens) + ", " +
-                text(limits.max_logits) + " and " + text(limits.max_batch));
+void check_rows(int64_t batch, const Limits& limits) {
+  if (batch < 1) throw Error("a batch of " + text(batch) + " has no sequence");
+  if (batch > limits.max_batch)
+    throw Error("a batch of " + text(batch) + " exceeds max_batch_size " + text(limits.max_batch));
+}
+
+// Throws Error where lists are not as kernels::Processing says, or name a token that is none.
+void check_processing(const kernels::Processing& wanted, const HostArray<int32_t>& lists, int64_t vocab) {
+  const int64_t counts[] = {wanted.lists, wanted.num_biases, wanted.num_ends, wanted.num_forced, wanted.num_words};
+  if (std::any_of(std::begin(counts), std::end(counts), [](int64_t count) { return count < 0; }))
+    throw Error("a sequence's processing has a negative size");
+  const int64_t room = lists.size - wanted.lists;
+  const int64_t ends = 2ll * wanted.num_biases, forced = ends + wanted.num_ends;
+  const int64_t words = forced + 2ll * wanted.num_forced;
+  const int64_t fixed = words + (wanted.num_words > 0 ? wanted.num_words + 1ll : 0);
+  if (fixed > room)
+    throw Error("a sequence's lists of " + text(fixed) + " numbers exceed the " +
+                text(std::max<int64_t>(room, 0)) + " that are there");
+  const int32_t* own = lists.data + wanted.lists;
+  auto check_tokens = [&](int64_t from, int64_t count) {
+    for (int64_t i = from; i < from + count; ++i)
+      if (own[i] < 0 || own[i] >= vocab)
+        throw Error("a sequence's processing names token " + text(own[i]) + ", the vocabulary has " + text(vocab));
+  };
+  check_tokens(0, wanted.num_biases);
+  check_tokens(ends, wanted.num_ends);
+  check_tokens(forced, wanted.num_forced);
+  for (int64_t i = 0; i < wanted.num_words; ++i) {
+    const int64_t begin = own[words + i], end = own[words + i + 1];
+    if (begin < fixed || end <= begin || end > room) throw Error("a sequence's bad words are not in its lists");
+    check_tokens(end - 1, 1);
+  }
+}
+
+void check_distinct(const char* what, const HostArray<int32_t>& values, int64_t end) {
+  check_range(what, values, 0, end);
+  std::vector<bool> seen(end);
+  for (int32_t value : values) {
+    if (seen[value]) throw Error(std::string(what) + " names " + text(value) + " twice");
+    seen[value] = true;
+  }
+}
+
+void check_admissions(const Admissions& admit, const Limits& limits, int64_t vocab) {
+  const int64_t count = admit.slots.size;
+  check_distinct("the slots that sequences enter", admit.slots, limits.max_batch);
+  check_size("their states", admit.states.size, count);
+  check_size("their prompts' lengths", admit.prompts.size, count);
+  check_size("their lengths", admit.lengths.size, count);
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const kernels::SlotState& state = admit.states[i];
+    if (state.logprobs > kernels::kTopLogprobs)
+      throw Error("log-probabilities of " + text(state.logprobs) + " tokens exceed " + text(kernels::kTopLogprobs));
+    if (admit.prompts[i] < 0 || admit.lengths[i] < admit.prompts[i] || admit.lengths[i] > limits.max_seq_len + 1)
+      throw Error("a sequence of " + text(admit.lengths[i]) + " tokens, " + text(admit.prompts[i]) +
+                  " of them its prompt's, exceeds max_seq_len " + text(limits.max_seq_len));
+    check_processing(state.processing, admit.lists, vocab);
+    total += admit.lengths[i];
+  }
+  check_size("the tokens of sequences that enter slots", admit.tokens.size, total);
+  check_range("the tokens of sequences that enter slots", admit.tokens, 0, vocab);
+}
+
+// Blocks are copied all at once, so that none may be read that is written, or written twice.
+void check_copies(const HostArray<int32_t>& copies, const Limits& limits) {
+  if (copies.size % 2 != 0) throw Error("copies of blocks are not pairs");
+  check_range("copies", copies, 0, limits.num_blocks);
+  std::vector<int32_t> to, from;
+  for (int64_t i = 0; i < copies.size; ++i) (i % 2 ? to : from).push_back(copies[i]);
+  std::sort(to.begin(), to.end());
+  for (size_t i = 0; i + 1 < to.size(); ++i)
+    if (to[i] == to[i + 1]) throw Error("block " + text(to[i]) + " is copied to twice");
+  for (int32_t block : from)
+    if (std::binary_search(to.begin(), to.end(), block))
+      throw Error("block " + text(block) + " is copied from and to in one step");
+}
+
+void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens, int64_t batch,
+                  const Limits& limits) {
+  check_size("the rows of the encoder's memory", starts.size, limits.mem_max_seq_len > 0 ? batch : 0);
+  check_size("encoder_sequence_length", lens.size, starts.size);
+  for (int64_t b = 0; b < starts.size; ++b)
+    if (starts[b] < 0 || lens[b] < 0 || static_cast<int64_t>(starts[b]) + lens[b] > limits.memory_rows())
+      throw Error(text(lens[b]) + " rows from " + text(starts[b]) + " on exceed the encoder's memory of " +
+                  text(limits.memory_rows()) + " rows");
 }
 
 }  // namespace
@@ -47,6 +128,10 @@ void Limits::check() const {
   check("max_logits", max_logits, 1);
   check("max_seq_len", max_seq_len, 1);
   check("mem_max_seq_len", mem_max_seq_len, 0);
+  check("block_size", block_size, 1);
+  check("num_blocks", num_blocks, 0);
+  if ((block_size & (block_size - 1)) != 0)
+    throw Error("block_size " + text(block_size) + " is not a power of two");
 }
 
 void check_size(const char* what, int64_t size, int64_t wanted) {
@@ -54,46 +139,59 @@ void check_size(const char* what, int64_t size, int64_t wanted) {
     throw Error(std::string(what) + " has " + text(size) + " elements, expected " + text(wanted));
 }
 
-void check_rows(int64_t first_row, int64_t batch, const Limits& limits) {
-  if (batch < 1) throw Error("a batch of " + text(batch) + " has no sequence");
-  if (first_row < 0 || first_row + batch > limits.max_batch)
-    throw Error("a batch of " + text(batch) + " in cache rows from " + text(first_row) + " on exceeds max_batch_size " +
-                text(limits.max_batch));
-}
-
-Step check_step(const StepInputs& inputs, const Limits& limits) {
-  const int64_t num_tokens = inputs.input_ids.size, num_logits = inputs.logits_indices.size;
-  const int64_t batch = inputs.past_lens.size;
-  if (inputs.first_row < 0) throw Error("there is no cache row " + text(inputs.first_row));
-  check_limits(num_tokens, num_logits, inputs.first_row + batch, limits);
-  check_rows(inputs.first_row, batch, limits);
-  check_size("position_ids", inputs.position_ids.size, num_tokens);
+Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, const std::vector<SlotRecord>& slots) {
+  const int64_t num_tokens = inputs.token_ids.size, batch = inputs.past_lens.size, sampled = inputs.sample.size;
+  check_rows(batch, limits);
+  const int64_t num_logits = inputs.logits == Logits::kAll ? num_tokens : sampled;
+  if (num_tokens > limits.max_tokens || num_logits > limits.max_logits)
+    throw Error("a step of " + text(num_tokens) + " tokens and " + text(num_logits) +
+                " logits exceeds the engine's limits of " + text(limits.max_tokens) + " and " +
+                text(limits.max_logits));
   check_starts(inputs.cu_seqlens, batch, num_tokens);
-  check_range("position_ids", inputs.position_ids, 0, limits.max_seq_len);
-  if (num_logits < 1) throw Error("a step wants no logits");
-  check_range("logits_indices", inputs.logits_indices, 0, num_tokens);
-  Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch), inputs.first_row,
-            inputs.decode};
+  check_range("token_ids", inputs.token_ids, -1, int64_t{1} << 31);
+  check_distinct("slots", inputs.slots, limits.max_batch);
+  check_size("slots", inputs.slots.size, batch);
+  if (inputs.block_tables.size % batch != 0)
+    throw Error("block_tables of " + text(inputs.block_tables.size) + " elements are not rows of " + text(batch) +
+                " sequences");
+  if (inputs.num_decode < 0 || inputs.num_decode > batch)
+    throw Error("num_decode " + text(inputs.num_decode) + " is not from 0 to the batch of " + text(batch));
+  check_admissions(inputs.admit, limits, vocab_size);
+  check_copies(inputs.copies, limits);
+  check_memory(inputs.memory_starts, inputs.memory_lens, batch, limits);
+  Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch)};
+  step.num_decode = inputs.num_decode;
+  std::vector<bool> admitted(limits.max_batch);
+  for (int32_t slot : inputs.admit.slots) admitted[slot] = true;
+  const int64_t width = inputs.width();
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t fresh = inputs.cu_seqlens[b + 1] - inputs.cu_seqlens[b], past = inputs.past_lens[b];
+    const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)
-      throw Error(text(fresh) + " tokens after " + text(past) + " of sequence " + text(b) +
-                  " exceed the cache's " + text(limits.max_seq_len) + " positions");
+      throw Error(text(fresh) + " tokens after " + text(past) + " of sequence " + text(b) + " exceed max_seq_len " +
+                  text(limits.max_seq_len));
+    if (b < inputs.num_decode && fresh != 1)
+      throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " that decode has " + text(fresh) +
+                  " new tokens");
+    const int64_t blocks = (past + fresh + limits.block_size - 1) / limits.block_size;
+    if (blocks > width)
+      throw Error(text(past + fresh) + " positions of sequence " + text(b) + " are not in the " + text(width) +
+                  " blocks of its table");
+    check_range("block_tables", HostArray<int32_t>{inputs.block_tables.data + b * width, blocks}, 0,
+                limits.num_blocks);
+    const SlotRecord& slot = slots[inputs.slots[b]];
+    for (int64_t i = inputs.cu_seqlens[b]; i < inputs.cu_seqlens[b + 1]; ++i)
+      if (inputs.token_ids[i] < 0 && (admitted[inputs.slots[b]] || !slot.has_chosen))
+        throw Error("token " + text(i) + " is what slot " + text(inputs.slots[b]) +
+                    " chose last, which has chosen none");
+    if (b < inputs.num_decode) continue;  // what is below is asked for by attention to prompts
     step.longest = std::max<int>(step.longest, fresh);
     step.reach = std::max<int>(step.reach, past + fresh);
   }
-  if (inputs.decode)  // then the model's Gather is left out
-    for (int64_t i = 0; i < std::max(num_tokens, num_logits); ++i)
-      if (num_tokens != batch || num_logits != batch || inputs.logits_indices[i] != i)
-        throw Error("a decode step has a token of each sequence, and wants the logits of all in their order");
-  step.indirect = inputs.indirection.size > 0;
-  if (step.indirect) {
-    check_size("cache_indirection", inputs.indirection.size, batch * limits.max_seq_len);
-    for (int64_t b = 0; b < batch; ++b)
-      check_range("cache_indirection",
-                  HostArray<int32_t>{inputs.indirection.data + b * limits.max_seq_len, inputs.past_lens[b]}, 0,
-                  limits.max_batch - inputs.first_row);
-  }
+  check_range("sample", inputs.sample, 0, batch);
+  for (int64_t i = 1; i < sampled; ++i)
+    if (inputs.sample[i] <= inputs.sample[i - 1]) throw Error("sample is not ascending");
+  if (inputs.candidates < 0 || inputs.candidates > vocab_size)
+    throw Error(text(inputs.candidates) + " candidates are not from 0 to the vocabulary's " + text(vocab_size));
   return step;
 }
 
@@ -102,42 +200,13 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
   if (num_tokens > limits.max_tokens || batch > limits.max_batch)
     throw Error(text(batch) + " prompts of " + text(num_tokens) + " tokens exceed the engine's limits of " +
                 text(limits.max_batch) + " and " + text(limits.max_tokens));
-  check_rows(0, batch, limits);
+  check_rows(batch, limits);
   check_size("position_ids", inputs.position_ids.size, num_tokens);
   check_size("memory_rows", inputs.memory_rows.size, num_tokens);
   check_starts(inputs.cu_seqlens, batch, num_tokens);
   check_range("position_ids", inputs.position_ids, 0, limits.mem_max_seq_len);
   check_range("memory_rows", inputs.memory_rows, 0, limits.memory_rows());
   return {static_cast<int>(num_tokens), 0, static_cast<int>(batch)};
-}
-
-void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens, const Limits& limits) {
-  check_rows(0, starts.size, limits);
-  check_size("encoder_sequence_length", lens.size, starts.size);
-  for (int64_t b = 0; b < starts.size; ++b)
-    if (starts[b] < 0 || lens[b] < 0 || static_cast<int64_t>(starts[b]) + lens[b] > limits.memory_rows())
-      throw Error(text(lens[b]) + " rows from " + text(starts[b]) + " on exceed the encoder's memory of " +
-                  text(limits.memory_rows()) + " rows");
-}
-
-void check_step(const BeamStep& step, const Limits& limits) {
-  if (step.batch < 1 || step.beam < 1 || static_cast<int64_t>(step.batch) * step.beam > limits.decoding() ||
-      step.beam > kernels::kMaxBeams)
-    throw Error(text(step.batch) + " prompts with " + text(step.beam) + " beams each exceed max_batch_size " +
-                text(limits.decoding()) + " or the " + text(kernels::kMaxBeams) + " beams that a prompt can have");
-  const int64_t rows = step.rows();
-  check_size("tokens", step.tokens.size, rows);
-  check_size("parents", step.parents.size, rows);
-  check_size("past_lens", step.past.size, rows);
-  check_size("prompt_lens", step.prompts.size, rows);
-  check_range("parents", step.parents, 0, step.beam);
-  check_range("past_lens", step.past, 0, limits.max_seq_len);
-  check_range("prompt_lens", step.prompts, 0, limits.max_seq_len + 1ll);
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t first = row / step.beam * step.beam;
-    if (step.past[row] != step.past[first] || step.prompts[row] != step.prompts[first])
-      throw Error("beams of prompt " + text(row / step.beam) + " differ in how long they are");
-  }
 }
 
 }  // namespace llmc

@@ -2,21 +2,26 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "../plugins/common/plugin.h"
 
 namespace llmc {
 
-// A dimension below zero is one of these sizes of a step.
-enum Size : int64_t { kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4 };
+// A dimension below zero is one of these sizes of a step, or of the engine's KV cache.
+enum Size : int64_t { kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4, kNumBlocks = -5 };
 
 struct Limits {
-  int max_batch, max_tokens, max_logits, max_seq_len;
+  int max_batch, max_tokens, max_logits, max_seq_len;  // max_batch: slots, too
+  int block_size;          // positions of a block of the KV cache, a power of two
   int mem_max_seq_len = 0;  // tokens of a prompt that an encoder takes; 0: there is none
+  int num_blocks = 0;       // of the KV cache; 0: they are not there yet
 
   // Throws Error where one is below what any step needs.
   void check() const;
   int64_t memory_rows() const { return static_cast<int64_t>(max_batch) * mem_max_seq_len; }
+  // Blocks that a sequence has at most.
+  int max_blocks() const { return (max_seq_len + block_size - 1) / block_size; }
   // Sequences that a decode step has at most.
   int decoding() const { return std::min(max_batch, std::min(max_tokens, max_logits)); }
 };
@@ -35,49 +40,60 @@ struct HostArray {
 
 // The sizes of a step, and what Context says of it.
 struct Step {
-  int num_tokens = 0, num_logits = 0, batch = 0, first_row = 0;
-  bool decode = false;         // every sequence has exactly one new token, and all of their logits are wanted
-  int longest = 0, reach = 0;
-  bool indirect = false;
+  int num_tokens = 0, num_logits = 0, batch = 0;
+  bool decode = false;  // every sequence has exactly one new token, and all of their logits are wanted in order
+  int num_decode = 0, longest = 0, reach = 0;
 
-  static Step of_decoding(int batch, bool indirect = false) { return {batch, batch, batch, 0, true, 0, 0, indirect}; }
+  static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
 
-// A step of prompts, of continuations, or of both.
+enum class Logits : int32_t { kNone, kSampled, kAll };
+
+// Sequences that enter slots: see kernels::AdmitParams. `tokens` are those of all, prompts and what is generated;
+// `lists` those of all, in which a state's processing.lists is where its own begin.
+struct Admissions {
+  HostArray<int32_t> slots;
+  HostArray<kernels::SlotState> states;
+  HostArray<int32_t> prompts, lengths;  // tokens of each: its prompt's, and in all
+  HostArray<int32_t> tokens, lists;
+};
+
+// A step, as runtime/step.py has it.
 struct StepInputs {
-  HostArray<int64_t> input_ids, position_ids;  // [num_tokens]
+  HostArray<int64_t> token_ids;                // [num_tokens]; -1: what the sequence's slot chose last
   HostArray<int32_t> cu_seqlens, past_lens;    // [batch + 1], [batch]
-  HostArray<int64_t> logits_indices;           // [num_logits]
-  HostArray<int32_t> indirection;              // [batch, max_seq_len], or nothing
-  int first_row;                               // the cache row of sequence 0
-  bool decode;                                 // see Step
-};
-// Throws Error where an array has another size than the others say, or a value that points out of anything.
-Step check_step(const StepInputs& inputs, const Limits& limits);
+  HostArray<int32_t> block_tables;             // [batch, width]
+  HostArray<int32_t> slots;                    // [batch]
+  int num_decode;
+  HostArray<int32_t> sample;                   // [num_sampled], ascending
+  HostArray<int32_t> copies;                   // [num_copies, 2]
+  int candidates;
+  Logits logits;
+  HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or nothing: see EncoderInputs
+  Admissions admit;
 
-// Prompts for an encoder: token i leaves what decoders see of it in row memory_rows[i] of the memory.
+  int batch() const { return static_cast<int>(past_lens.size); }
+  int width() const { return static_cast<int>(block_tables.size / past_lens.size); }
+  int fresh(int64_t sequence) const { return cu_seqlens[sequence + 1] - cu_seqlens[sequence]; }
+};
+
+// What the host knows of the slots.
+struct SlotRecord {
+  bool has_chosen = false, draws = false, processes = false, reports = false, keeps_history = false;
+};
+
+// The step's sizes. Throws Error where an array has another size than the others say, or a value that points out of
+// anything. `slots` [max_batch] are as the step before left them.
+Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, const std::vector<SlotRecord>& slots);
+
+// Prompts for an encoder: token i leaves what decoders see of it in row memory_rows[i] of the memory, in which prompt p
+// has mem_max_seq_len rows.
 struct EncoderInputs {
   HostArray<int64_t> input_ids, position_ids;
   HostArray<int32_t> cu_seqlens;
   HostArray<int64_t> memory_rows;
 };
 Step check_step(const EncoderInputs& inputs, const Limits& limits);
-
-// Where sequences' prompts are in the encoder's memory: lens[b] rows from starts[b] on.
-void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens, const Limits& limits);
-
-// A step of beam search, on the host: see kernels::FollowParams. [batch * beam] each.
-struct BeamStep {
-  HostArray<int64_t> tokens;
-  HostArray<int32_t> parents, past, prompts;
-  int batch, beam, count;  // count: candidates wanted of each row
-
-  int rows() const { return batch * beam; }
-};
-void check_step(const BeamStep& step, const Limits& limits);
-
-// A batch within the limits, in cache rows from first_row on.
-void check_rows(int64_t first_row, int64_t batch, const Limits& limits);
 
 // Throws Error where an array has not the size that it is to have.
 void check_size(const char* what, int64_t size, int64_t wanted);

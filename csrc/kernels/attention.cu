@@ -1,5 +1,4 @@
-// Attention one query token at a time, where no tensor-core kernel serves: float32, prompts of an odd head_dim,
-// and prompts that continue what beams share.
+// Attention one query token at a time, where no tensor-core kernel serves: float32, and prompts of an odd head_dim.
 //
 // A block takes one token, one KV head and up to kHeads of its query heads, over one part of the cached
 // positions (flash-decoding). A key is read by kLanes threads, 8 elements each; every group of kLanes
@@ -25,8 +24,8 @@ __global__ void append_kernel(AttentionParams p) {
   wait_for_inputs();
   let_next_start();
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
-  const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
+  const int sequence = sequence_of(p, token);
+  const int position = p.past_lens[sequence] + token - start_of(p, sequence);
   const int all = p.num_heads + 2 * p.num_kv_heads;
   for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
@@ -41,7 +40,7 @@ __global__ void append_kernel(AttentionParams p) {
       write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
-      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + OwnRows(p, sequence, kv_head)(position));
+      write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
     }
     __syncwarp();
   }
@@ -54,8 +53,8 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   constexpr int kWidth = kVec<T>;
   wait_for_inputs();
   let_next_start();
-  const int token = blockIdx.x, sequence = sequence_of(p.cu_seqlens, p.batch, token);
-  const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
+  const int token = blockIdx.x, sequence = sequence_of(p, token);
+  const int position = p.past_lens[sequence] + token - start_of(p, sequence);
   const int all = p.num_heads + 2 * p.num_kv_heads, vectors = p.head_dim / kWidth;
   const int half = p.cos == nullptr ? 0 : p.rotary_dim / 2;
   const float* cos = p.cos + static_cast<int64_t>(position) * half;
@@ -84,7 +83,7 @@ __global__ void append_vectors_kernel(AttentionParams p) {
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       store_floats(static_cast<C*>(is_value ? p.value_cache : p.key_cache) +
-                       OwnRows(p, sequence, kv_head)(position) + at, value);
+                       CacheRows(p, sequence, kv_head)(position) + at, value);
     }
   }
 }
@@ -94,8 +93,8 @@ __global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
   wait_for_inputs();
   let_next_start();
   const int row = blockIdx.x, head = blockIdx.y;
-  const int start = p.cu_seqlens[min(row, p.batch)];
-  const int fresh = row < p.batch ? p.cu_seqlens[row + 1] - start : 0;
+  const int start = start_of(p, min(row, p.batch));
+  const int fresh = row < p.batch ? start_of(p, row + 1) - start : 0;
   const int all = row < p.batch ? p.past_lens[row] + fresh : 0;
   if (threadIdx.x == 0 && head == 0) {
     lengths.starts[row] = start * p.num_heads * p.head_dim;
@@ -103,9 +102,10 @@ __global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
   }
   if (row >= p.batch) return;
   const int vectors = p.head_dim / 8, end = min((all + 127) / 128 * 128, p.max_seq_len);
-  uint4* values = static_cast<uint4*>(p.value_cache) +
-                  (static_cast<int64_t>(row) * p.num_kv_heads + head) * p.max_seq_len * vectors;
-  for (int i = all * vectors + threadIdx.x; i < end * vectors; i += blockDim.x) values[i] = make_uint4(0, 0, 0, 0);
+  const CacheRows place(p, row, head);
+  auto* values = static_cast<uint4*>(p.value_cache);
+  for (int i = all * vectors + threadIdx.x; i < end * vectors; i += blockDim.x)
+    values[place(i / vectors) / 8 + i % vectors] = make_uint4(0, 0, 0, 0);
 }
 
 template <typename T, typename C>
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
   const int token = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int sequence = kFused ? token : sequence_of(p.cu_seqlens, p.batch, token);
-  const int position = p.past_lens[sequence] + (kFused ? 0 : token - p.cu_seqlens[sequence]);
+  const int sequence = kFused ? token : sequence_of(p, token);
+  const int position = p.past_lens[sequence] + (kFused ? 0 : token - start_of(p, sequence));
   const int begin = p.window > 0 ? max(0, position + 1 - p.window) : 0, count = position + 1 - begin;
   const int used = min(parts, (count + kMinKeys - 1) / kMinKeys), part = blockIdx.x;
   if (part >= used) return;
@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
       prepare_head(scratch, key, p, p.k_norm, position, true);
       const T* value = key + p.num_kv_heads * dim;
       for (int i = lane; i < dim; i += 32) {
-        keys[row.fresh(position) + i] = from_float<C>(scratch[i]);
-        values[row.fresh(position) + i] = from_float<C>(to_float(value[i]));
+        keys[row(position) + i] = from_float<C>(scratch[i]);
+        values[row(position) + i] = from_float<C>(to_float(value[i]));
       }
     }
   } else {
@@ -278,9 +278,8 @@ cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& p, c
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
-  if (p.cache_indirection != nullptr && p.block_table != nullptr) return cudaErrorInvalidValue;
   if (p.decode && dtype != DType::kFloat32) return decode(dtype, p, stream);
-  if (!p.decode && p.cache_indirection == nullptr && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
+  if (!p.decode && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     using T = std::remove_pointer_t<decltype(type)>;
     using C = std::remove_pointer_t<decltype(cached)>;

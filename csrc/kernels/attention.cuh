@@ -9,14 +9,23 @@ using kernels::AttentionParams;
 
 constexpr int kMaxHeadDim = 256;
 
-// The sequence that a packed token belongs to.
-__device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token) {
+// The sequence that a packed token belongs to, where cu_seqlens count from first_token on.
+__device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token, int first_token = 0) {
+  token += first_token;
   int low = 0, high = batch - 1;  // the last sequence that begins at or before the token
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (cu_seqlens[middle] <= token) low = middle; else high = middle - 1;
   }
   return low;
+}
+
+__device__ __forceinline__ int sequence_of(const AttentionParams& p, int token) {
+  return sequence_of(p.cu_seqlens, p.batch, token, p.first_token);
+}
+// The row of qkv, out and queries where a sequence begins, the last one's end included.
+__device__ __forceinline__ int start_of(const AttentionParams& p, int sequence) {
+  return p.cu_seqlens[sequence] - p.first_token;
 }
 
 // A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, and leaves it in
@@ -60,67 +69,34 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
   __syncwarp();
 }
 
-// Where in a cache a sequence's own positions of one KV head lie: one after the other, or in blocks.
-struct OwnRows {
-  __device__ OwnRows(const AttentionParams& p, int sequence, int kv_head) : dim(p.head_dim) {
+// Where in a cache a sequence's positions of one KV head lie: one after the other, or in blocks.
+struct CacheRows {
+  __device__ CacheRows(const AttentionParams& p, int sequence, int kv_head) : dim(p.head_dim) {
     if (p.block_table == nullptr) {
       first = (static_cast<int64_t>(sequence) * p.num_kv_heads + kv_head) * p.max_seq_len * dim;
     } else {
       shift = __ffs(p.block_size) - 1;
       mask = p.block_size - 1;
-      table = p.block_table + sequence * (p.max_seq_len >> shift);
+      table = p.block_table + sequence * static_cast<int64_t>(p.max_seq_len >> shift);
       first = static_cast<int64_t>(kv_head) * p.block_size * dim;
       stride = static_cast<int64_t>(p.num_kv_heads) * p.block_size * dim;
     }
   }
 
-  __device__ __forceinline__ int64_t operator()(int position) const {
-    const int64_t block = table == nullptr ? 0 : table[position >> shift];
+  __device__ __forceinline__ int64_t operator()(int position) const { return at(block_of(position), position); }
+  // The block that has a position, and where a position of it lies.
+  __device__ __forceinline__ int block_of(int position) const {
+    return table == nullptr ? 0 : __ldg(table + (position >> shift));
+  }
+  __device__ __forceinline__ int64_t at(int block, int position) const {
     return first + block * stride + static_cast<int64_t>(position & mask) * dim;
   }
+  // Whether so many positions from a multiple of as many on follow one another.
+  __device__ __forceinline__ bool in_line(int positions) const { return mask >= positions - 1; }
 
   const int32_t* table = nullptr;
   int64_t first, stride = 0;
   int dim, shift = 0, mask = 0x7fffffff;
-};
-
-// Where all lie that it sees. Beams share what they have in common: p.cache_indirection says in which row a position
-// lies that is before the new ones, which are in the sequence's own.
-struct CacheRows {
-  __device__ CacheRows(const AttentionParams& p, int sequence, int kv_head)
-      : heads(p.num_kv_heads), head(kv_head), own(sequence), length(p.max_seq_len), dim(p.head_dim) {
-    if (p.block_table != nullptr) {
-      shift = __ffs(p.block_size) - 1;
-      mask = p.block_size - 1;
-      table = p.block_table + sequence * (p.max_seq_len >> shift);
-      listed = kAll;
-      length = p.block_size;
-    } else if (p.cache_indirection != nullptr) {
-      table = p.cache_indirection + static_cast<int64_t>(sequence) * p.max_seq_len;
-      listed = p.past_lens[sequence];
-    }
-  }
-
-  __device__ __forceinline__ int64_t operator()(int position) const {
-    return place(position < listed ? __ldg(table + (position >> shift)) : own, position);
-  }
-  // The same of a position that was there before the step, and of a new one.
-  __device__ __forceinline__ int64_t old(int position) const {
-    return place(table != nullptr ? __ldg(table + (position >> shift)) : own, position);
-  }
-  __device__ __forceinline__ int64_t fresh(int position) const {
-    return place(listed == kAll ? __ldg(table + (position >> shift)) : own, position);
-  }
-  __device__ __forceinline__ bool in_line() const { return table == nullptr; }
-
-  __device__ __forceinline__ int64_t place(int row, int position) const {
-    return (static_cast<int64_t>(row * heads + head) * length + (position & mask)) * dim;
-  }
-
-  static constexpr int kAll = 0x7fffffff;
-  const int32_t* table = nullptr;
-  int heads, head, own, length, dim, shift = 0, mask = kAll;
-  int listed = 0;  // so many positions the table speaks of
 };
 
 // Where fewer blocks than kPartedBlocks would run, cached positions are divided into parts, so there are never

@@ -83,41 +83,47 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   const int sequence = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
   const int position = p.past_lens[sequence];
-  const int begin = p.window > 0 ? max(0, position + 1 - p.window) : 0, count = position + 1 - begin;
-  const int used = min(parts, (count + kDecodeKeys - 1) / kDecodeKeys), part = blockIdx.x;
-  const int per_part = (count + used - 1) / used;
+  // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
+  const int seen = p.window > 0 ? max(0, position + 1 - p.window) : 0;
+  const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.x;
+  const int wanted = min(parts, (count + kDecodeKeys - 1) / kDecodeKeys);
+  const int per_part = (count + wanted * kKeys - 1) / (wanted * kKeys) * kKeys;
+  const int used = (count + per_part - 1) / per_part;
+  if (part >= used) return;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
   const CacheRows row_of(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   // A warp's rounds begin kWarps · kKeys positions apart. The new position is copied by none.
   const int mine = from + warp * kKeys, limit = min(to, position);
+  const bool one_block = row_of.in_line(kKeys), in_line = one_block && dim == kDim;
+  // Of the round that is copied next, so that nothing waits for the table.
+  int block = mine < to ? row_of.block_of(mine) : 0;
   auto copy = [&](int round) {
-    const int start = mine + round * kWarps * kKeys;
+    const int start = mine + round * kWarps * kKeys, next = start + kWarps * kKeys;
     if (start < to) {
       Cached<C>* into = ring_of(warp) + round % L::kRounds * L::kRound;
       // Where rows follow one another, a round's vectors do.
-      const bool in_line = row_of.in_line() && dim == kDim;
-      const int64_t first = in_line ? row_of.old(start) : 0;
+      const int64_t first = row_of.at(block, start);
+      if (next < to) block = row_of.block_of(next);
 #pragma unroll
       for (int i = 0; i < kKeys * L::kVectors / 32; ++i) {
         const int vector = lane + 32 * i, row = vector / L::kVectors, at = vector % L::kVectors;
         const bool there = start + row < limit && 8 * at < dim;
         int64_t from = first + 8 * vector;
-        if (!in_line) from = there ? row_of.old(start + row) + 8 * at : 0;
+        if (!in_line) from = first + static_cast<int64_t>(row) * dim + 8 * at;
+        if (!one_block) from = there ? row_of(start + row) + 8 * at : 0;
         start_copy(into + L::key_at(row, at), keys + from, there);
         start_copy(into + L::value_at(row, at), values + from, there);
       }
     }
     end_group();
   };
-  if (part < used)
-    for (int i = 0; i < L::kRounds; ++i) copy(i);
+  for (int i = 0; i < L::kRounds; ++i) copy(i);
   for (int i = heads * kPitch + threadIdx.x; i < kHeads * kPitch; i += kWarps * 32)
     queries[i] = from_float<T>(0.f);
   wait_for_inputs();
   let_next_start();
-  if (part >= used) return;
 
   const T* qkv = static_cast<const T*>(p.qkv) +
                  static_cast<int64_t>(sequence) * (p.num_heads + 2 * p.num_kv_heads) * dim;
@@ -134,7 +140,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       for (int i = lane; i < kDim; i += 32) {
         const C cached = from_float<C>(i < dim ? scratch[i] : 0.f);
         fresh_key[i] = cached;
-        if (i < dim) keys[row_of.fresh(position) + i] = cached;
+        if (i < dim) keys[row_of(position) + i] = cached;
       }
     } else {
       const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
@@ -146,7 +152,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
         const int i = lane + 32 * k;
         const C cached = from_float<C>(to_float(x[k]));
         fresh_value[i] = cached;
-        if (i < dim) values[row_of.fresh(position) + i] = cached;
+        if (i < dim) values[row_of(position) + i] = cached;
       }
     }
     __syncwarp();
@@ -186,12 +192,13 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       for (int r = 0; r < 2; ++r) {
         float s = score[2 * r + c] * scale;
         if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * kLog2E;
-        score[2 * r + c] = start + g + 8 * r < to ? s : -INFINITY;
+        const int key = start + g + 8 * r;
+        score[2 * r + c] = key < to && key >= seen ? s : -INFINITY;
       }
       float higher = fmaxf(score[c], score[2 + c]);
 #pragma unroll
       for (int mask = 4; mask < 32; mask <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
-      higher = fmaxf(higher, peak[c]);  // finite: start is before to
+      higher = fmaxf(higher, peak[c]);  // finite: a round has a key that is seen
       factor[c] = exp2f(peak[c] - higher);
       peak[c] = higher;
       score[c] = exp2f(score[c] - higher);

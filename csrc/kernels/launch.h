@@ -82,7 +82,7 @@ struct AttentionParams {
   void* key_cache;       // T or float8_e4m3fn [batch, num_kv_heads, max_seq_len, head_dim], or with a block table
   void* value_cache;     // [num_blocks, num_kv_heads, block_size, head_dim]
   const int32_t* block_table;  // [batch, max_seq_len / block_size] or null
-  const int32_t* cu_seqlens;  // [batch + 1]
+  const int32_t* cu_seqlens;  // [batch + 1], from first_token on
   const int32_t* past_lens;   // [batch]
   const float* cos;      // float32 [max_positions, rotary_dim / 2] or null
   const float* sin;
@@ -93,19 +93,20 @@ struct AttentionParams {
   int32_t* counters;     // [kAttentionCounters]
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
   int block_size;        // a power of two, with a block table
+  int num_blocks;        // that the caches have, with a block table
+  int first_token;       // what qkv, out and queries begin with, as cu_seqlens count
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
   bool float8;           // in the caches
   float scale, softcap, norm_epsilon;
-  // [batch, max_seq_len] or null, not with a block table: the cache row of each position before the new ones.
-  const int32_t* cache_indirection;
 };
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
 // For a library: of each sequence, and then of nothing up to `rows`, where its queries begin, in elements
 // (starts [rows + 1]), and how many tokens are new and there in all ([rows] each). Cached values are cleared
-// behind a sequence's last up to the next multiple of 128: what lies there gets weight 0, and 0 · NaN is NaN.
+// behind a sequence's last up to the next multiple of 128, in blocks that the table names there too: what lies there
+// gets weight 0, and 0 · NaN is NaN.
 struct Lengths {
   int32_t *starts, *fresh, *all;
   int rows;
@@ -147,79 +148,138 @@ cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows
 cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t y_rows, int width,
                          cudaStream_t stream);
 
-// What was in each row of the cache: prompt and generated tokens, for penalties and bad words.
+// What was in each slot's sequence: prompt and generated tokens, for penalties and bad words.
 constexpr uint32_t kInPrompt = 1u << 31;    // of a count: the token is in the prompt
 constexpr int32_t kRepeated = 1 << 30;      // of a token: it was there before
 struct TokenHistory {
-  uint32_t* counts;  // [cache rows, vocab]: how often a token was generated, and kInPrompt
-  int32_t* tokens;   // [cache rows, room], in their order, and kRepeated
-  int32_t* lengths;  // [cache rows]
+  uint32_t* counts;  // [slots, vocab]: how often a token was generated, and kInPrompt
+  int32_t* tokens;   // [slots, room], in their order, and kRepeated
+  int32_t* lengths;  // [slots]
   int vocab, room;
 };
-// Rows from `row` on, whose counts are zero and whose tokens are a prompt's: count them.
-cudaError_t count_prompts(const TokenHistory& history, int row, int rows, cudaStream_t stream);
 
-// How a row's logits are changed before a token is chosen, as runtime/decoding/processing.py writes it. Its lists lie
+// How a slot's logits are changed before a token is chosen, as runtime/decoding/processing.py writes it. Its lists lie
 // behind one another: the biased tokens, their biases (float32 bits), the end tokens, the forced tokens, how many
-// are generated before each of these, where each bad word begins and the last one ends (counted from the row's
+// are generated before each of these, where each bad word begins and the last one ends (counted from the slot's
 // lists), the bad words' tokens.
 struct Processing {
   double presence, frequency;
   float repetition;
   int32_t min_tokens, lists, num_biases, num_ends, num_forced, num_words;
-  int32_t keeps_history;  // whether the row's TokenHistory is kept
+  int32_t keeps_history;  // whether the slot's TokenHistory is kept
 };
 
+// How a slot's sequence chooses tokens, as runtime/decoding/processing.py writes it. The likeliest where temperature is
+// 0, else one drawn from the softmax at the temperature, cut to the top_k likeliest (0: all; ties stay), of these to
+// the fewest that have top_p of the probability, to those with at least min_p of the likeliest one's, and to the most
+// typical that have typical_p of what is left. The draw is number `drawn` of the seed.
+struct SlotState {
+  uint64_t seed;
+  int64_t drawn;  // tokens that it has generated
+  float temperature, top_p, min_p, typical_p;
+  int32_t top_k;
+  int32_t logprobs;  // of so many likeliest tokens log-probabilities are wanted, at most kTopLogprobs; -1: none
+  Processing processing;
+};
+
+// Sequences that enter slots: states[slots[i]] = given[i], and where one keeps a history, it is begun with
+// tokens[starts[i]:starts[i + 1]], the first prompts[i] of which are its prompt's.
+struct AdmitParams {
+  SlotState* states;
+  const SlotState* given;  // [count]
+  const int32_t *slots, *prompts;  // [count]
+  const int32_t* starts;           // [count + 1]
+  const int32_t* tokens;
+  TokenHistory history;            // counts null where no slot's is kept
+  int count;
+};
+cudaError_t admit(const AdmitParams& params, cudaStream_t stream);
+
+// A run of a row of the block table that changes: `count` blocks from column `first` on, which lie at `from`.
+struct TableRun {
+  int32_t row, first, count, from;
+};
+
+// The inputs of a model's step from what the host sent. Rows behind the batch's, up to `rows`, are sequences with one
+// token, 0, at position 0.
+struct PrepareParams {
+  int64_t *input_ids, *position_ids;   // [num_tokens], or [rows] where there are more
+  int32_t *cu_seqlens, *past_lens;     // [rows + 1], [rows]
+  int64_t* logits_indices;             // [num_logits], or [rows] where there are more
+  int32_t *memory_starts, *memory_lens;  // [rows], or null
+  int32_t* block_table;                // [rows, max_blocks]
+  // What the host sent, and what slots chose last.
+  const int32_t* given_ids;            // [num_tokens]; below 0: what the slot of its sequence chose last
+  const int32_t *given_seqlens, *given_past, *given_slots, *given_logits, *given_starts, *given_lens;
+  const TableRun* runs;
+  const int32_t* blocks;
+  const int64_t* last;                 // [slots]
+  int num_tokens, batch, num_logits, rows, num_runs, max_blocks;
+};
+cudaError_t prepare(const PrepareParams& params, cudaStream_t stream);
+
+// Copy blocks of caches: of each of `caches`, whose blocks have `bytes` bytes, a multiple of 16, block pairs[2 i] to
+// block pairs[2 i + 1].
+struct CacheBlocks {
+  void* data;
+  int64_t bytes;
+};
+cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs, int num_pairs,
+                        cudaStream_t stream);
+
 // scores[r, :vocab] = what runtime/decoding/processors.py makes of logits[r, :vocab]; logits T [rows, stride],
-// scores float32 [rows, scores_stride], whose stride is a multiple of 4. Row r of the logits has cache row
-// first_row + r.
+// scores float32 [rows, scores_stride], whose stride is a multiple of 4. Row r of the logits is slot slots[r]'s.
 struct ProcessParams {
   float* scores;
   const void* logits;
-  const Processing* processing;  // [rows]
+  const SlotState* states;
+  const int32_t* slots;    // [rows]
   const int32_t* lists;
-  const int64_t* drawn;    // [rows], tokens that each sequence has generated
-  TokenHistory history;    // counts null where no row's is kept
-  int rows, vocab, stride, scores_stride, first_row;
+  TokenHistory history;    // counts null where no slot's is kept
+  int rows, vocab, stride, scores_stride;
 };
 cudaError_t process(DType dtype, const ProcessParams& params, cudaStream_t stream);
 
-// tokens[r]: the likeliest of logits[r, :vocab] where temperature is 0, else drawn from their softmax at the
-// temperature, cut to the top_k likeliest (0: all; ties stay), of these to the fewest that have top_p of the
-// probability, to those with at least min_p of the likeliest one's, and to the most typical that have typical_p
-// of what is left. The draw is number `drawn` of the sequence's seed. logits T [rows, stride].
+// tokens[r]: what slot slots[r] chooses from logits[r, :vocab]; logits T [rows, stride].
 struct SampleParams {
   int64_t* tokens;
   const void* logits;
-  const float* temperature;  // each [rows]
-  const int32_t* top_k;
-  const float* top_p;
-  const float* min_p;
-  const float* typical_p;
-  const uint64_t* seed;
-  const int64_t* drawn;
+  const SlotState* states;
+  const int32_t* slots;  // [rows]
   int rows, vocab, stride;
   int64_t none;  // the token of a row all of whose logits are -inf
   bool draws;    // whether any temperature is above 0
 };
 cudaError_t sample(DType dtype, const SampleParams& params, cudaStream_t stream);
 
-// Log-probabilities, the log-softmax of logits[r, :vocab], of the chosen token and the top[r] likeliest ones,
-// likeliest first, of equal ones the lower id; nothing where top[r] is negative. logits T [rows, stride].
-constexpr int kTopLogprobs = 20, kLogprobSteps = 64;
+// Log-probabilities, the log-softmax of logits[r, :vocab], of the chosen token and as many of the likeliest ones as the
+// slot's state asks for, likeliest first, of equal ones the lower id. logits T [rows, stride].
+constexpr int kTopLogprobs = 20;
 struct Logprobs {
   float chosen, top[kTopLogprobs];
   int32_t tokens[kTopLogprobs];
 };
 struct LogprobsParams {
-  Logprobs* made;           // [kLogprobSteps, max_batch]
+  Logprobs* made;           // [rows]; untouched where the slot asks for none
   const void* logits;
   const int64_t* chosen;    // [rows]
-  const int32_t* top;       // [rows], at most kTopLogprobs
-  const int32_t* step;      // [1]: the row of made to write, modulo kLogprobSteps
-  int rows, vocab, stride, max_batch;
+  const SlotState* states;
+  const int32_t* slots;     // [rows]
+  int rows, vocab, stride;
 };
 cudaError_t logprobs(DType dtype, const LogprobsParams& params, cudaStream_t stream);
+
+// Slots have chosen tokens: keep them as their last, count them, and add them to histories that are kept. A token
+// below 0, where none was allowed, is only the last.
+struct AdvanceParams {
+  SlotState* states;
+  int64_t* last;           // [slots]
+  const int32_t* slots;    // [rows]
+  const int64_t* chosen;   // [rows]
+  TokenHistory history;    // counts null where no slot's is kept
+  int rows;
+};
+cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);
 
 // For each row of logits, T [rows, stride], the `count` likeliest of its first `vocab` tokens and their
 // log-probabilities, the likeliest first, equally likely ones in the order of tokens. count is at most vocab.
@@ -232,44 +292,6 @@ struct CandidatesParams {
 };
 cudaError_t candidates(DType dtype, const CandidatesParams& params, cudaStream_t stream);
 int64_t candidates_scratch(int rows, int vocab, int count);
-
-// Before a step of beam search: make the chosen tokens the next input, and let each beam continue its parent.
-// What a beam has in the cache before its newest position lies where its parent's does, the newest in the
-// parent's own row. Beam k of prompt b is row b * beam + k; a prompt lies in its first beam's row.
-struct FollowParams {
-  int64_t* input_ids;          // [rows], rows = batch * beam
-  int64_t* position_ids;       // [rows]
-  int32_t* past_lens;          // [rows]
-  int32_t* cu_seqlens;         // [rows + 1]
-  int64_t* logits_indices;     // [rows]: each its own, which a TensorRT plan gathers by
-  int32_t* cache_indirection;  // [rows, max_seq_len]
-  const int64_t* tokens;       // [rows]
-  const int32_t* parents;      // [rows], each a beam of the same prompt
-  const int32_t* past;         // [rows]: positions in the cache, the same for all beams of a prompt
-  const int32_t* prompts;      // [rows]: how many of them are the prompt's
-  int batch, beam, max_seq_len;
-};
-constexpr int kMaxBeams = 384;
-cudaError_t follow(const FollowParams& params, cudaStream_t stream);
-
-// After a step: write down the chosen tokens; for each sequence that has not ended, make its token the next
-// input and count a position. A sequence whose token is negative ends.
-struct AdvanceParams {
-  int64_t* input_ids;       // [batch]
-  int64_t* position_ids;    // [batch]
-  int32_t* past_lens;       // [batch]
-  int64_t* drawn;           // [batch]
-  const int64_t* chosen;    // [batch]
-  int64_t* made;            // [max_steps, max_batch]
-  int32_t* step;            // [1]: the row of made to write
-  uint8_t* finished;        // [batch]
-  const int64_t* end_ids;   // [num_end_ids]
-  int batch, max_batch, num_end_ids, max_seq_len;
-  const Processing* processing;  // [batch] or null: whose tokens go into the history
-  TokenHistory history;
-  int first_row;            // the cache row of sequence 0
-};
-cudaError_t advance(const AdvanceParams& params, cudaStream_t stream);
 
 // y[r, part, i] = x[part, r, i]: what `parts` ranks gathered one after the other, side by side.
 cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows, int width,

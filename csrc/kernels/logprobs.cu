@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   __shared__ int found;
   wait_for_inputs();
   let_next_start();
-  const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = min(p.top[r], kTopLogprobs);
+  const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+            top = min(p.states[p.slots[r]].logprobs, kTopLogprobs);
   if (top < 0) return;
   constexpr int kWidth = kVec<T>, kAhead = 4, kTurn = kThreads * kWidth;
   const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(r) * p.stride;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total += sums[w];
   const double shift = peak + log(total);
-  Logprobs& out = p.made[static_cast<int64_t>(*p.step % kLogprobSteps) * p.max_batch + r];
+  Logprobs& out = p.made[r];
   if (threadIdx.x == 0) {
     const int64_t token = p.chosen[r];
     out.chosen = token < 0 ? -INFINITY : static_cast<float>(to_float(logits[token]) - shift);

@@ -43,22 +43,22 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   wait_for_inputs();
   let_next_start();
 
-  // Sequence b has the tiles from cu_seqlens[b] / kRows + b on, the last of them perhaps empty.
-  auto first_tile = [&](int b) { return p.cu_seqlens[b] / kRows + b; };
+  // Sequence b has the tiles from start_of(b) / kRows + b on, the last of them perhaps empty.
+  auto first_tile = [&](int b) { return start_of(p, b) / kRows + b; };
   int sequence = 0;
   for (int high = p.batch - 1; sequence < high;) {
     const int middle = (sequence + high + 1) / 2;
     if (first_tile(middle) <= static_cast<int>(blockIdx.x)) sequence = middle; else high = middle - 1;
   }
   const int tile = blockIdx.x - first_tile(sequence);
-  if (p.cu_seqlens[sequence] + tile * kRows >= p.cu_seqlens[sequence + 1]) return;
-  const int first_token = p.cu_seqlens[sequence] + tile * kRows;
-  const int rows = min(kRows, p.cu_seqlens[sequence + 1] - first_token);
+  const int first_token = start_of(p, sequence) + tile * kRows;
+  const int rows = min(kRows, start_of(p, sequence + 1) - first_token);
+  if (rows <= 0) return;
   const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
   const int end = past + rows;                            // keys that any query sees
   const int begin = p.window > 0 ? max(0, past + 1 - p.window) / kKeys * kKeys : 0;
-  const OwnRows row_of(p, sequence, kv_head);
+  const CacheRows row_of(p, sequence, kv_head);
   const C* key_rows = static_cast<const C*>(p.key_cache);
   const C* value_rows = static_cast<const C*>(p.value_cache);
 

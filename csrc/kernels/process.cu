@@ -3,7 +3,7 @@
 // tokens that come too early, forced tokens.
 //
 // Two kernels: one copies the logits as float32, at the speed of memory; of the other a block takes a row and
-// changes what the row's record names. Penalties are for tokens that the row's history holds, so the work is
+// changes what its slot's record names. Penalties are for tokens that the slot's history holds, so the work is
 // in the sequence's length, not the vocabulary's.
 #include "device.cuh"
 
@@ -52,7 +52,8 @@ __global__ void processing_kernel(ProcessParams p) {
   wait_for_inputs();
   let_next_start();
   const int r = blockIdx.x;
-  const Processing wanted = p.processing[r];
+  const int64_t slot = p.slots[r], drawn = p.states[slot].drawn;
+  const Processing wanted = p.states[slot].processing;
   float* scores = p.scores + static_cast<int64_t>(r) * p.scores_stride;
   const int32_t* biased = p.lists + wanted.lists;
   const int32_t* biases = biased + wanted.num_biases;
@@ -64,13 +65,12 @@ __global__ void processing_kernel(ProcessParams p) {
     scores[biased[i]] = __fadd_rn(scores[biased[i]], __int_as_float(biases[i]));
   __syncthreads();
 
-  const int64_t row = p.first_row + r;
   const int32_t* tokens = nullptr;
   int length = 0;
   if (wanted.keeps_history && p.history.counts != nullptr) {
-    tokens = p.history.tokens + row * p.history.room;
-    length = p.history.lengths[row];
-    const uint32_t* counts = p.history.counts + row * p.history.vocab;
+    tokens = p.history.tokens + slot * p.history.room;
+    length = p.history.lengths[slot];
+    const uint32_t* counts = p.history.counts + slot * p.history.vocab;
     const bool repeats = wanted.repetition != 1, counted = wanted.presence != 0 || wanted.frequency != 0;
     for (int i = threadIdx.x; i < length && (repeats || counted); i += kProcessingThreads) {
       const int32_t token = tokens[i];
@@ -95,27 +95,16 @@ __global__ void processing_kernel(ProcessParams p) {
       found = (tokens[length - before + k] & ~kRepeated) == word[k];
     if (found) scores[word[before]] = -INFINITY;
   }
-  if (p.drawn[r] < wanted.min_tokens)
+  if (drawn < wanted.min_tokens)
     for (int i = threadIdx.x; i < wanted.num_ends; i += kProcessingThreads) scores[ends[i]] = -INFINITY;
   bool forces = false;
-  for (int i = 0; i < wanted.num_forced; ++i) forces = forces || turns[i] == p.drawn[r];
+  for (int i = 0; i < wanted.num_forced; ++i) forces = forces || turns[i] == drawn;
   if (!forces) return;
   __syncthreads();
   for (int i = threadIdx.x; i < p.vocab; i += kProcessingThreads) scores[i] = -INFINITY;
   __syncthreads();
   for (int i = threadIdx.x; i < wanted.num_forced; i += kProcessingThreads)
-    if (turns[i] == p.drawn[r]) scores[forced[i]] = 0;
-}
-
-// A block per row.
-__global__ void count_prompts_kernel(TokenHistory history, int first_row) {
-  wait_for_inputs();
-  let_next_start();
-  const int64_t row = first_row + static_cast<int>(blockIdx.x);
-  int32_t* tokens = history.tokens + row * history.room;
-  uint32_t* counts = history.counts + row * history.vocab;
-  for (int i = threadIdx.x; i < history.lengths[row]; i += blockDim.x)
-    if (atomicOr(&counts[tokens[i]], kInPrompt) != 0) tokens[i] |= kRepeated;
+    if (turns[i] == drawn) scores[forced[i]] = 0;
 }
 
 }  // namespace
@@ -128,10 +117,6 @@ cudaError_t process(DType dtype, const ProcessParams& p, cudaStream_t stream) {
                   p.vocab, p.stride, p.scores_stride);
   });
   return status != cudaSuccess ? status : launch(processing_kernel, p.rows, kProcessingThreads, 0, stream, p);
-}
-
-cudaError_t count_prompts(const TokenHistory& history, int row, int rows, cudaStream_t stream) {
-  return launch(count_prompts_kernel, rows, 256, 0, stream, history, row);
 }
 
 }  // namespace llmc::kernels

@@ -202,41 +202,6 @@ __global__ void narrow_kernel(NarrowParams p) {
     p.y[array][i] = static_cast<int32_t>(p.x[array][i]);
 }
 
-__device__ void append_token(const TokenHistory& history, int row, int64_t token) {
-  const int length = history.lengths[row];
-  uint32_t& count = history.counts[static_cast<int64_t>(row) * history.vocab + token];
-  if (length >= history.room) return;
-  history.tokens[static_cast<int64_t>(row) * history.room + length] =
-      static_cast<int32_t>(token) | (count != 0 ? kRepeated : 0);
-  history.lengths[row] = length + 1;
-  ++count;
-}
-
-__global__ void advance_kernel(AdvanceParams p) {
-  wait_for_inputs();
-  let_next_start();
-  const int step = *p.step;
-  for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
-    const int64_t token = p.chosen[b];
-    p.made[static_cast<int64_t>(step) * p.max_batch + b] = token;
-    if (p.finished[b]) continue;
-    if (token < 0) {
-      p.finished[b] = 1;
-      continue;
-    }
-    if (p.processing != nullptr && p.processing[b].keeps_history) append_token(p.history, p.first_row + b, token);
-    p.input_ids[b] = token;
-    const int past = min(p.past_lens[b] + 1, p.max_seq_len - 1);
-    p.past_lens[b] = past;
-    p.position_ids[b] = past;
-    ++p.drawn[b];
-    for (int i = 0; i < p.num_end_ids; ++i)
-      if (token == p.end_ids[i]) p.finished[b] = 1;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) *p.step = step + 1;
-}
-
 }  // namespace
 
 cudaError_t embedding(DType dtype, const EmbeddingParams& p, cudaStream_t stream) {
@@ -308,10 +273,6 @@ cudaError_t narrow(const NarrowParams& p, cudaStream_t stream) {
   int most = 1;
   for (int count : p.count) most = max(most, count);
   return launch(narrow_kernel, dim3(min(blocks_for(most, 256), 64u), kNarrowed), 256, 0, stream, p);
-}
-
-cudaError_t advance(const AdvanceParams& p, cudaStream_t stream) {
-  return launch(advance_kernel, 1, 128, 0, stream, p);
 }
 
 }  // namespace llmc::kernels

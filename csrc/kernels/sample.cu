@@ -291,6 +291,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   wait_for_inputs();
   let_next_start();
   const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const SlotState& state = p.states[p.slots[r]];
   constexpr int kTurn = 32 * kVec<T>, kBits = 8 * sizeof(T);
   Row<T> row{static_cast<const T*>(p.logits) + static_cast<int64_t>(r) * p.stride, 0, 0, 0, 0};
 
@@ -303,8 +304,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
     if (to_float(x) > best) best = to_float(x), index = at;
   });
   // The least of the greatest that so many threads together have: at least `likely_count` tokens are as likely.
-  const float temperature = p.temperature[r];
-  const int top_k = p.top_k[r] < p.vocab ? p.top_k[r] : 0;
+  const float temperature = state.temperature;
+  const int top_k = state.top_k < p.vocab ? state.top_k : 0;
   const int together = temperature <= 0 || top_k > kThreads / 2 ? 1 : top_k == 0 || top_k > kThreads / 4 ? 2 : 4;
   const int likely_count = kThreads / together;
   float least = best;
@@ -333,7 +334,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   // What the cuts can leave, as far as that is known before they are made: where no more than likely tokens,
   // `narrow`, the least key that min_p leaves, and the probability that top_p is a part of.
   const uint32_t likely = key_of(from_float<T>(least));
-  const float top_p = p.top_p[r], min_p = p.min_p[r], typical_p = p.typical_p[r];
+  const float top_p = state.top_p, min_p = state.min_p, typical_p = state.typical_p;
   auto part_of = [](float part, uint64_t mass) {
     return max(static_cast<uint64_t>(static_cast<double>(part) * static_cast<double>(mass)), uint64_t{1});
   };
@@ -435,7 +436,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   const uint64_t kept_ties = min(ties, cut.ties - min(cut.ties, ties_before));
   mass = warp_total(mass) + kept_ties * cut.each;
   const uint64_t before = scan_warps(mass, h.warps, total);
-  const uint64_t draw = __umul64hi(philox(p.seed[r], p.drawn[r]), total);
+  const uint64_t draw = __umul64hi(philox(state.seed, state.drawn), total);
   if (draw < before || draw >= before + mass) return;
 
   // This warp has the token.

@@ -51,8 +51,8 @@ class Watch {
   std::vector<std::tuple<std::string, Shape, std::vector<float>>> kept_;
 };
 
-// Of a step: longest, reach, indirect.
-using Facts = std::tuple<int, int, bool>;
+// Of a step: longest, reach, num_decode.
+using Facts = std::tuple<int, int, int>;
 
 }  // namespace
 
@@ -86,7 +86,7 @@ void bind(nb::module_ m) {
               const std::vector<Foreign>& inputs, const std::vector<Foreign>& outputs, int repeats,
               std::optional<Facts> facts, Watch* watch) {
              LlmcStep step;
-             if (facts) std::tie(step.longest, step.reach, step.indirect) = *facts;
+             if (facts) std::tie(step.longest, step.reach, step.num_decode) = *facts;
              if (watch != nullptr) step.watcher = &Watch::keep, step.user = watch;
              return self.run(op, fields, tensors_of(inputs), tensors_of(outputs), repeats,
                              facts || watch != nullptr ? &step : nullptr);

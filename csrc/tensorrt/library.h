@@ -24,8 +24,7 @@ struct LlmcStep {
   // A sequence has at most `longest` new tokens, and `reach` with those before; 0: nothing is known, and then prompts
   // go without cuDNN.
   int32_t longest = 0, reach = 0;
-  // 0: a cache_indirection is not read, as each cache row has its own past.
-  int32_t indirect = 1;
+  int32_t num_decode = 0;  // the first so many sequences have one new token each
   int32_t unused = 0;
   void* communicator = nullptr;   // the ncclComm_t of the ranks that share the model; null where there is one
   // Called with `user` for every tensor that a plugin makes, but for caches, right after its kernels are enqueued.

@@ -177,7 +177,7 @@ void Plan::enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out
   LlmcStep& step = *engine_->step;
   step.longest = context.longest;
   step.reach = context.reach;
-  step.indirect = context.indirect;
+  step.num_decode = context.num_decode;
   step.communicator = context.communicator;
   step.watcher = context.watcher;
   step.user = context.user;

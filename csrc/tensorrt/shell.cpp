@@ -304,8 +304,9 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
   context.sdpa = &state.sdpa;
   context.longest = step.longest;
   context.reach = step.reach;
-  context.indirect = step.indirect != 0 && !building_;  // what TensorRT times with says nothing
+  context.num_decode = step.num_decode;
   context.dense = true;
+  context.building = building_;
   core_->enqueue(in, out, workspace, context);
   show(step, out, stream);
 }

@@ -18,9 +18,6 @@ PROCESSING = np.dtype([
 LOGPROBS = np.dtype([("chosen", np.float32), ("top", np.float32, MAX_LOGPROBS),
                      ("tokens", np.int32, MAX_LOGPROBS)])
 
-_PLAIN = np.array((0, 0, 1, 0, 0, 0, 0, 0, 0, 0), PROCESSING)
-_PLAIN_LISTS = np.empty(0, np.int32)
-
 
 @dataclass(frozen=True)
 class Processing:
@@ -53,26 +50,3 @@ class Processing:
         record = np.array((presence, frequency, repetition, min_tokens, 0, len(biased),
                            len(end_tokens), len(turns), len(bad_words), keeps_history), PROCESSING)
         return Processing(record, np.concatenate([np.asarray(part, np.int32) for part in lists]))
-
-
-@dataclass(frozen=True)
-class BatchProcessing:
-    """A batch's: PROCESSING [batch], and the lists of all, int32."""
-
-    rows: np.ndarray
-    lists: np.ndarray
-
-    @staticmethod
-    def of(sequences: Sequence[Processing | None]) -> BatchProcessing | None:
-        """None where no sequence has one."""
-        if not any(sequences):
-            return None
-        rows = np.stack([_PLAIN if own is None else own.record for own in sequences])
-        lists = [_PLAIN_LISTS if own is None else own.lists for own in sequences]
-        rows["lists"] = np.cumsum([0, *map(len, lists[:-1])])
-        return BatchProcessing(rows, np.concatenate(lists))
-
-    @property
-    def keeps_history(self) -> bool:
-        """Whether any depends on the tokens before."""
-        return bool(self.rows["keeps_history"].any())

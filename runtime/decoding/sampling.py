@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -14,7 +13,7 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.decoding import processors
 from llmc.runtime.decoding.params import SamplingParams
-from llmc.runtime.decoding.processing import BatchProcessing, Processing
+from llmc.runtime.decoding.processing import Processing
 
 _BLOCK = 256  # random numbers made, and probabilities added up, at once
 
@@ -32,12 +31,7 @@ class Sampler:
         end_tokens: what `min_tokens` keeps away.
         bad_words: as token ids.
         forced: tokens of which one must be generated, by the number of those before it.
-
-    Attributes:
-        number: no other sampler of this process has it.
     """
-
-    _numbers = itertools.count()
 
     def __init__(self, params: SamplingParams, sample: int = 0, prompt: Sequence[int] = (),
                  end_tokens: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = (),
@@ -46,7 +40,6 @@ class Sampler:
         self._forced = forced or {}
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.seed = (seed + sample) % 2**64
-        self.number = next(self._numbers)
         self.prompt = np.array(prompt, np.int64)
         self._end_tokens = np.array(end_tokens, np.int64)
         self._words = bad_words
@@ -104,44 +97,6 @@ def nothing_allowed(generated: int) -> LlmcError:
     """The error where every token after so many generated ones is forbidden."""
     return LlmcError(f"no token is allowed after {generated} generated ones; forbid fewer in "
                      f"bad_words and logit_bias")
-
-
-@dataclass(frozen=True)
-class Draws:
-    """A batch's samplers as arrays [batch], for an engine that chooses tokens itself."""
-
-    temperature: np.ndarray  # float32
-    top_k: np.ndarray  # int32
-    top_p: np.ndarray  # float32
-    min_p: np.ndarray  # float32
-    typical_p: np.ndarray  # float32
-    seed: np.ndarray  # uint64
-    drawn: np.ndarray  # int64: tokens that each sequence drew before
-    sequences: np.ndarray  # int64: the samplers' numbers
-    processing: BatchProcessing | None  # what is done to the logits first; None: nothing
-    logprobs: np.ndarray | None  # int32: of so many likeliest tokens, -1: not of the chosen either
-    # Before the first token, where it depends on it: the prompts, int32, one after the other, and
-    # how long they are.
-    prompts: tuple[np.ndarray, list[int]] | None
-
-    @staticmethod
-    def of(samplers: Sequence[Sampler], drawn: Sequence[int]) -> Draws:
-        params = [sampler.params for sampler in samplers]
-        processing = BatchProcessing.of([sampler.processing for sampler in samplers])
-        asked = [-1 if p.logprobs is None else p.logprobs for p in params]
-        prompts = None
-        if processing is not None and processing.keeps_history and not any(drawn):
-            prompts = (np.concatenate([sampler.prompt for sampler in samplers]).astype(np.int32),
-                       [len(sampler.prompt) for sampler in samplers])
-        return Draws(np.array([p.temperature for p in params], np.float32),
-                     np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
-                     np.array([p.top_p for p in params], np.float32),
-                     np.array([p.min_p for p in params], np.float32),
-                     np.array([p.typical_p for p in params], np.float32),
-                     np.array([sampler.seed for sampler in samplers], np.uint64),
-                     np.array(drawn, np.int64),
-                     np.array([sampler.number for sampler in samplers], np.int64),
-                     processing, np.array(asked, np.int32) if max(asked) >= 0 else None, prompts)
 
 
 def probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -228,27 +183,3 @@ class Logprobs:
             top = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
         return Logprobs(float(logits[token]) - shift,
                         tuple((other, float(logits[other]) - shift) for other in top))
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Tokens that an engine chose itself, int64 [steps, batch], -1 where none was allowed; their
-    LOGPROBS [steps, batch] where some sequence asks for them.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray | None = None
-
-    def steps(self, counts: Sequence[int | None]) -> Iterator[list[tuple[int, Logprobs | None]]]:
-        """Each step's tokens, and log-probabilities with so many of the likeliest."""
-        if self.logprobs is None:
-            for tokens in self.tokens.tolist():
-                yield [(token, None) for token in tokens]
-            return
-        most = max(count or 0 for count in counts)
-        parts = (self.tokens, self.logprobs["chosen"], self.logprobs["tokens"][..., :most],
-                 self.logprobs["top"][..., :most])
-        for step in zip(*(part.tolist() for part in parts), strict=True):
-            yield [(token, None if count is None else
-                    Logprobs(chosen, tuple(zip(near[:count], top[:count], strict=True))))
-                   for count, token, chosen, near, top in zip(counts, *step, strict=True)]

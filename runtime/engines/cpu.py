@@ -20,7 +20,6 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import Memory
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.rows import Rows
@@ -34,7 +33,7 @@ from llmc.runtime.manifest import (
     Manifest,
     Steps,
 )
-from llmc.runtime.step import Limits, Step
+from llmc.runtime.step import Limits, Memory, Step
 
 _SIZES = {"num_tokens", "num_logits"}
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
@@ -83,7 +82,6 @@ class CpuEngine:
         self._chip = chip
         self._communicator = communicator
         self._max_tokens, self._width = limits.max_tokens, manifest.dims.padded_vocab_size
-        self._indirect, self._max_seq_len = manifest.max_beam_width > 1, manifest.dims.max_seq_len
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         segments = [step for step in chip.all_steps if isinstance(step, GraphStep)]
         options = _session_options(placement, len(chip.steps), threads)
@@ -172,9 +170,6 @@ class CpuEngine:
             values["encoder_sequence_length"] = part.memory.encoder_sequence_length
             values.update((name, memory.reshape(-1, memory.shape[-1]))
                           for name, memory in self._memory.items())
-        if self._indirect:
-            values["cache_indirection"] = np.repeat(
-                np.arange(len(part.past_lens), dtype=np.int32)[:, None], self._max_seq_len, axis=1)
         self._run_steps(self._chip.steps, self._last_uses, part, values)
         return values["logits"]
 

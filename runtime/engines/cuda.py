@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,21 +14,27 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import BeamStep, Memory, PackedBatch
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.processing import LOGPROBS
-from llmc.runtime.decoding.sampling import Choices, Draws
-from llmc.runtime.engines import MAX_LOGITS
+from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
+from llmc.runtime.engines.admission import Admissions
+from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 from llmc.runtime.manifest import Chip, Manifest
 from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
+from llmc.runtime.step import Limits, Sampled, Step
 from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
+AHEAD = 2  # steps: while one runs, the next is waiting on the device and the one before is read
 INSTALL = "pip install -v ./csrc"
-_BLOCK = 128  # max_tokens is a multiple, so that every value of the arena is aligned
+_ALIGNED = 128  # max_tokens is a multiple, so that every value of the arena is aligned
+_NONE = np.empty(0, np.int32)
 
 
 def extension() -> ModuleType:
@@ -85,31 +92,43 @@ def device_count() -> int:
 class CudaEngine:
     """One rank on one GPU. See `Engine`; tokens are chosen on the device.
 
+    Made, it has its weights. Steps can be given once all ranks have joined and `allocate` was
+    called on each with the least that `measure` says.
+
     Args:
         device: the GPU's number.
-        max_batch_size: rows of the KV cache.
+        max_batch_size: slots, and sequences of a step.
         max_tokens: packed tokens of one step, at most.
+        block_size: positions of a block of the KV cache, a power of two.
+        kv_cache_tokens: positions of the whole KV cache; None: as many as there is memory for.
+        gpu_memory_utilization: the part of the GPU's memory that may then be in use.
 
     Raises:
-        LlmcError: there is no extension, or too little memory.
+        LlmcError: there is no extension, or too little memory, or a size is none.
     """
 
-    def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int,
-                 max_batch_size: int, max_tokens: int) -> None:
+    def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int, *,
+                 max_batch_size: int, max_tokens: int, block_size: int = BLOCK_SIZE,
+                 kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9) -> None:
+        check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         cuda = extension()
         self._errors = cuda.CudaError
-        self._logprob_steps: int = cuda.logprob_steps
         self._device = device
-        self._state: tuple[np.ndarray, ...] | None = None
-        self._memory: Memory | None = None  # that the device knows of
+        self._tuning, self._made_on = tuning_file(case_dir), cuda.timed_on(device)
+        self._first = chip.rank == 0  # ranks time alike
+        self._kv_cache_tokens, self._utilization = kv_cache_tokens, gpu_memory_utilization
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
-        self._vocab = manifest.dims.vocab_size
-        self._max_logits = max(max_batch_size, min(MAX_LOGITS, max_tokens))
+        self._max_seq_len = manifest.dims.max_seq_len
+        self._limits = Limits(
+            num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
+            max_logits=max(max_batch_size, min(MAX_LOGITS, max_tokens)), ahead=AHEAD)
+        self._wishes: dict[int, int | None] = {}  # of log-probabilities, by slot
+        self._under_way: dict[int, list[int | None]] = {}  # by ticket: those of the slots it chose
         limits = dict(dtype=manifest.dtype, max_batch=max_batch_size,
-                      max_tokens=-(-max_tokens // _BLOCK) * _BLOCK,
-                      max_logits=-(-self._max_logits // 8) * 8,
-                      max_seq_len=manifest.dims.max_seq_len,
+                      max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
+                      max_logits=-(-self._limits.max_logits // 8) * 8,
+                      max_seq_len=manifest.dims.max_seq_len, block_size=block_size,
                       mem_max_seq_len=self._mem_max_seq_len)
         try:
             self._engine = self._load(cuda, manifest, chip, case_dir, limits)
@@ -124,7 +143,7 @@ class CudaEngine:
         schedules = [schedule, *([read.encoder] if read.encoder else [])]
         program = cuda.Program(**limits, token_bytes=max(s.token_bytes for s in schedules),
                                logit_bytes=schedule.logit_bytes)
-        weights = build_program(program, schedules, self._vocab)
+        weights = build_program(program, schedules, manifest.dims.vocab_size)
         engine = cuda.Engine(program, self._device)
         load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, read.weights)
         return engine
@@ -137,48 +156,127 @@ class CudaEngine:
         except self._errors as error:
             raise LlmcError(f"the CUDA engine: {error}") from error
 
-    def encode(self, batch: PackedBatch, rows: Sequence[int]) -> None:
-        self._state = None
-        lengths = np.diff(batch.cu_seqlens)
-        starts = np.asarray(rows, np.int64) * self._mem_max_seq_len
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def measure(self) -> int:
+        """Blocks of the KV cache that this rank has room for, or all that are asked for.
+
+        Raises:
+            LlmcError: there is no room for one sequence, or for what is asked for.
+        """
+        size, block = self._limits.block_size, self._engine.block_bytes
         with self._telling():
-            self._engine.encode(batch.input_ids, batch.position_ids, batch.cu_seqlens,
-                                np.repeat(starts, lengths) + batch.position_ids)
+            room: int = self._engine.measure(self._utilization)
+        if self._kv_cache_tokens is not None:
+            wanted = -(-self._kv_cache_tokens // size)
+            if wanted > room:
+                raise LlmcError(
+                    f"a KV cache of {self._kv_cache_tokens} tokens takes "
+                    f"{wanted * block / 2**30:.2f} GiB of GPU {self._device}, which has room for "
+                    f"{room * size} tokens, {room * block / 2**30:.2f} GiB, at "
+                    f"gpu_memory_utilization {self._utilization}; lower kv_cache_tokens")
+            return wanted
+        if room == 0:
+            raise LlmcError(
+                f"the weights leave GPU {self._device} no memory for a KV cache at "
+                f"gpu_memory_utilization {self._utilization}; raise it, or lower max_batch_size or "
+                f"max_num_batched_tokens")
+        # More than all slots can fill twice serves nobody.
+        return min(room, 2 * self._limits.max_slots * -(-self._max_seq_len // size))
 
-    def _set_memory(self, memory: Memory | None) -> None:
-        """Tell the device where the sequences' prompts are in the encoder's memory."""
-        if memory is None or (self._memory is not None and all(
-                np.array_equal(getattr(memory, name), getattr(self._memory, name))
-                for name in ("rows", "encoder_sequence_length"))):
-            return
-        self._engine.set_memory(memory.rows * np.int32(self._mem_max_seq_len),
-                                memory.encoder_sequence_length)
-        self._memory = memory
+    def allocate(self, num_blocks: int, *, show_progress: bool = False) -> None:
+        """Make the KV cache, and all that steps of any size need; all ranks at once.
 
-    def run(self, batch: PackedBatch) -> np.ndarray:
-        self.submit(batch)
-        return self._read_logits(batch)
+        Raises:
+            LlmcError: there is too little memory.
+        """
+        with self._telling():
+            self._engine.allocate(num_blocks)
+            self._warm(show_progress)
+        self._limits = replace(self._limits, num_blocks=num_blocks)
 
-    def _read_logits(self, batch: PackedBatch) -> np.ndarray:
-        logits = np.empty((len(batch.logits_indices), self._vocab), np.float32)
-        self._engine.read_logits(logits)
-        return logits
+    def _warm(self, show_progress: bool) -> None:
+        """Time and plan what steps with prompts need, and capture decode steps; of what was timed
+        before, on this kind of GPU, nothing again.
+        """
+        with suppress(self._errors):
+            self._engine.know(read_choices(self._tuning, self._made_on))
+        known = len(self._engine.algorithms())
+        steps = [(lengths, False) for lengths in prompt_steps(self._limits, self._max_seq_len)]
+        steps += [([1] * size, True) for size in reversed(self._engine.graph_sizes)]
+        console = Console(stderr=True)
+        with Progress(TextColumn("preparing steps"), BarColumn(), TimeElapsedColumn(),
+                      console=console, transient=True,
+                      disable=not (show_progress and console.is_terminal)) as progress:
+            for lengths, decode in progress.track(steps):
+                self._engine.warm(lengths, decode)
+        chosen = self._engine.algorithms()
+        if self._first and len(chosen) > known:
+            write_choices(self._tuning, self._made_on, chosen)
 
-    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
-        """Execute a step and return every value that it makes, in order, by its tensor's name.
+    def submit(self, step: Step) -> int:
+        """See `Engine`. Where the logits of all tokens are asked for nothing is chosen; a slot that
+        no sequence has entered chooses the likeliest token.
+        """
+        if step.logits == "all":
+            step = replace(step, sample=_NONE)
+        with self._telling():
+            if step.encode:
+                self._encode(step.encode)
+            ticket: int = self._engine.submit(*step_arrays(step, self._mem_max_seq_len))
+        for slot, state in step.admit.items():
+            self._wishes[slot] = state.sampler.params.logprobs if state.sampler else None
+        self._under_way[ticket] = [self._wishes.get(slot)
+                                   for slot in step.slots[step.sample].tolist()]
+        return ticket
+
+    def collect(self, ticket: int) -> Sampled:
+        """See `Engine`."""
+        with self._telling():
+            tokens, records, candidates, log_probs, logits = self._engine.collect(ticket)
+        wishes = self._under_way.pop(ticket)
+        logprobs: list[Logprobs | None] = [None] * len(wishes)
+        if records is not None:
+            logprobs = [None if wish is None or token < 0 else told(record, wish)
+                        for wish, token, record in zip(wishes, tokens, records.view(LOGPROBS),
+                                                       strict=True)]
+        return Sampled(tokens, logprobs,
+                       None if candidates is None else Candidates(candidates, log_probs), logits)
+
+    def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Run the encoder, on as many prompts at once as a step has room for."""
+        waiting = [*prompts.items()]
+        while waiting:
+            count = packed = 0
+            for _, tokens in waiting[:self._limits.max_slots]:
+                if count and packed + len(tokens) > self._limits.max_tokens:
+                    break
+                count, packed = count + 1, packed + len(tokens)
+            part, waiting = waiting[:count], waiting[count:]
+            lengths = [len(tokens) for _, tokens in part]
+            places = np.concatenate([np.arange(length) for length in lengths])
+            starts = np.array([row for row, _ in part], np.int64) * self._mem_max_seq_len
+            self._engine.encode(
+                np.concatenate([np.asarray(tokens, np.int64) for _, tokens in part]), places,
+                np.cumsum([0, *lengths], dtype=np.int32), np.repeat(starts, lengths) + places)
+
+    def trace(self, step: Step) -> dict[str, np.ndarray]:
+        """Execute a step that chooses nothing and return every value that it makes, in order, by
+        its tensor's name, with the logits of all tokens.
 
         float32 [num_tokens or num_logits, width] each. The host waits after every node.
         """
-        sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
         numbers = [number for node in self._schedule.nodes for number in node.outputs
                    if number >= 0]
         values = {}
         self._engine.watch(numbers)
         try:
-            self.submit(batch, prefill=True)  # decoding skips a node
+            self._execute(step)
             for number in numbers:
                 tensor = self._schedule.tensors[number]
-                value = np.empty([sizes[dim] if isinstance(dim, str) else dim
+                value = np.empty([step.num_tokens if isinstance(dim, str) else dim
                                   for dim in tensor.shape], np.float32)
                 self._engine.read_watched(number, value)
                 values[tensor.name] = value
@@ -186,95 +284,21 @@ class CudaEngine:
             self._engine.watch([])
         return values
 
-    def submit(self, batch: PackedBatch, *, prefill: bool = False) -> None:
-        """Start a step; its logits stay on the device."""
-        self._state = None
-        lengths = np.diff(batch.cu_seqlens)
-        indirection = np.empty(0) if batch.cache_indirection is None else batch.cache_indirection
-        decode = not prefill and bool((lengths == 1).all()) and \
-            len(batch.logits_indices) == len(lengths)
+    def _execute(self, step: Step) -> np.ndarray:
+        """The logits of all tokens of a step that chooses nothing."""
+        made = self.collect(self.submit(replace(step, candidates=0, logits="all")))
+        assert made.logits is not None
+        return made.logits
+
+    def check(self) -> None:
+        """Raises LlmcError where a step has failed on the device."""
         with self._telling():
-            self._set_memory(batch.memory)
-            self._engine.run(batch.input_ids, batch.position_ids, batch.cu_seqlens, batch.past_lens,
-                             np.ascontiguousarray(batch.logits_indices, np.int64),
-                             np.ascontiguousarray(indirection, np.int32), batch.first_row, decode)
+            self._engine.check()
 
-    def likeliest(self, batch: PackedBatch, count: int) -> Candidates:
-        """Execute a step: the `count` likeliest tokens of each of its rows of logits."""
-        self.submit(batch)
-        return self._candidates(len(batch.logits_indices), count, self._engine.candidates)
-
-    def follow(self, step: BeamStep) -> Candidates:
-        """Execute a step of beam search; see `BeamStep`."""
-        self._state = None
-        with self._telling():
-            self._set_memory(step.memory)
-        return self._candidates(step.tokens.size, step.count, self._engine.follow, step.tokens,
-                                step.parents, step.past_lens, step.prompt_lens)
-
-    def _candidates(self, rows: int, count: int, find: Callable[..., None],
-                    *given: np.ndarray) -> Candidates:
-        found = Candidates(np.empty((rows, count), np.int32), np.empty((rows, count), np.float32))
-        with self._telling():
-            find(*given, found.tokens, found.log_probs)
-        return found
-
-    def decode(self, batch: PackedBatch, draws: Draws, end_ids: Sequence[int], steps: int) -> \
-            Choices:
-        """A step, and the tokens that it and the steps after it lead to.
-
-        All on the device; the host waits once, at the end, and where log-probabilities are asked
-        for as often as there are no more kept. A sequence's tokens after an end token mean nothing.
-        """
-        lengths = np.diff(batch.cu_seqlens)
-        sampling = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.typical_p,
-                    draws.seed)
-        fixed = (*sampling, draws.sequences, np.array(end_ids))
-        goes_on = bool((lengths == 1).all()) and batch.first_row == 0
-        state = (batch.input_ids, batch.past_lens, draws.drawn, *fixed)
-        with self._telling():
-            if draws.prompts is not None:
-                self._engine.set_history(batch.first_row, *draws.prompts)
-            if not goes_on:
-                self.submit(batch)
-                self._begin(np.empty(0, np.int64), batch.past_lens + lengths, draws, end_ids,
-                            batch.first_row)
-            elif self._state is None or not all(map(np.array_equal, state, self._state)):
-                self._set_memory(batch.memory)
-                self._begin(batch.input_ids, batch.past_lens, draws, end_ids, 0)
-            chosen = self._go_on(steps, 0 if goes_on else 1, draws)
-        # What the device is ready to go on with, where no sequence has ended.
-        self._state = (chosen.tokens[-1], batch.past_lens + lengths + steps - 1,
-                       draws.drawn + steps, *fixed)
-        return chosen
-
-    def _begin(self, tokens: np.ndarray, past_lens: np.ndarray, draws: Draws,
-               end_ids: Sequence[int], first_row: int) -> None:
-        self._state = None
-        processing = draws.processing
-        self._engine.begin_decode(
-            tokens, past_lens, draws.temperature, draws.top_k, draws.top_p, draws.min_p,
-            draws.typical_p, draws.seed, draws.drawn, list(end_ids),
-            processing=None if processing is None else processing.rows.view(np.uint8),
-            lists=None if processing is None else processing.lists,
-            logprobs=draws.logprobs, first_row=first_row)
-
-    def _go_on(self, steps: int, made: int, draws: Draws) -> Choices:
-        """The last so many steps, of which some are made already."""
-        if draws.logprobs is None:
-            self._engine.decode(steps - made)
-            return Choices(self._tokens(steps))
-        parts = []
-        for start in range(0, steps, self._logprob_steps):
-            count = min(self._logprob_steps, steps - start)
-            self._engine.decode(count - made)
-            made = 0
-            parts.append(np.empty((count, len(draws.logprobs)), LOGPROBS))
-            self._engine.read_logprobs(count, parts[-1].view(np.uint8))
-        return Choices(self._tokens(steps), np.concatenate(parts))
-
-    def _tokens(self, steps: int) -> np.ndarray:
-        return np.array(self._engine.tokens(steps), np.int64).reshape(steps, -1)
+    def close(self) -> None:
+        """Wait for what is under way."""
+        with suppress(self._errors):
+            self._engine.synchronize()
 
     def join(self, communicator: bytes, rank: int, size: int) -> None:
         """Meet the other ranks; `communicator` is `unique_id()` of one of them."""
@@ -291,9 +315,55 @@ class CudaEngine:
         made: bytes = self._engine.unique_id()
         return made
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        self._state = None
-        self._engine.copy_row(source, target, length)
+
+def check_memory_options(block_size: int, kv_cache_tokens: int | None,
+                         gpu_memory_utilization: float) -> None:
+    """Raises LlmcError where one is out of range."""
+    if block_size < 1 or block_size & (block_size - 1):
+        raise LlmcError(f"block_size {block_size} is not a power of two; {BLOCK_SIZE} is usual")
+    if kv_cache_tokens is not None and kv_cache_tokens < 1:
+        raise LlmcError(f"kv_cache_tokens {kv_cache_tokens} is below 1")
+    if not 0 < gpu_memory_utilization <= 1:
+        raise LlmcError(f"gpu_memory_utilization {gpu_memory_utilization} is not above 0 and up to "
+                        f"1")
+
+
+def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:
+    """New tokens of the sequences of steps for which kernels are chosen while loading, the largest
+    first: any step has about as many tokens as one of them, and one whose longest chunk and number
+    of chunks, rounded up to powers of two, are another's.
+    """
+    most = limits.max_tokens
+    powers = [size for power in range(5, 31) for size in (2**power, 3 * 2**(power - 1))]
+    sizes = sorted({most, *(size for size in powers if size < most)}, reverse=True)
+    steps = [[max_seq_len] * (size // max_seq_len) + [size % max_seq_len] * (size % max_seq_len > 0)
+             for size in sizes]
+    longest = min(most, max_seq_len)
+    for chunk in (2**power for power in range(7, 32) if 2**power < 2 * max(longest, 128)):
+        for count in (2**power for power in range(1, 32) if 2**power < 2 * limits.max_slots):
+            count = min(count, limits.max_slots)
+            length = min(chunk, longest, most - count + 1)
+            if length > (chunk // 2 if chunk > 128 else 0):
+                steps.append([length] + [1] * (count - 1))
+    return [step for step in steps if len(step) <= limits.max_slots]
+
+
+def step_arrays(step: Step, mem_max_seq_len: int = 0) -> tuple[Any, ...]:
+    """A step as the extension takes it."""
+    memory = step.memory
+    starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
+    lens = _NONE if memory is None else memory.encoder_sequence_length
+    admit = Admissions.of(step.admit)
+    return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
+            step.num_decode, step.sample, step.copies, step.candidates,
+            ("none", "sampled", "all").index(step.logits), starts, lens, *admit.arrays())
+
+
+def told(record: np.void, wish: int) -> Logprobs:
+    """A record of LOGPROBS with so many of the likeliest."""
+    return Logprobs(float(record["chosen"]),
+                    tuple(zip(record["tokens"][:wish].tolist(), record["top"][:wish].tolist(),
+                              strict=True)))
 
 
 def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
@@ -381,7 +451,7 @@ def _declare(program: Any, tensor: ScheduledTensor) -> int:
     elif tensor.kind == "memory":
         number = program.add_memory(tensor.shape[1])
     else:
-        number = program.add_cache(tensor.dtype, tensor.shape[1:])
+        number = program.add_cache(tensor.dtype, tensor.shape[1], tensor.shape[3])
     return number
 
 

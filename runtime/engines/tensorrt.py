@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.cuda import INSTALL, SIZES, CudaEngine, extension
 from llmc.runtime.manifest import Chip, GraphStep, Manifest, Target, TensorInfo
+from llmc.runtime.step import Step
 
 LIBRARY = "LLMC_TENSORRT_LIBRARY"
 _PLUGINS = "libllmc_plugins.so"
@@ -103,8 +103,9 @@ class TensorRTEngine(CudaEngine):
         program.set_logits(tensors["logits"], manifest.dims.vocab_size)
         return cuda.Engine(program, self._device)
 
-    def trace(self, batch: PackedBatch) -> dict[str, np.ndarray]:
-        """Execute a step and return what every plugin makes, in order, by the tensor's name.
+    def trace(self, step: Step) -> dict[str, np.ndarray]:
+        """Execute a step that chooses nothing and return what every plugin makes, in order, by the
+        tensor's name, and the logits of all tokens.
 
         float32 each. The host waits after every plugin. What TensorRT's own layers make is not
         seen, but for the logits.
@@ -113,20 +114,20 @@ class TensorRTEngine(CudaEngine):
         watch = tensorrt.Watch()
         tensorrt.watch(self._engine, watch)
         try:
-            self.submit(batch, prefill=True)
+            logits = self._execute(step)
             values = {name: np.frombuffer(data, np.float32).reshape(shape)
                       for name, shape, data in watch.values()}
         finally:
             tensorrt.watch(self._engine, None)
         values.pop("logits", None)
-        return {**values, "logits": self._read_logits(batch)}
+        return {**values, "logits": logits}
 
 
 def _declare(program: Any, tensor: TensorInfo) -> int:
     """An input of a plan among the program's tensors, which have 64 bits where plans have 32."""
     number: int
     if "_cache_" in tensor.name:
-        number = program.add_cache(tensor.dtype, tensor.shape[1:])
+        number = program.add_cache(tensor.dtype, tensor.shape[1], tensor.shape[3])
     elif tensor.shape[0] == "num_memory_tokens":
         number = program.add_memory(_columns(tensor))
     else:

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file
 from schedule_interpreter import Interpreter
 
 import llmc
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.engines import cuda
 from llmc.runtime.inspection import summarize
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.schedule import read_schedule
+from llmc.runtime.step import Step
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite",
@@ -73,37 +73,46 @@ def onnx_logits(graph, directory, tokens):
                                      str(directory))
     session = ort.InferenceSession(graph.SerializeToString(), options,
                                    providers=["CPUExecutionProvider"])
-    batch = PackedBatch.prepare([tokens], [0], all_logits=True)
+    step = Step.of([tokens], [0], [[3, 0, 2, 1]], [0], logits="all")
     feeds = {}
     for value in graph.graph.input:
         described = value.type.tensor_type
-        kind, array = described.elem_type, getattr(batch, value.name, None)
-        if array is None:  # a cache; NumPy has no bfloat16, so bits
-            array = np.zeros([1, *(dim.dim_value for dim in described.shape.dim[1:])],
+        own = {"input_ids": "token_ids", "block_table": "block_tables"}
+        kind, array = described.elem_type, getattr(step, own.get(value.name, value.name), None)
+        if array is None:  # a cache of 4 blocks of 16; NumPy has no bfloat16, so bits
+            array = np.zeros([4, described.shape.dim[1].dim_value, 16,
+                              described.shape.dim[3].dim_value],
                              np.uint32 if kind == onnx.TensorProto.FLOAT else np.uint16)
         feeds[value.name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
     return session.run_with_ort_values(["logits_float32"], feeds)[0].numpy()
 
 
-def test_a_schedule_for_beams_hands_the_indirection_to_every_attention(tmp_path):
-    model = families.tiny_model("llama")
-    hf = families.save(model, tmp_path / "hf")
-    schedules = {}
-    for width in (1, 4):
-        case = tmp_path / f"width{width}"
-        manifest = llmc.compile(hf, case, target="cuda", max_beam_width=width)
-        assert manifest.max_beam_width == width
-        schedules[width] = read_schedule(case / "chip0" / "schedule.json")
-    number, tensor = next((number, tensor) for number, tensor in enumerate(schedules[4].tensors)
-                          if tensor.name == "cache_indirection")
-    assert (tensor.kind, tensor.dtype, tensor.shape) == ("input", "int32", ("batch", 64))
-    attention = [node for node in schedules[4].nodes if node.op == "CausalAttention"]
-    assert len(attention) == 3 and {node.inputs[10] for node in attention} == {number}
-    assert "cache_indirection" not in {tensor.name for tensor in schedules[1].tensors}
+def test_every_attention_has_its_cache_in_blocks(tiny_hf, tmp_path):
+    manifest = llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
+    assert manifest.kv_cache_layout == "paged"
+    schedule = read_schedule(tmp_path / "case" / "chip0" / "schedule.json")
+    number, tensor = next((number, tensor) for number, tensor in enumerate(schedule.tensors)
+                          if tensor.name == "block_table")
+    assert (tensor.kind, tensor.dtype, tensor.shape) == ("input", "int32", ("batch", "max_blocks"))
+    attention = [node for node in schedule.nodes if node.op == "CausalAttention"]
+    assert len(attention) == manifest.dims.num_layers
+    assert {node.inputs[9] for node in attention} == {number}
+    assert {schedule.tensors[node.inputs[index]].shape for node in attention for index in (1, 2)} \
+        == {("num_blocks", manifest.dims.num_kv_heads, "block_size", manifest.dims.head_dim)}
+
+
+def test_sequences_share_blocks_and_copies_are_their_own(tiny_hf, tiny_model, tmp_path):
+    """Two continuations of one prompt, the second in a copy of its last block."""
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
+    interpreter = Interpreter(tmp_path / "case")
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
-    interpreter = Interpreter(tmp_path / "width4")
-    first, then = interpreter.run(tokens[:8], 0), interpreter.run(tokens[8:], 8)
-    families.assert_close(np.concatenate([first, then]), families.reference_logits(model, tokens))
+    interpreter.compute(Step.of([tokens[:6]], [0], [[7, 2]], [0]))
+    logits = interpreter.compute(Step.of(
+        [tokens[6:], [5, 6, 7]], [6, 6], [[7, 2, 9], [7, 4, 1]], [0, 1], logits="all",
+        copies=np.array([[2, 4]], np.int32)))
+    families.assert_close(logits[:6], families.reference_logits(tiny_model, tokens)[6:])
+    families.assert_close(logits[6:], families.reference_logits(
+        tiny_model, [*tokens[:6], 5, 6, 7])[6:])
 
 
 def test_16_bit_weights_and_exact_tables(tiny_hf, tiny_model, tmp_path):
@@ -181,7 +190,7 @@ class _Extension:
 @pytest.mark.parametrize(("capability", "versions", "match"), [
     ((8, 9), {}, "was compiled for compute capability 9.0, GPU 0 has 8.9"),
     ((9, 0), {"CausalAttention": 7},
-     "uses version 1 of CausalAttention, this CUDA engine has version 7"),
+     "uses version 2 of CausalAttention, this CUDA engine has version 7"),
     ((9, 0), {"NormGemm": None}, "uses version 1 of NormGemm, this CUDA engine has none"),
 ])
 def test_what_does_not_fit_the_gpu_or_the_engine_is_refused(tiny_hf, tmp_path, capability, versions,

@@ -363,7 +363,7 @@ def interpreted(monkeypatch, one_export):
         yield Interpreters(root).greedy
 
     monkeypatch.setattr(diff_module, "device_count", lambda: 8)
-    monkeypatch.setattr(diff_module, "Replica",
+    monkeypatch.setattr(diff_module, "GpuReplica",
                         lambda manifest, case, placements, batch, tokens: Interpreters(case))
     monkeypatch.setattr(diff_module, "_greedy", greedy)
 

@@ -148,7 +148,7 @@ def test_what_goes_to_the_memory_of_a_gpu_leaves_its_place_at_once(encoder_decod
 
 def test_what_encoder_and_decoder_share_is_stored_once(encoder_decoder):
     model, _, cases = encoder_decoder("t5")
-    manifest = llmc.LLM(cases["beams"]).manifest
+    manifest = llmc.LLM(cases["tp1"]).manifest
     tied = model.shared.weight.numel() * 4
     parameters = sum(p.numel() for p in model.parameters()) * 4
     assert manifest.chips[0].weight_bytes < parameters + tied // 2
@@ -188,7 +188,7 @@ def test_tensorrt_rtx_refuses_in_one_sentence(encoder_decoder, tmp_path, monkeyp
                                              "model, which is not there yet for target "
                                              "'tensorrt_rtx'; compile it with --target cpu, cuda "
                                              "or tensorrt"):
-        llmc.compile(cases["beams"].parent / "hf", tmp_path / "case", target="tensorrt_rtx")
+        llmc.compile(cases["tp1"].parent / "hf", tmp_path / "case", target="tensorrt_rtx")
 
 
 @pytest.mark.parametrize(("name", "options", "match"), [

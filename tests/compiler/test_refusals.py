@@ -93,8 +93,6 @@ def test_norms_behind_the_rotary_embedding_are_named(tmp_path):
     (dict(max_seq_len=1), "max_seq_len 1 is below 2"),
     (dict(max_seq_len=100000), "max_position_embeddings 64; allowed: 2 to 64"),
     (dict(mem_max_seq_len=64), "mem_max_seq_len 64 is given, but .* has no encoder"),
-    (dict(max_beam_width=0), "max_beam_width 0 is below 1"),
-    (dict(max_beam_width=2, target="tensorrt_rtx"), "max_beam_width 2 is not there yet"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
 ])
 def test_impossible_options_are_refused_before_the_export(tiny_hf, tmp_path, options, match,
@@ -112,7 +110,6 @@ def about(has_encoder=False, generation=None, **config):
 @pytest.mark.parametrize(("options", "model", "match"), [
     (Options(target="cuda"), about(head_dim=12), "head_dim 12 of 'Tiny' is not a multiple of 8"),
     (Options(target="cuda"), about(hidden_size=2048), "head_dim 512 of 'Tiny'"),
-    (Options(target="tensorrt", max_seq_len=9), about(), "a cache row of 1152 bytes is no mult"),
     (Options(target="tensorrt_rtx"), about(True, {"bos_token_id": 1}), "an encoder-decoder model"),
     (Options(), about(True), "put decoder_start_token_id into generation_config.json"),
     (Options(tp_size=3), about(True, {"bos_token_id": 1}, encoder_attention_heads=2),

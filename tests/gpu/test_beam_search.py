@@ -9,7 +9,6 @@ import torch
 from beams import PROMPTS, assert_equal, end_with, search
 
 import llmc
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.decoding.beam_search import log_softmax
 
 KINDS = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
@@ -22,7 +21,7 @@ def compile_tiny(kind, directory, targets=("cuda",), **changes):
     model = families.tiny_model(kind, **changes)
     hf = families.save(model, directory / "hf")
     for target in targets:
-        llmc.compile(hf, directory / target, target=target, max_beam_width=8,
+        llmc.compile(hf, directory / target, target=target,
                      max_seq_len=changes.get("max_position_embeddings"))
     return model
 
@@ -104,14 +103,6 @@ def test_scores_that_are_changed_come_from_the_host(long, llm):
                  bad_words_ids=[[7], [41, 36]], sequence_bias={(9,): 1.5})
 
 
-def test_no_cache_row_is_copied(llm, monkeypatch):
-    def copy(source, target, length):
-        raise AssertionError("a cache row is copied")
-
-    monkeypatch.setattr(llm._replicas[0], "copy_row", copy)
-    llm.beam_search(PROMPTS, search(4, 6, ignore_eos=True))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_in_16_bits_a_beam_s_score_is_that_of_its_tokens(extension, long, dtype):
     """Read from the start, without beams: another row's past would give other log-probabilities."""
@@ -131,16 +122,7 @@ def test_in_16_bits_a_beam_s_score_is_that_of_its_tokens(extension, long, dtype)
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 def test_two_ranks_find_the_same_beams(extension, long, tmp_path):
-    llmc.compile(long[0] / "hf", tmp_path / "tp2", target="cuda", tp_size=2, max_beam_width=4)
+    llmc.compile(long[0] / "hf", tmp_path / "tp2", target="cuda", tp_size=2)
     with llmc.LLM(tmp_path / "tp2", max_batch_size=12) as llm:
         for _ in range(2):
             assert_equal(llm, long[1], PROMPTS, search(4, 16, ignore_eos=True), (), TOLERANCE)
-
-
-def test_a_model_compiled_without_beams_refuses_an_indirection(extension, tmp_path):
-    hf = families.save(families.tiny_model("llama"), tmp_path / "hf")
-    llmc.compile(hf, tmp_path / "case", target="cuda")
-    with llmc.LLM(tmp_path / "case") as llm:
-        step = PackedBatch.prepare([[5]], [0], cache_indirection=np.zeros((1, 64), np.int32))
-        with pytest.raises(llmc.LlmcError, match="was not compiled for beam search"):
-            llm._replicas[0].run(step)

@@ -4,11 +4,11 @@ import families
 import numpy as np
 import pytest
 from schedule_interpreter import Interpreter
+from stepping import load
 
 import llmc
 from llmc.compiler.check.diff import diff
-from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.step import Step
 
 # Of a tensor's range, after all layers of a tiny model.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
@@ -30,17 +30,18 @@ def test_every_value_is_traced_before_its_memory_is_used_again(extension, dtype,
     """Prompt, continuation and a single token; tracing leaves the engine as it was."""
     hf = families.save(families.tiny_model("gpt2"), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", dtype=dtype)
-    engine = CudaEngine(manifest, manifest.chips[0], tmp_path / "case", 0, 1, 16)
+    assert manifest.dtype == dtype
+    engine = load(tmp_path / "case", max_batch_size=1, max_tokens=16, block_size=4)
     interpreter = Interpreter(tmp_path / "case")
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 14).tolist()
     for start, end in ((0, 9), (9, 13), (13, 14)):
-        batch = PackedBatch.prepare([tokens[start:end]], [start], all_logits=True)
-        traced, expected = engine.trace(batch), interpreter.trace(batch)
+        step = Step.of([tokens[start:end]], [start], [[9, 2, 5, 0]], [0], logits="all")
+        traced, expected = engine.trace(step), interpreter.trace(step)
         assert list(traced) == list(expected)
         for name, value in expected.items():
             families.assert_close(traced[name], value, TOLERANCE[dtype])
-        families.assert_close(engine.run(batch), traced["logits"][:, :families.VOCAB],
-                              TOLERANCE[dtype])
+        families.assert_close(engine.collect(engine.submit(step)).logits,
+                              traced["logits"][:, :families.VOCAB], TOLERANCE[dtype])
 
 
 def test_a_planted_error_names_its_node(extension, tmp_path):

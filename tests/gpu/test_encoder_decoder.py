@@ -7,12 +7,13 @@ import families
 import numpy as np
 import pytest
 import torch
+from stepping import load
 
 import llmc
 from llmc import SamplingParams
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Target
-from llmc.runtime.searching import DeviceSteps
+from llmc.runtime.step import Memory, Step
 
 NAMES = [*families.ENCODER_DECODERS, *families.UNPLANNED_ENCODER_DECODERS]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -26,8 +27,7 @@ def prompts(seed, lengths=(40, 7, 23)):
 
 
 def compile_for(raw, target, case, dtype="float32", tp_size=1):
-    families.write_encoder_decoder(raw, case, Target(kind=target), Options(dtype), tp_size,
-                                   max_beam_width=4)
+    families.write_encoder_decoder(raw, case, Target(kind=target), Options(dtype), tp_size)
     return case
 
 
@@ -40,7 +40,7 @@ def cases(encoder_decoder, tmp_path_factory):
         if name not in made:
             _, raw, host = encoder_decoder(name)
             path = tmp_path_factory.mktemp(name)
-            made[name] = host["beams"], compile_for(raw, "cuda", path / "cuda")
+            made[name] = host["tp1"], compile_for(raw, "cuda", path / "cuda")
         return made[name]
     return make
 
@@ -94,18 +94,37 @@ def test_tokens_that_the_generation_config_forces(extension, check_step, encoder
             assert completion.token_ids[0] == 17 and completion.token_ids[-1] == 2
 
 
-def test_beams_of_an_encoder_decoder_stay_on_the_device(extension, cases, monkeypatch):
-    """The host fetches no logits, but where tokens are forced."""
-    steps = []
-    original = DeviceSteps.go_on
-
-    def go_on(self, *arguments):
-        steps.append(arguments)
-        return original(self, *arguments)
-    monkeypatch.setattr(DeviceSteps, "go_on", go_on)
-    with llmc.LLM(cases("t5")[1]) as llm:
-        llm.generate(prompts(0), SamplingParams(max_tokens=9, beam_width=4, ignore_eos=True))
-    assert len(steps) == 8
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_that_encode_and_decode_together_give_transformers_logits(
+        extension, name, dtype, encoder_decoder, tmp_path):
+    """Prompts are encoded as their sequences begin; two sequences share the last one."""
+    model, raw, _ = encoder_decoder(name)
+    sources = prompts(3, (60, 7, 23))
+    rows = prompts(4, (12,) * 4)
+    truth, theirs = (reference(model, [*sources, sources[-1]], rows, kind)
+                     for kind in (torch.float32, DTYPES[dtype]))
+    compile_for(raw, "cuda", tmp_path / "case", dtype)
+    engine = load(tmp_path / "case", max_tokens=64, block_size=4)
+    where, lens = [2, 0, 3, 3], [60, 7, 23, 23]
+    tables = [[b, 4 + b, 8 + b] for b in range(4)]
+    # By step: the sequences, and how many tokens each reads.
+    plan = [([0], [5]), ([0, 1], [1, 3]), ([0, 2, 1, 3], [1, 1, 2, 4]),
+            ([1, 0, 3, 2], [1, 1, 1, 6])]
+    past, error = [0] * 4, 0.0
+    for order, counts in plan:
+        fresh = {where[b]: sources[min(b, 2)] for b in order if not past[b]}
+        made = engine.collect(engine.submit(Step.of(
+            [rows[b][past[b]:past[b] + n] for b, n in zip(order, counts, strict=True)],
+            [past[b] for b in order], [tables[b] for b in order], order, logits="all", encode=fresh,
+            memory=Memory.of([where[b] for b in order], [lens[b] for b in order]))))
+        start = 0
+        for b, n in zip(order, counts, strict=True):
+            error = max(error, np.abs(made.logits[start:start + n]
+                                      - truth[b][past[b]:past[b] + n]).max())
+            start, past[b] = start + n, past[b] + n
+    allowed = 5e-4 * np.ptp(truth) if dtype == "float32" else 2 * np.abs(theirs - truth).max()
+    assert error <= allowed
 
 
 def test_log_probabilities_of_an_encoder_decoder(extension, cases):

@@ -5,13 +5,12 @@ import dataclasses
 import families
 import numpy as np
 import pytest
+import stepping
 import torch
 import two_models
 
 import llmc
-from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.decoding.processing import LOGPROBS, PROCESSING
-from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.step import Step
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LENGTH = 700
@@ -120,29 +119,6 @@ def test_every_parameter_does_what_it_does_on_the_cpu(extension, compiled, check
         same_completions(ours, expected)
 
 
-def test_log_probabilities_of_many_steps_at_once(extension, compiled):
-    """More steps between two looks than the device keeps log-probabilities of."""
-    params = llmc.SamplingParams(max_tokens=180, logprobs=2, ignore_eos=True)
-    with llmc.LLM(compiled / "cpu") as llm:
-        expected = llm.generate([[5, 6], [7]], params)
-    with llmc.LLM(compiled / "float32", check_step=100, skip_step=150) as llm:
-        same_completions(llm.generate([[5, 6], [7]], params), expected)
-
-
-def test_longer_lists_than_before_move_to_new_memory(extension, compiled):
-    """The captured graphs know the old address."""
-    rng = np.random.default_rng(0)
-    few = llmc.SamplingParams(max_tokens=9, bad_words=[[5]], ignore_eos=True)
-    many = dataclasses.replace(few, bad_words=[
-        rng.integers(3, families.VOCAB, 5).tolist() for _ in range(4000)] + [[5], [6]])
-    results = []
-    for name in ("cpu", "float32"):
-        with llmc.LLM(compiled / name) as llm:
-            results.append([llm.generate([[5, 6, 7]], params) for params in (few, many, few)])
-    for ours, expected in zip(*results[::-1], strict=True):
-        same_completions(ours, expected)
-
-
 @pytest.mark.parametrize("check_step", [1, 8])
 def test_a_sequence_without_an_allowed_token_is_one_sentence(extension, compiled, check_step):
     everything = [[token] for token in range(families.VOCAB) if token != 50]
@@ -168,119 +144,31 @@ def test_too_little_memory_is_said_in_numbers(extension, compiled):
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
 def test_two_models_do_what_each_does_alone(extension, compiled, at_once):
-    searching = compiled / "beams"
-    if not searching.exists():
-        llmc.compile(compiled / "hf", searching, target="cuda", dtype="float16",
-                     max_seq_len=LENGTH, max_beam_width=4)
-    two_models.check(compiled / "float16", searching, at_once=at_once)
+    two_models.check(compiled / "float16", compiled / "bfloat16", at_once=at_once)
 
 
 @pytest.fixture
 def engine(extension, compiled):
-    manifest = llmc.LLM(compiled / "float32").manifest
-    return CudaEngine(manifest, manifest.chips[0], compiled / "float32", 0, 4, 128)
-
-
-def begin(engine, batch=2, **changes):
-    """The extension's begin_decode, as for so many sequences that are greedy."""
-    given = {"tokens": np.full(batch, 5), "past_lens": np.full(batch, 3, np.int32),
-             "temperature": np.zeros(batch, np.float32), "top_k": np.zeros(batch, np.int32),
-             "top_p": np.ones(batch, np.float32), "min_p": np.zeros(batch, np.float32),
-             "typical_p": np.ones(batch, np.float32), "seed": np.zeros(batch, np.uint64),
-             "drawn": np.zeros(batch, np.int64), "end_ids": []}
-    engine._engine.begin_decode(**{**given, **changes})
-
-
-def processing(numbers=(), /, **changes):
-    """What is done to the logits of two sequences; the second has these sizes."""
-    rows = np.zeros(2, PROCESSING)
-    rows["repetition"] = 1
-    for name, value in changes.items():
-        rows[name][1] = value
-    return {"processing": rows.view(np.uint8), "lists": np.array(numbers, np.int32)}
-
-
-@pytest.mark.parametrize(("changes", "match"), [
-    ({"past_lens": np.array([3, LENGTH], np.int32)}, f"{LENGTH} positions of a sequence are no"),
-    ({"past_lens": np.array([3, -1], np.int32)}, "-1 positions of a sequence"),
-    ({"tokens": np.full(1, 5)}, "tokens has 1 elements, expected 2"),
-    ({"tokens": np.empty(0, np.int64)}, "the last step made 0 rows of logits for 2 sequences"),
-    ({"seed": np.zeros(1, np.uint64)}, "seed has 1 elements, expected 2"),
-    ({"drawn": np.zeros(3, np.int64)}, "drawn has 3 elements, expected 2"),
-    ({"first_row": 3}, "exceeds max_batch_size 4"), ({"end_ids": [1] * 65}, "more than 64 end"),
-    ({"logprobs": np.array([1, 21], np.int32)}, "log-probabilities of 21 tokens exceed 20"),
-    ({"logprobs": np.array([1], np.int32)}, "logprobs has 1 elements, expected 2"),
-    (processing(num_biases=1), "lists of 2 numbers exceed the 0 that are there"),
-    (processing([1, 2], num_biases=1, lists=1), "lists of 2 numbers exceed the 1"),
-    (processing([101, 0], num_biases=1), "names token 101, the vocabulary has 101"),
-    (processing([-1], num_ends=1), "names token -1"),
-    (processing(num_forced=-1), "has a negative size"),
-    (processing([2, 2], num_words=1), "bad words are not in its lists"),
-    (processing([2, 9, 5], num_words=1), "bad words are not in its lists"),
-    (processing([2, 3, 999], num_words=1), "names token 999"),
-    ({"processing": np.zeros(48, np.uint8), "lists": np.zeros(0, np.int32)},
-     "processing has 48 elements, expected 96"),
-    ({"processing": processing()["processing"]}, "processing and its lists come together"),
-])
-def test_what_decoding_cannot_begin_with(extension, engine, changes, match):
-    with pytest.raises(extension.CudaError, match=match):
-        begin(engine, **changes)
-    with pytest.raises(extension.CudaError, match="there is nothing to go on with"):
-        engine._engine.decode(1)
-    begin(engine)
-    engine._engine.decode(2)
-    assert len(engine._engine.tokens(2)) == 4
+    return stepping.load(compiled / "float32")
 
 
 @pytest.mark.parametrize(("call", "match"), [
     (lambda e: e.load_weight(10**6, np.zeros(4, np.uint8)), "there is no tensor 1000000"),
     (lambda e: e.load_weight(0, np.zeros(4, np.uint8)), "tensor 0 is no weight"),
-    (lambda e: e.read_logits(np.empty((2, 101), np.float32)), "202 elements, expected 101"),
     (lambda e: e.watch([10**6]), "there is no tensor"), (lambda e: e.watch([0]), "is no value"),
     (lambda e: e.read_watched(0, np.empty(1, np.float32)), "was not watched"),
-    (lambda e: e.copy_row(0, 4, 1), "cache rows from 4 on exceeds max_batch_size 4"),
-    (lambda e: e.copy_row(-1, 0, 1), "cache rows from -1"),
-    (lambda e: e.copy_row(0, 1, LENGTH + 1), f"has not {LENGTH + 1} positions"),
-    (lambda e: e.set_history(3, np.zeros(2, np.int32), [1, 1]), "exceeds max_batch_size 4"),
-    (lambda e: e.set_history(0, np.zeros(2, np.int32), [1, 2]), "2 elements, expected 3"),
-    (lambda e: e.set_history(0, np.array([101], np.int32), [1]), "token 101 of a prompt"),
-    (lambda e: e.set_history(0, np.zeros(0, np.int32), [-1]), "a prompt of -1 tokens"),
-    (lambda e: e.set_memory(np.zeros(1, np.int32), np.ones(1, np.int32)), "has no encoder"),
+    (lambda e: e.allocate(4), "the KV cache is there already"),
+    (lambda e: e.warm([10**6], False), "is beyond the engine's limits"),
+    (lambda e: e.collect(3), "step 3 is not under way"),
     (lambda e: e.encode(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([0, 1], np.int32),
                         np.zeros(1, np.int64)), "has no encoder"),
-    (lambda e: e.candidates(np.empty((2, 3), np.int32), np.empty((2, 3), np.float32)),
-     "candidates of 2 rows; the last step made 1"),
-    (lambda e: e.candidates(np.empty((1, 3), np.int32), np.empty((1, 2), np.float32)),
-     r"are not in two arrays \[rows, count\]"),
-    (lambda e: e.candidates(np.empty((1, 102), np.int32), np.empty((1, 102), np.float32)),
-     "102 candidates are not from 1"),
-    (lambda e: e.follow(np.zeros((1, 1), np.int64), *[np.zeros((1, 1), np.int32)] * 3,
-                        np.empty((1, 1), np.int32), np.empty((1, 1), np.float32)),
-     "not compiled for beam search"),
-    (lambda e: e.tokens(1), "there were not that many steps"),
-    (lambda e: e.read_logprobs(1, np.empty(164, np.uint8)), "no log-probabilities were asked for"),
     (lambda e: e.join(b"short", 0, 1), "id is broken"),
     (lambda e: e.join(bytes(128), 1, 1), "there is no rank 1 of 1"),
 ])
 def test_what_an_engine_is_asked_wrongly(extension, engine, call, match):
     """And it goes on as before."""
-    batch = PackedBatch.prepare([[5, 6, 7]], [0])
-    expected = engine.run(batch)
+    step = Step.of([[5, 6, 7]], [0], [[2]], [0], logits="all")
+    expected = engine.collect(engine.submit(step)).logits
     with pytest.raises(extension.CudaError, match=match):
         call(engine._engine)
-    assert np.array_equal(engine.run(batch), expected)
-
-
-def test_log_probabilities_go_where_there_is_room(extension, engine):
-    begin(engine, logprobs=np.array([1, -1], np.int32))
-    engine._engine.decode(2)
-    for size in (3, 5):
-        with pytest.raises(extension.CudaError, match=f"has {size} elements, expected 4"):
-            engine._engine.read_logprobs(2, np.empty(size * LOGPROBS.itemsize, np.uint8))
-    engine._engine.read_logprobs(2, np.empty(4 * LOGPROBS.itemsize, np.uint8))
-
-
-def test_tokens_outside_the_vocabulary_are_rows_of_zeros(engine):
-    """On the device, whatever their number is."""
-    for token in (-1, families.VOCAB, 2**31, -2**62, 2**62):
-        assert np.isfinite(engine.run(PackedBatch.prepare([[5, token, 6]], [0]))).all()
+    assert np.array_equal(engine.collect(engine.submit(step)).logits, expected)

@@ -45,7 +45,7 @@ def test_logits_are_the_schedule_s_in_16_bits(extension, dtype, tmp_path):
 
 def test_beams_share_float8_caches(extension, tmp_path):
     """The best of two beams is no likelier than the model finds its tokens one by one."""
-    case = compile("llama", tmp_path, max_beam_width=2)
+    case = compile("llama", tmp_path)
     with llmc.LLM(case) as llm:
         beams = llm.beam_search(PROMPTS, llmc.SamplingParams(max_tokens=6, beam_width=2,
                                                              ignore_eos=True))

@@ -10,15 +10,17 @@ from on_device import DTYPES, describe, tensors_of
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
-from llmc.runtime.decoding.beam_search import follow
 
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None]
 
 
-def check(extension, op, fields, inputs, dtype, decode=False):
-    """Run the kernel on what the dtype makes of the inputs, and compare."""
+def check(extension, op, fields, inputs, dtype):
+    """Run the kernel on what the dtype makes of the inputs, and compare. Attention takes sequences
+    of one token that come first by themselves, and also as prompts; and prompts by the library too,
+    where it serves them.
+    """
     fields = op.complete(fields)
     tensors = tensors_of(op, fields, inputs, dtype)
     expected = op.reference(fields, {
@@ -26,51 +28,53 @@ def check(extension, op, fields, inputs, dtype, decode=False):
         for name, tensor in tensors.items()})
     given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
              for name in op.input_names]
-    lengths = [(0, 0)]
-    if op.name == "CausalAttention" and not decode:  # by the library too, where it serves this
+    ways, filled = [(0, 0, 0)], None
+    if op.name == "CausalAttention":
         new = np.diff(inputs["cu_seqlens"])
+        ones = next((i for i, count in enumerate(new) if count != 1), len(new))
         total = inputs["past_lens"] + new
-        lengths.append((int(new.max()), int(total.max())))
-        if "block_table" not in inputs:  # what is in the cache behind a sequence does not matter
-            for name in op.cache_inputs:
-                poisoned = tensors[name].float()
-                for row, length in enumerate(total):
-                    poisoned[row, :, length:] = float("nan")
-                tensors[name].copy_(poisoned)
-    for longest, reach in lengths:
+        rest = slice(ones, None) if ones < len(new) else slice(None)
+        lengths = int(new[rest].max()), int(total[rest].max())
+        ways = [(0, 0, 0), (ones, 0, 0), (ones, *lengths), (0, int(new.max()), int(total.max()))]
+        filled = filled_of(inputs, total)
+        for name in op.cache_inputs:  # what is in a cache behind a sequence does not matter
+            poisoned = tensors[name].float()
+            poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
+            tensors[name].copy_(poisoned)
+    for num_decode, longest, reach in ways:
         outputs = [tensors[op.input_names[index]] if op.name == "CausalAttention" and index else
                    torch.full(array.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
                    for index, array in enumerate(expected)]
-        extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], decode,
+        extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], num_decode,
                          longest=longest, reach=reach)
         for tensor, array in zip(outputs, expected, strict=True):
             actual = tensor.double().cpu().numpy()
-            if tensor.dim() == 4 and len(lengths) > 1 and "block_table" not in inputs:
-                for row, length in enumerate(total):
-                    actual[row, :, length:] = array[row, :, length:]
+            if tensor.dim() == 4 and filled is not None:
+                actual, array = actual[filled], array[filled]
             assert np.isfinite(actual).all()
             error = np.abs(actual - array)
-            assert error.max() <= TOLERANCE[dtype] * np.abs(array).max(), \
+            assert not error.size or error.max() <= TOLERANCE[dtype] * np.abs(array).max(), \
                 f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
+
+
+def filled_of(inputs, total):
+    """Which places of a cache hold a sequence's positions, bool of the cache's shape."""
+    filled = np.zeros(inputs["key_cache"].shape, bool)
+    size = filled.shape[2]
+    table = inputs.get("block_table", np.arange(len(filled))[:, None])
+    for row, length in enumerate(total):
+        for position in range(length):
+            filled[table[row, position // size], :, position % size] = True
+    return filled
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_an_op_s_samples(extension, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
-        decode = False
         if sample.fields.get("head_dim", 0) % 8:
             continue
-        if op.name == "CausalAttention":
-            decode = bool((np.diff(sample.inputs["cu_seqlens"]) == 1).all())
-        check(extension, op, sample.fields, sample.inputs, dtype, decode)
-
-
-def test_attention_takes_one_way_to_say_where_positions_lie(extension):
-    sample = _sample(np.random.default_rng(0), (1, 1), (9, 9), 16, block_size=4)
-    with pytest.raises(extension.CudaError, match="block_table or cache_indirection, not both"):
-        check(extension, plugins.registry()["CausalAttention"], sample.fields,
-              sample.inputs | {"cache_indirection": np.zeros((2, 16), np.int32)}, "float32", True)
+        check(extension, op, sample.fields, sample.inputs, dtype)
 
 
 @pytest.mark.parametrize("op", ["CausalAttention", "BidirectionalAttention"])
@@ -102,9 +106,9 @@ def test_attention_in_both_directions(extension, new, dim, heads, kv_heads, more
 @pytest.mark.parametrize("biased", [1, 20, 400])
 @pytest.mark.parametrize(("new", "past", "dim", "heads", "kv_heads", "more"), [
     ((1,) * 4, (300, 0, 63, 1000), 64, 8, 8, {}),
-    ((1,) * 5, (90, 90, 90, 7, 7), 64, 8, 8, {"indirect": True}),
+    ((1,) * 5, (90, 90, 90, 7, 7), 64, 8, 8, {"block_size": 16}),
     ((130, 3, 64), (0, 50, 10), 64, 8, 2, {}),
-    ((7, 0, 70), (5, 90, 90), 96, 4, 4, {"indirect": True, "window": 40}),
+    ((7, 0, 70), (5, 90, 90), 96, 4, 4, {"block_size": 16, "window": 40}),
     ((1, 1, 1), (65, 130, 900), 256, 4, 1, {"window": 100, "softcap": 5.0, "rotary_dim": 256}),
     ((20, 9), (5, 0), 72, 4, 2, {"block_size": 8, "norms": "qk"}),
 ])
@@ -112,8 +116,7 @@ def test_attention_with_a_bias_by_distance(extension, new, past, dim, heads, kv_
                                            biased, dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
                      max_seq_len=1024, biased=biased, **more)
-    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
-          decode=all(count == 1 for count in new))
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -135,14 +138,13 @@ def test_attention_with_a_bias_by_distance(extension, new, past, dim, heads, kv_
     ((1,) * 2, (511, 64), 64, 4, 4, {"block_size": 256, "window": 100}),
     ((130, 3, 64), (0, 50, 10), 128, 8, 2, {"block_size": 32}),
     ((20, 9), (5, 0), 72, 4, 2, {"block_size": 8}),
-    ((30, 1, 9), (50, 300, 300), 128, 8, 2, {"indirect": True}),
-    ((7, 0, 70), (5, 90, 90), 96, 4, 4, {"indirect": True, "window": 40}),
+    ((30, 1, 9), (50, 300, 300), 128, 8, 2, {"block_size": 16}),
+    ((7, 0, 70), (5, 90, 90), 96, 4, 4, {"block_size": 16, "window": 40}),
 ])
 def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
                      max_seq_len=2048, rotary_dim=dim, **more)
-    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
-          decode=all(count == 1 for count in new))
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,34 +152,33 @@ def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)],
                          ids=["MHA", "GQA", "MQA"])
-def test_beams_read_each_position_from_the_row_that_the_indirection_names(
+def test_decoding_reads_each_position_from_the_block_that_the_table_names(
         extension, heads, kv_heads, dim, length, dtype):
-    """Four beams of one prompt and two of another, their positions in any order of rows."""
+    """Sequences of two lengths, their blocks in any order."""
     past = (length - 1,) * 4 + ((length - 1) // 2,) * 2
     sample = _sample(np.random.default_rng(length), (1,) * 6, past, dim, heads=heads,
-                     kv_heads=kv_heads, max_seq_len=max(16, length), rotary_dim=dim, indirect=True)
-    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
-          decode=True)
+                     kv_heads=kv_heads, max_seq_len=-(-length // 16) * 16, rotary_dim=dim,
+                     block_size=16)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 24, 80, 200])
-def test_beams_of_any_batch_are_read_alike(extension, batch, dtype):
+def test_any_batch_is_read_alike(extension, batch, dtype):
     """How many warps a block has, and into how many parts a sequence is cut, depends on it."""
     sample = _sample(np.random.default_rng(batch), (1,) * batch, (333,) * batch, 64, heads=8,
-                     kv_heads=4, max_seq_len=400, rotary_dim=64, indirect=True, window=200)
-    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
-          decode=True)
+                     kv_heads=4, max_seq_len=400, rotary_dim=64, block_size=16, window=200)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("new", "past", "variant"), [
     ((1, 1, 1), (40, 3, 0), {}), ((1,) * 3, (900, 20, 700), {"window": 400}),
-    ((1,) * 4, (70, 70, 70, 9), {"indirect": True}), ((1, 1), (30, 8), {"block_size": 16}),
+    ((1,) * 4, (70, 70, 70, 9), {"block_size": 16}), ((1, 1), (30, 8), {"block_size": 16}),
     ((1, 1), (40, 9), {"norms": "qk", "dim": 128, "kv_heads": 1}), ((1,), (33,), {"dim": 24}),
     ((70, 3, 1), (0, 0, 0), {}), ((70, 3, 1), (0, 80, 300), {"softcap": 3.0}),
     ((40, 1), (0, 60), {"dim": 96, "window": 30}), ((9, 5), (20, 0), {"dim": 24}),
-    ((20, 9), (5, 0), {"block_size": 16}), ((6, 2), (7, 7), {"indirect": True}),
+    ((20, 9), (5, 0), {"block_size": 16}), ((6, 2), (7, 7), {"block_size": 16}),
     ((5, 1), (9, 20), {"biased": 16}),
 ])
 def test_attention_over_float8_caches(extension, new, past, variant, dtype):
@@ -185,8 +186,7 @@ def test_attention_over_float8_caches(extension, new, past, variant, dtype):
     sample = _sample(np.random.default_rng(5), new, past, variant.get("dim", 64), heads=4,
                      **{"max_seq_len": room, "kv_dtype": "float8_e4m3fn", "rotary_dim": 16}
                      | {key: value for key, value in variant.items() if key != "dim"})
-    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
-          decode=max(new) == 1)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -267,7 +267,7 @@ def test_any_linear(extension, rows, width, out, dtype, seed, name, activation):
 @given(data=st.data(), heads=HEADS, dim=st.sampled_from([64, 80, 96, 128, 256]), dtype=DTYPE,
        decode=st.booleans(), window=st.sampled_from([0, 0, 1, 33, 500]),
        softcap=st.sampled_from([0.0, 0.0, 5.0]), rotary=st.booleans(),
-       where=st.sampled_from([{}, {}, {"block_size": 16}, {"block_size": 64}, {"indirect": True}]),
+       where=st.sampled_from([{}, {}, {"block_size": 16}, {"block_size": 64}, {"block_size": 8}]),
        seed=st.integers(0, 99))
 def test_any_attention(extension, data, heads, dim, dtype, decode, window, softcap, rotary, where,
                        seed):
@@ -280,8 +280,7 @@ def test_any_attention(extension, data, heads, dim, dtype, decode, window, softc
     more = where | ({"rotary_dim": dim} if rotary else {})
     sample = _sample(np.random.default_rng(seed), new, past, dim, *heads, window=window,
                      softcap=softcap, max_seq_len=-(-length // 64) * 64, **more)
-    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype,
-          decode)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
 def logits_of(kind, rows, vocab, stride):
@@ -325,33 +324,12 @@ def test_candidates_are_the_likeliest_tokens_in_order(extension, rows, vocab, st
     np.testing.assert_allclose(log_probs.cpu().numpy(), truth, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("batch", "beam", "room"), [(1, 4, 300), (3, 2, 70), (2, 8, 33),
-                                                     (1, 40, 100), (1, 384, 64), (5, 1, 40)])
-def test_beams_follow_their_parents_as_on_the_host(extension, batch, beam, room):
-    rng = np.random.default_rng(beam)
-    prompts, rows = rng.integers(1, room - 20, batch), batch * beam
-    table = torch.full((rows, room), -99, dtype=torch.int32, device="cuda")
-    host = np.empty((batch, beam, room), np.int32)
-    host[:] = (np.arange(batch) * beam)[:, None, None]
-    written = None
-    for step in range(20):
-        parents, tokens = rng.integers(0, beam, (batch, beam)), rng.integers(0, 10**6, rows)
-        host = follow(host, parents, written)
-        past = written = prompts + step
-        each = np.repeat(past, beam)
-        made = [torch.full((size,), -1, dtype=kind, device="cuda") for size, kind in
-                ((rows, torch.int64), (rows, torch.int64), (rows, torch.int32),
-                 (rows + 1, torch.int32), (rows, torch.int64))]
-        given = [torch.from_numpy(tokens).cuda(), *(
-            torch.from_numpy(array.astype(np.int32).reshape(-1)).cuda()
-            for array in (parents, each, np.repeat(prompts, beam)))]
-        extension.follow([describe(t) for t in (*made, table, *given)], batch, beam)
-        for name, tensor, truth in zip(
-                ("input_ids", "position_ids", "past_lens", "cu_seqlens", "logits_indices"), made,
-                (tokens, each, each, np.arange(rows + 1), np.arange(rows)), strict=True):
-            assert np.array_equal(tensor.cpu().numpy(), truth), f"{name} of step {step}"
-        actual = table.cpu().numpy().reshape(batch, beam, room)
-        for b in range(batch):
-            wrong = np.argwhere(actual[b, :, :past[b]] != host[b, :, :past[b]])
-            assert not len(wrong), f"step {step}, prompt {b} of {prompts[b]}: (beam, position) " \
-                                   f"{wrong[0]}"
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("new", "past", "more"), [
+    ((1, 1, 70, 5), (300, 9, 0, 200), {}), ((1, 300), (1000, 100), {"window": 90}),
+    ((1,) * 5 + (2, 130), (33,) * 5 + (400, 0), {"softcap": 5.0})])
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_a_mixed_step_is_attended_to_in_two_halves(extension, new, past, more, block_size, dtype):
+    sample = _sample(np.random.default_rng(3), new, past, 128, heads=8, kv_heads=2,
+                     max_seq_len=1024, rotary_dim=128, block_size=block_size, **more)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)

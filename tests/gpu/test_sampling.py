@@ -7,12 +7,11 @@ import pytest
 import torch
 from on_device import DTYPES, describe
 
-from llmc.runtime.decoding.processing import LOGPROBS, MAX_LOGPROBS, PROCESSING, BatchProcessing
+from llmc.runtime.decoding.processing import LOGPROBS, MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, SamplingParams, probabilities
+from llmc.runtime.engines.admission import SLOT_STATE, Admissions, slot_state
+from llmc.runtime.step import SamplingState
 
-GIVEN = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32,
-         "min_p": torch.float32, "typical_p": torch.float32, "seed": torch.int64,
-         "drawn": torch.int64}
 # (vocabulary, stride of the logits in elements)
 SIZES = [(1, 64), (37, 37), (101, 104), (1000, 1024), (32000, 32000), (50257, 50304),
          (128256, 128256)]
@@ -25,16 +24,23 @@ def random_logits(rows, stride, dtype, seed=0):
     return logits.to(DTYPES[dtype]).cuda()
 
 
+def on_device(records):
+    """Records as numbers of 32 bits."""
+    return torch.from_numpy(records.view(np.int32).reshape(len(records), -1).copy()).cuda()
+
+
 def draw(extension, logits, vocab, params, drawn=0, repeats=1, draws=True):
     """The sampling kernel's tokens from logits [rows, stride]; params of all rows, or of each."""
     rows = len(logits)
     listed = params if isinstance(params, list) else [params] * rows
     tokens = torch.full((rows,), -7, device="cuda")
-    tensors = [tokens, logits]
-    for name, kind in GIVEN.items():
-        values = np.broadcast_to(drawn, rows).copy() if name == "drawn" else \
-            np.array([getattr(p, name) or 0 for p in listed])
-        tensors.append(torch.from_numpy(values).to(kind).cuda())
+    numbers = np.broadcast_to(drawn, rows)
+    states = np.array([slot_state(Sampler(p), number)
+                       for p, number in zip(listed, numbers, strict=True)], SLOT_STATE)
+    slots = np.random.default_rng(0).permutation(rows).astype(np.int32)
+    by_slot = np.empty_like(states)
+    by_slot[slots] = states
+    tensors = [tokens, logits, on_device(by_slot), torch.from_numpy(slots).cuda()]
     time = extension.sample([describe(tensor) for tensor in tensors], vocab, none=-1, draws=draws,
                             repeats=repeats)
     return (tokens.cpu().numpy(), time) if repeats > 1 else tokens.cpu().numpy()
@@ -157,46 +163,40 @@ def test_the_drawn_distribution_is_the_exact_one(extension, cuts):
 
 
 def test_records_have_the_size_that_the_kernels_read(extension):
-    assert extension.record_bytes == (PROCESSING.itemsize, LOGPROBS.itemsize)
+    assert extension.record_bytes == (SLOT_STATE.itemsize, LOGPROBS.itemsize)
 
 
 class Device:
-    """What an engine keeps of some sequences, as the kernels want it."""
+    """What an engine keeps of its slots, as the kernels want it; garbage at first."""
 
-    def __init__(self, extension, vocab, room, rows):
+    def __init__(self, extension, vocab, room, slots):
         self.extension, self.vocab = extension, vocab
-        self.counts = torch.zeros(rows, vocab, dtype=torch.int32, device="cuda")
-        self.tokens = torch.zeros(rows, room, dtype=torch.int32, device="cuda")
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        self.states = on_device(np.zeros(slots, SLOT_STATE))
+        self.lists = torch.zeros(0, dtype=torch.int32, device="cuda")
+        self.counts = torch.full((slots, vocab), 77, dtype=torch.int32, device="cuda")
+        self.tokens = torch.full((slots, room), 5, dtype=torch.int32, device="cuda")
+        self.lengths = torch.full((slots,), 3, dtype=torch.int32, device="cuda")
 
     @property
     def history(self):
         return [describe(t) for t in (self.counts, self.tokens, self.lengths)]
 
-    def count_prompts(self, first_row, contexts):
-        """As if all of each context were its prompt."""
-        for row, context in enumerate(contexts, first_row):
-            self.tokens[row, :len(context)] = torch.tensor(context, dtype=torch.int32)
-            self.lengths[row] = len(context)
-        self.extension.count_prompts(self.history, self.vocab, first_row, len(contexts))
+    def admit(self, admit):
+        """As an engine does; the lists stay as they are sent."""
+        made = Admissions.of(admit)
+        starts = np.cumsum([0, *made.lengths]).astype(np.int32)
+        given = [on_device(made.states), *(torch.from_numpy(array).cuda() for array in (
+            made.slots, made.prompts, starts, made.tokens))]
+        self.extension.admit([*map(describe, (self.states, *given)), *self.history], self.vocab,
+                             len(admit))
+        self.lists = torch.from_numpy(made.lists).cuda()
 
-    def generate(self, row, tokens):
-        """As advance() writes a token down."""
-        for token in tokens:
-            repeated = 1 << 30 if self.counts[row, token] != 0 else 0
-            self.tokens[row, self.lengths[row]] = token | repeated
-            self.lengths[row] += 1
-            self.counts[row, token] += 1
-
-    def process(self, logits, samplers, drawn, first_row=0, repeats=1):
-        batch = BatchProcessing.of([sampler.processing for sampler in samplers])
-        scores = torch.full((len(samplers), -(-self.vocab // 4) * 4), torch.nan, device="cuda")
-        rows = torch.from_numpy(batch.rows.view(np.int32).reshape(len(samplers), -1)).cuda()
-        lists = torch.from_numpy(batch.lists).cuda()
-        drawn = torch.tensor(drawn, dtype=torch.int64).cuda()
+    def process(self, logits, slots, repeats=1):
+        scores = torch.full((len(slots), -(-self.vocab // 4) * 4), torch.nan, device="cuda")
+        rows = torch.tensor(slots, dtype=torch.int32).cuda()
         time = self.extension.process(
-            [*map(describe, (scores, logits, rows, lists, drawn)), *self.history], self.vocab,
-            first_row=first_row, repeats=repeats)
+            [*map(describe, (scores, logits, self.states, rows, self.lists)), *self.history],
+            self.vocab, repeats=repeats)
         result = scores[:, :self.vocab].cpu().numpy()
         return (result, time) if repeats > 1 else result
 
@@ -237,22 +237,21 @@ def samplers(kinds, prompts, vocab, seed=0):
                                    [*RULES, "bad_words"], [*RULES, "bad_words", "forced"]],
                          ids="+".join)
 def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dtype):
-    """To the bit, for prompts and generated tokens of several lengths, in rows of the cache that
-    are not those of the logits."""
+    """To the bit, for prompts and generated tokens of several lengths, in slots that are not the
+    rows of the logits."""
     rng = np.random.default_rng(4)
-    rows, first = 7, 2
+    rows, slots = 7, (4, 8, 2, 5, 0, 7, 3)
     prompts = [rng.integers(0, min(vocab, 300), size).tolist() for size in (1, 2, 3, 40, 900, 5, 7)]
     generated = [rng.integers(0, min(vocab, 60), size).tolist() for size in (0, 1, 5, 30, 700, 3,
                                                                             8)]
     generated[5][-1] = prompts[5][-1]
     generated[1] = [5 % vocab]  # then 6 is a bad word's end
-    device = Device(extension, vocab, 2000, rows + first)
-    device.count_prompts(first, prompts)
-    for row, tokens in enumerate(generated):
-        device.generate(first + row, tokens)
+    device = Device(extension, vocab, 2000, rows + 2)
     logits = random_logits(rows, stride, dtype)
     made = samplers(kinds, prompts, vocab)
-    scores = device.process(logits, made, [len(tokens) for tokens in generated], first)
+    device.admit({slot: SamplingState(sampler, tuple(tokens))
+                  for slot, sampler, tokens in zip(slots, made, generated, strict=True)})
+    scores = device.process(logits, slots)
     seen = logits.float().cpu().numpy()[:, :vocab]
     for row, sampler in enumerate(made):
         expected = sampler.process(seen[row], generated[row])
@@ -268,7 +267,7 @@ def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dt
                                                (128256, 128256), (262144, 262144)])
 @pytest.mark.parametrize("shape", ["random", "flat", "sorted"])
 def test_log_probabilities_are_the_host_s(extension, shape, vocab, stride, dtype):
-    rows, max_batch, step = 6, 9, 130
+    rows, slots = 6, [5, 0, 3, 1, 4, 2]
     counts = [-1, 0, 1, 5, MAX_LOGPROBS, MAX_LOGPROBS]
     logits = random_logits(rows, stride, dtype)
     if shape == "flat":
@@ -276,19 +275,18 @@ def test_log_probabilities_are_the_host_s(extension, shape, vocab, stride, dtype
     if shape == "sorted":
         logits = (torch.arange(stride).expand(rows, stride) / 1000).to(DTYPES[dtype]).cuda()
     chosen = np.random.default_rng(0).integers(0, vocab, rows)
-    steps = extension.logprob_steps
-    history = torch.full((steps, max_batch, LOGPROBS.itemsize // 4), -1, dtype=torch.int32,
-                         device="cuda")
-    tensors = [history, logits, torch.from_numpy(chosen).cuda(),
-               torch.tensor(counts, dtype=torch.int32).cuda(),
-               torch.tensor([step], dtype=torch.int32).cuda()]
-    extension.logprobs([describe(tensor) for tensor in tensors], vocab, max_batch)
-    written = history.cpu().numpy()
-    records = written[step % steps].copy().view(LOGPROBS)[:, 0]
+    made = torch.full((rows, LOGPROBS.itemsize // 4), -1, dtype=torch.int32, device="cuda")
+    states = np.zeros(rows, SLOT_STATE)
+    states["logprobs"][slots] = counts
+    tensors = [made, logits, torch.from_numpy(chosen).cuda(), on_device(states),
+               torch.tensor(slots, dtype=torch.int32).cuda()]
+    extension.logprobs([describe(tensor) for tensor in tensors], vocab)
+    written = made.cpu().numpy()
+    records = written.view(LOGPROBS)[:, 0]
     seen = logits.float().cpu().numpy()[:, :vocab]
     for row, count in enumerate(counts):
         if count < 0:
-            assert (written[step % steps, row] == -1).all()
+            assert (written[row] == -1).all()
             continue
         expected = Logprobs.of(seen[row], int(chosen[row]), count)
         assert abs(records[row]["chosen"] - expected.chosen) < 2e-5, f"row {row}: chosen"
@@ -296,5 +294,3 @@ def test_log_probabilities_are_the_host_s(extension, shape, vocab, stride, dtype
             f"row {row}: the tokens of the {count} likeliest"
         np.testing.assert_allclose(records[row]["top"][:count], [p for _, p in expected.top],
                                    atol=2e-5, err_msg=f"row {row}")
-    written[step % steps] = -1
-    assert (written == -1).all(), "another step was written to"

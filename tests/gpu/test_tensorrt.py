@@ -16,7 +16,6 @@ import two_models
 import llmc
 from llmc.compiler.check.diff import diff
 from llmc.compiler.targets import Options, tensorrt
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library
 
 SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
@@ -86,7 +85,7 @@ def test_beams_are_the_cuda_target_s(compiled, tmp_path):
     found = []
     for target in ("cuda", "tensorrt"):
         llmc.compile(compiled / "hf", tmp_path / target, target=target, dtype="float32",
-                     max_batch_size=4, max_beam_width=4)
+                     max_batch_size=4)
         with llmc.LLM(tmp_path / target, max_batch_size=4) as llm:
             before = llm.generate(prompts, greedy)
             pairs = llm.beam_search(prompts, searched)
@@ -103,7 +102,7 @@ def test_beams_are_the_cuda_target_s(compiled, tmp_path):
 @pytest.fixture(scope="module")
 def searching(compiled):
     """The same Llama for beam search, in a plan whose steps differ in what is known of them."""
-    compile(compiled / "hf", compiled / "beams", max_beam_width=4)
+    compile(compiled / "hf", compiled / "beams")
     return compiled / "beams"
 
 
@@ -121,13 +120,12 @@ def test_an_encoder_decoder_generates_what_the_cpu_target_does(found, name, enco
     """Greedy and with beams; prompts that wait, so that rows of the memory are used again."""
     _, raw, cases = encoder_decoder(name)
     options = Options("float32", max_batch_size=4)
-    families.write_encoder_decoder(raw, tmp_path / "case", tensorrt.describe(options), options,
-                                   max_beam_width=4)
+    families.write_encoder_decoder(raw, tmp_path / "case", tensorrt.describe(options), options)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 100, length).tolist() for length in (40, 1, 23, 9, 17)]
     greedy = llmc.SamplingParams(max_tokens=20, ignore_eos=True)
     results = []
-    for case in (cases["beams"], tmp_path / "case"):
+    for case in (cases["tp1"], tmp_path / "case"):
         with llmc.LLM(case, max_batch_size=4) as llm:
             results.append((llm.generate(prompts, greedy),
                             llm.beam_search(prompts[:2], replace(greedy, beam_width=2))))
@@ -145,20 +143,19 @@ def test_a_plan_with_other_sizes_than_the_engine_s_is_one_sentence(compiled):
         tensor.model_copy(update={"shape": ("num_logits", 2 * families.VOCAB)})
         if tensor.name == "logits" else tensor for tensor in chip.outputs)})
     engine = TensorRTEngine(manifest.model_copy(update={"dims": dims}), wide, compiled / "case", 0,
-                            4, 4096)
+                            max_batch_size=4, max_tokens=4096)
     with pytest.raises(llmc.LlmcError, match=r"the plan makes logits as \[1, \d+\], the engine has "
                                              r"room for \[1, \d+\]; compile the model again"):
-        engine.run(PackedBatch.prepare([[1, 2]], [0]))
+        engine.allocate(engine.measure())
 
 
-def test_a_step_beyond_the_profile_is_one_sentence(compiled):
+def test_more_sequences_than_the_profile_has_are_one_sentence(compiled):
     manifest = llmc.LLM(compiled / "case").manifest
-    engine = TensorRTEngine(manifest, manifest.chips[0], compiled / "case", 0, 8, 4096)
-    batch = PackedBatch.prepare([[1]] * 5, [0] * 5)
+    engine = TensorRTEngine(manifest, manifest.chips[0], compiled / "case", 0, max_batch_size=8,
+                            max_tokens=4096)
     with pytest.raises(llmc.LlmcError, match=r"the step's .* is \[\d+.*\], the plan's profile for "
                                              r"decoding has .*; compile the model again with"):
-        engine.run(batch)
-    assert np.isfinite(engine.run(PackedBatch.prepare([[1]] * 4, [0] * 4))).all()
+        engine.allocate(engine.measure())
 
 
 @pytest.mark.parametrize("damage", ["truncated", "nonsense"])
@@ -167,7 +164,7 @@ def test_a_plan_that_tensorrt_does_not_take_is_one_sentence(extension, compiled,
     plan = {"truncated": plan[:len(plan) // 2], "nonsense": b"plan" * 100}[damage]
     extension.tensorrt.load(tensorrt_library(extension.tensorrt.version.split(".")[0]))
     program = extension.Program(dtype="float16", max_batch=1, max_tokens=128, max_logits=8,
-                                max_seq_len=16, token_bytes=0, logit_bytes=64)
+                                max_seq_len=16, block_size=16, token_bytes=0, logit_bytes=64)
     with pytest.raises(extension.CudaError, match="TensorRT does not take the plan: "):
         extension.tensorrt.add_plan(program, 0, str(plugin_library()), plan, [], [])
 

@@ -2,6 +2,7 @@
 beyond their tensors, and steps that point out of what there is. No GPU is needed."""
 
 import itertools
+from dataclasses import replace
 
 import families
 import numpy as np
@@ -11,23 +12,25 @@ import small_case
 import llmc
 from llmc import plugins
 from llmc.compiler.targets import Options
-from llmc.runtime.attention.metadata import PackedBatch
-from llmc.runtime.engines.cuda import build_program
+from llmc.runtime.decoding.sampling import Sampler, SamplingParams
+from llmc.runtime.engines.cuda import build_program, step_arrays
 from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.schedule import read_schedule
+from llmc.runtime.step import LAST, Memory, SamplingState, Step
 
 T, L, B = -1, -2, -3  # num_tokens, num_logits, batch
-LIMITS = dict(max_batch=4, max_tokens=128, max_logits=8, max_seq_len=32, mem_max_seq_len=16)
+LIMITS = dict(max_batch=4, max_tokens=128, max_logits=8, max_seq_len=32, block_size=8)
 
 INPUTS = {name: number for number, name in enumerate((
     "input_ids", "cu_seqlens", "past_lens", "logits_indices", "memory_starts",
-    "encoder_sequence_length", "memory_rows"))}
+    "encoder_sequence_length", "memory_rows", "block_table"))}
 
 
 @pytest.fixture
 def program(extension):
     """Of float32, with the inputs, and room for 64 numbers of a token, 16 of a logit."""
-    made = extension.Program(dtype="float32", **LIMITS, token_bytes=256, logit_bytes=64)
+    made = extension.Program(dtype="float32", **LIMITS, mem_max_seq_len=16, token_bytes=256,
+                             logit_bytes=64)
     for name, number in INPUTS.items():
         wide = name.startswith(("input", "logits")) or name.endswith("rows")
         assert made.add_input(name, "int64" if wide else "int32") == number
@@ -36,7 +39,7 @@ def program(extension):
 
 def limits_of(manifest):
     return dict(dtype=manifest.dtype, max_batch=3, max_tokens=128, max_logits=8,
-                max_seq_len=manifest.dims.max_seq_len,
+                max_seq_len=manifest.dims.max_seq_len, block_size=4,
                 mem_max_seq_len=manifest.encoder.max_seq_len if manifest.encoder else 0)
 
 
@@ -61,7 +64,7 @@ def scheduled(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "options"), [
-    ("llama", {"kv_dtype": "float8_e4m3fn", "max_beam_width": 4}), *(
+    ("llama", {"kv_dtype": "float8_e4m3fn"}), *(
         pytest.param(*case, marks=pytest.mark.thorough) for case in (
             ("llama", {}), ("gpt2", {"dtype": "float16"}), ("qwen3", {}), ("gpt_neox", {}),
             ("gemma2", {"dtype": "bfloat16", "tp_size": 2}), ("cohere", {}), ("granite", {})))])
@@ -76,8 +79,7 @@ def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_an_encoder_and_its_decoder_are_taken(extension, encoder_decoder, name, tmp_path):
     _, raw, _ = encoder_decoder(name)
-    families.write_encoder_decoder(raw, tmp_path / "case", Target(kind="cuda"), Options("float16"),
-                                   max_beam_width=2)
+    families.write_encoder_decoder(raw, tmp_path / "case", Target(kind="cuda"), Options("float16"))
     build(extension, read_manifest(tmp_path / "case"), schedules_of(tmp_path / "case"))
 
 
@@ -115,6 +117,8 @@ def changed(schedule, kind, known=()):
         if kind == "a dimension" and tensor.kind != "input":
             for axis, dim in enumerate(tensor.shape):
                 if axis == 0 and (number in tables or tensor.kind in ("cache", "memory")):
+                    continue
+                if tensor.kind == "cache" and axis == 2:
                     continue
                 longer = axis == 0 and tensor.name in ("cos", "sin")  # which may be
                 for other in (dim - 1, *([] if longer else [dim + 1])) if isinstance(dim, int) \
@@ -199,8 +203,9 @@ def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
     (lambda p: p.add_weight("float32", [8, 0]), "dimension 0 is out of range"),
     (lambda p: p.add_weight("float32", [2**31, 2**31]), "dimension 2147483648 is out of range"),
     (lambda p: p.add_weight("float4", [8]), "there is no dtype 'float4'"),
-    (lambda p: p.add_cache("float32", [2, 31, 8]), r"max_seq_len 32, head_dim\]"),
-    (lambda p: p.add_cache("float16", [2, 32, 8]), "float16 is neither of float32 nor of float8"),
+    (lambda p: p.add_cache("float32", 2, 0), "dimension 0 is out of range"),
+    (lambda p: p.add_cache("float8_e4m3fn", 1, 7), "a block of 56 bytes is not of whole 16 bytes"),
+    (lambda p: p.add_cache("float16", 2, 8), "float16 is neither of float32 nor of float8"),
     (lambda p: p.add_memory(-8), "dimension -8 is out of range"),
     (lambda p: p.add_value("float16", [T, 8], 0, False), "computes in float32"),
     (lambda p: p.add_value("float32", [L, 8], 0, False), "does not begin with num_tokens"),
@@ -222,6 +227,7 @@ def test_what_cannot_be_declared(extension, program, declare, match):
 @pytest.mark.parametrize(("limits", "match"), [
     (dict(max_batch=0), "max_batch is 0, which is not from 1"),
     (dict(max_seq_len=2**31 - 1), "max_seq_len is 2147483647"),
+    (dict(block_size=24), "block_size 24 is not a power of two"),
     (dict(token_bytes=-1), "-1 bytes are no size"), (dict(dtype="int64"), "not compute in int64")])
 def test_limits_that_cannot_be(extension, limits, match):
     whole = {"dtype": "float32", **LIMITS, "token_bytes": 256, "logit_bytes": 64, **limits}
@@ -231,10 +237,11 @@ def test_limits_that_cannot_be(extension, limits, match):
 
 def attention(p, **changes):
     """A CausalAttention's inputs, by the names that it has."""
-    caches = [p.add_cache("float32", [1, 32, 8]) for _ in range(2)]
+    caches = [p.add_cache("float32", 1, 8) for _ in range(2)]
     return list({"qkv": p.add_value("float32", [T, 32], 0, False), "key": caches[0],
                  "value": caches[1], "cu_seqlens": INPUTS["cu_seqlens"],
-                 "past_lens": INPUTS["past_lens"], **changes}.values())
+                 "past_lens": INPUTS["past_lens"], "cos": -1, "sin": -1, "q_norm": -1,
+                 "k_norm": -1, "block_table": INPUTS["block_table"], **changes}.values())
 
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
@@ -280,6 +287,9 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
         "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, and no cache"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(
         p, past_lens=INPUTS["memory_starts"]), [y, -1, -1]), "is not the step's past_lens"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"rotary_dim": 4}, attention(
+        p, cos=p.add_weight("float32", [31, 2]), sin=p.add_weight("float32", [31, 2])),
+        [y, -1, -1]), "'cos', has 31 rows for max_seq_len 32"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"kv_dtype": "float8_e4m3fn"},
                                    attention(p), [y, -1, -1]), "float32, expected float8_e4m3fn"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [y, -1, -1], True),
@@ -309,62 +319,89 @@ def test_nodes_that_can_be(program):
     program.set_logits(logits, 15)
 
 
-def step(**changes):
-    """A step of two sequences with 3 tokens and 1, in the order in which `run` takes it."""
-    whole = {"input_ids": np.arange(4), "position_ids": np.array([0, 1, 2, 7]),
-             "cu_seqlens": np.array([0, 3, 4], np.int32), "past_lens": np.array([0, 7], np.int32),
-             "logits_indices": np.array([2, 3]), "indirection": np.empty(0, np.int32),
-             "first_row": 2, "decode": False}
-    return [*{**whole, **changes}.values()]
-
-
-TABLE = np.zeros((2, 32), np.int32)
-TABLE[:, 7:] = 99  # of later positions, which are not read
+NOWHERE = Memory(np.array([0, 1], np.int32), np.array([16, 3], np.int32))
 
 
 def ints(*values):
     return np.array(values, np.int32)
 
 
+def step(**changes):
+    """A step of two sequences with 1 token and 3."""
+    made = Step.of([[5], [6, 7, 8]], [7, 0], [[3, 9], [4, 9]], [2, 0], memory=NOWHERE)
+    return replace(made, **changes)
+
+
+def check_step(program, made, blocks=8):
+    program.check_step(blocks, *step_arrays(made, 16))
+
+
+STATE = SamplingState(Sampler(SamplingParams(repetition_penalty=1.2, bad_words=[[5, 6], [7]],
+                                             logprobs=3, logit_bias={4: 1.0}), 0, [5, 6], [1],
+                              [[5, 6], [7]]), (4, 5))
+
+
 @pytest.mark.parametrize("changes", [
-    {}, {"indirection": TABLE}, {"past_lens": ints(29, 31)}, {"logits_indices": np.arange(4)},
-    dict(zip(("input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"),
-             (np.arange(2), np.arange(2), ints(0, 1, 2), ints(0, 1), np.arange(2)), strict=True),
-         decode=True)])
+    {}, {"past_lens": ints(7, 5)}, {"block_tables": ints(7, 7, 99, 4).reshape(2, 2),
+                                   "past_lens": ints(12, 0), "copies": ints(3, 4).reshape(1, 2)},
+    {"sample": ints()}, {"logits": "all"}, {"candidates": 8}, {"admit": {2: STATE, 1: STATE}},
+    {"num_decode": 0}])
 def test_steps_that_can_be(program, changes):
-    program.check_run(*step(**changes))
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
+    if "block_tables" in changes:
+        changes = changes | {"block_tables": ints(7, 7, 4, 99).reshape(2, 2)}
+    check_step(program, step(**changes))
 
 
 @pytest.mark.parametrize(("changes", "match"), [
-    ({"position_ids": np.arange(3)}, "position_ids has 3 elements, expected 4"),
-    ({"position_ids": np.array([0, 1, 2, 32])}, r"position_ids\[3\] is 32, .* from 0 to 31"),
-    ({"position_ids": np.array([-1, 1, 2, 3])}, r"position_ids\[0\] is -1"),
     ({"cu_seqlens": ints(0, 4)}, "cu_seqlens has 2 elements, expected 3"),
-    ({"cu_seqlens": ints(0, 3, 5)}, "cu_seqlens are from 0 to 5, the tokens from 0 to 4"),
+    ({"cu_seqlens": ints(0, 1, 5)}, "cu_seqlens are from 0 to 5, the tokens from 0 to 4"),
     ({"cu_seqlens": ints(1, 3, 4)}, "cu_seqlens are from 1 to 4"),
     ({"cu_seqlens": ints(0, 4, 4)}, r"cu_seqlens\[2\] is 4 after 4; every sequence"),
     ({"cu_seqlens": ints(0, -3, 4)}, r"cu_seqlens\[1\] is -3 after 0"),
-    ({"past_lens": ints(0, 32)}, "1 tokens after 32 of sequence 1 exceed the cache's 32"),
-    ({"past_lens": ints(-1, 0)}, "3 tokens after -1 of sequence 0"),
+    ({"past_lens": ints(32, 0)}, "1 tokens after 32 of sequence 0 exceed max_seq_len 32"),
+    ({"past_lens": ints(0, -1)}, "3 tokens after -1 of sequence 1"),
+    ({"past_lens": ints(16, 0)}, "17 positions of sequence 0 are not in the 2 blocks of its table"),
     ({"past_lens": ints()}, "a batch of 0 has no sequence"),
-    ({"logits_indices": np.array([4])}, r"logits_indices\[0\] is 4, .* from 0 to 3"),
-    ({"logits_indices": np.array([-1])}, r"logits_indices\[0\] is -1"),
-    ({"logits_indices": np.empty(0, np.int64)}, "a step wants no logits"),
-    ({"logits_indices": np.zeros(9, np.int64)}, "9 logits .* exceeds the engine's limits"),
-    ({"first_row": 3}, "cache rows up to 5 exceeds the engine's limits of 128, 8 and 4"),
-    ({"first_row": -1}, "there is no cache row -1"),
-    ({"first_row": 2**31 - 1}, "exceeds the engine's limits"),
-    ({"decode": True}, "a decode step has a token of each sequence"),
-    ({"input_ids": np.arange(2), "position_ids": np.arange(2), "cu_seqlens": ints(0, 1, 2),
-      "past_lens": ints(0, 1), "logits_indices": np.array([1, 0]), "decode": True},
-     "the logits of all in their order"),
-    ({"indirection": TABLE[:1]}, "cache_indirection has 32 elements, expected 64"),
-    ({"indirection": TABLE + 2}, r"cache_indirection\[0\] is 2, .* from 0 to 1"),
-    ({"indirection": TABLE - 1}, r"cache_indirection\[0\] is -1"),
+    ({"past_lens": ints(8, 0)}, r"block_tables\[1\] is 9, .* from 0 to 7"),
+    ({"block_tables": ints(3, 9, 4)}, "block_tables of 3 elements are not rows of 2 sequences"),
+    ({"block_tables": ints(-1, 4).reshape(2, 1)}, r"block_tables\[0\] is -1"),
+    ({"token_ids": np.array([-2, 6, 7, 8])}, r"token_ids\[0\] is -2"),
+    ({"token_ids": np.array([LAST, 6, 7, 8])}, "token 0 is what slot 2 chose last"),
+    ({"slots": ints(0, 0)}, "slots names 0 twice"), ({"slots": ints(0)}, "slots has 1 elements"),
+    ({"slots": ints(0, 4)}, r"slots\[1\] is 4, .* from 0 to 3"),
+    ({"num_decode": 2}, "sequence 1 of 2 that decode has 3 new tokens"),
+    ({"num_decode": 3}, "num_decode 3 is not from 0 to the batch of 2"),
+    ({"num_decode": -1}, "num_decode -1 is not"),
+    ({"sample": ints(1, 0)}, "sample is not ascending"), ({"sample": ints(2)}, r"sample\[0\] is 2"),
+    ({"copies": ints(0, 8).reshape(1, 2)}, r"copies\[1\] is 8"),
+    ({"copies": ints(0, 1, 2)}, "are not pairs"),
+    ({"copies": ints(0, 1, 2, 1).reshape(2, 2)}, "block 1 is copied to twice"),
+    ({"copies": ints(0, 1, 1, 2).reshape(2, 2)}, "block 1 is copied from and to"),
+    ({"candidates": 9}, "9 candidates are not from 0 to the vocabulary's 8"),
+    ({"admit": {4: STATE}}, r"slots that sequences enter\[0\] is 4"),
+    ({"admit": {0: replace(STATE, tokens=(9,))}}, r"enter slots\[2\] is 9, .* from 0 to 7"),
+    ({"admit": {0: replace(STATE, tokens=(5,) * 32)}}, "a sequence of 34 tokens, 2 of them its pr"),
+    ({"memory": None}, "the rows of the encoder's memory has 0 elements, expected 2"),
+    ({"memory": Memory(ints(0, 3), ints(16, 17))}, "17 rows from 48 on exceed the encoder's"),
+    ({"memory": Memory(ints(0, -1), ints(1, 1))}, "1 rows from -16 on"),
+    ({"memory": Memory(ints(0, 0), ints(1, -1))}, "-1 rows from 0 on"),
+    ({"memory": Memory(ints(0, 0), ints(1))}, "encoder_sequence_length has 1 elements, expected 2"),
 ])
 def test_steps_that_cannot_be(extension, program, changes, match):
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     with pytest.raises(extension.CudaError, match=match):
-        program.check_run(*step(**changes))
+        check_step(program, step(**changes))
+
+
+def test_more_than_the_limits_is_refused(extension, program):
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
+    many = Step.of([[5] * 9], [0], [[1, 2]], [0], logits="all", memory=NOWHERE.take([0]))
+    with pytest.raises(extension.CudaError, match="9 tokens and 9 logits exceeds .* 128 and 8"):
+        check_step(program, many)
+    wide = Step.of([[5]] * 5, [0] * 5, [[1]] * 5, range(5), memory=NOWHERE.take([0] * 5))
+    with pytest.raises(extension.CudaError, match="a batch of 5 exceeds max_batch_size 4"):
+        check_step(program, wide)
 
 
 @pytest.mark.parametrize(("rows", "starts", "match"), [
@@ -380,42 +417,3 @@ def test_prompts_that_an_encoder_cannot_take(extension, program, rows, starts, m
         program.check_encode(np.arange(4), np.arange(4), starts, rows)
     with pytest.raises(extension.CudaError, match=r"position_ids\[3\] is 16"):
         program.check_encode(np.arange(4), np.array([0, 1, 2, 16]), ints(0, 4), np.arange(4))
-
-
-@pytest.mark.parametrize(("starts", "lens", "match"), [
-    (ints(0, 48), ints(16, 17), "17 rows from 48 on exceed the encoder's memory of 64 rows"),
-    (ints(-1), ints(1), "1 rows from -1 on"), (ints(0), ints(-1), "-1 rows from 0 on"),
-    (ints(2**31 - 1), ints(2**31 - 1), "exceed the encoder's memory"),
-    (ints(0, 1), ints(1), "encoder_sequence_length has 1 elements, expected 2"),
-    (ints(*range(5)), ints(*range(5)), "exceeds max_batch_size 4"),
-])
-def test_prompts_that_are_not_in_the_memory(extension, program, starts, lens, match):
-    program.check_memory(ints(0, 48), ints(16, 16))
-    with pytest.raises(extension.CudaError, match=match):
-        program.check_memory(starts, lens)
-
-
-@pytest.mark.parametrize(("changes", "match"), [
-    (dict(parents=ints(0, 2, 0, 0)), r"parents\[1\] is 2, .* from 0 to 1"),
-    (dict(parents=ints(0, 1, 0)), "parents has 3 elements, expected 4"),
-    (dict(past=ints(32, 32, 5, 5)), r"past_lens\[0\] is 32"),
-    (dict(past=ints(4, 5, 5, 5)), "beams of prompt 0 differ"),
-    (dict(prompts=ints(-1, -1, 0, 0)), r"prompt_lens\[0\] is -1"),
-    (dict(tokens=np.zeros((3, 2), np.int64)), "3 prompts with 2 beams each exceed"),
-    (dict(tokens=np.zeros(4, np.int64)), r"not \[batch, beam\]"),
-])
-def test_beams_that_cannot_be(extension, program, changes, match):
-    whole = dict(tokens=np.zeros((2, 2), np.int64), parents=ints(0, 1, 1, 1),
-                 past=ints(4, 4, 31, 31), prompts=ints(3, 3, 32, 32))
-    program.check_follow(*whole.values())
-    with pytest.raises(extension.CudaError, match=match):
-        program.check_follow(*(whole | changes).values())
-
-
-def test_what_the_runtime_prepares_is_taken(program):
-    for tokens, past in (([[1, 2, 3], [4]], [0, 0]), ([[5], [6]], [3, 1]), ([[7] * 20], [12])):
-        for all_logits in (False, True):
-            batch = PackedBatch.prepare(tokens, past, 1, all_logits and len(tokens) > 1)
-            program.check_run(batch.input_ids, batch.position_ids, batch.cu_seqlens,
-                              batch.past_lens, np.ascontiguousarray(batch.logits_indices, np.int64),
-                              np.empty(0, np.int32), batch.first_row, False)

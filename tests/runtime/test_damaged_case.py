@@ -168,7 +168,7 @@ def number_of(content, name):
     (tensor("0.x"), {"dtype": "float16"}, "values are of float16 and float32"),
     (tensor("0.down"), {"shape": [16, 13]}, r"weight is \[16, 13\], expected \[16, 12\]"),
     (tensor("0.qkv.bias"), {"shape": [31]}, r"bias is \[31\], expected \[32\]"),
-    (tensor("cos"), {"shape": [7, 4]}, "CausalAttention's cos has size 7, expected max_seq_len, 8"),
+    (tensor("cos"), {"shape": [7, 4]}, r"CausalAttention's sin is \[8, 4\], expected \[7, 4\]"),
     (tensor("cos"), {"dtype": "bfloat16"}, "its cos is weight 'cos' of bfloat16"),
     (tensor("past_lens"), {"name": "cu_seqlens"}, "input 'cu_seqlens' is int32"),
     (tensor("half"), {"shape": [2]}, r"float32 weights of shape \[1\], not 'half'"),
@@ -283,11 +283,11 @@ def other_heads(content):
 
 
 @pytest.mark.parametrize(("file", "change", "match"), [
-    (FILES[0], lambda c: tensor("key_cache_0")(c).update(shape=["batch", 1, 4, 8]),
+    (FILES[0], lambda c: tensor("key_cache_0")(c).update(shape=["num_blocks", 2, "block_size", 8]),
      "is not a valid schedule: .*CausalAttention's"),
     (FILES[1], other_memory, "no encoder makes 'memory_key_1'"),
     (FILES[3], set_to(9, "encoder", "max_seq_len"), None),
-    (FILES[3], set_to(7, "dims", "max_seq_len"), "'cache_indirection' is int32"),
+    (FILES[3], set_to(9, "dims", "max_seq_len"), "has 8 rows, fewer than 9"),
     (FILES[3], set_to("float16", "dtype"), "should be float16|KV caches are of float32"),
     (FILES[3], set_to(["logits"], "chips", 0, "steps", 0, "outputs"), "does not make"),
     (FILES[3], other_heads, r"layer 1 has 2 heads, model_info.json says 4"),

@@ -49,7 +49,7 @@ def loaded(encoder_decoder):
     def load(name):
         if name not in llms:
             model, _, cases = encoder_decoder(name)
-            llms[name] = model, llmc.LLM(cases["beams"])
+            llms[name] = model, llmc.LLM(cases["tp1"])
         return llms[name]
     yield load
     for _, llm in llms.values():
@@ -116,7 +116,7 @@ def test_two_chips_generate_what_one_does(encoder_decoder):
 def test_replicas_share_the_prompts(encoder_decoder):
     model, _, cases = encoder_decoder("bart")
     batch = prompts(0) + prompts(1)
-    with llmc.LLM(cases["beams"], device=[0, 1], max_batch_size=2) as llm:
+    with llmc.LLM(cases["tp1"], device=[0, 1], max_batch_size=2) as llm:
         got = [list(c.token_ids) for c in llm.generate(batch, SamplingParams(max_tokens=9))]
     assert got == [row for seed in range(2) for row in truth(model, prompts(seed),
                                                              max_new_tokens=9)]
@@ -125,7 +125,7 @@ def test_replicas_share_the_prompts(encoder_decoder):
 def test_the_encoder_runs_once_for_each_prompt(encoder_decoder, encoded):
     model, _, cases = encoder_decoder("t5")
     batch = [row for seed in range(3) for row in prompts(seed)]
-    with llmc.LLM(cases["beams"], max_batch_size=4) as llm:  # so that most prompts wait
+    with llmc.LLM(cases["tp1"], max_batch_size=4) as llm:  # so that most prompts wait
         expected = [row for seed in range(3) for row in truth(model, prompts(seed),
                                                               max_new_tokens=10)]
         got = llm.generate(batch, [SamplingParams(max_tokens=10 - i) for i in range(9)])
@@ -238,7 +238,7 @@ def run(*arguments):
 
 def test_the_commands(encoder_decoder, tmp_path):
     model, _, cases = encoder_decoder("t5")
-    case, hf_dir = cases["beams"], cases["beams"].parent / "hf"
+    case, hf_dir = cases["tp1"], cases["tp1"].parent / "hf"
     text = " ".join(f"w{token}" for token in prompts(0)[1])
     expected, = truth(model, [[*prompts(0)[1], model.config.eos_token_id]], max_new_tokens=6)
     result = run("run", "--case_dir", case, "--prompt", text, "--max_tokens", 6)

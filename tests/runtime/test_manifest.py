@@ -46,8 +46,13 @@ def test_a_truncated_manifest(broken_case):
 
 
 def test_a_newer_format(broken_case):
-    edit(broken_case, lambda data: data.update(format_version=2))
-    refused(broken_case, "format_version 2, this llmc reads up to 1; install a newer llmc")
+    edit(broken_case, lambda data: data.update(format_version=3))
+    refused(broken_case, "format_version 3, this llmc reads up to 2; install a newer llmc")
+
+
+def test_an_older_format(broken_case):
+    edit(broken_case, lambda data: data.update(format_version=1, max_beam_width=1))
+    refused(broken_case, "has format_version 1, this llmc reads 2; compile the model again")
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other/graph.onnx", "chip0/../../x"])
@@ -88,11 +93,6 @@ def test_a_flipped_bit(broken_case):
 def test_an_unknown_field(broken_case):
     edit(broken_case, lambda data: data.update(surprise=1))
     refused(broken_case, "surprise: Extra inputs are not permitted")
-
-
-def test_more_beams_than_it_was_compiled_for(broken_case):
-    edit(broken_case, lambda data: data.update(max_beam_width=4))
-    refused(broken_case, "max_beam_width is 4, but chip 0 has no input 'cache_indirection'")
 
 
 def chip(data, rank=0):
@@ -136,9 +136,10 @@ CONTRADICTIONS = {
                      r"'past_lens' is int32 \['num_tokens'\]"),
     "an input gone": (lambda d: chip(d)["inputs"].pop(0), "differ in|has no input"),
     "an input twice": (lambda d: chip(d)["inputs"].append(chip(d)["inputs"][0]), "lists .* twice"),
-    "beams that nobody asked for": (lambda d: chip(d)["inputs"].append(
-        {"name": "cache_indirection", "dtype": "int32", "shape": ["batch", 64]}),
-        "'cache_indirection'"),
+    "blocks that nobody asked for": (lambda d: chip(d)["inputs"].append(
+        {"name": "block_table", "dtype": "int32", "shape": ["batch", "max_blocks"]}),
+        "'block_table'"),
+    "another layout": (lambda d: d.update(kv_cache_layout="paged"), "which target cpu does not"),
     "an op's version": (lambda d: d["ops"].update(Embedding=0),
                         "uses version 0 of Embedding, this llmc has version 1"),
     "an unknown op": (lambda d: d["ops"].update(Sine=1), "version 1 of Sine, this llmc has none"),
@@ -160,7 +161,8 @@ CONTRADICTIONS = {
     "a path's other name": (lambda d: d["files"][0].update(path="chip0/./x"), "is not written as"),
     "the target's dtype": (lambda d: d.update(dtype="bfloat16"), "cpu has no dtype bfloat16"),
     "a GPU": (lambda d: d["target"].update(gpu="NVIDIA"), "target cpu has no gpu"),
-    "a plan's versions": (lambda d: d["target"].update(kind="tensorrt"), "int64|does not say"),
+    "a plan's versions": (lambda d: d["target"].update(kind="tensorrt"),
+                          "int64|does not say|kv_cache_layout is linear"),
     "another encoder": (lambda d: chip(d, 1).update(encoder={"inputs": [], "outputs": [],
                                                              "steps": []}),
                         "same collectives|has an encoder"),
@@ -288,7 +290,7 @@ def assert_consistent(manifest):
                 assert inputs[name].shape == outputs[f"{name}_out"].shape == shape
                 assert inputs[name].dtype == manifest.kv_dtype
         assert outputs["logits"].shape[1] == dims.padded_vocab_size >= dims.vocab_size
-        assert ("cache_indirection" in inputs) == (manifest.max_beam_width > 1)
+        assert "block_table" not in inputs
     assert all(0 <= token < dims.vocab_size for token in manifest.tokenizer.eos_token_ids)
     assert manifest.ops.items() <= {op.name: op.version for op in registry().values()}.items()
     chips = summarize(manifest)["chips"]

@@ -1,34 +1,71 @@
 """A rank in a process of its own, as far as no GPU is needed."""
 
-import numpy as np
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 import llmc
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.engines.remote import RemoteEngine
+from llmc.runtime.step import Step
+
+STEP = Step.of([[1]], [0], [[0]], [0])
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """One whose process has loaded nothing."""
+    call = RemoteEngine._call
+    monkeypatch.setattr(RemoteEngine, "_call", lambda self, method, *arguments: None)
+    made = RemoteEngine(tmp_path, 1, 0, max_batch_size=1, max_tokens=128)
+    monkeypatch.setattr(RemoteEngine, "_call", call)
+    yield made
+    made.close()
+    assert made._process.poll() is not None
 
 
 def test_what_a_rank_cannot_load_is_said_by_the_caller(tmp_path):
     with pytest.raises(llmc.LlmcError, match=r"rank 1: case directory .* does not exist"):
-        RemoteEngine(tmp_path / "nothing", 1, 0, 1, 128)
+        RemoteEngine(tmp_path / "nothing", 1, 0, max_batch_size=1, max_tokens=128)
 
 
-def test_a_rank_s_end_is_an_error_and_no_wait(tmp_path, monkeypatch):
-    call = RemoteEngine._call
-    monkeypatch.setattr(RemoteEngine, "_call", lambda self, method, *arguments: None)
-    engine = RemoteEngine(tmp_path, 1, 0, 1, 128)
-    monkeypatch.setattr(RemoteEngine, "_call", call)
+def test_a_rank_s_end_is_an_error_and_no_wait(engine):
+    ticket = engine.submit(STEP)
     engine.abort()
-    with pytest.raises(llmc.LlmcError, match="the process of rank 1 has ended"):
-        engine.run(PackedBatch.prepare([[1]], [0]))
-    engine.close()
+    start = time.monotonic()
+    with pytest.raises(llmc.LlmcError, match="rank 1"):
+        engine.collect(ticket)
+        engine.submit(STEP)
+        engine.collect(ticket)
+    assert time.monotonic() - start < 5
 
 
-def test_a_mistake_in_a_rank_comes_back(tmp_path, monkeypatch):
-    call = RemoteEngine._call
-    monkeypatch.setattr(RemoteEngine, "_call", lambda self, method, *arguments: None)
-    engine = RemoteEngine(tmp_path, 1, 0, 1, 128)
-    monkeypatch.setattr(RemoteEngine, "_call", call)
+def test_what_goes_wrong_in_a_step_is_told_when_it_is_collected(engine):
+    """Steps are not waited for, and told of in their order."""
+    tickets = [engine.submit(STEP) for _ in range(3)]
+    for ticket in tickets:
+        with pytest.raises(llmc.LlmcError, match="rank 1: AttributeError"):
+            engine.collect(ticket)
     with pytest.raises(llmc.LlmcError, match="rank 1: AttributeError"):
-        engine.copy_row(0, 1, np.int64(3))
-    engine.close()
+        engine.measure()
+
+
+def test_a_rank_ends_with_the_process_that_made_it():
+    """However that ends."""
+    source = ("from pathlib import Path\n"
+              "from llmc.runtime.engines.remote import RemoteEngine\n"
+              "RemoteEngine._call = lambda self, method, *arguments: None\n"
+              "engine = RemoteEngine(Path(), 1, 0)\n"
+              "print(engine._process.pid, flush=True)\n"
+              "import os\nos.kill(os.getpid(), 9)\n")
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    status = Path(f"/proc/{int(done.stdout)}")
+    for _ in range(100):
+        if not status.exists() or " Z" in (status / "stat").read_text():
+            return
+        time.sleep(0.1)
+    pytest.fail("the rank's process is still there")

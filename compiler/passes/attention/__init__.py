@@ -5,8 +5,7 @@ Given:   q = GemmBiasAct(x, Wq) → Reshape → (RMSNorm) → Transpose → rota
          v = GemmBiasAct(x, Wv) → Reshape → Transpose
          Sdpa(q, k, v) → Transpose → Reshape
 Result:  CausalAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, cu_seqlens,
-         past_lens, cos, sin, q_norm, k_norm), and the graph takes and returns the KV cache;
-         with cache_indirection where beams are to share it
+         past_lens, cos, sin, q_norm, k_norm), and the graph takes and returns the KV cache
 
 Given:   Sdpa of an encoder, or of a decoder with keys and values made from the encoder's output
 Result:  BidirectionalAttention(q, k, v, cu_seqlens); the decoder's also takes memory_starts and

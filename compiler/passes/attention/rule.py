@@ -180,9 +180,6 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
     updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
     graph.inputs.extend(caches)
     graph.outputs.extend(updated)
-    if settings.max_beam_width > 1:
-        inputs["cache_indirection"] = _input(graph, "cache_indirection",
-                                             ("batch", settings.max_seq_len))
     inputs |= {"key_cache": caches[0], "value_cache": caches[1],
                "qkv": _merged_projection(graph, match),
                "cu_seqlens": _input(graph, "cu_seqlens", ("batch_plus_1",)),

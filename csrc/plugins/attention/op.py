@@ -12,10 +12,6 @@ anything between are the same op with other lengths.
     block_table             int32 [batch, blocks]; absent: the caches as above. With it they are
                             [num_blocks, num_kv_heads, block_size, head_dim], and position p of
                             sequence b is row p % block_size of block block_table[b, p / block_size]
-    cache_indirection       int32 [batch, max_seq_len]; absent: row b, or as the block table says.
-                            With it position p < past_lens[b] of sequence b is in cache row
-                            cache_indirection[b, p], which had it filled before; what it says of
-                            later positions is not read, and new tokens go to row b
     distance_bias           [num_heads, distances]; absent: none. Column i - j, or the last where
                             there are not so many, is added to the score of query i and key j
     out                     [num_tokens, num_heads * head_dim]
@@ -55,8 +51,6 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             raise ValueError(f"rotary_dim {rotary} is not even and from 2 to head_dim {dim}")
     elif {"cos", "sin"} & present or rotary:
         raise ValueError(f"rotary_dim {rotary} goes with both cos and sin")
-    if paged and "cache_indirection" in present:
-        raise ValueError("CausalAttention takes block_table or cache_indirection, not both")
     cache = ("blocks", kv_heads, "block_size", dim) if paged else \
         ("batch", kv_heads, "max_seq_len", dim)
     table = ("positions" if paged else ">= max_seq_len", rotary // 2)
@@ -64,7 +58,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             "key_cache": cache, "value_cache": cache,
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table,
             "q_norm": (dim,), "k_norm": (dim,), "block_table": ("batch", "blocks_of_a_sequence"),
-            "cache_indirection": ("batch", "max_seq_len"), "distance_bias": (heads, "distances")}
+            "distance_bias": (heads, "distances")}
 
 
 def _scale(fields: Fields) -> float:
@@ -151,26 +145,6 @@ _PAGES = [
 ]
 
 
-# Which (row, head, position) holds each filled position of a sequence, [B, kv_heads, L, 3].
-_HOLDERS = [
-    "indirection = Cast<to=7>(cache_indirection)",
-    "filled_indirection = Slice(indirection, c0, fullest, c1)",
-    "batch = Shape(past_lens)", "batch_scalar = Squeeze(batch)",
-    "own_row = Range(zero, batch_scalar, one)", "own_row_column = Unsqueeze(own_row, c1)",
-    "end_of_filled = Squeeze(fullest)", "filled_position = Range(zero, end_of_filled, one)",
-    "past_of_row = Unsqueeze(past, c1)", "is_past = Less(filled_position, past_of_row)",
-    "holder = Where(is_past, filled_indirection, own_row_column)",  # [B, L]
-    "head_count = Shape<start=1, end=2>(key_cache)",
-    "filled_grid = Concat<axis=0>(batch, head_count, fullest, c1)",
-    _ints("c13", 1, 3), "holder_corner = Unsqueeze(holder, c13)",
-    "filled_corner = Unsqueeze(filled_position, c1)",
-    "holder_index = Expand(holder_corner, filled_grid)",
-    "holder_head = Expand(head_corner, filled_grid)",
-    "holder_position = Expand(filled_corner, filled_grid)",
-    "holders = Concat<axis=-1>(holder_index, holder_head, holder_position)",
-]
-
-
 def _wide(cache: str, fields: Fields) -> str:
     """The name of a cache in the dtype that is computed in."""
     return f"{cache}_wide" if fields["kv_dtype"] else cache
@@ -201,8 +175,6 @@ def _append(name: str, new: str, fields: Fields, as_bytes: bool) -> list[str]:
 def _filled(name: str, present: frozenset[str], fields: Fields) -> list[str]:
     """The filled positions of the cache, [B, kv_heads, L, D]."""
     cache, lines = _wide(f"{name}_cache_out", fields), []
-    if "cache_indirection" in present:
-        return [f"{name}s = GatherND({cache}, holders)"]
     if "block_table" in present:
         lines = [f"{name}_pages = Gather<axis=0>({cache}, table)",
                  f"{name}_heads = Transpose<perm=[0, 2, 1, 3, 4]>({name}_pages)",
@@ -229,9 +201,7 @@ def _tensorrt(fields: Fields, present: frozenset[str]) -> str | None:
 def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> str:
     kv_heads = fields["num_kv_heads"]
     split, q, k = _heads(fields, present, rotate="cos" in present)
-    paged, indirect = "block_table" in present, "cache_indirection" in present
-    if paged and indirect:
-        raise ValueError("CausalAttention takes block_table or cache_indirection, not both")
+    paged = "block_table" in present
     lines = [
         _TOKENS, _PAST, _POSITIONS, *split,
         # Append to the caches. Indices [T, kv_heads, 1, (sequence, head, position)].
@@ -255,7 +225,6 @@ def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> st
         _ints("c2", 2),
         "filled = Add(past, lengths)",
         "fullest = ReduceMax<keepdims=1>(filled)",
-        *(_HOLDERS if indirect else []),
         *(line for name in ("key", "value") for line in _filled(name, present, fields)),
         "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
         "keys_grouped = Unsqueeze(keys_t, c2)",
@@ -336,7 +305,7 @@ def _uniform(fields: Fields, present: frozenset[str]) -> str | None:
     """For engines whose shapes may not depend on data: every sequence has S new tokens, and
     num_tokens is batch * S. What padding leaves in the cache lies behind the sequence's end.
     """
-    if present & {"block_table", "cache_indirection"} or fields["kv_dtype"]:
+    if "block_table" in present or fields["kv_dtype"]:
         return None
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     split, q, k = _heads(fields, present, rotate="cos" in present)
@@ -391,8 +360,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     done before it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 8 or fields["kv_dtype"] or \
-            present & {"block_table", "cache_indirection", "distance_bias"}:
+    if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias"}:
         return None
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0
     rotate = "cos" in present and not kernel_rotates
@@ -473,8 +441,6 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
             seen = np.arange(first, position + 1)
             blocks, places = table[b, seen // block_size], seen % block_size
-            if "cache_indirection" in inputs:
-                blocks = np.where(seen < past, inputs["cache_indirection"][b, seen], b)
             for h in range(heads):
                 kv = h // (heads // kv_heads)
                 scores = keys[blocks, kv, places] @ prepare(row[h], "q_norm", position)
@@ -517,23 +483,22 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         prompts | {"dim": 16, "rotary_dim": 16, "block_size": 4},
         decode | {"dim": 32, "window": 4, "block_size": 2},
         mixed | {"dim": 16, "norms": "qk", "block_size": 4},
-        prompts | {"dim": 16, "rotary_dim": 16, "indirect": True},
-        {"new": (1,) * 4, "past": (9, 9, 9, 3)} | {"dim": 16, "rotary_dim": 16, "indirect": True},
-        decode | {"dim": 6, "norms": "qk", "window": 4, "indirect": True},
-        mixed | {"dim": 24, "rotary_dim": 8, "softcap": 2.0, "indirect": True},
+        {"new": (1,) * 4, "past": (9, 9, 9, 3)} | {"dim": 16, "rotary_dim": 16, "block_size": 8},
+        decode | {"dim": 6, "norms": "qk", "window": 4, "block_size": 4},
+        mixed | {"dim": 24, "rotary_dim": 8, "softcap": 2.0, "block_size": 16},
         prompts | {"dim": 16, "biased": 16},
-        decode | {"dim": 8, "biased": 4, "indirect": True},
+        decode | {"dim": 8, "biased": 4, "block_size": 2},
         mixed | {"dim": 16, "rotary_dim": 16, "softcap": 2.0, "window": 5, "biased": 3},
         prompts | {"dim": 16, "rotary_dim": 16, **float8},
         decode | {"dim": 32, "norms": "qk", "window": 4, **float8},
-        mixed | {"dim": 24, "rotary_dim": 8, "indirect": True, **float8},
+        mixed | {"dim": 24, "rotary_dim": 8, "block_size": 8, **float8},
         chunk | {"dim": 16, "block_size": 4, "biased": 3, **float8},
     )]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
             heads: int = 4, kv_heads: int = 2, norms: str = "", max_seq_len: int = 16,
-            block_size: int = 0, indirect: bool = False, biased: int = 0, **fields: Any) -> Sample:
+            block_size: int = 0, biased: int = 0, **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -547,12 +512,6 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
         cache = (blocks + 1, kv_heads, block_size, dim)
         places["block_table"] = rng.permutation(blocks + 1)[:blocks].reshape(len(new), -1) \
             .astype(np.int32)
-    if indirect:  # in any row that has it filled; behind that, nothing that is a row
-        table = places["cache_indirection"] = np.full((len(new), max_seq_len), 99, np.int32)
-        fullest = np.argsort(past)[::-1]
-        holders = (np.array(past)[:, None] > np.arange(max_seq_len)).sum(axis=0)
-        for b, length in enumerate(past):
-            table[b, :length] = fullest[rng.integers(0, holders[:length])]
     inputs = {"qkv": normal(sum(new), (heads + 2 * kv_heads) * dim),
               "key_cache": cached(*cache), "value_cache": cached(*cache),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
@@ -568,9 +527,9 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
 
 OP = Op(
     name="CausalAttention",
-    version=1,
+    version=2,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
-            "q_norm?", "k_norm?", "block_table?", "cache_indirection?", "distance_bias?"),
+            "q_norm?", "k_norm?", "block_table?", "distance_bias?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
@@ -587,7 +546,7 @@ OP = Op(
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "distance_bias"}),
-    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "cache_indirection"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     reference=_reference,
     samples=_samples,

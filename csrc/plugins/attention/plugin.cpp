@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "../common/heads.h"
 
 namespace llmc {
@@ -28,7 +30,7 @@ class CausalAttention : public Plugin {
                   std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
                   std::to_string(in[2].size()));
     const std::string op = "CausalAttention";
-    const Dims &qkv = in[0], &cache = in[1], *table = optional(in, 9), *rows = optional(in, 10);
+    const Dims &qkv = in[0], &cache = in[1], *table = optional(in, 9);
     const Dim batch = in[4][0];
     expect(op + "'s qkv", qkv, {qkv[0], static_cast<int64_t>(p_.num_heads + 2 * p_.num_kv_heads) * p_.head_dim});
     expect(op + "'s key_cache", cache, {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
@@ -43,13 +45,11 @@ class CausalAttention : public Plugin {
       expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
       if (table == nullptr) expect_at_least(op + "'s number of cos or sin", (*turns)[0], cache[2]);
     }
-    if (table != nullptr && rows != nullptr) throw Error(op + " takes block_table or cache_indirection, not both");
     if (table != nullptr && cos != nullptr) expect(op + "'s sin", *sin, *cos);
     for (size_t norm : {7, 8})
       if (const Dims* weight = optional(in, norm)) expect(op + "'s norm of a head", *weight, {p_.head_dim});
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
-    if (rows != nullptr) expect(op + "'s cache_indirection", *rows, {batch, cache[2]});
-    if (const Dims* bias = optional(in, 11)) expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
+    if (const Dims* bias = optional(in, 10)) expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
     return {{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, cache, in[2]};
   }
 
@@ -77,35 +77,61 @@ class CausalAttention : public Plugin {
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
     if (const Tensor* table = optional(in, 9)) {
+      if (context.building) return;  // its blocks are nowhere
       p.block_table = static_cast<const int32_t*>(table->data);
       p.block_size = p.max_seq_len;
+      p.num_blocks = static_cast<int>(in[1].shape[0]);
       p.max_seq_len *= static_cast<int>(table->shape[1]);
       if ((p.block_size & (p.block_size - 1)) != 0)
         throw Error("CausalAttention's block size " + std::to_string(p.block_size) +
                     " is not a power of two");
     }
-    if (const Tensor* rows = optional(in, 10); rows != nullptr && context.indirect)
-      p.cache_indirection = static_cast<const int32_t*>(rows->data);
-    p.decode = context.decode || (context.dense && p.num_tokens == p.batch);
     p.scratch = workspace;
     p.counters = context.counters;
     p.queries = static_cast<char*>(workspace) + scratch();
-    if (const Tensor* bias = optional(in, 11)) {
+    if (const Tensor* bias = optional(in, 10)) {
       check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
       check(kernels::biased_attention(in[0].dtype, p, static_cast<const float*>(bias->data),
                                       static_cast<int>(bias->shape[1]), context.stream), "CausalAttention");
       return;
     }
-    if (!p.decode) {
-      check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
-      if (context.sdpa != nullptr && context.longest > 0 && !p.float8 && p.cache_indirection == nullptr &&
-          context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
-        return;
+    const int decodes = context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
+    if (decodes > 0) {
+      kernels::AttentionParams half = p;
+      half.decode = true;
+      half.num_tokens = half.batch = decodes;
+      check(kernels::attention(in[0].dtype, half, context.stream), "CausalAttention");
     }
+    if (decodes == p.batch) return;
+    if (decodes > 0) skip(p, decodes, in);
+    check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
+    if (context.sdpa != nullptr && context.longest > 0 && !p.float8 &&
+        context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
+      return;
     check(kernels::attention(in[0].dtype, p, context.stream), "CausalAttention");
   }
 
  private:
+  // Leave the first sequences out, which have one token each.
+  static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
+    const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim * element;
+    const int64_t kv_row = 2ll * p.num_kv_heads * p.head_dim * element;
+    p.out = static_cast<char*>(p.out) + sequences * row;
+    p.qkv = static_cast<const char*>(p.qkv) + sequences * (row + kv_row);
+    p.cu_seqlens += sequences;
+    p.past_lens += sequences;
+    p.first_token = sequences;
+    p.num_tokens -= sequences;
+    p.batch -= sequences;
+    if (p.block_table != nullptr) {
+      p.block_table += sequences * static_cast<int64_t>(p.max_seq_len / p.block_size);
+    } else {
+      const int64_t cached = in[1].size() / in[1].shape[0] * width(in[1].dtype);
+      p.key_cache = static_cast<char*>(p.key_cache) + sequences * cached;
+      p.value_cache = static_cast<char*>(p.value_cache) + sequences * cached;
+    }
+  }
+
   int64_t scratch() const {
     return (kernels::attention_scratch(p_.num_heads, p_.head_dim) + 255) / 256 * 256;
   }
@@ -117,10 +143,10 @@ class CausalAttention : public Plugin {
 
 void register_attention() {
   register_plugin(
-      {"CausalAttention", 1,
+      {"CausalAttention", 2,
        {"qkv", "key_cache: kv_dtype", "value_cache: kv_dtype", "cu_seqlens: int32", "past_lens: int32",
         "cos?: float32", "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32",
-        "cache_indirection?: int32", "distance_bias?: float32"},
+        "distance_bias?: float32"},
        {"out", "key_cache_out = key_cache", "value_cache_out = value_cache"},
        {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
         {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},

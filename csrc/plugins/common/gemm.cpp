@@ -1,10 +1,12 @@
+#include <algorithm>
+
 #include "timing.h"
 
 namespace llmc {
 namespace {
 
 constexpr size_t kWorkspace = 32 << 20;
-constexpr int kCandidates = 12, kRepeats = 4, kExactRows = 256;
+constexpr int kCandidates = 12, kRepeats = 4;
 
 cudaDataType_t type_of(DType dtype) {
   switch (dtype) {
@@ -28,6 +30,58 @@ struct Gemm::Plan {
       if (layout != nullptr) cublasLtMatrixLayoutDestroy(layout);
   }
 };
+
+namespace {
+
+// cuBLASLt's proposals, what it thinks is the fastest first.
+template <typename Plan>
+std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, const Plan& plan) {
+  cublasLtMatmulPreference_t preference = nullptr;
+  check(cublasLtMatmulPreferenceCreate(&preference), "a GEMM");
+  const size_t limit = kWorkspace;
+  cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &limit, sizeof limit);
+  std::vector<cublasLtMatmulHeuristicResult_t> found(kCandidates);
+  int count = 0;
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.weight, plan.x, plan.y,
+                                                               plan.y, preference, kCandidates, found.data(), &count);
+  cublasLtMatmulPreferenceDestroy(preference);
+  check(status, "choosing a GEMM");
+  if (count == 0) throw Error("cuBLASLt has no GEMM for this shape");
+  found.resize(count);
+  return found;
+}
+
+// Of the shapes that differ in their rows alone, that with the fewest that are as many; else that with the most.
+template <typename Best>
+typename Best::iterator nearest(Best& best, const std::vector<int64_t>& shape) {
+  auto alike = [&](typename Best::iterator other) {
+    return std::equal(shape.begin(), shape.end() - 1, other->first.begin());
+  };
+  auto found = best.lower_bound(shape);
+  if (found != best.end() && alike(found)) return found;
+  if (found == best.begin()) return best.end();
+  return alike(--found) ? found : best.end();
+}
+
+}  // namespace
+
+Gemm::Algorithms Gemm::algorithms() const {
+  Algorithms known;
+  for (const auto& [shape, algorithm] : best_)
+    known[shape] = {std::begin(algorithm.data), std::end(algorithm.data)};
+  return known;
+}
+
+void Gemm::know(const Algorithms& algorithms) {
+  for (const auto& [shape, data] : algorithms) {
+    cublasLtMatmulAlgo_t algorithm{};
+    if (shape.size() != 6 || data.size() != std::size(algorithm.data)) throw Error("an algorithm is of another version");
+    std::copy(data.begin(), data.end(), std::begin(algorithm.data));
+    best_[shape] = algorithm;
+  }
+}
+
+size_t Gemm::version() { return cublasLtGetVersion(); }
 
 Gemm::Gemm() {
   check(cublasLtCreate(&handle_), "cublasLtCreate");
@@ -71,47 +125,36 @@ bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const vo
     check(cublasLtMatrixLayoutCreate(&made->weight, type, in, out, in), "a GEMM");
     check(cublasLtMatrixLayoutCreate(&made->x, type, in, rows, in), "a GEMM");
     check(cublasLtMatrixLayoutCreate(&made->y, type, out, rows, out), "a GEMM");
-    cublasLtMatmulPreference_t preference = nullptr;
-    check(cublasLtMatmulPreferenceCreate(&preference), "a GEMM");
-    const size_t limit = kWorkspace;
-    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &limit,
-                                         sizeof limit);
-    cublasLtMatmulHeuristicResult_t found[kCandidates];
-    int count = 0;
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(handle_, made->operation, made->weight, made->x, made->y, made->y,
-                                       preference, kCandidates, found, &count);
-    cublasLtMatmulPreferenceDestroy(preference);
-    check(status, "choosing a GEMM");
-    if (count == 0) throw Error("cuBLASLt has no GEMM for this shape");
-    made->algorithm = found[0].algo;
-    auto& best = best_[{static_cast<int>(dtype), rows <= kExactRows ? rows : (rows + 1023) / 1024 * 1024, in,
-                        out, static_cast<int>(kind), residual != nullptr}];
-    if (best == nullptr && !is_captured(stream)) {
-      // Time what cuBLASLt proposes on the real operands; for many rows, once per 1024.
+    std::vector<int64_t> shape = {static_cast<int>(dtype), in, out, static_cast<int>(kind), residual != nullptr, rows};
+    auto best = best_.find(shape);
+    std::vector<cublasLtMatmulHeuristicResult_t> found;
+    if (best == best_.end() && times_ && !is_captured(stream)) {
+      // Time what cuBLASLt proposes on the real operands.
+      found = propose(handle_, *made);
       float shortest = 0;
-      for (int i = 0; i < count; ++i) {
+      for (const auto& proposed : found) {
         auto run = [&] {
           return cublasLtMatmul(handle_, made->operation, &one, weight, made->weight, x, made->x, &beta,
-                                residual != nullptr ? residual : y, made->y, y, made->y, &found[i].algo,
-                                workspace_, kWorkspace, stream);
+                                residual != nullptr ? residual : y, made->y, y, made->y, &proposed.algo, workspace_,
+                                kWorkspace, stream);
         };
         bool done = true;
         const float milliseconds =
             time_on(stream, kRepeats, [&] { done = done && run() == CUBLAS_STATUS_SUCCESS; });
-        if (!done) continue;
-        if (best == nullptr || milliseconds < shortest) {
-          shortest = milliseconds;
-          best = std::make_unique<cublasLtMatmulAlgo_t>(found[i].algo);
-        }
+        if (!done || (best != best_.end() && milliseconds >= shortest)) continue;
+        shortest = milliseconds;
+        best = best_.insert_or_assign(shape, proposed.algo).first;
       }
     }
+    if (best == best_.end()) best = nearest(best_, shape);
     cublasLtMatmulHeuristicResult_t checked{};
-    if (best != nullptr &&
-        cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y,
-                                best.get(), &checked) == CUBLAS_STATUS_SUCCESS &&
+    if (best != best_.end() &&
+        cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y, &best->second,
+                                &checked) == CUBLAS_STATUS_SUCCESS &&
         checked.workspaceSize <= kWorkspace)
-      made->algorithm = *best;
+      made->algorithm = best->second;
+    else
+      made->algorithm = (found.empty() ? propose(handle_, *made) : found)[0].algo;
     plan = std::move(made);
   }
   if (bias != nullptr)

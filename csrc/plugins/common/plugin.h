@@ -90,6 +90,15 @@ class Gemm {
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;
 
+  // What cuBLASLt's version calls an algorithm.
+  using Algorithms = std::map<std::vector<int64_t>, std::vector<uint64_t>>;
+  // From now on time the algorithms of shapes for which none is known; else the nearest shape's is taken.
+  void time_algorithms(bool times) { times_ = times; }
+  // What is known, by shape; for the same device and version of cuBLASLt.
+  Algorithms algorithms() const;
+  void know(const Algorithms& algorithms);
+  static size_t version();
+
   // y [rows, out] = act(x [rows, in] · weight [out, in]ᵀ + bias) + residual. Returns whether the activation
   // was applied: cuBLASLt has ReLU and tanh GELU, others are the caller's.
   bool run(DType dtype, void* y, const void* x, const void* weight, const void* bias,
@@ -100,7 +109,8 @@ class Gemm {
   cublasLtHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
   std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
-  std::map<std::vector<int64_t>, std::unique_ptr<cublasLtMatmulAlgo_t>> best_;
+  std::map<std::vector<int64_t>, cublasLtMatmulAlgo_t> best_;  // by shape, the rows last
+  bool times_ = true;
 };
 
 constexpr int kCounters = kernels::kAttentionCounters;
@@ -116,11 +126,12 @@ struct Context {
   Gemm* gemm = nullptr;
   int32_t* counters = nullptr;        // on the device: kCounters of them, zero between ops
   ncclComm_t communicator = nullptr;  // of the ranks that share the model; null where there is one
-  bool decode = false;                // every sequence has exactly one new token
+  bool decode = false;                // every sequence has one new token, and the logits of all are wanted in order
+  int num_decode = 0;                 // the first so many sequences have one new token each
   Sdpa* sdpa = nullptr;
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
+  bool building = false;              // TensorRT times with inputs that mean nothing
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
-  bool indirect = true;               // a cache_indirection says where positions lie; else each row has its own
   Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
   void* user = nullptr;
 };

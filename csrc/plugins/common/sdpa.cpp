@@ -19,13 +19,13 @@ namespace fe = cudnn_frontend;
 
 constexpr int kRepeats = 8;
 
-enum Name : int64_t { kQueries, kKeys, kValues, kOut, kNew, kAll, kStarts };
+enum Name : int64_t { kQueries, kKeys, kValues, kOut, kNew, kAll, kStarts, kKeyTable, kValueTable };
 
-// A power of two, or three quarters of one: a plan for every shape would be made over and over.
-int rounded(int value, int least) {
-  int power = least;
+// A power of two: a plan for every shape would be made over and over.
+int rounded(int value) {
+  int power = 1;
   while (power < value) power *= 2;
-  return power * 3 / 4 >= value && power * 3 / 4 % least == 0 ? power * 3 / 4 : power;
+  return power;
 }
 
 void check(fe::error_t status, const char* what) {
@@ -62,8 +62,10 @@ struct Sdpa::State {
     const auto starts = integers(kStarts, b + 1);
     const std::vector<int64_t> packed = {b, heads, longest, dim}, packed_stride = {longest * heads * dim, dim,
                                                                                   heads * dim, 1};
-    const std::vector<int64_t> cached = {b, kv_heads, reach, dim},
-                               cached_stride = {kv_heads * p.max_seq_len * dim, p.max_seq_len * dim, dim, 1};
+    const bool paged = p.block_table != nullptr;
+    const int64_t length = paged ? p.block_size : p.max_seq_len;  // of a cache's row
+    const std::vector<int64_t> cached = {paged ? p.num_blocks : b, kv_heads, paged ? length : reach, dim},
+                               cached_stride = {kv_heads * length * dim, length * dim, dim, 1};
     auto queries = graph.tensor(Attributes().set_uid(kQueries).set_dim(packed).set_stride(packed_stride));
     queries->set_ragged_offset(starts);
     auto keys = graph.tensor(Attributes().set_uid(kKeys).set_dim(cached).set_stride(cached_stride));
@@ -76,6 +78,16 @@ struct Sdpa::State {
                        .set_seq_len_kv(integers(kAll, b))
                        .set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT)
                        .set_diagonal_band_right_bound(0);
+    if (paged) {
+      const int64_t blocks = p.max_seq_len / p.block_size;
+      auto table = [&](Name name) {
+        return graph.tensor(Attributes().set_uid(name).set_dim({b, 1, blocks, 1}).set_stride({blocks, blocks, 1, 1})
+                                .set_data_type(fe::DataType_t::INT32));
+      };
+      options.set_paged_attention_k_table(table(kKeyTable))
+          .set_paged_attention_v_table(table(kValueTable))
+          .set_paged_attention_max_seq_len_kv(reach);
+    }
     if (p.window > 0) options.set_diagonal_band_left_bound(p.window);
     auto [out, stats] = graph.sdpa(queries, keys, values, options);
     out->set_output(true).set_uid(kOut).set_dim(packed).set_stride(packed_stride);
@@ -95,7 +107,8 @@ struct Sdpa::State {
   }
 
   cudnnHandle_t handle = nullptr;
-  std::map<std::pair<std::vector<int64_t>, float>, Plan> plans;  // by shape and scale
+  using Key = std::pair<std::vector<int64_t>, float>;  // shape and scale
+  std::map<Key, Plan> plans;
   char* workspace = nullptr;
   int32_t* lengths = nullptr;
   int64_t workspace_room = 0, lengths_room = 0;
@@ -112,15 +125,21 @@ Sdpa::~Sdpa() { delete state_; }
 // cuDNN 9.19 writes zeros to value_cache behind a sequence's last position, up to `keys`: those must be nobody's.
 bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
   State& s = *state_;
-  if (s.handle == nullptr || dtype == DType::kFloat32 || p.softcap > 0 || p.block_table != nullptr ||
+  if (s.handle == nullptr || dtype == DType::kFloat32 || p.softcap > 0 ||
       static_cast<int64_t>(p.num_tokens) * p.num_heads * p.head_dim > INT32_MAX)
     return false;
-  const int batch = rounded(p.batch, 1), queries = std::min(rounded(longest, 128), p.max_seq_len);
-  const int keys = std::min(std::max(queries, rounded(reach, 128)), p.max_seq_len);
-  const auto [found, fresh] = s.plans.try_emplace(
-      {{static_cast<int>(dtype), batch, queries, keys, p.num_heads, p.num_kv_heads, p.head_dim, p.max_seq_len,
-        p.window}, p.scale});
-  if (fresh) found->second = s.make(dtype, p, batch, queries, keys);
+  // With blocks a plan is one for all lengths that the table has room for.
+  const bool paged = p.block_table != nullptr;
+  const int batch = rounded(p.batch), queries = std::min(std::max(rounded(longest), 128), p.max_seq_len);
+  const int keys = paged ? p.max_seq_len : std::min(std::max({queries, rounded(reach), 128}), p.max_seq_len);
+  const State::Key key = {{static_cast<int>(dtype), batch, queries, keys, p.num_heads, p.num_kv_heads, p.head_dim,
+                           p.max_seq_len, p.window, p.block_size, p.num_blocks}, p.scale};
+  auto found = s.plans.find(key);
+  const bool fresh = found == s.plans.end();
+  if (fresh) {
+    if (!makes_) return false;
+    found = s.plans.emplace(key, s.make(dtype, p, batch, queries, keys)).first;
+  }
   State::Plan& plan = found->second;
   if (plan.graph == nullptr) return false;
   State::grow(s.workspace, s.workspace_room, plan.workspace);
@@ -131,6 +150,7 @@ bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int 
   std::unordered_map<int64_t, void*> memory = {
       {kQueries, p.queries}, {kKeys, p.key_cache}, {kValues, p.value_cache}, {kOut, p.out},
       {kNew, lengths.fresh}, {kAll, lengths.all}, {kStarts, lengths.starts}};
+  if (paged) memory[kKeyTable] = memory[kValueTable] = const_cast<int32_t*>(p.block_table);
   auto enqueue = [&] {
     llmc::check(kernels::sequence_lengths(lengths, p, stream), "CausalAttention");
     check(plan.graph->execute(s.handle, memory, s.workspace), "cuDNN's attention");

@@ -12,6 +12,8 @@ class Sdpa {
   // The library is looked for; without it nothing is served. always: even where our kernel is faster.
   explicit Sdpa(bool always = false);
   ~Sdpa();
+  // From now on make plans, and time them, for shapes that there is none for; else those are not served.
+  void make_plans(bool makes) { makes_ = makes; }
   Sdpa(const Sdpa&) = delete;
   Sdpa& operator=(const Sdpa&) = delete;
 
@@ -24,6 +26,7 @@ class Sdpa {
   struct State;
   State* state_;
   const bool always_;
+  bool makes_ = true;
 };
 
 }  // namespace llmc

@@ -1,6 +1,6 @@
-// Beam search between two steps: the likeliest continuations of each row, and where their pasts lie.
+// The likeliest continuations of each row of logits, which beam search chooses from.
 //
-// Candidates: a block takes kSegment logits of a row, which its threads keep in registers, and leaves its
+// A block takes kSegment logits of a row, which its threads keep in registers, and leaves its
 // greatest logit, the sum of exponentials relative to it, and its `count` greatest ranks in order: one maximum
 // of the block after the other. A warp then merges a row's sorted lists. Reads the logits once.
 #include "device.cuh"
@@ -11,7 +11,6 @@ namespace {
 using namespace device;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kEach = 16, kSegment = kThreads * kEach;
-constexpr int kPositions = 32;  // of one prompt's beams, in a block of follow_kernel
 
 int parts_of(int vocab) { return (vocab + kSegment - 1) / kSegment; }
 
@@ -134,41 +133,6 @@ __global__ void __launch_bounds__(32) merge_kernel(CandidatesParams p, Partial p
   }
 }
 
-// A block takes kPositions positions of all beams of a prompt, so it may write where it has read.
-__global__ void follow_kernel(FollowParams p) {
-  extern __shared__ int32_t rows[];  // [beam][kPositions]
-  wait_for_inputs();
-  let_next_start();
-  const int first = blockIdx.y * p.beam, past = p.past[first], prompt = p.prompts[first];
-  if (blockIdx.x == 0) {
-    for (int row = first + threadIdx.x; row < first + p.beam; row += blockDim.x) {
-      p.input_ids[row] = p.tokens[row];
-      p.position_ids[row] = past;
-      p.past_lens[row] = past;
-      p.cu_seqlens[row + 1] = row + 1;
-      p.logits_indices[row] = row;
-      if (row == 0) p.cu_seqlens[0] = 0;
-    }
-  }
-  const int begin = blockIdx.x * kPositions;
-  if (begin >= past) return;
-  int32_t* table = p.cache_indirection + static_cast<int64_t>(first) * p.max_seq_len;
-  for (int i = threadIdx.x; i < p.beam * kPositions; i += blockDim.x) {
-    const int position = begin + i % kPositions;
-    if (position >= prompt && position < past - 1)
-      rows[i] = table[static_cast<int64_t>(i / kPositions) * p.max_seq_len + position];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.beam * kPositions; i += blockDim.x) {
-    const int beam = i / kPositions, position = begin + i % kPositions;
-    if (position >= past) continue;
-    const int parent = p.parents[first + beam];
-    table[static_cast<int64_t>(beam) * p.max_seq_len + position] =
-        position < prompt ? first
-        : position == past - 1 ? first + parent : rows[parent * kPositions + i % kPositions];
-  }
-}
-
 }  // namespace
 
 int64_t candidates_scratch(int rows, int vocab, int count) {
@@ -186,14 +150,6 @@ cudaError_t candidates(DType dtype, const CandidatesParams& p, cudaStream_t stre
   });
   if (error != cudaSuccess) return error;
   return launch(merge_kernel, p.rows, 32, parts * sizeof(int), stream, p, partial, parts);
-}
-
-cudaError_t follow(const FollowParams& p, cudaStream_t stream) {
-  if (p.beam < 1 || p.beam > kMaxBeams) return cudaErrorInvalidValue;
-  const dim3 grid(blocks_for(p.max_seq_len, kPositions), p.batch);
-  // Not by launch(): what is before it in the stream is a copy, not a kernel that it could overlap.
-  follow_kernel<<<grid, 256, sizeof(int32_t) * p.beam * kPositions, stream>>>(p);
-  return cudaGetLastError();
 }
 
 }  // namespace llmc::kernels

@@ -1,0 +1,133 @@
+// What surrounds the model in a step: sequences enter slots, the model's inputs are made of what the host sent in one
+// piece, blocks are copied, and what was chosen is kept by slot. All of it is a few kilobytes, but for the blocks; what
+// counts is how few kernels it takes.
+#include <algorithm>
+
+#include "device.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256;
+
+// A block per sequence. Counts of its slot are cleared: 4 bytes per token of the vocabulary.
+__global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
+  wait_for_inputs();
+  let_next_start();
+  const int i = blockIdx.x;
+  const int64_t slot = p.slots[i];
+  if (threadIdx.x == 0) p.states[slot] = p.given[i];
+  if (p.history.counts == nullptr || !p.given[i].processing.keeps_history) return;
+  uint32_t* counts = p.history.counts + slot * p.history.vocab;
+  int32_t* tokens = p.history.tokens + slot * p.history.room;
+  const int32_t* given = p.tokens + p.starts[i];
+  const int length = p.starts[i + 1] - p.starts[i];
+  for (int k = threadIdx.x; k < p.history.vocab; k += kAdmitThreads) counts[k] = 0;
+  __syncthreads();
+  for (int k = threadIdx.x; k < p.prompts[i]; k += kAdmitThreads)
+    tokens[k] = given[k] | (atomicOr(&counts[given[k]], kInPrompt) != 0 ? kRepeated : 0);
+  __syncthreads();
+  for (int k = p.prompts[i] + threadIdx.x; k < length; k += kAdmitThreads)
+    tokens[k] = given[k] | (atomicAdd(&counts[given[k]], 1u) != 0 ? kRepeated : 0);
+  if (threadIdx.x == 0) p.history.lengths[slot] = length;
+}
+
+__device__ __forceinline__ int sequence_of_token(const PrepareParams& p, int token) {
+  int low = 0, high = p.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (p.given_seqlens[middle] <= token) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+// A thread per token and per row; a block per run of the block table and turn.
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(PrepareParams p) {
+  wait_for_inputs();
+  let_next_start();
+  const int i = blockIdx.x * kPrepareThreads + threadIdx.x;
+  if (i < p.num_tokens) {
+    const int sequence = sequence_of_token(p, i);
+    const int32_t given = p.given_ids[i];
+    p.input_ids[i] = given >= 0 ? given : max(p.last[p.given_slots[sequence]], int64_t{0});
+    p.position_ids[i] = p.given_past[sequence] + i - p.given_seqlens[sequence];
+  } else if (i < p.rows) {
+    p.input_ids[i] = 0, p.position_ids[i] = 0;
+  }
+  if (i < p.num_logits) p.logits_indices[i] = p.given_logits[i];
+  else if (i < p.rows) p.logits_indices[i] = i;
+  if (i <= p.rows) p.cu_seqlens[i] = i <= p.batch ? p.given_seqlens[i] : p.num_tokens + i - p.batch;
+  if (i < p.rows) {
+    const bool there = i < p.batch;
+    p.past_lens[i] = there ? p.given_past[i] : 0;
+    if (p.memory_starts != nullptr) {
+      p.memory_starts[i] = there ? p.given_starts[i] : 0;
+      p.memory_lens[i] = there ? p.given_lens[i] : 1;  // attention to nothing is no number
+    }
+  }
+  for (int r = blockIdx.x; r < p.num_runs; r += gridDim.x) {
+    const TableRun run = p.runs[r];
+    for (int k = threadIdx.x; k < run.count; k += kPrepareThreads)
+      p.block_table[static_cast<int64_t>(run.row) * p.max_blocks + run.first + k] = p.blocks[run.from + k];
+  }
+}
+
+// A block of threads per cache, pair and part of the pair's bytes.
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const CacheBlocks* caches, const int32_t* pairs) {
+  wait_for_inputs();
+  let_next_start();
+  const CacheBlocks cache = caches[blockIdx.x];
+  const auto* from = reinterpret_cast<const uint4*>(static_cast<const char*>(cache.data) +
+                                                    pairs[2 * blockIdx.y] * cache.bytes);
+  auto* to = reinterpret_cast<uint4*>(static_cast<char*>(cache.data) + pairs[2 * blockIdx.y + 1] * cache.bytes);
+  for (int64_t i = threadIdx.x; i < cache.bytes / 16; i += kCopyThreads) to[i] = from[i];
+}
+
+__device__ void append_token(const TokenHistory& history, int64_t slot, int64_t token) {
+  const int length = history.lengths[slot];
+  if (length >= history.room) return;
+  uint32_t& count = history.counts[slot * history.vocab + token];
+  history.tokens[slot * history.room + length] = static_cast<int32_t>(token) | (count != 0 ? kRepeated : 0);
+  history.lengths[slot] = length + 1;
+  ++count;
+}
+
+__global__ void advance_kernel(AdvanceParams p) {
+  wait_for_inputs();
+  let_next_start();
+  for (int r = threadIdx.x; r < p.rows; r += blockDim.x) {
+    const int64_t slot = p.slots[r], token = p.chosen[r];
+    SlotState& state = p.states[slot];
+    p.last[slot] = token;
+    if (token < 0) continue;
+    ++state.drawn;
+    if (p.history.counts != nullptr && state.processing.keeps_history) append_token(p.history, slot, token);
+  }
+}
+
+}  // namespace
+
+// Not by launch(): what is before these two in the stream is a copy, not a kernel that they could overlap.
+cudaError_t admit(const AdmitParams& p, cudaStream_t stream) {
+  admit_kernel<<<p.count, kAdmitThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t prepare(const PrepareParams& p, cudaStream_t stream) {
+  const int most = std::max({p.num_tokens, p.num_logits, p.rows + 1});
+  prepare_kernel<<<blocks_for(most, kPrepareThreads), kPrepareThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs, int num_pairs,
+                        cudaStream_t stream) {
+  return launch(copy_kernel, dim3(num_caches, num_pairs), kCopyThreads, 0, stream, caches, pairs);
+}
+
+cudaError_t advance(const AdvanceParams& p, cudaStream_t stream) {
+  return launch(advance_kernel, 1, 256, 0, stream, p);
+}
+
+}  // namespace llmc::kernels

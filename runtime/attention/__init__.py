@@ -1,1 +1,0 @@
-"""What attention needs to know of a batch."""

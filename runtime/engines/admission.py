@@ -1,0 +1,89 @@
+"""Sequences that enter slots, as an engine that chooses tokens itself, on a GPU, reads them:
+records as csrc/kernels/launch.h declares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.decoding.processing import PROCESSING
+from llmc.runtime.decoding.sampling import Sampler
+from llmc.runtime.step import SamplingState
+
+SLOT_STATE = np.dtype([
+    ("seed", np.uint64), ("drawn", np.int64), ("temperature", np.float32), ("top_p", np.float32),
+    ("min_p", np.float32), ("typical_p", np.float32), ("top_k", np.int32), ("logprobs", np.int32),
+    ("processing", PROCESSING)], align=True)
+
+_NOTHING = np.zeros((), PROCESSING)
+_NOTHING["repetition"] = 1
+_NO_TOKENS = np.empty(0, np.int32)
+_GREEDY = Sampler(SamplingParams())  # of a slot whose choice nobody looks at
+
+
+@dataclass(frozen=True)
+class Admissions:
+    """Of n sequences.
+
+    Args:
+        slots: int32 [n].
+        states: SLOT_STATE [n]; `lists` in their `processing` is where theirs begin.
+        prompts, lengths: int32 [n], tokens of the prompt and in all of those whose tokens matter, 0
+            of the others.
+        tokens: int32, these one sequence after the other.
+        lists: int32, likewise.
+    """
+
+    slots: np.ndarray
+    states: np.ndarray
+    prompts: np.ndarray
+    lengths: np.ndarray
+    tokens: np.ndarray
+    lists: np.ndarray
+
+    @staticmethod
+    def of(admit: Mapping[int, SamplingState]) -> Admissions:
+        if not admit:
+            return NOBODY
+        states = np.empty(len(admit), SLOT_STATE)
+        lists: list[np.ndarray] = []
+        histories: list[np.ndarray] = []
+        prompts = np.zeros(len(admit), np.int32)
+        place = 0
+        for i, state in enumerate(admit.values()):
+            sampler = state.sampler or _GREEDY
+            own = sampler.processing
+            states[i] = slot_state(sampler, len(state.tokens))
+            states[i]["processing"]["lists"] = place
+            lists.append(_NO_TOKENS if own is None else own.lists)
+            place += len(lists[-1])
+            histories.append(_NO_TOKENS)
+            if own is not None and own.record["keeps_history"]:
+                prompts[i] = len(sampler.prompt)
+                histories[i] = np.concatenate([sampler.prompt, state.tokens]) \
+                    .astype(np.int32)
+        return Admissions(np.fromiter(admit, np.int32, len(admit)), states, prompts,
+                          np.array([*map(len, histories)], np.int32), np.concatenate(histories),
+                          np.concatenate(lists))
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """As the engine takes them, records as bytes."""
+        return (self.slots, self.states.view(np.uint8), self.prompts, self.lengths, self.tokens,
+                self.lists)
+
+
+def slot_state(sampler: Sampler, drawn: int) -> np.ndarray:
+    """A record of SLOT_STATE for a sequence that has generated so many tokens."""
+    params, own = sampler.params, sampler.processing
+    return np.array((sampler.seed, drawn, params.temperature, params.top_p, params.min_p,
+                     params.typical_p, min(params.top_k, 2**31 - 1),
+                     -1 if params.logprobs is None else params.logprobs,
+                     _NOTHING if own is None else own.record), SLOT_STATE)
+
+
+NOBODY = Admissions(_NO_TOKENS, np.empty(0, SLOT_STATE), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS,
+                    _NO_TOKENS)

@@ -1,0 +1,54 @@
+"""What was timed while a model was loaded, kept beside its case directory: by GPU and library
+version, since it is worth nothing on others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+Choices = list[tuple[list[int], list[int]]]  # a shape, and what the library calls its algorithm
+
+
+def tuning_file(case_dir: Path) -> Path:
+    whole = case_dir.resolve()
+    return whole.with_name(f"{whole.name}.tuning.json")
+
+
+def read_choices(path: Path, made_on: str) -> Choices:
+    """What was kept for this GPU and library; nothing where the file is none of ours."""
+    found = _read(path).get(made_on, [])
+    if not isinstance(found, list):
+        return []
+    return [(entry[0], entry[1]) for entry in found
+            if isinstance(entry, list) and len(entry) == 2 and all(map(_numbers, entry))]
+
+
+def write_choices(path: Path, made_on: str, choices: Choices) -> None:
+    """Keep them beside those of other GPUs and libraries; where nothing can be written, do not."""
+    data = {**_read(path), made_on: choices}
+    with suppress(OSError):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _numbers(values: object) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 2**64 for value in values)

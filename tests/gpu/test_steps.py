@@ -1,0 +1,291 @@
+"""Steps on the engine: mixed ones, run ahead, in blocks of any size, chosen by slot; beside
+transformers, and beside the samplers of the host on the engine's own logits.
+"""
+
+from dataclasses import replace
+
+import families
+import numpy as np
+import pytest
+import torch
+from schedule_interpreter import Interpreter
+from stepping import Stepper, load, sampler_of
+
+import llmc
+from llmc import SamplingParams
+from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.step import LAST, SamplingState, Step
+
+LENGTH = 700
+DTYPES = ("float32", "float16", "bfloat16")
+PROMPTS = [[5, 6, 7, 5, 6], [8] * 40, [9, 10, 6], [12], [10, 6, 7, 8, 20, 30, 3], [30, 31],
+           list(range(3, 90))]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A tiny Llama and its case directories by dtype."""
+    directory = tmp_path_factory.mktemp("steps")
+    model = families.tiny_model("llama", max_position_embeddings=1024)
+    hf = families.save(model, directory / "hf")
+    for dtype in DTYPES:
+        llmc.compile(hf, directory / dtype, target="cuda", dtype=dtype, max_seq_len=LENGTH)
+    return directory, model
+
+
+def continued(model, prompt, params, begun=()):
+    """The tokens, and their log-probabilities, that transformers' logits and the host's sampler
+    lead to."""
+    sampler, tokens, told = sampler_of(params, prompt), list(begun), []
+    while len(tokens) < params.max_tokens + len(begun):
+        logits = families.reference_logits(model, [*prompt, *tokens])[-1]
+        tokens.append(sampler(logits, tokens))
+        told.append(None if params.logprobs is None
+                    else Logprobs.of(logits, tokens[-1], params.logprobs))
+    return tokens[len(begun):], told
+
+
+def assert_told(ours, wanted):
+    assert (ours is None) == (wanted is None)
+    if wanted is not None:
+        assert abs(ours.chosen - wanted.chosen) < 1e-4
+        assert [t for t, _ in ours.top] == [t for t, _ in wanted.top]
+        np.testing.assert_allclose([p for _, p in ours.top], [p for _, p in wanted.top], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_logits_of_chunks_and_decoding_together_are_transformers(extension, family, tmp_path):
+    """In 16 bits no further from the float32 truth than twice what transformers is."""
+    try:
+        hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    except (KeyError, ValueError) as error:
+        pytest.skip(f"this transformers has no {family}: {error}")
+    length = 40
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, (3, length)).tolist()
+    reads = [(20, 1, 9), *[(1, 1, 1)] * 4, (1, 25, 0), *[(1, 1, 3)] * 9, (6, 1, 0)]
+    read = np.sum(reads, axis=0)
+    assert (read <= length).all()
+    truth = families.logits_on_gpu(hf, tokens, torch.float32)
+    for dtype in DTYPES:
+        llmc.compile(hf, tmp_path / dtype, target="cuda", dtype=dtype)
+        ours = Stepper(load(tmp_path / dtype, block_size=8)).logits(tokens, reads)
+        theirs = families.logits_on_gpu(hf, tokens, getattr(torch, dtype))
+        pairs = [(own, exact[:n], other[:n])
+                 for own, exact, other, n in zip(ours, truth, theirs, read, strict=True)]
+        error = max(np.abs(own - exact).max() for own, exact, _ in pairs)
+        allowed = 1e-5 * np.ptp(truth) if dtype == "float32" else \
+            2 * max(np.abs(other - exact).max() for _, exact, other in pairs)
+        assert error <= allowed, dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 16, 64, 1024])
+def test_decoding_continues_what_a_prompt_began(extension, compiled, dtype, block_size):
+    """Long enough that attention divides a sequence among blocks of threads."""
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, LENGTH).tolist()
+    stepper = Stepper(load(compiled[0] / dtype, max_tokens=LENGTH, block_size=block_size,
+                           kv_cache_tokens=4096))
+    (expected,) = stepper.logits([tokens], [[350], [350]])
+    first, second = stepper.logits([tokens, tokens[:-13]],
+                                   [(30, 17), *[(1, 1)] * (LENGTH - 30)])
+    worst = max(np.abs(first - expected).max(), np.abs(second - expected[:-13]).max())
+    assert worst <= {"float32": 1e-5, "float16": 6e-3, "bfloat16": 5e-2}[dtype] * np.ptp(expected)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("chunk", [10**6, 16, 3])
+def test_tokens_do_not_depend_on_company_chunks_or_how_far_the_device_is_ahead(
+        extension, compiled, ahead, chunk):
+    case, model = compiled
+    params = [SamplingParams(max_tokens=9 + 5 * i) for i in range(len(PROMPTS))]
+    engine = load(case / "float32", max_batch_size=3, max_tokens=64)
+    done = Stepper(engine).generate(PROMPTS, params, chunk=chunk, ahead=ahead, arrive=1)
+    for prompt, own, given in zip(PROMPTS, done, params, strict=True):
+        assert own.tokens == continued(model, prompt, given)[0]
+
+
+MIXED = [
+    dict(), dict(repetition_penalty=1.4), dict(presence_penalty=0.8, frequency_penalty=0.4),
+    dict(logit_bias={7: 3.0, 9: -2.5, 11: float("-inf")}, logprobs=3),
+    dict(min_tokens=12, logprobs=0), dict(bad_words=[[5], [8, 8], [10, 6, 7]], logprobs=20),
+    dict(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.3, min_tokens=4,
+         bad_words=[[3, 4], [30]], logit_bias={20: 1.5}, logprobs=5)]
+SAMPLED = [dict(temperature=0.9, min_p=0.02), dict(temperature=1.2, typical_p=0.8),
+           dict(temperature=0.8, top_k=30, top_p=0.9), dict(temperature=1.0), dict(),
+           dict(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, typical_p=0.9),
+           dict(temperature=1.5, top_p=0.8)]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_every_slot_chooses_as_its_sequence_asks(extension, compiled, sampled, ahead):
+    """And so does the next sequence in the slot."""
+    case, model = compiled
+    params = [SamplingParams(**rule, **(cuts if sampled else {}), max_tokens=14 + 5 * row, seed=row)
+              for row, (rule, cuts) in enumerate(zip(MIXED, SAMPLED, strict=True))]
+    stepper = Stepper(load(case / "float32", max_batch_size=3))
+    for order in (slice(None), slice(None, None, -1)):
+        done = stepper.generate(PROMPTS, params[order], ahead=ahead, chunk=16)
+        for prompt, own, given in zip(PROMPTS, done, params[order], strict=True):
+            tokens, told = continued(model, prompt, given)
+            assert own.tokens == tokens
+            for ours, wanted in zip(own.logprobs, told, strict=True):
+                assert_told(ours, wanted)
+
+
+def test_a_sequence_that_is_computed_again_goes_on_as_it_would_have(extension, compiled):
+    """Its penalties count what it has generated, its draws go on where they were."""
+    case, model = compiled
+    params = [SamplingParams(max_tokens=20, temperature=0.9, seed=4, repetition_penalty=1.3,
+                             presence_penalty=0.5, frequency_penalty=0.2, min_tokens=11),
+              SamplingParams(max_tokens=20, bad_words=[[6, 7], [50]])]
+    prompts = PROMPTS[:2]
+    whole = [continued(model, prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    rest = [replace(own, max_tokens=20 - 8) for own in params]
+    done = Stepper(load(case / "float32")).generate(prompts, rest,
+                                                    begun=[tokens[:8] for tokens in whole])
+    assert [own.tokens for own in done] == [tokens[8:] for tokens in whole]
+
+
+def test_blocks_are_shared_and_copied_on_write(extension, compiled):
+    """Two continuations of one prompt, the second in a copy of its last block, and candidates."""
+    case, model = compiled
+    engine = load(case / "float32", block_size=4)
+    tokens = [5, 6, 7, 8, 9, 10]
+    reading = Step.of([tokens], [0], [[70, 20]], [0], candidates=5, logits="sampled")
+    first = engine.collect(engine.submit(reading))
+    reference = families.reference_logits(model, tokens)[-1]
+    families.assert_close(first.logits, reference[None], 1e-5)
+    order = np.argsort(-reference, kind="stable")[:5]
+    assert first.candidates.tokens.tolist() == [order.tolist()]
+    log_probs = reference.astype(np.float64) - reference.max()
+    log_probs -= np.log(np.exp(log_probs).sum())
+    np.testing.assert_allclose(first.candidates.log_probs[0], log_probs[order], atol=1e-4)
+    forked = Step.of([[11], [12]], [6, 6], [[70, 20], [70, 41]], [0, 1],
+                     copies=np.array([[20, 41]], np.int32), candidates=2, logits="sampled")
+    both = engine.collect(engine.submit(forked))
+    for row, token in enumerate((11, 12)):
+        expected = families.reference_logits(model, [*tokens, token])[-1]
+        families.assert_close(both.logits[row], expected, 1e-5)
+        assert both.candidates.tokens[row].tolist() == np.argsort(-expected)[:2].tolist()
+
+
+def test_some_of_a_decode_step_choose(extension, compiled):
+    """The others are prompts that go on in the next step."""
+    case, model = compiled
+    engine = load(case / "float32")
+    states = {slot: SamplingState(sampler_of(SamplingParams(max_tokens=5), [5]))
+              for slot in (2, 0, 3)}
+    step = Step.of([[5], [6], [7]], [0] * 3, [[1], [2], [3]], [2, 0, 3], sample=[0, 2],
+                   admit=states)
+    first = engine.submit(step)
+    then = engine.submit(Step.of([[LAST], [8], [LAST]], [1] * 3, [[1], [2], [3]], [2, 0, 3]))
+    greedy = [continued(model, [token], SamplingParams(max_tokens=2))[0] for token in (5, 7)]
+    assert engine.collect(first).tokens.tolist() == [tokens[0] for tokens in greedy]
+    chosen = engine.collect(then).tokens.tolist()
+    assert chosen[::2] == [tokens[1] for tokens in greedy]
+    assert chosen[1] == int(families.reference_logits(model, [6, 8])[-1].argmax())
+
+
+def test_a_step_of_unfinished_prompts_gives_nothing(extension, compiled):
+    engine = load(compiled[0] / "float32")
+    sampled = engine.collect(engine.submit(Step.of([[5, 6], [7, 8]], [0, 0], [[1], [2]], [0, 1],
+                                                   sample=[])))
+    assert not len(sampled.tokens) and not sampled.logprobs and sampled.logits is None
+
+
+def test_a_slot_without_an_allowed_token_says_so_and_others_go_on(extension, compiled):
+    everything = [[token] for token in range(families.VOCAB) if token != 50]
+    params = [SamplingParams(max_tokens=6, bad_words=[*everything, [50, 50, 50, 50]]),
+              SamplingParams(max_tokens=6)]
+    case, model = compiled
+    done = Stepper(load(case / "float32")).generate([[5, 6], [7]], params)
+    assert done[0].tokens[:4] == [50, 50, 50, -1]
+    assert done[1].tokens == continued(model, [7], params[1])[0]
+
+
+def test_lists_of_any_length_come_and_go(extension, compiled):
+    case, model = compiled
+    rng = np.random.default_rng(0)
+    few = SamplingParams(max_tokens=9, bad_words=[[5]])
+    many = replace(few, bad_words=[rng.integers(3, families.VOCAB, 5).tolist()
+                                   for _ in range(4000)] + [[5], [6]])
+    stepper = Stepper(load(case / "float32", max_batch_size=3))
+    prompts = [[5, 6, 7], [7, 8], [9], [10], [11, 3]]
+    params = [few, many, few, many, SamplingParams(max_tokens=9)]
+    for own, prompt, given in zip(stepper.generate(prompts, params, arrive=1), prompts, params,
+                                  strict=True):
+        assert own.tokens == continued(model, prompt, given)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
+def test_float8_caches_give_the_schedule_s_logits(extension, family, tmp_path):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda", kv_dtype="float8_e4m3fn")
+    tokens = np.random.default_rng(1).integers(3, families.VOCAB, (2, 30)).tolist()
+    ours = Stepper(load(tmp_path / "case")).logits(tokens, [(20, 1), (1, 22), *[(1, 1)] * 7])
+    for own, row in zip(ours, tokens, strict=True):
+        families.assert_close(own, Interpreter(tmp_path / "case").run(row[:len(own)], 0), 1e-4)
+
+
+def ready(compiled, **options):
+    engine = load(compiled[0] / "float32", **options)
+    return engine, Step.of([[5], [6, 7]], [3, 0], [[1], [2]], [1, 0])
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    (dict(block_tables=np.array([[1], [10**6]], np.int32)), r"block_tables\[0\] is 1000000"),
+    (dict(block_tables=np.array([[1], [-1]], np.int32)), r"block_tables\[0\] is -1"),
+    (dict(slots=np.array([1, 4], np.int32)), r"slots\[1\] is 4"),
+    (dict(slots=np.array([1, 1], np.int32)), "slots names 1 twice"),
+    (dict(past_lens=np.array([16, 0], np.int32)), "17 positions of sequence 0 are not in the 1"),
+    (dict(past_lens=np.array([3, LENGTH - 1], np.int32)), f"exceed max_seq_len {LENGTH}"),
+    (dict(token_ids=np.array([LAST, 6, 7]), slots=np.array([3, 0], np.int32)),
+     "slot 3 chose last, which has chosen none"),
+    (dict(num_decode=2), "sequence 1 of 2 that decode has 2 new tokens"),
+    (dict(sample=np.array([1, 0], np.int32)), "sample is not ascending"),
+    (dict(sample=np.array([2], np.int32)), r"sample\[0\] is 2"),
+    (dict(copies=np.array([[1, 2], [3, 2]], np.int32)), "block 2 is copied to twice"),
+    (dict(copies=np.array([[1, 2], [2, 3]], np.int32)), "block 2 is copied from and to"),
+    (dict(candidates=102), "102 candidates are not from 0"),
+])
+def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled, changes, match):
+    """And the engine goes on as before."""
+    engine, step = ready(compiled)
+    expected = engine.collect(engine.submit(replace(step, logits="sampled"))).logits
+    with pytest.raises(llmc.LlmcError, match=match):
+        engine.submit(replace(step, **changes))
+    assert np.array_equal(engine.collect(engine.submit(replace(step, logits="sampled"))).logits,
+                          expected)
+
+
+def test_too_many_steps_ahead_are_refused(extension, compiled):
+    engine, step = ready(compiled)
+    tickets = [engine.submit(step) for _ in range(8)]
+    with pytest.raises(llmc.LlmcError, match="step 8 is to be submitted while step 0 is not"):
+        engine.submit(step)
+    for ticket in tickets:
+        engine.collect(ticket)
+    with pytest.raises(llmc.LlmcError, match="step 3 is not under way"):
+        engine.collect(3)
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    (dict(block_size=12), "block_size 12 is not a power of two"),
+    (dict(kv_cache_tokens=0), "kv_cache_tokens 0 is below 1"),
+    (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization 1.5 is not above 0"),
+    (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes [\d.]+ GiB of GPU 0, which has "
+                                   r"room for \d+ tokens"),
+    (dict(gpu_memory_utilization=1e-6), "the weights leave GPU 0 no memory"),
+    (dict(max_batch_size=10**9), r"no device memory for .*: \d+ MiB are needed"),
+])
+def test_memory_that_is_not_there_is_said_in_numbers(extension, compiled, options, match):
+    with pytest.raises(llmc.LlmcError, match=match):
+        load(compiled[0] / "float32", **options)
+
+
+def test_a_longer_model_takes_no_more_memory(extension, compiled):
+    """But for its block table."""
+    short = load(compiled[0] / "float32", kv_cache_tokens=4096)
+    assert short.limits.num_blocks == 256
+    assert short._engine.bytes_allocated < 2**26
