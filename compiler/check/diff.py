@@ -428,7 +428,7 @@ def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> 
     most = min(len(ids), MAX_LOGITS)
     replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
                          Room(1, most, kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
-    table = range(-(-len(ids) // BLOCK_SIZE))
+    table = range(replica.limits.num_blocks)
     try:
         steps = [replica.trace(Step.of([ids[start:start + most]], [start], [table], [0],
                                        logits="all"))

@@ -364,7 +364,7 @@ def interpreted(monkeypatch, one_export):
 
     monkeypatch.setattr(diff_module, "device_count", lambda: 8)
     monkeypatch.setattr(diff_module, "GpuReplica",
-                        lambda manifest, case, placements, batch, tokens: Interpreters(case))
+                        lambda manifest, case, placements, room: Interpreters(case))
     monkeypatch.setattr(diff_module, "_greedy", greedy)
 
 

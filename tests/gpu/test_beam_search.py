@@ -6,7 +6,8 @@ import families
 import numpy as np
 import pytest
 import torch
-from beams import PROMPTS, assert_equal, end_with, search
+from beams import PROMPTS, assert_equal, search
+from families import end_with
 
 import llmc
 from llmc.runtime.decoding.beam_search import log_softmax

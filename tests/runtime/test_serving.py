@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from schedule_interpreter import Interpreters
 
 import llmc
+from llmc.runtime import llm as llm_module
 from llmc.runtime import loop as loop_module
+from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.step import Limits
 
 pytestmark = pytest.mark.usefixtures("decisive")
 RNG = np.random.default_rng(5)
@@ -69,20 +73,25 @@ def test_tokens_do_not_depend_on_company(case, alone, arrivals, block_size, room
     """Any arrivals and lengths, chunks, sizes of blocks, too little room, callers that leave."""
     with llmc.LLM(case, max_batch_size=slots, block_size=block_size, verify=False,
                   kv_cache_tokens=64 * room, max_num_batched_tokens=budget) as llm:
-        def call(index):
-            prompt, count, wait, leaves, priority = arrivals[index]
-            time.sleep(wait / 1000)
-            got = []
-            stream = llm.stream([PROMPTS[prompt]], tokens(count), priority=priority)
-            for piece in stream:
-                got.append(piece.token_id)
-                if leaves == len(got):
-                    stream.close()
-                    break
-            assert tuple(got) == alone[prompt][:min(count, leaves or count)]
+        come_and_go(llm, arrivals, alone)
 
-        in_threads(len(arrivals), call)
-        assert_empty(llm)
+
+def come_and_go(llm, arrivals, alone):
+    """Let callers come, each in a thread, read what they get, and perhaps leave early."""
+    def call(index):
+        prompt, count, wait, leaves, priority = arrivals[index]
+        time.sleep(wait / 1000)
+        got = []
+        stream = llm.stream([PROMPTS[prompt]], tokens(count), priority=priority)
+        for piece in stream:
+            got.append(piece.token_id)
+            if leaves == len(got):
+                stream.close()
+                break
+        assert tuple(got) == alone[prompt][:min(count, leaves or count)]
+
+    in_threads(len(arrivals), call)
+    assert_empty(llm)
 
 
 def assert_empty(llm):
@@ -261,3 +270,30 @@ def test_n_completions_and_beams_in_a_crowd(case, alone):
 
         in_threads(12, call)
         assert_empty(llm)
+
+
+@pytest.fixture(scope="module")
+def scheduled(tiny_hf, tmp_path_factory):
+    """What is compiled for GPUs, in float32."""
+    case = tmp_path_factory.mktemp("scheduled") / "case"
+    llmc.compile(tiny_hf, case, target="cuda")
+    return case
+
+
+@settings(deadline=None, max_examples=6, suppress_health_check=list(HealthCheck))
+@given(**{**CROWD, "arrivals": st.lists(st.tuples(
+    st.integers(0, 4), st.integers(1, 8), st.integers(0, 3), st.sampled_from([None, None, 2]),
+    st.integers(-1, 1)), min_size=2, max_size=4)})
+def test_tokens_of_a_schedule_do_not_depend_on_company(
+        scheduled, alone, arrivals, block_size, room, budget, slots):
+    """NumPy does what the kernels do, over the blocks that a step names, which hold no numbers
+    before they are written.
+    """
+    limits = Limits(-(-64 * room // block_size), block_size, max(budget, slots), slots, 512, 3)
+    engine = HostSampling(Interpreters(scheduled, limits), limits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_module, "find_devices", lambda *_: [None])
+        patch.setattr(llm_module, "load_replica", lambda *_: engine)
+        llm = llmc.LLM(scheduled, max_num_batched_tokens=budget, max_batch_size=slots)
+    with llm:
+        come_and_go(llm, arrivals, alone)
