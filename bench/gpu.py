@@ -35,10 +35,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import llmc
-from llmc.runtime.attention.metadata import PackedBatch
 from llmc.runtime.benchmark import measure
-from llmc.runtime.decoding.sampling import Draws, Sampler, SamplingParams
+from llmc.runtime.decoding.sampling import Sampler, SamplingParams
 from llmc.runtime.schedule import read_schedule
+from llmc.runtime.scheduler import Scheduler
+from llmc.runtime.step import LAST, Engine, SamplingState, Step
 
 LENGTH = 1024
 BYTES_PER_MS, FLOPS_PER_MS = 4.30e9, 799e9  # one H200: device copy, bfloat16 GEMM
@@ -166,18 +167,46 @@ def ours(llm: llmc.LLM) -> Side:
 
 def steps_of(llm: llmc.LLM, batch: int, inputs: int, params: SamplingParams | None = None) -> \
         Callable[[int], object]:
-    """Prefill a batch; a function that makes so many decode steps for it."""
-    replica = llm._replicas[0]
+    """Prefill a batch; a function that makes so many decode steps for it, at most 500 in all."""
+    loop = llm._loops[0]
     prompt = np.random.default_rng(0).integers(5, 50000, inputs).tolist()
-    samplers = [Sampler(params or SamplingParams(), 0, prompt, [2],
-                        (params or SamplingParams()).bad_words) for _ in range(batch)]
-    for start in range(0, batch, 32):  # prompts as the scheduler sizes them
-        own = samplers[start:start + 32]
-        replica.decode(PackedBatch.prepare([prompt] * len(own), [0] * len(own), start),
-                       Draws.of(own, [0] * len(own)), [], 1)
-    newest = PackedBatch.prepare([[7]] * batch, [inputs] * batch)
-    draws = Draws.of(samplers, [1] * batch)
-    return lambda steps: replica.decode(newest, draws, [], steps)
+    wish = params or SamplingParams()
+    held: list[Any] = []
+
+    def begin(scheduler: Scheduler, engine: Engine) -> None:
+        lease = scheduler.lease(batch)
+        assert lease is not None and scheduler.extend(lease, [inputs + 500] * batch)
+        held.append(lease)
+        most = engine.limits.max_tokens // inputs
+        for start in range(0, batch, most):
+            rows = range(start, min(start + most, batch))
+            step = Step.of([prompt] * len(rows), [0] * len(rows),
+                           [lease.tables[row].blocks for row in rows],
+                           [lease.slots[row] for row in rows],
+                           admit={lease.slots[row]: SamplingState(
+                               Sampler(wish, 0, prompt, [2], wish.bad_words)) for row in rows})
+            engine.collect(engine.submit(step))
+
+    def decode(scheduler: Scheduler, engine: Engine) -> None:
+        lease, past = held[0], inputs + len(held) - 1
+        tickets: collections.deque[int] = collections.deque()
+        for _ in range(count[0]):
+            held.append(None)
+            tickets.append(engine.submit(Step.of(
+                [[LAST]] * batch, [past] * batch, [table.blocks for table in lease.tables],
+                lease.slots)))
+            past += 1
+            if len(tickets) > 1:
+                engine.collect(tickets.popleft())
+        engine.collect(tickets.popleft())
+
+    def go_on(steps: int) -> None:
+        count[0] = steps
+        loop.run(decode)
+
+    count = [0]
+    loop.run(begin)
+    return go_on
 
 
 def breakdown(llm: llmc.LLM, batch: int, inputs: int, steps: int = 16,
@@ -275,18 +304,18 @@ def checks(llm: llmc.LLM, name: str, repeats: int) -> None:
     """A decode step where the host looks at its tokens after every one, or after several."""
     def looking(check_step: int) -> Side:
         def run(batch: int, inputs: int, outputs: int) -> tuple[float, float]:
-            llm._check_step = check_step
+            llm._loops[0]._check_step = check_step
             return ours(llm)(batch, inputs, outputs)
         return run
 
-    sides = {str(steps): looking(steps) for steps in (1, 2, 4, 8, 64)}
+    sides = {str(steps): looking(steps) for steps in (1, 2, 3)}
     print("| batch, in, out | " + " | ".join(f"check_step {label} (ms)" for label in sides)
-          + " | 8 / 1 |\n" + "| --- " * (len(sides) + 2) + "|")
+          + " | 2 / 1 |\n" + "| --- " * (len(sides) + 2) + "|")
     for row in ROWS[name]:
         for what, median, ratio in in_turn(sides, row, repeats):
             if what == "decode step":
                 print(f"| {row[0]}, {row[1]}, {row[2]} | " + " | ".join(
-                    f"{median[label]:.3f}" for label in sides) + f" | {ratio['8']:.2f} |",
+                    f"{median[label]:.3f}" for label in sides) + f" | {ratio['2']:.2f} |",
                     flush=True)
 
 
@@ -300,7 +329,7 @@ def beside(hf: Path, work: Path, name: str, ways: Mapping[str, Mapping[str, str]
         if not case.is_dir():
             llmc.compile(hf, case, max_seq_len=LENGTH, **options)  # type: ignore[arg-type]
             print(f"compiled for {label} in {time.perf_counter() - started:.0f} s", flush=True)
-        sides[label] = llmc.LLM(case, max_batch_size=64, check_step=64, verify=False)
+        sides[label] = llmc.LLM(case, max_batch_size=64, verify=False, prefix_reuse=False)
         versions = sides[label].manifest.target.versions
         print(label, *(f"{library} {version}" for library, version in versions.items()), flush=True)
     first, second = sides
@@ -357,7 +386,7 @@ def main() -> None:
                          tp_size=tp_size)
             print(f"compiled for tp {tp_size} in {time.perf_counter() - started:.0f} s",
                   file=sys.stderr)
-        with llmc.LLM(case, max_batch_size=64, check_step=64, verify=False) as llm:
+        with llmc.LLM(case, max_batch_size=64, verify=False, prefix_reuse=False) as llm:
             if arguments.grid:
                 grid(llm)
             elif arguments.checks:

@@ -1,0 +1,238 @@
+"""llmc beside vLLM on one GPU: Llama-3.1-8B's shape in bfloat16, random weights, greedy.
+
+    python bench/vllm_gpu.py llmc WORK_DIR      makes what it needs there
+    python bench/vllm_gpu.py vllm WORK_DIR      where vLLM can be imported; with --rates that
+                                                alone, with --prefix the shared prefix alone
+
+Both print the same rows, to be run one after the other on one machine. The crowd: 512 requests,
+32 to 512 random tokens in and 16 to 256 out, 256 at once; all there from the start, or with a
+prefix of 512 tokens that all share, or coming as a Poisson process of so many a second (of
+--rates). Static batches: first token and step, from runs of one and of 65 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SHAPE = dict(hidden=4096, layers=32, vocab=128256, intermediate=14336, heads=32, kv_heads=8)
+AT_ONCE, NEW = 256, 65
+STATIC = [(1, 128), (8, 128), (16, 128), (17, 128), (64, 128), (128, 128), (8, 8000), (1, 32000)]
+LONGEST = 33024
+
+Prompts = list[list[int]]
+
+
+def crowd(prefix: int = 0) -> tuple[Prompts, list[int]]:
+    """Prompts, and how many tokens each is to lead to."""
+    rng = np.random.default_rng(0)
+    inputs, outputs = rng.integers(32, 513, 512), rng.integers(16, 257, 512)
+    first = rng.integers(5, 128000, prefix).tolist()
+    return [first + rng.integers(5, 128000, size).tolist() for size in inputs], outputs.tolist()
+
+
+def told(name: str, tokens: int, seconds: float) -> None:
+    print(f"| {name} | {tokens / seconds:.0f} tokens/s |", flush=True)
+
+
+def waits(name: str, first: list[float], between: list[float]) -> None:
+    """Percentiles of what callers waited, in ms."""
+    print(f"| {name} | first token p50 {np.percentile(first, 50) * 1e3:.1f} p99 "
+          f"{np.percentile(first, 99) * 1e3:.1f}, between tokens p50 "
+          f"{np.percentile(between, 50) * 1e3:.2f} p90 {np.percentile(between, 90) * 1e3:.2f} p99 "
+          f"{np.percentile(between, 99) * 1e3:.2f} |", flush=True)
+
+
+def static(generate: Callable[[Prompts, int], object], rounds: int,
+           cases: Sequence[tuple[int, int]]) -> None:
+    """First token and step of each case."""
+    for batch, size in cases:
+        rng = np.random.default_rng(batch)
+        times: dict[int, list[float]] = {1: [], NEW: []}
+        for run in range(rounds + 1):
+            for count, own in times.items():
+                prompts = rng.integers(5, 128000, (batch, size)).tolist()
+                start = time.perf_counter()
+                generate(prompts, count)
+                if run:
+                    own.append((time.perf_counter() - start) * 1e3)
+        first, whole = (statistics.median(own) for own in times.values())
+        print(f"| {batch} × {size} | first token {first:.1f} ms, step "
+              f"{(whole - first) / (NEW - 1):.3f} ms |", flush=True)
+
+
+def run_llmc(arguments: argparse.Namespace) -> None:
+    import bench_model
+
+    import llmc
+    from llmc.runtime.traffic import Traffic, measure_traffic
+
+    case = arguments.work / "llama-8b-llmc"
+    if not case.is_dir():
+        start = time.perf_counter()
+        hf = bench_model.write(arguments.work / "llama-8b", layers_per_shard=8, **SHAPE)
+        written = time.perf_counter()
+        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LONGEST)
+        print(f"written in {written - start:.0f} s, compiled in "
+              f"{time.perf_counter() - written:.0f} s", flush=True)
+    options: dict[str, Any] = dict(max_batch_size=AT_ONCE, verify=False,
+                                   max_num_batched_tokens=arguments.max_num_batched_tokens)
+
+    def params(count: int) -> llmc.SamplingParams:
+        return llmc.SamplingParams(max_tokens=count, ignore_eos=True)
+
+    for name in ("first load", "next load"):
+        start = time.perf_counter()
+        llm = llmc.LLM(case, prefix_reuse=False, **options)
+        loaded = time.perf_counter() - start
+        llm.generate([[5, 6, 7]], params(1))
+        print(f"| {name}, until the first token | {loaded:.1f} s, "
+              f"{time.perf_counter() - start:.1f} s |", flush=True)
+        prompts, outputs = crowd()
+        for run in range(1 if name == "first load" else 3):
+            start = time.perf_counter()
+            llm.generate(prompts, [params(count) for count in outputs])
+            told(f"crowd, {name}, run {run}", sum(outputs), time.perf_counter() - start)
+        if name == "first load":
+            llm.close()
+    for rate in arguments.rates:
+        gaps = np.random.default_rng(1).exponential(1 / rate, len(prompts))
+        report = measure_traffic(llm, Traffic(prompts, [params(count) for count in outputs],
+                                              np.cumsum(gaps).tolist()))
+        first, between = report.time_to_first_token, report.inter_token_latency
+        print(f"| {rate:g} requests/s | first token p50 {first.p50 * 1e3:.1f} p99 "
+              f"{first.p99 * 1e3:.1f}, between tokens p50 {between.p50 * 1e3:.2f} p90 "
+              f"{between.p90 * 1e3:.2f} p99 {between.p99 * 1e3:.2f} |", flush=True)
+    static(lambda prompts, count: llm.generate(prompts, params(count)), arguments.rounds,
+           arguments.static)
+    llm.close()
+    with llmc.LLM(case, **options) as llm:
+        prompts, outputs = crowd(512)
+        for run in range(2):  # the second finds all of it
+            start = time.perf_counter()
+            llm.generate(prompts if run else crowd(512)[0], [params(count) for count in outputs])
+            told(f"crowd with a shared prefix, run {run}", sum(outputs),
+                 time.perf_counter() - start)
+        print(llm.metrics(), flush=True)
+
+
+def run_vllm(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import json
+
+    from vllm import LLM, SamplingParams
+
+    directory = arguments.work / "llama-8b-config"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": SHAPE["hidden"], "num_hidden_layers": SHAPE["layers"],
+        "vocab_size": SHAPE["vocab"], "intermediate_size": SHAPE["intermediate"],
+        "num_attention_heads": SHAPE["heads"], "num_key_value_heads": SHAPE["kv_heads"],
+        "rope_theta": 500000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1,
+        "torch_dtype": "bfloat16"}))
+    options: dict[str, Any] = dict(
+        model=str(directory), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+        max_model_len=LONGEST, max_num_seqs=AT_ONCE, seed=0, disable_log_stats=True,
+        attention_backend="FLASH_ATTN", enable_flashinfer_autotune=False)
+
+    def params(count: int) -> Any:
+        return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True,
+                              detokenize=False)
+
+    def inputs(prompts: Prompts) -> list[dict[str, list[int]]]:
+        return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+    if arguments.rates:
+        asyncio.run(_vllm_traffic(arguments.rates, options))
+        return
+    start = time.perf_counter()
+    llm = LLM(enable_prefix_caching=arguments.prefix, **options)
+    loaded = time.perf_counter() - start
+    llm.generate(inputs([[5, 6, 7]]), params(1), use_tqdm=False)
+    print(f"| load, until the first token | {loaded:.1f} s, {time.perf_counter() - start:.1f} s |",
+          flush=True)
+    prompts, outputs = crowd(512 if arguments.prefix else 0)
+    for run in range(2 if arguments.prefix else 3):
+        start = time.perf_counter()
+        llm.generate(inputs(prompts), [params(count) for count in outputs], use_tqdm=False)
+        told(f"crowd{' with a shared prefix' * arguments.prefix}, run {run}", sum(outputs),
+             time.perf_counter() - start)
+    if arguments.prefix:
+        return
+    static(lambda prompts, count: llm.generate(inputs(prompts), params(count), use_tqdm=False),
+           arguments.rounds, arguments.static)
+
+
+async def _vllm_traffic(rates: Sequence[float], options: dict[str, Any]) -> None:
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(enable_prefix_caching=False, **options))
+    prompts, outputs = crowd()
+    for rate in (0.0, *rates):  # the first warms up
+        first: list[float] = []
+        between: list[float] = []
+
+        async def one(index: int, name: str, first: list[float], between: list[float]) -> None:
+            begun, latest = time.perf_counter(), None
+            async for _ in engine.generate(
+                    {"prompt_token_ids": prompts[index]},
+                    SamplingParams(temperature=0.0, max_tokens=outputs[index], ignore_eos=True,
+                                   detokenize=False), name):
+                now = time.perf_counter()
+                if latest is None:
+                    first.append(now - begun)
+                else:
+                    between.append(now - latest)
+                latest = now
+
+        tasks = []
+        gaps = np.random.default_rng(1).exponential(1 / rate if rate else 0, len(prompts))
+        for index, gap in enumerate(gaps):
+            await asyncio.sleep(gap)
+            tasks.append(asyncio.create_task(one(index, f"{rate}-{index}", first, between)))
+        await asyncio.gather(*tasks)
+        if rate:
+            waits(f"{rate:g} requests/s", first, between)
+    engine.shutdown()
+
+
+def main() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(enable_prefix_caching=False, **options))
+        for rate in arguments.rates:
+            await traffic(engine, rate)
+        engine.shutdown()
+
+    asyncio.run(main())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("side", choices=("llmc", "vllm"))
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")],
+                        default=[])
+    parser.add_argument("--static", type=lambda text: [
+        tuple(int(number) for number in part.split("x")) for part in text.split(",") if part],
+        default=STATIC)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max_num_batched_tokens", type=int, default=2048)
+    parser.add_argument("--prefix", action="store_true", help="vLLM: the shared prefix alone.")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    (run_llmc if arguments.side == "llmc" else run_vllm)(arguments)
+
+
+if __name__ == "__main__":
+    main()
