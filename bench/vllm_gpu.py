@@ -208,15 +208,6 @@ async def _vllm_traffic(rates: Sequence[float], options: dict[str, Any]) -> None
 
 
 def main() -> None:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(enable_prefix_caching=False, **options))
-        for rate in arguments.rates:
-            await traffic(engine, rate)
-        engine.shutdown()
-
-    asyncio.run(main())
-
-
-def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("side", choices=("llmc", "vllm"))
