@@ -155,9 +155,10 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     """
     about = About(raw.config, raw.generation, raw.encoder is not None)
     settings = Settings(
-        limit_seq_len(about, options.max_seq_len),
+        limit_seq_len(about, options.max_seq_len, options.target),
         options.vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
-        0 if raw.encoder is None else limit_seq_len(about, options.mem_max_seq_len, "mem_"),
+        0 if raw.encoder is None else
+        limit_seq_len(about, options.mem_max_seq_len, options.target, "mem_"),
         model=raw.architecture)
     graphs = [raw.graph, *([raw.encoder] if raw.encoder is not None else [])]
     reports: list[Report] = []

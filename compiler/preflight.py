@@ -85,8 +85,9 @@ def check_model(options: Options, about: About) -> None:
             raise LlmcError(problem)
 
 
-def limit_seq_len(about: About, wish: int | None, prefix: str = "") -> int:
-    """How many positions a sequence may use, `wish` or as many as is sensible.
+def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "") -> int:
+    """How many positions a sequence may use, `wish` or as many as is sensible: all that the model
+    has where they cost nothing, which is in blocks of a GPU.
 
     Raises:
         LlmcError: the model has not so many.
@@ -94,6 +95,10 @@ def limit_seq_len(about: About, wish: int | None, prefix: str = "") -> int:
     keys = ("max_position_embeddings", "n_positions", "max_seq_len")
     limit = about.number(*keys)
     if wish is None:
+        rope = about.config.get("rope_scaling") or about.config.get("rope_parameters") or {}
+        switches = "original_max_position_embeddings" in rope and "long_factor" in rope
+        if limit is not None and target == cuda.KIND and not about.has_encoder and not switches:
+            return limit
         return min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
     if about.has_encoder and about.number(keys[0]) is None:
         limit = None  # T5's n_positions, whose positions are relative: what it was trained with
@@ -184,9 +189,9 @@ def _heads(options: Options, about: About) -> str | None:
 
 def _positions(options: Options, about: About) -> str | None:
     try:
-        limit_seq_len(about, options.max_seq_len)
+        limit_seq_len(about, options.max_seq_len, options.target)
         if about.has_encoder:
-            limit_seq_len(about, options.mem_max_seq_len, "mem_")
+            limit_seq_len(about, options.mem_max_seq_len, options.target, "mem_")
     except LlmcError as error:
         return str(error)
     return None

@@ -194,7 +194,8 @@ def main() -> None:
 @click.option("--compute_capability", default=None, metavar="9.0",
               help="Of the only GPUs that may run it.  [default: any]")
 @click.option("--max_seq_len", type=int, default=None,
-              help="Positions a sequence may use.  [default: the model's, at most 4096]")
+              help="Positions a sequence may use.  [default: the model's, but for --target cuda at "
+                   "most 4096]")
 @click.option("--mem_max_seq_len", type=int, default=None,
               help="Tokens that an encoder takes.  [default: the model's, at most 4096]")
 @click.option("--max_batch_size", default=64,
@@ -658,14 +659,18 @@ def inspect_command(case_dir: Path, verify: bool, as_json: bool) -> None:
                       f"{manifest.encoder.max_seq_len} tokens; decoding begins with token "
                       f"{manifest.encoder.decoder_start_token_id}")
     memory = ["memory per prompt (MB)"] if manifest.encoder is not None else []
-    table = Table("chip", "weights (MB)", "KV cache per sequence (MB)", *memory, "heads",
+    table = Table("chip", "weights (MB)", "KV cache per token (KB)", *memory, "heads",
                   "KV heads", "steps")
     for chip in summary["chips"]:
         table.add_row(str(chip["rank"]), f"{chip['weight_bytes'] / 1e6:.1f}",
-                      f"{chip['kv_cache_bytes'] / 1e6:.1f}",
+                      f"{chip['token_bytes'] / 1e3:.1f}",
                       *(f"{chip['memory_bytes'] / 1e6:.1f}" for _ in memory),
                       str(chip["num_heads"]), str(chip["num_kv_heads"]), str(chip["steps"]))
     console.print(table)
+    if summary["cache_tokens"]:
+        console.print("tokens that the KV cache holds, about: " + "; ".join(
+            f"{name} {count:,}" if count else f"{name} none, as the weights do not fit"
+            for name, count in summary["cache_tokens"].items()))
     _print_passes(manifest)
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+import llmc
 from llmc import LLM, LlmcError, SamplingParams, __version__
 from llmc.cli import _engines, _Meter, _print_answer, _talk, main
 from llmc.runtime.benchmark import Row
@@ -407,3 +408,12 @@ def test_a_batch_has_a_bar_with_the_rate_on_a_terminal_s_stderr_alone(case_tp1, 
     assert "tokens/s" in shown.split("40 tokens in")[0] and "100%" in shown
     without = run(*arguments)
     assert results == without.stdout and without.stderr.count("tokens/s") == 1
+
+
+def test_inspect_says_how_many_tokens_a_gpu_s_cache_holds(tiny_hf, tmp_path):
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16")
+    summary = json.loads(run("inspect", tmp_path / "case", "--json").stdout)
+    chip, = summary["chips"]
+    held = summary["cache_tokens"]["H200 (141 GB)"] * chip["token_bytes"] + chip["weight_bytes"]
+    assert 0.85 * 141e9 < held < 0.9 * 141e9
+    assert "tokens that the KV cache holds, about: L4" in run("inspect", tmp_path / "case").stdout

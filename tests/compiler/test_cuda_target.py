@@ -243,3 +243,10 @@ def test_what_has_no_kernel_is_refused_in_one_sentence(family, tmp_path):
     with pytest.raises(llmc.LlmcError, match="the cuda target has no kernel for it; compile for"):
         llmc.compile(hf_dir, tmp_path / "case", target="cuda", dtype="bfloat16")
     assert not (tmp_path / "case").exists()
+
+
+def test_all_positions_of_the_model_are_the_default_where_they_cost_nothing(tmp_path):
+    hf_dir = families.save(families.tiny_model("llama", max_position_embeddings=131072),
+                           tmp_path / "hf")
+    for target, length in (("cuda", 131072), ("cpu", 4096)):
+        assert llmc.compile(hf_dir, tmp_path / target, target=target).dims.max_seq_len == length
