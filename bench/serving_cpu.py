@@ -65,9 +65,9 @@ def main() -> None:
     def run_engine() -> None:
         engine = og.Engine(model)
         events = engine.create_event_buffer(AT_ONCE)
-        waiting, running, made = list(range(COUNT)), {}, 0
+        waiting, running, made, requests = list(range(COUNT)), 0, 0, []
         while waiting or running:
-            while waiting and len(running) < AT_ONCE:
+            while waiting and running < AT_ONCE:
                 index = waiting.pop()
                 request = engine.create_request()
                 options = og.TurnOptions(request)
@@ -75,17 +75,17 @@ def main() -> None:
                 options.set_min_generated_tokens(outputs[index])
                 options.set_do_sample(False)
                 request.begin_turn(np.array(prompts[index], np.int32), options)
-                running[id(request)] = request
+                requests.append(request)
+                running += 1
             engine.run(events)
             for event in events:
                 flags = int(event.flags)
-                made += bool(flags & int(og.EngineEventFlags.TOKEN))
                 if flags & int(og.EngineEventFlags.FAILED):
                     raise RuntimeError(str(event.error_code))
+                made += bool(flags & int(og.EngineEventFlags.TOKEN))
                 if flags & int(og.EngineEventFlags.TURN_FINISHED):
-                    done = event.request
-                    running = {key: own for key, own in running.items() if own is not done}
-                    done.close()
+                    running -= 1
+                    event.request.close()
         assert made == total, (made, total)
 
     sides = {"llmc": run_llmc, "onnxruntime-genai, batches": run_batches,

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,26 +15,12 @@ from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.manifest import Manifest
+from llmc.runtime.replica import Room
 from llmc.runtime.step import Limits, Sampled, Step
 
 _LOOK = 0.5  # seconds between two looks at the own GPU while others are waited for
 _Rank = CudaEngine | RemoteEngine
 _Result = TypeVar("_Result")
-
-
-class Room(Protocol):
-    """What an engine is to have room for; see `LLM`."""
-
-    @property
-    def max_batch_size(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def kv_cache_tokens(self) -> int | None: ...
-    @property
-    def gpu_memory_utilization(self) -> float: ...
 
 
 class GpuReplica:
@@ -50,7 +36,8 @@ class GpuReplica:
         options: dict[str, Any] = dict(
             max_batch_size=room.max_batch_size, max_tokens=room.max_num_batched_tokens,
             block_size=room.block_size, kv_cache_tokens=room.kv_cache_tokens,
-            gpu_memory_utilization=room.gpu_memory_utilization)
+            gpu_memory_utilization=room.gpu_memory_utilization,
+            attention_backend=room.attention_backend)
         self._ranks: list[_Rank] = []
         size = manifest.tp_size
 

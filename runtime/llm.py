@@ -51,6 +51,9 @@ class _Loaded:
         kv_cache_tokens: positions of all blocks. None: what there is memory for.
         gpu_memory_utilization: the part of a GPU's memory that is used, from 0 to 1.
         prefix_reuse: sequences that begin alike share blocks.
+        attention_backend: who computes attention on target cuda: `vanilla`, a plain kernel to
+            compare with; `llmc`, its own kernels; `cudnn`, cuDNN for prompts and llmc for decoding.
+            None: whichever is the fastest.
 
     Raises:
         LlmcError: the case directory is missing, broken or newer; the devices do not fit; there is
@@ -61,7 +64,8 @@ class _Loaded:
                  max_batch_size: int | None = None, verify: bool = True, check_step: int = 2,
                  skip_step: int = 0, max_num_batched_tokens: int = _MAX_TOKENS,
                  block_size: int = BLOCK_SIZE, kv_cache_tokens: int | None = None,
-                 gpu_memory_utilization: float = 0.9, prefix_reuse: bool = True) -> None:
+                 gpu_memory_utilization: float = 0.9, prefix_reuse: bool = True,
+                 attention_backend: str | None = None) -> None:
         self._loops: list[Loop] = []
         self._dealt = 0  # completions to replicas, in turn
         check_step = _whole("check_step", check_step, 1)
@@ -86,7 +90,7 @@ class _Loaded:
                     _power("block_size", block_size),
                     None if kv_cache_tokens is None else
                     _whole("kv_cache_tokens", kv_cache_tokens, 1),
-                    _part("gpu_memory_utilization", gpu_memory_utilization))
+                    _part("gpu_memory_utilization", gpu_memory_utilization), attention_backend)
         self._reader = Reader(self.manifest, self.case_dir, max_batch_size)
         self.tokenizer = self._reader.tokenizer
         self._max_batch_size = max_batch_size

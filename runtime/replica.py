@@ -33,6 +33,7 @@ class Room:
     block_size: int = BLOCK_SIZE
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
+    attention_backend: str | None = None
 
 
 def find_devices(manifest: Manifest, wish: Sequence[int] | None) -> list[list[Placement]]:
@@ -60,6 +61,9 @@ def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement]
         LlmcError: see `LLM`.
     """
     if manifest.target.kind == "cpu":
+        if room.attention_backend is not None:
+            raise LlmcError(f"attention_backend '{room.attention_backend}' is for target cuda; on "
+                            f"target cpu leave it out")
         limits = _cpu_limits(manifest, room)
         return HostSampling(CpuReplica(manifest, case_dir, placements, limits), limits)
     from llmc.runtime.gpus import GpuReplica

@@ -163,7 +163,7 @@ def _check(graph: gs.Graph) -> None:
 def _profiles(inputs: Sequence[gs.Tensor], options: Options) -> list[dict[str, list[list[int]]]]:
     """Least, usual and most of each input's shape, for prompts and for decoding."""
     assert options.max_seq_len is not None
-    length, table = options.max_seq_len, -(-options.max_seq_len // BLOCK_SIZE)
+    length, table = options.max_seq_len, -(-options.max_seq_len // 128) * 128 // BLOCK_SIZE
     positions = max((tensor.shape[1] * tensor.shape[3] * BLOCK_SIZE for tensor in inputs
                      if "_cache_" in tensor.name), default=1)
     rows, memory = options.max_batch_size, options.mem_max_seq_len or 0

@@ -134,8 +134,15 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
       // Takes the program, which is empty afterwards.
       .def("__init__",
-           [](Engine* self, Program& program, int device) { new (self) Engine(std::move(program), device); },
-           nb::arg("program"), nb::arg("device"))
+           [](Engine* self, Program& program, int device, const std::string& backend) {
+             static const std::map<std::string, AttentionBackend> backends = {
+                 {"", AttentionBackend::kFastest}, {"vanilla", AttentionBackend::kVanilla},
+                 {"llmc", AttentionBackend::kLlmc}, {"cudnn", AttentionBackend::kCudnn}};
+             const auto found = backends.find(backend);
+             if (found == backends.end()) throw Error("there is no attention backend '" + backend + "'");
+             new (self) Engine(std::move(program), device, found->second);
+           },
+           nb::arg("program"), nb::arg("device"), nb::arg("backend") = "")
       .def("load_weight",
            [](Engine& self, int tensor, Array<uint8_t> data) {
              nb::gil_scoped_release release;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace llmc {
 namespace {
@@ -32,13 +33,14 @@ const T* at(const char* received, int64_t offset) {
 
 }  // namespace
 
-Engine::Engine(Program program, int device)
-    : program_(on(device, std::move(program))), device_(device), pinned_(kPinned), memory_(stream_.handle),
+Engine::Engine(Program program, int device, AttentionBackend backend)
+    : program_(on(device, std::move(program))), device_(device), backend_(backend), pinned_(kPinned), memory_(stream_.handle),
       graph_sizes_(sizes_up_to(program_.limits().decoding())) {
   place_tensors();
   reserve_scratch();
   gemm_ = std::make_unique<Gemm>();
-  sdpa_ = std::make_unique<Sdpa>();
+  sdpa_ = std::make_unique<Sdpa>(/*always=*/backend == AttentionBackend::kCudnn);
+  if (backend == AttentionBackend::kCudnn && !sdpa_->found()) throw Error("cuDNN is not there; install nvidia-cudnn-cu13");
   sampler_ = std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
   gemm_->time_algorithms(false);
   sdpa_->make_plans(false);
@@ -132,6 +134,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.stream = stream_.handle;
   context.gemm = gemm_.get();
   context.sdpa = sdpa_.get();
+  context.backend = backend_;
   context.counters = counters_;
   context.communicator = communicator_;
   context.decode = step.decode;
@@ -309,6 +312,8 @@ void Engine::prepare(const char* received, const Sent& sent) {
 // A decode step as a graph, any other node by node.
 void Engine::run_model(const Step& step) {
   auto work = [&] { enqueue(program_.nodes(), step); };
+  const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
+  if (aborted_) throw Error("another rank has ended");
   if (step.decode) graphs_[step.batch].run(stream_.handle, work);
   else work();
 }
@@ -527,11 +532,22 @@ void Engine::join(const std::string& id, int rank, int size) {
   if (communicator_ != nullptr) throw Error("the engine has joined its ranks already");
   std::memcpy(unique.internal, id.data(), id.size());
   use_device();
-  check(ncclCommInitRank(&communicator_, size, unique, rank), "making a communicator");
+  ncclComm_t joined = nullptr;
+  check(ncclCommInitRank(&joined, size, unique, rank), "making a communicator");
+  communicator_ = joined;
 }
 
+// NCCL ends what waits on the device at once, but itself waits until no graph knows the communicator.
 void Engine::abort() {
-  if (communicator_ != nullptr) ncclCommAbort(std::exchange(communicator_, nullptr));
+  aborted_ = true;
+  ncclComm_t ended = communicator_.exchange(nullptr);
+  if (ended == nullptr) return;
+  std::thread ending([ended] { ncclCommAbort(ended); });
+  {
+    const std::lock_guard<std::mutex> lock(graphs_mutex_);
+    graphs_.clear();
+  }
+  ending.join();
 }
 
 void Engine::check_device() const {

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <map>
+#include <mutex>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,8 +21,9 @@ namespace llmc {
 // collect them.
 class Engine {
  public:
-  // Places the program's tensors but for its KV cache, and scratch for its nodes.
-  Engine(Program program, int device);
+  // Places the program's tensors but for its KV cache, and scratch for its nodes. Throws Error where a library that
+  // attention is to be computed by is not there.
+  Engine(Program program, int device, AttentionBackend backend = AttentionBackend::kFastest);
   ~Engine();
 
   // Copy a weight, all `bytes` of it, from host memory through pinned memory.
@@ -128,6 +130,7 @@ class Engine {
 
   Program program_;
   const int device_;
+  const AttentionBackend backend_;
   Stream stream_;
   PinnedBuffer pinned_;  // for weights
   DeviceMemory memory_;
@@ -137,7 +140,9 @@ class Engine {
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<Sdpa> sdpa_;
-  ncclComm_t communicator_ = nullptr;
+  std::atomic<ncclComm_t> communicator_{nullptr};
+  std::atomic<bool> aborted_{false};
+  std::mutex graphs_mutex_;
   bool selects_ = false;  // whether the model's nodes pick the rows whose logits are wanted, and may be left out
 
   std::vector<int> graph_sizes_;

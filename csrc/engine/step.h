@@ -20,8 +20,8 @@ struct Limits {
   // Throws Error where one is below what any step needs.
   void check() const;
   int64_t memory_rows() const { return static_cast<int64_t>(max_batch) * mem_max_seq_len; }
-  // Blocks that a sequence has at most.
-  int max_blocks() const { return (max_seq_len + block_size - 1) / block_size; }
+  // Columns of a block table: whole tiles of 128 positions, which is what cuDNN reads.
+  int max_blocks() const { return ((max_seq_len + 127) / 128 * 128 + block_size - 1) / block_size; }
   // Sequences that a decode step has at most.
   int decoding() const { return std::min(max_batch, std::min(max_tokens, max_logits)); }
 };

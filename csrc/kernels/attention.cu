@@ -279,7 +279,7 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
   if (p.decode && dtype != DType::kFloat32) return decode(dtype, p, stream);
-  if (!p.decode && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
+  if (!p.decode && !p.vanilla && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     using T = std::remove_pointer_t<decltype(type)>;
     using C = std::remove_pointer_t<decltype(cached)>;

@@ -97,6 +97,7 @@ struct AttentionParams {
   int first_token;       // what qkv, out and queries begin with, as cu_seqlens count
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
+  bool vanilla;          // a token at a time, by the kernel that serves everything; not for decoding
   bool float8;           // in the caches
   float scale, softcap, norm_epsilon;
 };

@@ -31,6 +31,8 @@ from llmc.runtime.step import Limits, Sampled, Step
 from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
+# Who computes attention: a plain kernel for comparison, our own ones, or cuDNN the prompts'.
+ATTENTION_BACKENDS = ("vanilla", "llmc", "cudnn")
 AHEAD = 2  # steps: while one runs, the next is waiting on the device and the one before is read
 INSTALL = "pip install -v ./csrc"
 _ALIGNED = 128  # max_tokens is a multiple, so that every value of the arena is aligned
@@ -102,6 +104,7 @@ class CudaEngine:
         block_size: positions of a block of the KV cache, a power of two.
         kv_cache_tokens: positions of the whole KV cache; None: as many as there is memory for.
         gpu_memory_utilization: the part of the GPU's memory that may then be in use.
+        attention_backend: one of ATTENTION_BACKENDS; None: whichever is the fastest.
 
     Raises:
         LlmcError: there is no extension, or too little memory, or a size is none.
@@ -109,8 +112,11 @@ class CudaEngine:
 
     def __init__(self, manifest: Manifest, chip: Chip, case_dir: Path, device: int, *,
                  max_batch_size: int, max_tokens: int, block_size: int = BLOCK_SIZE,
-                 kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9) -> None:
+                 kv_cache_tokens: int | None = None, gpu_memory_utilization: float = 0.9,
+                 attention_backend: str | None = None) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
+        check_attention_backend(attention_backend, manifest)
+        self._backend = attention_backend or ""
         cuda = extension()
         self._errors = cuda.CudaError
         self._device = device
@@ -144,7 +150,7 @@ class CudaEngine:
         program = cuda.Program(**limits, token_bytes=max(s.token_bytes for s in schedules),
                                logit_bytes=schedule.logit_bytes)
         weights = build_program(program, schedules, manifest.dims.vocab_size)
-        engine = cuda.Engine(program, self._device)
+        engine = cuda.Engine(program, self._device, self._backend)
         load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, read.weights)
         return engine
 
@@ -326,6 +332,22 @@ def check_memory_options(block_size: int, kv_cache_tokens: int | None,
     if not 0 < gpu_memory_utilization <= 1:
         raise LlmcError(f"gpu_memory_utilization {gpu_memory_utilization} is not above 0 and up to "
                         f"1")
+
+
+def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
+    """Raises LlmcError where there is no such backend, or it does not serve the model."""
+    if wish is None:
+        return
+    if wish not in ATTENTION_BACKENDS:
+        raise LlmcError(f"there is no attention_backend '{wish}'; there are "
+                        f"{', '.join(ATTENTION_BACKENDS)}")
+    if manifest.target.kind != "cuda":
+        raise LlmcError(f"attention_backend '{wish}' is for target cuda; on target "
+                        f"{manifest.target.kind} leave it out")
+    if wish == "cudnn" and (manifest.dtype == "float32" or manifest.kv_dtype != manifest.dtype):
+        raise LlmcError(f"attention_backend 'cudnn' serves float16 and bfloat16 with a KV cache of "
+                        f"the same, the model is of {manifest.dtype} with {manifest.kv_dtype}; "
+                        f"leave it out, or choose llmc")
 
 
 def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:

@@ -238,7 +238,7 @@ def test_profiles_for_prompts_and_for_decoding(builder, tmp_path):
     assert prompts["cu_seqlens"] == decoding["cu_seqlens"] == [[2], [6], [6]]
     assert decoding["input_ids"] == decoding["logits_indices"] == [[1], [5], [5]]
     assert [shape[1:] for shape in decoding["key_cache_0"]] == [[2, 16, 16]] * 3
-    assert prompts["block_table"] == decoding["block_table"] == [[1, 3], [5, 3], [5, 3]]
+    assert prompts["block_table"] == decoding["block_table"] == [[1, 8], [5, 8], [5, 8]]
     for profile in (prompts, decoding):
         for least, usual, most in profile.values():
             assert all(a <= b <= c for a, b, c in zip(least, usual, most, strict=True))

@@ -2,6 +2,8 @@
 transformers, and beside the samplers of the host on the engine's own logits.
 """
 
+import json
+import shutil
 from dataclasses import replace
 
 import families
@@ -14,6 +16,8 @@ from stepping import Stepper, load, sampler_of
 import llmc
 from llmc import SamplingParams
 from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.engines.cuda import ATTENTION_BACKENDS
+from llmc.runtime.engines.tuning import tuning_file
 from llmc.runtime.step import LAST, SamplingState, Step
 
 LENGTH = 700
@@ -289,3 +293,42 @@ def test_a_longer_model_takes_no_more_memory(extension, compiled):
     short = load(compiled[0] / "float32", kv_cache_tokens=4096)
     assert short.limits.num_blocks == 256
     assert short._engine.bytes_allocated < 2**26
+
+
+def test_what_was_timed_is_kept_beside_the_case_and_not_timed_again(extension, compiled, tmp_path):
+    """Nor is a directory that cannot be written to a failure, or a file that is none of ours."""
+    case = tmp_path / "case"
+    shutil.copytree(compiled[0] / "float16", case)
+    stepper = Stepper(load(case))
+    kept = tuning_file(case).read_bytes()
+    assert json.loads(kept)[extension.timed_on(0)] == [
+        list(entry) for entry in map(list, stepper.engine._engine.algorithms())]
+    again = load(case)
+    assert tuning_file(case).read_bytes() == kept
+    assert again._engine.algorithms() == stepper.engine._engine.algorithms()
+    tuning_file(case).write_text(json.dumps({extension.timed_on(0): [[[1], [2]]]}))
+    tokens = [own.tokens for own in Stepper(load(case)).generate(PROMPTS[:2], SamplingParams(
+        max_tokens=5))]
+    assert tokens == [own.tokens for own in stepper.generate(PROMPTS[:2], SamplingParams(
+        max_tokens=5))]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_every_attention_backend_gives_these_logits(extension, compiled, backend, dtype):
+    """Long chunks together with decoding."""
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, (3, 400)).tolist()
+    reads = [(300, 1, 50), (1, 200, 1), (1, 1, 130)]
+    truth = families.logits_on_gpu(compiled[0] / "hf", tokens, torch.float32)
+    engine = load(compiled[0] / dtype, max_tokens=384, attention_backend=backend)
+    near = {"float16": 6e-3, "bfloat16": 5e-2}[dtype] * np.ptp(truth)
+    for ours, exact in zip(Stepper(engine).logits(tokens, reads), truth, strict=True):
+        assert np.abs(ours - exact[:len(ours)]).max() <= near
+
+
+@pytest.mark.parametrize(("backend", "match"), [
+    ("flash", "there is no attention_backend 'flash'; there are vanilla, llmc, cudnn"),
+    ("cudnn", "serves float16 and bfloat16 .* the model is of float32")])
+def test_an_attention_backend_that_does_not_serve_is_refused(extension, compiled, backend, match):
+    with pytest.raises(llmc.LlmcError, match=match):
+        load(compiled[0] / "float32", attention_backend=backend)

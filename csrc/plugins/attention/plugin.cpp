@@ -95,6 +95,12 @@ class CausalAttention : public Plugin {
                                       static_cast<int>(bias->shape[1]), context.stream), "CausalAttention");
       return;
     }
+    if (context.backend == AttentionBackend::kVanilla) {
+      p.vanilla = true;
+      check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
+      check(kernels::attention(in[0].dtype, p, context.stream), "CausalAttention");
+      return;
+    }
     const int decodes = context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
     if (decodes > 0) {
       kernels::AttentionParams half = p;
@@ -105,7 +111,7 @@ class CausalAttention : public Plugin {
     if (decodes == p.batch) return;
     if (decodes > 0) skip(p, decodes, in);
     check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
-    if (context.sdpa != nullptr && context.longest > 0 && !p.float8 &&
+    if (context.sdpa != nullptr && context.backend != AttentionBackend::kLlmc && context.longest > 0 && !p.float8 &&
         context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
       return;
     check(kernels::attention(in[0].dtype, p, context.stream), "CausalAttention");

@@ -129,6 +129,7 @@ struct Context {
   bool decode = false;                // every sequence has one new token, and the logits of all are wanted in order
   int num_decode = 0;                 // the first so many sequences have one new token each
   Sdpa* sdpa = nullptr;
+  AttentionBackend backend = AttentionBackend::kFastest;
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool building = false;              // TensorRT times with inputs that mean nothing
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode

@@ -122,6 +122,8 @@ Sdpa::Sdpa(bool always) : state_(new State), always_(always) {
 
 Sdpa::~Sdpa() { delete state_; }
 
+bool Sdpa::found() const { return state_->handle != nullptr; }
+
 // cuDNN 9.19 writes zeros to value_cache behind a sequence's last position, up to `keys`: those must be nobody's.
 bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
   State& s = *state_;
@@ -130,6 +132,7 @@ bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int 
     return false;
   // With blocks a plan is one for all lengths that the table has room for.
   const bool paged = p.block_table != nullptr;
+  if (paged && p.max_seq_len % 128 != 0) return false;  // it reads whole tiles, and so beyond the table
   const int batch = rounded(p.batch), queries = std::min(std::max(rounded(longest), 128), p.max_seq_len);
   const int keys = paged ? p.max_seq_len : std::min(std::max({queries, rounded(reach), 128}), p.max_seq_len);
   const State::Key key = {{static_cast<int>(dtype), batch, queries, keys, p.num_heads, p.num_kv_heads, p.head_dim,

@@ -5,6 +5,9 @@
 
 namespace llmc {
 
+// Who computes attention: whichever is the fastest, this one where it can, or the kernel that serves everything.
+enum class AttentionBackend : int32_t { kFastest, kVanilla, kLlmc, kCudnn };
+
 // cuDNN's attention on one device; a plan is made, and timed beside our kernel, at the first use of a shape,
 // whose lengths and batch are rounded up.
 class Sdpa {
@@ -16,6 +19,9 @@ class Sdpa {
   void make_plans(bool makes) { makes_ = makes; }
   Sdpa(const Sdpa&) = delete;
   Sdpa& operator=(const Sdpa&) = delete;
+
+  // Whether the library is there.
+  bool found() const;
 
   // Attention of p.queries over the caches, both already written, as kernels::attention: returns false, with
   // nothing of use done, where cuDNN does not serve it, or for this shape was slower than that. `longest`: new

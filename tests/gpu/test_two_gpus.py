@@ -1,0 +1,75 @@
+"""Two ranks on two GPUs: the tokens of one, and no wait for one that has ended."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import families
+import numpy as np
+import pytest
+import torch
+from stepping import Stepper, load
+
+import llmc
+from llmc import SamplingParams
+from llmc.runtime.devices import place
+from llmc.runtime.gpus import GpuReplica
+from llmc.runtime.manifest import read_manifest
+from llmc.runtime.step import Step
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+ROOM = SimpleNamespace(max_batch_size=4, max_num_batched_tokens=128, block_size=16,
+                       kv_cache_tokens=None, gpu_memory_utilization=0.5)
+PROMPTS = [[5, 6, 7], [8] * 40, [9, 10], list(range(3, 60)), [11]]
+
+
+@pytest.fixture(scope="module")
+def cases(extension, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    hf = families.save(families.tiny_model("llama", max_position_embeddings=128), directory / "hf")
+    for size in (1, 2):
+        llmc.compile(hf, directory / f"tp{size}", target="cuda", tp_size=size, max_seq_len=128)
+    return directory
+
+
+@pytest.fixture
+def replica(cases):
+    manifest = read_manifest(cases / "tp2")
+    made = GpuReplica(manifest, cases / "tp2", place(manifest, None, 2)[0], ROOM)
+    yield made
+    made.close()
+    assert all(rank._process.poll() is not None for rank in made._others)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_two_ranks_choose_what_one_does(cases, replica, ahead):
+    params = [SamplingParams(max_tokens=20, seed=i, temperature=0.8 * (i % 2),
+                             repetition_penalty=1.0 + 0.2 * (i == 3), logprobs=2 * (i == 0))
+              for i in range(len(PROMPTS))]
+    wanted = Stepper(load(cases / "tp1")).generate(PROMPTS, params, ahead=ahead, chunk=16)
+    found = Stepper(replica).generate(PROMPTS, params, ahead=ahead, chunk=16)
+    assert [own.tokens for own in found] == [own.tokens for own in wanted]
+
+
+def test_every_rank_traces_its_own(replica):
+    step = Step.of([[5, 6, 7]], [0], [[3]], [0], logits="all")
+    first, second = replica.trace(step)
+    assert first["logits"].shape[0] == 3 and len(second) > 10
+    assert np.array_equal(first["hidden_states.0"], second["hidden_states.0"])
+
+
+def test_a_rank_that_ends_ends_the_replica_soon(replica):
+    step = Step.of([[5, 6, 7]], [0], [[3]], [0])
+    replica.collect(replica.submit(step))
+    os.kill(replica._others[0]._process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(llmc.LlmcError, match="the process of rank 1 has ended"):
+        for _ in range(3):
+            replica.collect(replica.submit(step))
+    assert time.monotonic() - start < 5
+
+
+def test_what_is_wrong_with_a_step_is_said(replica):
+    with pytest.raises(llmc.LlmcError, match="is not from 0 to"):
+        replica.collect(replica.submit(Step.of([[5]], [0], [[10**6]], [0])))
