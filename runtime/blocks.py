@@ -59,6 +59,7 @@ class Blocks:
         self._kept: OrderedDict[int, None] = OrderedDict()  # named, used by nobody; oldest first
         self._name_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._sources: set[int] = set()  # of copies that are still to be made
 
     @property
     def free(self) -> int:
@@ -134,14 +135,22 @@ class Blocks:
 
     def own(self, table: Table, position: int) -> tuple[int, int]:
         """Have a block of one's own in the place of a shared one, of which there must be a free
-        one. Returns both: the content is to be copied.
+        one. Returns both: the content is to be copied, and until `copied` nobody gets the first.
         """
         index = position // self.block_size
         old, new = table.blocks[index], self._take()
         table.blocks[index] = new
         table.named = min(table.named, index)
+        self._sources.add(old)
         self._leave(old)
         return old, new
+
+    def copied(self) -> None:
+        """What was to be copied is, before whatever is computed next."""
+        sources, self._sources = self._sources, set()
+        for block in sources:
+            if self._users[block] == 0:
+                self._give_back(block)
 
     def close(self, table: Table) -> None:
         """A sequence ends; its last blocks are forgotten before its first."""
@@ -155,11 +164,14 @@ class Blocks:
 
     def _leave(self, block: int) -> None:
         self._users[block] -= 1
-        if self._users[block] == 0:
-            if block in self._name_of:
-                self._kept[block] = None
-            else:
-                self._empty.append(block)
+        if self._users[block] == 0 and block not in self._sources:
+            self._give_back(block)
+
+    def _give_back(self, block: int) -> None:
+        if block in self._name_of:
+            self._kept[block] = None
+        else:
+            self._empty.append(block)
 
     def _take(self) -> int:
         if self._empty:

@@ -278,9 +278,8 @@ class Scheduler:
             if entering.source is not None and self._memory[entering.request][1] == 1:
                 encode[self._memory[entering.request][0]] = entering.source
             line.take()
-        if not rows:
-            return None
-        return self._step(rows, copies, admitted, encode)
+        self.blocks.copied()
+        return self._step(rows, copies, admitted, encode) if rows else None
 
     def _make_room(self, sequence: Sequence, count: int, rows: list[_Row]) -> bool:
         """Blocks for so many more tokens of each row; from those behind, if need be."""

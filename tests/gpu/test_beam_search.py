@@ -33,8 +33,7 @@ def long(tmp_path_factory):
     directory = tmp_path_factory.mktemp("long")
     model = compile_tiny("llama", directory, ("cpu", "cuda"), max_position_embeddings=LENGTH)
     for dtype in ("float16", "bfloat16"):
-        llmc.compile(directory / "hf", directory / dtype, target="cuda", dtype=dtype,
-                     max_beam_width=8)
+        llmc.compile(directory / "hf", directory / dtype, target="cuda", dtype=dtype)
     return directory, model
 
 

@@ -56,6 +56,7 @@ class Histories(RuleBasedStateMachine):
             old, new = self.blocks.own(table, computed)
             self.content.update({(new, row): self.content[old, row] for row in range(SIZE)
                                  if (old, row) in self.content})
+            self.blocks.copied()
         if self.blocks.grow(table, computed + 1):
             tokens.append(token)
             self.write(table, tokens, computed, computed + 1)
