@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 
 def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
-          heads: int, kv_heads: int, layers_per_shard: int = 1000) -> Path:
+          heads: int, kv_heads: int, layers_per_shard: int = 1000, positions: int = 8192) -> Path:
     """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
     safetensors shards of `layers_per_shard` layers each.
     """
@@ -27,7 +27,7 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": intermediate,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 500000.0,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "eos_token_id": 2, "bos_token_id": 1}))
     torch.manual_seed(0)
     noise = torch.randn(1 << 20) * 0.02

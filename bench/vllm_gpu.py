@@ -78,7 +78,8 @@ def run_llmc(arguments: argparse.Namespace) -> None:
     case = arguments.work / "llama-8b-llmc"
     if not case.is_dir():
         start = time.perf_counter()
-        hf = bench_model.write(arguments.work / "llama-8b", layers_per_shard=8, **SHAPE)
+        hf = bench_model.write(arguments.work / "llama-8b", layers_per_shard=8, positions=131072,
+                               **SHAPE)
         written = time.perf_counter()
         llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LONGEST)
         print(f"written in {written - start:.0f} s, compiled in "

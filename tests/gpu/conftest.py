@@ -3,7 +3,17 @@
 import pytest
 
 from llmc.errors import LlmcError
+from llmc.runtime import llm
 from llmc.runtime.engines import cuda
+
+
+@pytest.fixture(scope="session", autouse=True)
+def many_models_on_a_gpu():
+    """Tests run beside one another: none takes what memory there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (llm.LLM, llm.AsyncLLM):
+            patch.setitem(kind.__init__.__kwdefaults__, "kv_cache_tokens", 2**15)
+        yield
 
 
 @pytest.fixture(scope="session")
