@@ -45,8 +45,8 @@ class _Loaded:
         verify: check every file's SHA-256 first.
         check_step: steps that a GPU is given before the host looks at the first one's tokens.
         skip_step: tokens of each sequence that are made before the host looks for the first time.
-        max_num_batched_tokens: tokens of a step; longer prompts are read in chunks, beside the
-            decoding of others.
+        max_num_batched_tokens: tokens of a step, at least max_batch_size; longer prompts are read
+            in chunks, beside the decoding of others.
         block_size: positions of a block of the KV cache, a power of two.
         kv_cache_tokens: positions of all blocks. None: what there is memory for.
         gpu_memory_utilization: the part of a GPU's memory that is used, from 0 to 1.
@@ -86,7 +86,8 @@ class _Loaded:
             raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
                             f"was compiled; lower it, or compile with a larger --max_batch_size")
         room = Room(max_batch_size,
-                    _whole("max_num_batched_tokens", max_num_batched_tokens, 1),
+                    max(_whole("max_num_batched_tokens", max_num_batched_tokens, 1),
+                        max_batch_size),
                     _power("block_size", block_size),
                     None if kv_cache_tokens is None else
                     _whole("kv_cache_tokens", kv_cache_tokens, 1),

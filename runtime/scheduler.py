@@ -527,7 +527,11 @@ class Scheduler:
     # Sessions.
 
     def lease(self, count: int) -> Lease | None:
-        """Slots for a session; None where there are not so many."""
+        """Slots for a session, older sessions' too; None where there are not so many."""
+        held = sum(len(lease.slots) for lease in self._leases)
+        while len(self._slots) < count <= len(self._slots) + held and self._leases:
+            held -= len(self._leases[0].slots)
+            self.end(self._leases[0])
         if count > len(self._slots):
             return None
         lease = Lease([heapq.heappop(self._slots) for _ in range(count)],
@@ -537,10 +541,12 @@ class Scheduler:
         return lease
 
     def extend(self, lease: Lease, lengths: Listed[int]) -> bool:
-        """Room for so many positions of each sequence of a session; False, and nothing taken, where
-        there is too little.
+        """Room for so many positions of each sequence of a session, other sessions' too; False, and
+        nothing taken, where there is too little.
         """
         lacks = sum(map(self.blocks.lacks, lease.tables, lengths))
+        while lacks > self.blocks.free and len(self._leases) > 1:
+            self.end(next(own for own in self._leases if own is not lease))
         return lacks <= self.blocks.free and all(map(self.blocks.grow, lease.tables, lengths))
 
     def end(self, lease: Lease) -> None:

@@ -22,9 +22,9 @@ class Session:
 
     def __init__(self, loop: Loop, reader: Reader, batch_size: int,
                  sources: Sequence[Sequence[int]] | None = None) -> None:
+        self._lease: Lease | None = None
         self._loop, self._reader = loop, reader
         self._past = [0] * batch_size
-        self._lease: Lease | None = None
         self._sources = None if sources is None else _rows(sources, "source", batch_size)
         for source in self._sources or ():
             reader.check_prompt(source)
@@ -49,6 +49,9 @@ class Session:
         """Give its slots and blocks back."""
         if self._lease is not None:
             self._loop.end(self._lease)
+
+    def __del__(self) -> None:
+        self.close()
 
     def _extend(self, scheduler: Scheduler, engine: Engine, rows: list[list[int]],
                 all_logits: bool) -> np.ndarray:

@@ -278,6 +278,7 @@ def test_a_session_s_blocks_go_to_those_who_lack_them():
     scheduler = Scheduler(Limits(4, 4, 64, 2, 512, 1), 64)
     lease = scheduler.lease(2)
     assert scheduler.extend(lease, [8, 8]) and not scheduler.extend(lease, [9, 8])
-    assert scheduler.lease(1) is None
+    newer = scheduler.lease(2)
+    assert not lease.slots and scheduler.extend(newer, [8, 8]) and scheduler.lease(3) is None
     scheduler.add(iter([Sequence(0, [1] * 9, 2, lambda tokens: SamplingState(None))]))
-    assert scheduler.schedule() is not None and not lease.slots
+    assert scheduler.schedule() is not None and not newer.slots
