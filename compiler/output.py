@@ -48,7 +48,8 @@ def check_output(output: str | Path) -> None:
         LlmcError: one sentence.
     """
     target = _resolve(output)
-    _check_replaceable(target, output)
+    with _turn(target.parent):
+        _check_replaceable(target, output)
     parent = next(folder for folder in target.parents if os.path.lexists(folder))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -81,8 +82,9 @@ def new_directory(output: str | Path) -> Iterator[Path]:
         yield new
         assert not _unlisted(new), f"the manifest does not list {_unlisted(new)}"
         _sync(new)
-        _check_replaceable(target, output)
-        _put(new, target, work)
+        with _turn(target.parent):
+            _check_replaceable(target, output)
+            _put(new, target, work)
         done = True
         _sync_folder(target.parent)
     except OSError as error:
@@ -94,6 +96,24 @@ def new_directory(output: str | Path) -> Iterator[Path]:
             os.close(lock)
         if not done:
             _remove_empty(made)
+
+
+@contextmanager
+def _turn(parent: Path) -> Iterator[None]:
+    """One after the other, where several put something into a folder: between two renames there is
+    nothing to be looked at. Where a folder cannot be locked, as it comes.
+    """
+    try:
+        descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # it is not there, or not readable: others will say so
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _resolve(output: str | Path) -> Path:
@@ -250,13 +270,17 @@ def _restore(work: Path) -> None:
 
 
 def _remove(work: Path, lock: int) -> None:
-    """Remove a folder whose lock is held, the lock last."""
+    """Remove a folder whose lock is held, the lock's file last and before it is let go: whoever
+    waits for it must not find it again.
+    """
     try:
         for name in ("new", "old"):
             shutil.rmtree(work / name, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(work / "lock")
+            os.rmdir(work)  # in which another may have made a lock of its own just now
     finally:
         os.close(lock)
-    shutil.rmtree(work, ignore_errors=True)
 
 
 def _remove_empty(made: list[Path]) -> None:
