@@ -274,7 +274,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     """Complete prompts with the model in DIR, a case directory, streaming the text."""
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
-    from llmc.runtime.requests import read_lines
+    from llmc.runtime.prompt_file import read_lines
 
     loading = _taken(options)
     params = SamplingParams(**options)
@@ -372,7 +372,7 @@ def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat:
 def _run_requests(llm: LLM, lines: list[bytes], params: SamplingParams, chat: bool,
                   meter: _Meter) -> int:
     """Print a result a line; returns the number of errors."""
-    from llmc.runtime.requests import read_requests, run_requests
+    from llmc.runtime.prompt_file import read_requests, run_requests
 
     requests = read_requests(llm, lines, params, chat=chat)
     total = sum(request.params.n for request in requests if "error" not in request.answer)

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,7 @@ class _Loaded:
                  gpu_memory_utilization: float = 0.9, prefix_reuse: bool = True,
                  attention_backend: str | None = None) -> None:
         self._loops: list[Loop] = []
+        weakref.finalize(self, _close, self._loops)  # also at the end of the process
         self._dealt = 0  # completions to replicas, in turn
         check_step = _whole("check_step", check_step, 1)
         skip_step = _whole("skip_step", skip_step, 0)
@@ -105,13 +107,8 @@ class _Loaded:
                     encodes=self.manifest.encoder is not None,
                     check_step=check_step, skip_step=skip_step))
         except BaseException:
-            self._close()
+            _close(self._loops)
             raise
-
-    def _close(self) -> None:
-        for loop in self._loops:
-            loop.close()
-        self._loops.clear()
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, object]]) -> list[int]:
         """Messages, or one of the user, in the model's chat template, as a prompt of token ids.
@@ -179,7 +176,7 @@ class LLM(_Loaded):
 
     def close(self) -> None:
         """End what runs, and free the KV caches."""
-        self._close()
+        _close(self._loops)
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -309,7 +306,7 @@ class AsyncLLM(_Loaded):
 
     async def close(self) -> None:
         """End what runs, and free the KV caches."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(_close, self._loops)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                        priority: int = 0) -> AsyncIterator[Piece]:
@@ -332,6 +329,12 @@ class AsyncLLM(_Loaded):
                     yield piece
         finally:
             work.abort()
+
+
+def _close(loops: list[Loop]) -> None:
+    for loop in loops:
+        loop.close()
+    loops.clear()
 
 
 def _by_arrival(requests: list[Request], arrivals: Sequence[float] | None) -> \

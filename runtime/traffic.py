@@ -13,9 +13,9 @@ from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
 from llmc.runtime.metrics import Percentiles
+from llmc.runtime.prompt_file import read_lines, read_requests
 from llmc.runtime.prompts import Prompt
 from llmc.runtime.request import Piece
-from llmc.runtime.requests import read_lines, read_requests
 
 _INPUTS, _OUTPUTS = (32, 512), (16, 256)  # tokens of random requests, from and to
 

@@ -1,6 +1,9 @@
 """Many callers at once, in threads and tasks: everybody's tokens, and nobody in another's way."""
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -297,3 +300,21 @@ def test_tokens_of_a_schedule_do_not_depend_on_company(
         llm = llmc.LLM(scheduled, max_num_batched_tokens=budget, max_batch_size=slots)
     with llm:
         come_and_go(llm, arrivals, alone)
+
+
+def test_a_model_that_nobody_has_any_more_ends(case_tp1):
+    before = threading.active_count()
+    llm = llmc.LLM(case_tp1)
+    assert llm.generate([PROMPTS[0]], tokens(2)) and threading.active_count() > before
+    del llm
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_a_process_ends_while_a_model_runs(case_tp1):
+    code = ("import llmc\n"
+            f"llm = llmc.LLM({str(case_tp1)!r})\n"
+            "stream = llm.stream([[5, 6]], llmc.SamplingParams(max_tokens=60, ignore_eos=True))\n"
+            "print(next(stream).token_id)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr and done.stdout.strip().isdecimal()

@@ -7,7 +7,7 @@ import pytest
 
 import llmc
 from llmc import SamplingParams
-from llmc.runtime.requests import read_lines, read_requests, run_requests
+from llmc.runtime.prompt_file import read_lines, read_requests, run_requests
 
 pytestmark = pytest.mark.usefixtures("decisive")
 
