@@ -168,7 +168,7 @@ def create(registry, op, fields, phase="BUILD"):
             list: lambda v: (np.array(v, np.int32), trt.PluginFieldType.INT32),
         }[type(value)](value)
         made.append(trt.PluginField(name, array, kind))
-    creator = registry.get_creator(op, "1", plugins.DOMAIN)
+    creator = registry.get_creator(op, str(plugins.registry()[op].version), plugins.DOMAIN)
     return creator.create_plugin("node", trt.PluginFieldCollection(made),
                                  getattr(trt.TensorRTPhase, phase))
 
