@@ -193,6 +193,7 @@ class Scheduler:
     def __init__(self, limits: Limits, max_num_batched_tokens: int, *, reuse: bool = True) -> None:
         self.limits = limits
         self.budget = max(max_num_batched_tokens, limits.max_slots)
+        self._reuse = reuse
         self.blocks = Blocks(limits.num_blocks, limits.block_size, reuse=reuse)
         self.running: list[Sequence] = []  # in order
         self.preemptions = self.queries = self.hits = 0
@@ -385,7 +386,7 @@ class Scheduler:
         sequence.slots = [heapq.heappop(self._slots) for _ in range(sequence.width)]
         sequence.computed = min(len(table.blocks) * self.blocks.block_size, sequence.known - 1)
         self.blocks.grow(table, sequence.known)
-        sequence.coming = names[table.named:]
+        sequence.coming = names[table.named:] if self._reuse else []
         self._coming.update(sequence.coming)
         self.queries += sequence.known
         self.hits += sequence.computed
