@@ -111,6 +111,12 @@ def test_parts_of_a_sum_are_no_error(one_export, tiny, tmp_path):
     assert diff(case, tiny("gpt_neox"), bisect=True, tokens=0).verdict is None
 
 
+def test_what_is_true_or_false_is_no_difference(tiny, tmp_path):
+    """Apertus asks of every activation whether it is above zero."""
+    case = compile_export(tiny("apertus"), tmp_path / "case")
+    assert diff(case, tiny("apertus"), bisect=True, tokens=0).verdict is None
+
+
 def test_a_planted_error_names_its_layer_and_chip(broken_case, tiny_hf, tmp_path):
     families.plant(broken_case, 1, "model.layers.2.mlp.gate_up_proj.weight", 3.0)
     page = tmp_path / "r.html"
