@@ -127,7 +127,8 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     known = {t.name for node in raw.graph.nodes for t in node.outputs if not t.is_empty()}
     trace = _trace if manifest.target.on_gpus else run_chips
     compiled = trace(manifest, root, ids, known | {"logits"})
-    shared = [name for name in compiled[0] if name in known]
+    # Whether a number near zero is above it may be either; what comes of it is compared.
+    shared = [name for name, value in compiled[0].items() if name in known and value.dtype != bool]
     layers = [name for name in map(HIDDEN_STATE.format, range(manifest.dims.num_layers))
               if name in shared]
     wanted = shared if bisect else [*layers, "logits"]
@@ -481,8 +482,7 @@ def _bisect(names: Iterable[str], ours: Values, export: Values, compiled: Sequen
     ops = _ops(manifest, root)
     for name in names:
         actual, expected = ours[name], export.get(name)
-        # Whether a number near zero is above it may be either; what comes of it is compared.
-        if expected is None or actual.shape != expected.shape or expected.dtype == bool:
+        if expected is None or actual.shape != expected.shape:
             continue
         found = compare(name, "compiled vs export", actual, expected,
                         allowed.relative(name, expected))

@@ -111,9 +111,10 @@ def test_parts_of_a_sum_are_no_error(one_export, tiny, tmp_path):
     assert diff(case, tiny("gpt_neox"), bisect=True, tokens=0).verdict is None
 
 
-def test_what_is_true_or_false_is_no_difference(tiny, tmp_path):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_what_is_true_or_false_is_no_difference(tiny, tmp_path, tp_size):
     """Apertus asks of every activation whether it is above zero."""
-    case = compile_export(tiny("apertus"), tmp_path / "case")
+    case = compile_export(tiny("apertus"), tmp_path / "case", tp_size=tp_size)
     assert diff(case, tiny("apertus"), bisect=True, tokens=0).verdict is None
 
 
