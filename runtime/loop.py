@@ -279,13 +279,13 @@ class Loop:
         """A call's sequences, each made when it is the next to enter."""
         for request in call.requests:
             number = next(self._numbers)
+            source = request.source if self._encodes else None
+            prompt, key = list(request.prompt), request.key(self._encodes)
             for sample in call.samples(request):
-                sequence = self._sequence(call, request, number, sample)
-                yield sequence
+                yield self._sequence(call, request, number, sample, prompt, key, source)
 
-    def _sequence(self, call: Call, request: Request, number: int, sample: int) -> Running:
-        source = request.source if self._encodes else None
-        prompt, key = list(request.prompt), request.key(self._encodes)
+    def _sequence(self, call: Call, request: Request, number: int, sample: int, prompt: list[int],
+                  key: bytes, source: Sequence[int] | None) -> Running:
         owner: Completing | Searching
         if request.params.beam_width > 1:
             owner = searching = self._searching(request, call.longest)

@@ -83,10 +83,10 @@ class Sequence:
         """It has read its prompt, and goes on by beams."""
         return self.width > 1 and self.computed >= len(self.prompt)
 
-    def token(self, position: int) -> int:
-        """A token that is known."""
+    def between(self, start: int, end: int) -> list[int]:
+        """Tokens that are known."""
         count = len(self.prompt)
-        return self.prompt[position] if position < count else self.tokens[position - count]
+        return self.prompt[start:end] + self.tokens[max(start - count, 0):max(end - count, 0)]
 
     def wanted(self) -> int:
         """New tokens of each row that can be computed now."""
@@ -105,13 +105,10 @@ class Line:
     def __init__(self, sequences: Iterator[Sequence], order: _Key, priority: int) -> None:
         self._sequences, self.order, self.priority = sequences, order, priority
         self.first: Sequence | None = None
-        self._next()
+        self.take()
 
     def take(self) -> None:
-        """The first enters."""
-        self._next()
-
-    def _next(self) -> None:
+        """The first enters, and the next is made."""
         self.first = next(self._sequences, None)
         if self.first is not None and self.first.epoch == 0:
             self.first.order, self.first.priority = self.order, self.priority
@@ -481,10 +478,7 @@ class Scheduler:
         if sequence.searches:
             return [_Part(sequence, slot, table, [token], past, True) for slot, table, token in
                     zip(sequence.slots, sequence.tables, sequence.beams, strict=True)]
-        if past < sequence.known:
-            tokens = [sequence.token(position) for position in range(past, past + count)]
-        else:
-            tokens = [LAST]
+        tokens = sequence.between(past, past + count) if past < sequence.known else [LAST]
         return [_Part(sequence, sequence.slots[0], sequence.tables[0], tokens, past,
                       past + count >= sequence.known)]
 

@@ -17,6 +17,18 @@ from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import LAST, SamplingState, Step
 
+# What sequences of one batch ask for, greedily and with something drawn.
+MIXED = [
+    dict(), dict(repetition_penalty=1.4), dict(presence_penalty=0.8, frequency_penalty=0.4),
+    dict(logit_bias={7: 3.0, 9: -2.5, 11: float("-inf")}, logprobs=3),
+    dict(min_tokens=12, logprobs=0), dict(bad_words=[[5], [8, 8], [10, 6, 7]], logprobs=20),
+    dict(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.3, min_tokens=4,
+         bad_words=[[3, 4], [30]], logit_bias={20: 1.5}, logprobs=5)]
+SAMPLED = [dict(temperature=0.9, min_p=0.02), dict(temperature=1.2, typical_p=0.8),
+           dict(temperature=0.8, top_k=30, top_p=0.9), dict(temperature=1.0), dict(),
+           dict(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, typical_p=0.9),
+           dict(temperature=1.5, top_p=0.8)]
+
 
 def load(case, device=0, rank=0, **options: Any) -> CudaEngine:
     """An engine of one rank that is ready."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import inspect
 import json
 import os
 import pty
@@ -20,7 +21,7 @@ from click.testing import CliRunner
 
 import llmc
 from llmc import LLM, LlmcError, SamplingParams, __version__
-from llmc.cli import _engines, _Meter, _print_answer, _talk, main
+from llmc.cli import _LOADING, _engines, _Meter, _print_answer, _talk, main
 from llmc.runtime.benchmark import Row
 from llmc.runtime.decoding.params import FIELDS
 from llmc.runtime.request import Piece
@@ -417,3 +418,10 @@ def test_inspect_says_how_many_tokens_a_gpu_s_cache_holds(tiny_hf, tmp_path):
     held = summary["cache_tokens"]["H200 (141 GB)"] * chip["token_bytes"] + chip["weight_bytes"]
     assert 0.85 * 141e9 < held < 0.9 * 141e9
     assert "tokens that the KV cache holds, about: L4" in run("inspect", tmp_path / "case").stdout
+
+
+def test_options_of_loading_are_those_of_the_llm():
+    parameters = inspect.signature(LLM.__init__).parameters
+    assert {*_LOADING} == {*parameters} - {"self", "case_dir", "device", "verify"}
+    for name, given in _LOADING.items():
+        assert given.get("default") == parameters[name].default, name

@@ -369,7 +369,7 @@ def _facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
 def _no_memory(limits: Limits, manifest: Manifest) -> Iterator[None]:
     try:
         yield
-    except (MemoryError, ValueError) as error:
+    except (MemoryError, OSError, OverflowError, ValueError) as error:
         raise LlmcError(f"there is no memory for the KV cache of {limits.max_slots} sequences of "
                         f"{manifest.dims.max_seq_len} positions and {limits.num_blocks} blocks of "
                         f"{limits.block_size}; lower max_batch_size or kv_cache_tokens, or compile "

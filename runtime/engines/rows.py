@@ -8,6 +8,8 @@ from the row that has it.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,8 +36,7 @@ class Rows:
             by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).extend(
                 f"{kind}_cache_{index}" for kind in ("key", "value"))
         for (heads, dim), names in by_shape.items():
-            self._rows.append(np.zeros((len(names), limits.max_slots, heads, max_seq_len, dim),
-                                       np.float32))
+            self._rows.append(_zeros((len(names), limits.max_slots, heads, max_seq_len, dim)))
             self._blocks.append(np.zeros((limits.num_blocks, len(names), heads, self._size, dim),
                                          np.float32))
             self.caches.update(zip(names, self._rows[-1], strict=True))
@@ -110,3 +111,13 @@ class Rows:
                                   (self._held_versions[:, place] == version))[0])
         start, end = self._span(place)
         return [rows[:, slot, :, start:end].copy() for rows in self._rows]
+
+
+def _zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """float32, in small pages: of a row mostly the beginning is written, for each head apart, and a
+    huge page would be cleared for each.
+    """
+    memory = mmap.mmap(-1, 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32).reshape(shape)

@@ -8,6 +8,7 @@ import pytest
 import stepping
 import torch
 import two_models
+from stepping import MIXED, SAMPLED
 
 import llmc
 from llmc.runtime.step import Step
@@ -62,18 +63,6 @@ def test_tokens_are_the_cpu_target_s_for_every_setting(extension, compiled, chec
             wanted = list(whole.token_ids)
             stop = wanted.index(end) + 1 if end in wanted else len(wanted)
             assert list(result.token_ids) == wanted[:stop]
-
-
-MIXED = [
-    dict(), dict(repetition_penalty=1.4), dict(presence_penalty=0.8, frequency_penalty=0.4),
-    dict(logit_bias={7: 3.0, 9: -2.5, 11: float("-inf")}, logprobs=3),
-    dict(min_tokens=12, logprobs=0), dict(bad_words=[[5], [8, 8], [10, 6, 7]], logprobs=20),
-    dict(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.3, min_tokens=4,
-         bad_words=[[3, 4], [30]], logit_bias={20: 1.5}, logprobs=5)]
-SAMPLED = [dict(temperature=0.9, min_p=0.02), dict(temperature=1.2, typical_p=0.8),
-           dict(temperature=0.8, top_k=30, top_p=0.9), dict(temperature=1.0), dict(),
-           dict(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, typical_p=0.9),
-           dict(temperature=1.5, top_p=0.8)]
 
 
 def same_completions(actual, expected):

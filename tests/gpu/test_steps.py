@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from schedule_interpreter import Interpreter
-from stepping import Stepper, load, sampler_of
+from stepping import MIXED, SAMPLED, Stepper, load, sampler_of
 
 import llmc
 from llmc import SamplingParams
@@ -106,18 +106,6 @@ def test_tokens_do_not_depend_on_company_chunks_or_how_far_the_device_is_ahead(
     done = Stepper(engine).generate(PROMPTS, params, chunk=chunk, ahead=ahead, arrive=1)
     for prompt, own, given in zip(PROMPTS, done, params, strict=True):
         assert own.tokens == continued(model, prompt, given)[0]
-
-
-MIXED = [
-    dict(), dict(repetition_penalty=1.4), dict(presence_penalty=0.8, frequency_penalty=0.4),
-    dict(logit_bias={7: 3.0, 9: -2.5, 11: float("-inf")}, logprobs=3),
-    dict(min_tokens=12, logprobs=0), dict(bad_words=[[5], [8, 8], [10, 6, 7]], logprobs=20),
-    dict(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.3, min_tokens=4,
-         bad_words=[[3, 4], [30]], logit_bias={20: 1.5}, logprobs=5)]
-SAMPLED = [dict(temperature=0.9, min_p=0.02), dict(temperature=1.2, typical_p=0.8),
-           dict(temperature=0.8, top_k=30, top_p=0.9), dict(temperature=1.0), dict(),
-           dict(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, typical_p=0.9),
-           dict(temperature=1.5, top_p=0.8)]
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
