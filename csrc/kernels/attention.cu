@@ -129,13 +129,13 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   let_next_start();
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
-  const int kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * kHeads;
+  const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
-  const int token = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = kFused ? token : sequence_of(p, token);
   const int position = p.past_lens[sequence] + (kFused ? 0 : token - start_of(p, sequence));
   const int begin = p.window > 0 ? max(0, position + 1 - p.window) : 0, count = position + 1 - begin;
-  const int used = min(parts, (count + kMinKeys - 1) / kMinKeys), part = blockIdx.x;
+  const int used = min(parts, (count + kMinKeys - 1) / kMinKeys), part = blockIdx.z;
   if (part >= used) return;
   const int per_part = (count + used - 1) / used;
   const int from = begin + part * per_part, to = min(position + 1, from + per_part);
@@ -238,7 +238,7 @@ cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
   }
-  return launch(kernel, dim3(parts, columns, p.num_tokens), kWarps * 32, shared, stream, p, parts);
+  return launch(kernel, dim3(columns, p.num_tokens, parts), kWarps * 32, shared, stream, p, parts);
 }
 
 template <typename T, typename C, int kLanes, bool kFused>
@@ -259,10 +259,10 @@ cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-// Positions are divided only where there are fewer than kPartedBlocks blocks without, so there are never
-// twice as many.
+// Positions are divided only where there are fewer than kAttentionCounters blocks without, so there are never
+// twice as many; each is of at most 8 heads.
 int64_t attention_scratch(int num_heads, int head_dim) {
-  return sizeof(float) * 2 * kPartedBlocks * static_cast<int64_t>(num_heads) * (head_dim + 2);
+  return sizeof(float) * 2 * kAttentionCounters * static_cast<int64_t>(min(num_heads, 8)) * (head_dim + 2);
 }
 
 cudaError_t append(DType dtype, const AttentionParams& p, cudaStream_t stream) {

@@ -99,13 +99,13 @@ struct CacheRows {
   int dim, shift = 0, mask = 0x7fffffff;
 };
 
-// Where fewer blocks than kPartedBlocks would run, cached positions are divided into parts, so there are never
-// twice as many blocks.
-constexpr int kPartedBlocks = kernels::kAttentionCounters, kMaxParts = 32;
+// Where fewer blocks than `enough`, at most kAttentionCounters, would run, cached positions are divided into parts, so
+// there are never twice as many blocks.
+constexpr int kEnoughBlocks = 264, kMaxParts = 32;
 
 // Into how many parts of at least `keys` positions a launch of `blocks` blocks divides a sequence at most.
-inline int parts_for(int blocks, int max_seq_len, int keys) {
-  const int wanted = blocks >= kPartedBlocks ? 1 : (kPartedBlocks + blocks - 1) / blocks;
+inline int parts_for(int blocks, int max_seq_len, int keys, int enough = kEnoughBlocks) {
+  const int wanted = blocks >= enough ? 1 : (enough + blocks - 1) / blocks;
   return min(min(wanted, kMaxParts), (max_seq_len + keys - 1) / keys);
 }
 
@@ -143,7 +143,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   __syncthreads();
   T* out = static_cast<T*>(p.out) + token_head * dim;
   // Per (token, head, part) a peak, a total and head_dim sums.
-  int32_t* counter = p.counters + blockIdx.z * gridDim.y + blockIdx.y;
+  int32_t* counter = p.counters + blockIdx.y * gridDim.x + blockIdx.x;
   float* results = static_cast<float*>(p.scratch) + token_head * part.most * (dim + 2);
   for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
     const int h = at / width, i = at % width;

@@ -19,6 +19,25 @@ using namespace device;
 
 constexpr int kHeads = 8, kKeys = 16;
 constexpr int kDecodeKeys = 256;  // per part
+constexpr int kStartKeys = 128;   // what beginning and merging a part cost, in positions that are read meanwhile
+
+// How many positions a part should have. Multiprocessors end together where each has as many blocks as the others: the
+// least positions that the busiest one reads, of all numbers of parts that the mean sequence may be divided into.
+__device__ __forceinline__ int positions_per_part(const AttentionParams& p, int parts, int columns, int processors) {
+  const int lane = threadIdx.x % 32;
+  int64_t all = 0;
+  for (int i = lane; i < p.batch; i += 32) all += p.window > 0 ? min(p.past_lens[i] + 1, p.window) : p.past_lens[i] + 1;
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) all += __shfl_xor_sync(~0u, all, mask);
+  const int mean = static_cast<int>(all / p.batch), wanted = lane + 1;
+  const int each = (mean + wanted - 1) / wanted, rounds = (columns * wanted + processors - 1) / processors;
+  const bool may = wanted <= min(parts, (mean + kDecodeKeys - 1) / kDecodeKeys);
+  const int64_t cost = static_cast<int64_t>(rounds) * (each + kStartKeys) << 32 | each;
+  int64_t least = may ? cost : INT64_MAX;
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) least = min(least, static_cast<int64_t>(__shfl_xor_sync(~0u, least, mask)));
+  return static_cast<int>(least & 0xffffffff);
+}
 
 __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   uint32_t turned;
@@ -67,7 +86,8 @@ template <typename C, int kSteps, int kWarps>
 constexpr int kResident = kSteps == 2 && kWarps == 8 && sizeof(C) == 2 ? 1 : 0;
 
 template <typename T, typename C, int kSteps, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) decode_kernel(AttentionParams p, int parts) {
+__global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) 
+    decode_kernel(AttentionParams p, int parts, int processors) {
   using L = Layout<T, C, kSteps, kWarps>;
   constexpr int kDim = L::kDim, kPitch = L::kPitch, kHalves = L::kHalves;
   extern __shared__ uint4 raw[];
@@ -78,15 +98,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
   __shared__ float peak_of[kWarps][kHeads], total_of[kWarps][kHeads];
   const int dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const int chunks = (group + kHeads - 1) / kHeads;
-  const int kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * kHeads;
+  const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
-  const int sequence = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int sequence = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
   const int position = p.past_lens[sequence];
   // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
   const int seen = p.window > 0 ? max(0, position + 1 - p.window) : 0;
-  const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.x;
-  const int wanted = min(parts, (count + kDecodeKeys - 1) / kDecodeKeys);
+  const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.z;
+  const int each = parts > 1 ? positions_per_part(p, parts, gridDim.x * p.batch, processors) : count;
+  const int wanted = min(parts, (count + each - 1) / each);
   const int per_part = (count + wanted * kKeys - 1) / (wanted * kKeys) * kKeys;
   const int used = (count + per_part - 1) / per_part;
   if (part >= used) return;
@@ -259,12 +280,14 @@ template <typename T, typename C, int kSteps, int kWarps>
 cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
   constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
   const int blocks = columns * p.batch;
-  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys);
+  // Blocks that fill a multiprocessor each are not to wait for others that have nothing to do.
+  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
   auto kernel = decode_kernel<T, C, kSteps, kWarps>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(parts, columns, p.batch), kWarps * 32, kShared, stream, p, parts);
+  return launch(kernel, dim3(columns, p.batch, parts), kWarps * 32, kShared, stream, p, parts,
+                static_cast<int>(multiprocessors()));
 }
 
 template <typename T, typename C, int kSteps, int kWarps>
@@ -273,7 +296,8 @@ bool fits() {
          device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
 }
 
-// Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer.
+// Few blocks have more warps each: then latency is what counts. Blocks that do not all fit at once have fewer, and
+// where many wait for their turn, one: then the last ones end together.
 template <typename T, typename C, int kSteps>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
@@ -293,6 +317,8 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 4 * 32, kShared);
     return blocks * multiprocessors();
   }();
+  if constexpr (kSteps <= 4)
+    if (blocks > 2 * resident) return run_warps<T, C, kSteps, 1>(p, columns, stream);
   if (blocks > resident) return run_warps<T, C, kSteps, 2>(p, columns, stream);
   return run_warps<T, C, kSteps, 4>(p, columns, stream);
 }

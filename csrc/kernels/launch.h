@@ -113,7 +113,7 @@ struct Lengths {
   int rows;
 };
 cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& params, cudaStream_t stream);
-constexpr int kAttentionCounters = 264;
+constexpr int kAttentionCounters = 792;
 int64_t attention_scratch(int num_heads, int head_dim);
 // The same where distance_bias, float32 [num_heads, distances], is added to the scores: first append(), for
 // decoding too. Needs no scratch and no counters.
