@@ -452,7 +452,8 @@ class Scheduler:
               admitted: dict[int, SamplingState], encode: dict[int, Listed[int]]) -> Scheduled:
         """Put a step together; from now on what it computes counts as computed."""
         parts = [part for sequence, count in rows for part in self._parts(sequence, count)]
-        parts.sort(key=lambda part: (len(part.tokens) > 1, part.slot))
+        longest = self.limits.longest_first
+        parts.sort(key=lambda part: (len(part.tokens) > 1, -part.past if longest else part.slot))
         chosen = [(index, part) for index, part in enumerate(parts) if part.samples]
         searching = [part.sequence for _, part in chosen if part.sequence.width > 1]
         memory = None

@@ -202,6 +202,7 @@ class Limits:
         max_slots: sequences at once.
         max_logits: rows of logits of a step.
         ahead: steps that may be submitted before the first of them is collected.
+        longest_first: sequences of one new token are to come by falling length; else by slot.
     """
 
     num_blocks: int
@@ -210,6 +211,7 @@ class Limits:
     max_slots: int
     max_logits: int
     ahead: int
+    longest_first: bool = False
 
 
 class Engine(Protocol):

@@ -487,7 +487,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
   const Sent sent = pack(packed, inputs, decode ? std::vector<int32_t>{} : index, batch);
   prepare(send(packed), sent);
-  gemm_->time_algorithms(true);
+  gemm_->time_algorithms(decode || size == limits.max_tokens);
   sdpa_->make_plans(true);
   run_model(step);
   if (!decode && !program_.encoder_nodes().empty() && longest <= limits.mem_max_seq_len) {

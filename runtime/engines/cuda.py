@@ -128,7 +128,8 @@ class CudaEngine:
         self._max_seq_len = manifest.dims.max_seq_len
         self._limits = Limits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
-            max_logits=max(max_batch_size, min(MAX_LOGITS, max_tokens)), ahead=AHEAD)
+            max_logits=max(max_batch_size, min(MAX_LOGITS, max_tokens)), ahead=AHEAD,
+            longest_first=True)  # then multiprocessors end together
         self._wishes: dict[int, int | None] = {}  # of log-probabilities, by slot
         self._under_way: dict[int, list[int | None]] = {}  # by ticket: those of the slots it chose
         limits = dict(dtype=manifest.dtype, max_batch=max_batch_size,
@@ -351,9 +352,9 @@ def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
 
 
 def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:
-    """New tokens of the sequences of steps for which kernels are chosen while loading, the largest
-    first: any step has about as many tokens as one of them, and one whose longest chunk and number
-    of chunks, rounded up to powers of two, are another's.
+    """New tokens of the sequences of steps that are run while loading, the largest first: any step
+    has about as many tokens as one of them, and one whose longest chunk and number of chunks,
+    rounded up to powers of two, are another's.
     """
     most = limits.max_tokens
     powers = [size for power in range(5, 31) for size in (2**power, 3 * 2**(power - 1))]

@@ -193,9 +193,10 @@ WISHES = st.lists(st.builds(
 @settings(deadline=None, max_examples=400)
 @given(wishes=WISHES, blocks=st.integers(3, 30), size=st.sampled_from([1, 2, 4, 8]),
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
-       reuse=st.booleans())
-def test_tokens_do_not_depend_on_company(wishes, blocks, size, slots, budget, depth, reuse):
-    limits = Limits(blocks, size, max(budget, slots), slots, 512, depth)
+       reuse=st.booleans(), longest_first=st.booleans())
+def test_tokens_do_not_depend_on_company(wishes, blocks, size, slots, budget, depth, reuse,
+                                         longest_first):
+    limits = Limits(blocks, size, max(budget, slots), slots, 512, depth, longest_first)
     expected = {wish: wish.alone() for wish in wishes}
     run(wishes, limits, budget, depth, reuse)
     for wish in wishes:

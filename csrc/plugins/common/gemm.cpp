@@ -6,7 +6,11 @@ namespace llmc {
 namespace {
 
 constexpr size_t kWorkspace = 32 << 20;
-constexpr int kCandidates = 12, kRepeats = 4;
+constexpr size_t kSwept = 128 << 20;  // more than any cache
+constexpr int kCandidates = 12, kRepeats = 5;
+// Of the time of a kernel for few rows, what cuBLASLt must at least save: that a kernel begins to read weights before the
+// kernel ahead has ended does not show where it is timed alone.
+constexpr float kSaved = 0.08f;
 
 cudaDataType_t type_of(DType dtype) {
   switch (dtype) {
@@ -35,32 +39,20 @@ namespace {
 
 // cuBLASLt's proposals, what it thinks is the fastest first.
 template <typename Plan>
-std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, const Plan& plan) {
+std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, const Plan& plan, int most) {
   cublasLtMatmulPreference_t preference = nullptr;
   check(cublasLtMatmulPreferenceCreate(&preference), "a GEMM");
   const size_t limit = kWorkspace;
   cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &limit, sizeof limit);
-  std::vector<cublasLtMatmulHeuristicResult_t> found(kCandidates);
+  std::vector<cublasLtMatmulHeuristicResult_t> found(most);
   int count = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.weight, plan.x, plan.y,
-                                                               plan.y, preference, kCandidates, found.data(), &count);
+                                                               plan.y, preference, most, found.data(), &count);
   cublasLtMatmulPreferenceDestroy(preference);
   check(status, "choosing a GEMM");
   if (count == 0) throw Error("cuBLASLt has no GEMM for this shape");
   found.resize(count);
   return found;
-}
-
-// Of the shapes that differ in their rows alone, that with the fewest that are as many; else that with the most.
-template <typename Best>
-typename Best::iterator nearest(Best& best, const std::vector<int64_t>& shape) {
-  auto alike = [&](typename Best::iterator other) {
-    return std::equal(shape.begin(), shape.end() - 1, other->first.begin());
-  };
-  auto found = best.lower_bound(shape);
-  if (found != best.end() && alike(found)) return found;
-  if (found == best.begin()) return best.end();
-  return alike(--found) ? found : best.end();
 }
 
 }  // namespace
@@ -69,12 +61,17 @@ Gemm::Algorithms Gemm::algorithms() const {
   Algorithms known;
   for (const auto& [shape, algorithm] : best_)
     known[shape] = {std::begin(algorithm.data), std::end(algorithm.data)};
+  for (const auto& [shape, first] : first_) known[shape] = {first};
   return known;
 }
 
 void Gemm::know(const Algorithms& algorithms) {
   for (const auto& [shape, data] : algorithms) {
     cublasLtMatmulAlgo_t algorithm{};
+    if (data.size() == 1) {
+      first_[shape] = data[0] != 0;
+      continue;
+    }
     if (shape.size() != 6 || data.size() != std::size(algorithm.data)) throw Error("an algorithm is of another version");
     std::copy(data.begin(), data.end(), std::begin(algorithm.data));
     best_[shape] = algorithm;
@@ -90,8 +87,37 @@ Gemm::Gemm() {
 
 Gemm::~Gemm() {
   plans_.clear();
+  cudaFree(swept_);
   cudaFree(workspace_);
   cublasLtDestroy(handle_);
+}
+
+void Gemm::time_algorithms(bool times) {
+  times_ = times;
+  if (times) return;
+  cudaFree(swept_);
+  swept_ = nullptr;
+}
+
+template <typename Work>
+float Gemm::time(cudaStream_t stream, Work&& work) {
+  if (swept_ == nullptr) check(cudaMalloc(&swept_, kSwept), "allocating what the cache is swept with");
+  return time_cold(stream, kRepeats, swept_, kSwept, work);
+}
+
+void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second) {
+  auto known = first_.find(shape);
+  if (known == first_.end() && times_ && !is_captured(stream)) {
+    const float one = time(stream, first);
+    known = first_.emplace(shape, (1 - kSaved) * one <= time(stream, second)).first;
+  }
+  if (known == first_.end()) {
+    // That of the fewest rows that are as many.
+    known = first_.lower_bound(shape);
+    if (known != first_.end() && !std::equal(shape.begin(), shape.end() - 1, known->first.begin())) known = first_.end();
+  }
+  if (known == first_.end() || known->second) first();
+  else second();
 }
 
 bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const void* bias,
@@ -130,7 +156,7 @@ bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const vo
     std::vector<cublasLtMatmulHeuristicResult_t> found;
     if (best == best_.end() && times_ && !is_captured(stream)) {
       // Time what cuBLASLt proposes on the real operands.
-      found = propose(handle_, *made);
+      found = propose(handle_, *made, kCandidates);
       float shortest = 0;
       for (const auto& proposed : found) {
         auto run = [&] {
@@ -139,14 +165,12 @@ bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const vo
                                 kWorkspace, stream);
         };
         bool done = true;
-        const float milliseconds =
-            time_on(stream, kRepeats, [&] { done = done && run() == CUBLAS_STATUS_SUCCESS; });
+        const float milliseconds = time(stream, [&] { done = done && run() == CUBLAS_STATUS_SUCCESS; });
         if (!done || (best != best_.end() && milliseconds >= shortest)) continue;
         shortest = milliseconds;
         best = best_.insert_or_assign(shape, proposed.algo).first;
       }
     }
-    if (best == best_.end()) best = nearest(best_, shape);
     cublasLtMatmulHeuristicResult_t checked{};
     if (best != best_.end() &&
         cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y, &best->second,
@@ -154,7 +178,7 @@ bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const vo
         checked.workspaceSize <= kWorkspace)
       made->algorithm = best->second;
     else
-      made->algorithm = (found.empty() ? propose(handle_, *made) : found)[0].algo;
+      made->algorithm = (found.empty() ? propose(handle_, *made, 1) : found)[0].algo;
     plan = std::move(made);
   }
   if (bias != nullptr)

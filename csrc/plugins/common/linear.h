@@ -15,14 +15,14 @@ struct Linear {
   bool gated;
 };
 
-// Whether the kernels for few rows serve: 16-bit types, rows of whole 16-byte vectors.
-inline bool is_gemv(const Tensor& x) {
+// Whether the kernels for few rows can serve: 16-bit types, rows of whole 16-byte vectors.
+inline bool can_gemv(const Tensor& x) {
   return x.dtype != DType::kFloat32 && x.shape[0] <= kernels::kGemvRows && x.shape[1] % 8 == 0;
 }
 
 // Bytes for gates and ups side by side, where they are not multiplied at once.
 inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, bool gated) {
-  return gated && !is_gemv(x) ? x.shape[0] * weight.shape[0] * (x.dtype == DType::kFloat32 ? 4 : 2) : 0;
+  return gated ? x.shape[0] * weight.shape[0] * (x.dtype == DType::kFloat32 ? 4 : 2) : 0;
 }
 
 // The shape of y; throws Error where x or the weight is no matrix, or the inputs do not fit together.
@@ -48,12 +48,11 @@ inline kernels::GemvParams gemv_params(const Linear& l) {
           static_cast<int>(l.weight.shape[1]), out, l.activation, l.gated};
 }
 
-inline void linear(const Linear& l, void* workspace, const Context& context) {
+// By cuBLASLt.
+inline void gemm(const Linear& l, void* workspace, const Context& context) {
   const kernels::GemvParams p = gemv_params(l);
   const DType dtype = l.x.dtype;
-  if (is_gemv(l.x)) {
-    check(kernels::gemv(dtype, p, context.stream), "a GEMV");
-  } else if (l.gated) {
+  if (l.gated) {
     context.gemm->run(dtype, workspace, p.x, p.weight, p.bias, nullptr, p.rows, p.in, 2 * p.out,
                       Activation::kNone, context.stream);
     check(kernels::gate(dtype, p.y, workspace, p.rows, p.out, l.activation, context.stream), "a gate");
@@ -61,6 +60,19 @@ inline void linear(const Linear& l, void* workspace, const Context& context) {
                                 l.activation, context.stream)) {
     check(kernels::activate(dtype, p.y, l.y.size(), l.activation, context.stream), "an activation");
   }
+}
+
+// By the kernel for few rows, or otherwise, which is cuBLASLt and what else it needs: whichever is the faster.
+inline void choose_gemv(DType dtype, const kernels::GemvParams& p, const Context& context, const Gemm::Way& otherwise) {
+  const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr);
+  context.gemm->choose({static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows}, context.stream,
+                       [&] { check(kernels::gemv(dtype, p, context.stream), "a GEMV"); }, otherwise);
+}
+
+inline void linear(const Linear& l, void* workspace, const Context& context) {
+  const Gemm::Way by_library = [&] { gemm(l, workspace, context); };
+  if (can_gemv(l.x)) choose_gemv(l.x.dtype, gemv_params(l), context, by_library);
+  else by_library();
 }
 
 }  // namespace llmc

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -82,7 +83,8 @@ void expect(const std::string& what, const Dims& given, const Dims& wanted);
 // Likewise where a dimension is known to be smaller than another.
 void expect_at_least(const std::string& what, const Dim& given, const Dim& wanted);
 
-// Matrix products on one device: y = x · weightᵀ with cuBLASLt, algorithms timed once per shape.
+// Matrix products on one device: y = x · weightᵀ with cuBLASLt, algorithms timed once per shape; and whether they are
+// to be preferred to the kernels for few rows, likewise.
 class Gemm {
  public:
   Gemm();
@@ -90,10 +92,11 @@ class Gemm {
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;
 
-  // What cuBLASLt's version calls an algorithm.
+  // What was chosen by shape: what cuBLASLt's version calls an algorithm, or whether a kernel for few rows is taken.
   using Algorithms = std::map<std::vector<int64_t>, std::vector<uint64_t>>;
-  // From now on time the algorithms of shapes for which none is known; else the nearest shape's is taken.
-  void time_algorithms(bool times) { times_ = times; }
+  // From now on time what there is to choose from for shapes for which nothing is known; else cuBLASLt is asked, whose
+  // first proposal for just these rows was measured to be faster than what is the best for others nearby.
+  void time_algorithms(bool times);
   // What is known, by shape; for the same device and version of cuBLASLt.
   Algorithms algorithms() const;
   void know(const Algorithms& algorithms);
@@ -104,13 +107,23 @@ class Gemm {
   bool run(DType dtype, void* y, const void* x, const void* weight, const void* bias,
            const void* residual, int rows, int in, int out, Activation activation, cudaStream_t stream);
 
+  // Do something one of two ways, the faster one. shape: what the choice depends on, the rows last; not as long as
+  // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first.
+  using Way = std::function<void()>;
+  void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second);
+
  private:
   struct Plan;
+  template <typename Work>
+  float time(cudaStream_t stream, Work&& work);
+
   cublasLtHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
   std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
   std::map<std::vector<int64_t>, cublasLtMatmulAlgo_t> best_;  // by shape, the rows last
+  std::map<std::vector<int64_t>, bool> first_;                 // of two ways, by shape
   bool times_ = true;
+  void* swept_ = nullptr;
 };
 
 constexpr int kCounters = kernels::kAttentionCounters;

@@ -1,6 +1,9 @@
 // How long device work takes, for those who choose between kernels by measurement.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "plugin.h"
 
 namespace llmc {
@@ -12,21 +15,50 @@ inline bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+struct Timer {
+  Timer() {
+    check(cudaEventCreate(&start), "an event");
+    check(cudaEventCreate(&end), "an event");
+  }
+  ~Timer() {
+    cudaEventDestroy(start);
+    cudaEventDestroy(end);
+  }
+  Timer(const Timer&) = delete;
+  cudaEvent_t start = nullptr, end = nullptr;
+};
+
+// Milliseconds of work that finds nothing of what it reads in the cache, as in a model: before each run as much as
+// `room` bytes at `swept`, which are more than the cache has, is written. The median of `repeats` runs after the first.
+// Waits for the stream.
+template <typename Work>
+float time_cold(cudaStream_t stream, int repeats, void* swept, size_t room, Work&& work) {
+  Timer timer;
+  std::vector<float> times;
+  for (int i = 0; i <= repeats; ++i) {
+    check(cudaMemsetAsync(swept, i, room, stream), "sweeping the cache");
+    check(cudaEventRecord(timer.start, stream), "an event");
+    work();
+    check(cudaEventRecord(timer.end, stream), "an event");
+    check(cudaEventSynchronize(timer.end), "waiting for kernels");
+    times.push_back(0);
+    check(cudaEventElapsedTime(&times.back(), timer.start, timer.end), "timing");
+  }
+  std::sort(times.begin() + 1, times.end());
+  return times[1 + repeats / 2];
+}
+
 // Enqueue work once and then `repeats` times more; milliseconds per run of these. Waits for the stream.
 template <typename Work>
 float time_on(cudaStream_t stream, int repeats, Work&& work) {
-  struct Event {
-    Event() { check(cudaEventCreate(&handle), "an event"); }
-    ~Event() { cudaEventDestroy(handle); }
-    cudaEvent_t handle = nullptr;
-  } start, end;
+  Timer timer;
   work();
-  check(cudaEventRecord(start.handle, stream), "an event");
+  check(cudaEventRecord(timer.start, stream), "an event");
   for (int i = 0; i < repeats; ++i) work();
-  check(cudaEventRecord(end.handle, stream), "an event");
+  check(cudaEventRecord(timer.end, stream), "an event");
   check(cudaStreamSynchronize(stream), "waiting for kernels");
   float milliseconds = 0;
-  check(cudaEventElapsedTime(&milliseconds, start.handle, end.handle), "timing");
+  check(cudaEventElapsedTime(&milliseconds, timer.start, timer.end), "timing");
   return repeats > 0 ? milliseconds / static_cast<float>(repeats) : 0;
 }
 

@@ -27,16 +27,19 @@ class NormGemm : public Plugin {
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     const Tensor& x = in[0];
-    const Tensor* sums = optional(in, 3);
-    if (is_gemv(x)) {
-      kernels::GemvParams p =
-          gemv_params({x, in[1], optional(in, 2), nullptr, out[0], activation_, gated_});
-      p.norm = true;
-      p.row_sums = centred_ ? static_cast<const float*>(sums->data) : nullptr;
-      p.epsilon = epsilon_;
-      check(kernels::gemv(x.dtype, p, context.stream), "NormGemm");
-      return;
-    }
+    const Linear whole{x, in[1], optional(in, 2), nullptr, out[0], activation_, gated_};
+    const Gemm::Way apart = [&] { norm_then_gemm(whole, workspace, context); };
+    if (!can_gemv(x)) return apart();
+    kernels::GemvParams p = gemv_params(whole);
+    p.norm = true;
+    p.row_sums = centred_ ? static_cast<const float*>(optional(in, 3)->data) : nullptr;
+    p.epsilon = epsilon_;
+    choose_gemv(x.dtype, p, context, apart);
+  }
+
+ private:
+  void norm_then_gemm(const Linear& l, void* workspace, const Context& context) const {
+    const Tensor& x = l.x;
     Tensor normed = x;
     normed.data = workspace;
     kernels::NormParams p{};
@@ -47,11 +50,10 @@ class NormGemm : public Plugin {
     p.epsilon = epsilon_;
     p.centred = centred_;
     norm(x.dtype, p, "NormGemm", context.stream);
-    linear({normed, in[1], optional(in, 2), nullptr, out[0], activation_, gated_},
-           static_cast<char*>(workspace) + normed_bytes(x), context);
+    gemm({normed, l.weight, l.bias, nullptr, l.y, l.activation, l.gated},
+         static_cast<char*>(workspace) + normed_bytes(x), context);
   }
 
- private:
   static int64_t normed_bytes(const Tensor& x) {
     return (x.size() * (x.dtype == DType::kFloat32 ? 4 : 2) + 255) / 256 * 256;
   }
