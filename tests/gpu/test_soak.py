@@ -1,0 +1,21 @@
+"""2,000 short requests, some of which are aborted: memory stays as it is."""
+
+import families
+import pytest
+from soaking import resident, soak
+
+import llmc
+
+
+@pytest.mark.parametrize("backend", [None, "vanilla"])
+def test_2000_requests_leave_nothing_behind(extension, tmp_path, backend):
+    hf = families.save(families.tiny_model("llama", vocab_size=256), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda", dtype="bfloat16", max_seq_len=64)
+    with llmc.LLM(tmp_path / "case", kv_cache_tokens=1024, max_batch_size=32,
+                  attention_backend=backend) as llm:
+        sizes = []
+        for turn in range(10):
+            metrics = soak(llm, turn, 200)
+            sizes.append(resident())
+    assert metrics["finished"] > 1500
+    assert sizes[-1] < 1.02 * sizes[4]

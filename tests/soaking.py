@@ -1,0 +1,44 @@
+"""Many short requests of several callers, some of which are aborted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+import llmc
+
+THREADS, AT_ONCE = 4, 25
+
+
+def resident() -> int:
+    """Pages of this process."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1])
+
+
+def soak(llm: llmc.LLM, turn: int, requests: int) -> dict[str, float]:
+    """So many requests; the metrics after them, when nothing is left behind."""
+    threads = [threading.Thread(target=_call, args=(llm, THREADS * turn + index,
+                                                    requests // THREADS))
+               for index in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    time.sleep(0.2)  # what was aborted last
+    metrics = llm.metrics()
+    assert metrics["running"] == metrics["waiting"] == metrics["cache_usage"] == 0
+    return metrics
+
+
+def _call(llm: llmc.LLM, seed: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(count // AT_ONCE):
+        prompts = rng.integers(3, 250, (AT_ONCE, int(rng.integers(1, 12)))).tolist()
+        params = llmc.SamplingParams(max_tokens=int(rng.integers(1, 4)), ignore_eos=True)
+        for piece in (stream := llm.stream(prompts, params)):
+            if piece.index > 5 and rng.random() < 0.01:
+                stream.close()
+                break
