@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,11 +11,13 @@ from typing import cast
 import onnx_graphsurgeon as gs
 
 from llmc import __version__
-from llmc.compiler.artifact import file_entry
+from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, lower
 from llmc.compiler.output import check_output, new_directory
+from llmc.compiler.passes.quantize import DEQUANTIZED
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
@@ -30,11 +32,13 @@ from llmc.runtime.manifest import (
     Source,
     Target,
     TokenizerInfo,
+    WeightDType,
     write_manifest,
 )
 from llmc.runtime.tokenizer import named_end, read_tokenizer
 
 _DEVICES = 8
+_DTYPES = {"fp8": "float8_e4m3fn"}  # as `quantize` has them
 
 Progress = Callable[[str], None]
 
@@ -45,6 +49,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             mem_max_seq_len: int | None = None,
             max_batch_size: int = 64, hf_dir: str | Path | None = None,
             compute_capability: str | None = None, kv_dtype: str = "",
+            quantize: str = "", group_size: int = 0, quantize_lm_head: str = "",
             trust_remote_code: bool = False, allow_pickle: bool = False,
             progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
@@ -58,6 +63,12 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         tp_size: chips that share the model.
         dtype: of weights and activations; the cpu target has float32.
         kv_dtype: of the KV caches; the cuda and tensorrt targets have float8_e4m3fn; "": as dtype.
+        quantize: what the weights of linear layers are rounded to: int8, int4, uint4 (int4 with
+            zero points) or fp8; "": they stay as they are. Activations stay in `dtype`.
+        group_size: numbers along a row of a weight that share a scale; 0: the largest of 128, 64,
+            32 and 16 that the row is whole groups of, with fp8 the row.
+        quantize_lm_head: likewise, of the LM head, and with it the embedding where the two are
+            tied; none: not at all; "": as the rest.
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use, at most the model's; by default all of them for
@@ -73,15 +84,20 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     output = Path(output)
     options = Options(dtype, compute_capability, max_batch_size,
                       output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
-                      tp_size, max_seq_len, mem_max_seq_len)
+                      tp_size, max_seq_len, mem_max_seq_len,
+                      scheme=_scheme(quantize, group_size),
+                      head_scheme=_scheme(quantize_lm_head or quantize, group_size))
     check_options(options)
     check_output(output)
     described = TARGETS[target].describe(options)
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                check=lambda *about: check_model(options, About(*about)))
+    for note in raw.notes:
+        progress(note)
     progress("passes")
     lowered = lower(raw, options)
+    _say_dequantized(lowered, options, progress)
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
     with new_directory(output) as directory:
@@ -90,11 +106,32 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         return manifest
 
 
+def _scheme(name: str, group_size: int) -> Scheme | None:
+    """How an option wants weights stored; a dtype that does not exist is refused with the others.
+    """
+    return None if name in ("", "none") else Scheme(_DTYPES.get(name, name), group_size)
+
+
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
     """The llmc ops of emitted graphs, with their versions."""
     used = {op.name: op.version for graph in graphs for node in graph.nodes
             if (op := op_of(node)) is not None}
     return dict(sorted(used.items()))
+
+
+def _say_dequantized(lowered: Lowered, options: Options, progress: Progress) -> None:
+    for report in lowered.reports:
+        count = report.matches.get(DEQUANTIZED, 0)
+        if count:
+            progress(f"the {options.target} target has no kernels for weights in fewer bits yet: "
+                     f"{count} of the checkpoint become {options.dtype}, with their memory and "
+                     f"speed")
+
+
+def _weight_dtypes(chips: Sequence[Chip]) -> tuple[WeightDType, ...] | None:
+    """Those of weights in fewer bits."""
+    return tuple(sorted({form.dtype for chip in chips
+                         for form in chip.quantization.values()})) or None
 
 
 def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
@@ -108,7 +145,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
     for rank, graph in enumerate(lowered.graphs):
         encoder = lowered.encoders[rank:rank + 1]
         chip, written = TARGETS[target.kind].emit(graph, rank, directory, options, *encoder)
-        chips.append(chip)
+        forms = weight_forms([graph, *encoder])
+        chips.append(chip.model_copy(update={"quantization": forms}))
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
     files.extend(_inside("tokenizer", map(file_entry, sorted((directory / "tokenizer").glob("*")))))
@@ -119,7 +157,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
                       config_sha256=raw.config_sha256),
         dims=lowered.dims,
         dtype=cast(DTypeName, options.dtype),  # check_options has seen it
-        tp_size=tp_size,
+        quantization=_weight_dtypes(chips), tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
         encoder=lowered.encoder_info, target=target,

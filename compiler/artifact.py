@@ -16,7 +16,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import __version__, plugins
-from llmc.compiler.graph.rewrite import caches, is_llmc, op_of
+from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.manifest import (
     FACTS,
@@ -27,13 +27,14 @@ from llmc.runtime.manifest import (
     GraphStep,
     LayerCache,
     TensorInfo,
+    WeightForm,
     hash_file,
 )
 from llmc.runtime.weights import WEIGHTS_NAME as WEIGHTS_NAME
 
 _ALIGNMENT = 4096
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
-                       "int32": "I32"}
+                       "int32": "I32", "uint8": "U8"}
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,17 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
                                head_dim=node.attrs["head_dim"]) for node in attention),
         num_heads=tuple(node.attrs["num_heads"] for node in attention),
         weight_bytes=weight_bytes, encoder=encoder)
+
+
+def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
+    """The weights of a chip that are in fewer bits, by name."""
+    found = {}
+    for node in (node for graph in graphs for node in graph.nodes):
+        op = op_of(node)
+        if op is not None and op.packed(fields := fields_of(node)) and op.quantized is not None:
+            found[operands(node)[op.quantized.weight].name] = WeightForm(
+                dtype=fields["weight_dtype"], group_size=fields["group_size"])
+    return dict(sorted(found.items()))
 
 
 def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \

@@ -2,6 +2,7 @@
 
     fuse         exported nodes become llmc's ops; [batch, seq, …] becomes packed tokens
     partition    one graph becomes one for each rank
+    quantise     weights of linear layers go into fewer bits
     the engine   what only some targets want: norms inside of GEMMs, other dtypes
 
 Each graph is verified after every pass, shapes and all, and what the pass did and refused is
@@ -31,10 +32,11 @@ from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, narrow_indices
+from llmc.compiler.passes.quantize import dequantize_weights, quantize_weights
 from llmc.compiler.passes.sdpa import sdpa
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len
-from llmc.compiler.targets import Options, cuda, tensorrt
+from llmc.compiler.targets import Options, cpu, cuda, tensorrt
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Dims, EncoderInfo
 
@@ -102,6 +104,9 @@ PASSES: tuple[Pass, ...] = (
     # Partition.
     Partition("tensor_parallel", tensor_parallel),
     EncoderPass("memory", move_memory),  # what moves has been cut where it was used
+    # Quantise: behind partition, so that a group is never cut.
+    RankPass("quantize", quantize_weights, (cpu.KIND,)),
+    RankPass("dequantize", dequantize_weights, _GPU),
     # What the engine of a target wants.
     GraphPass("norm_gemm", norm_gemm, _GPU),  # before cast: gains are multiplied in float32
     RankPass("cast", cast, _GPU),
@@ -183,7 +188,8 @@ def divide(fused: Fused, options: Options) -> Lowered:
         LlmcError: see `lower`.
     """
     settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
-                       kv_dtype=options.kv_dtype)
+                       kv_dtype=options.kv_dtype, scheme=options.scheme,
+                       head_scheme=options.head_scheme)
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from llmc.compiler.frontend.raw import architecture_of, token_ids
+from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
 
@@ -131,6 +132,26 @@ def _kv_dtype(options: Options) -> str | None:
             f"{''.join(f', or give {name}' for name in kv_dtypes)}")
 
 
+def _schemes(options: Options) -> str | None:
+    dtypes = getattr(TARGETS[options.target], "WEIGHT_DTYPES", ())
+    for scheme in (options.scheme, options.head_scheme):
+        if scheme is None:
+            continue
+        if not dtypes:
+            return (f"target '{options.target}' has no kernels for weights in fewer bits yet, so "
+                    f"it takes no --quantize; compile for --target cpu, or leave it out")
+        if scheme.dtype not in dtypes:
+            return (f"weights cannot be quantised to '{scheme.dtype}'; there are: int8, int4, "
+                    f"uint4, fp8")
+        if scheme.group_size < 0 or scheme.group_size % 2 or \
+                0 < scheme.group_size < SMALLEST_GROUP:
+            return (f"group_size {scheme.group_size} is not an even number from {SMALLEST_GROUP} "
+                    f"on; most kernels have 32, 64 and 128")
+    if options.head_scheme is not None and options.scheme is None:
+        return "quantize_lm_head is given without quantize; give both"
+    return None
+
+
 def _compute_capability(options: Options) -> str | None:
     if options.compute_capability is None or (
             options.target in _GPU and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
@@ -209,6 +230,7 @@ OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
     "target": _target,  # first: the others ask it what it has
     "dtype": _dtype,
     "kv_dtype": _kv_dtype,
+    "schemes": _schemes,
     "compute_capability": _compute_capability,
     "tp_size": _tp_size,
     "max_seq_len": _seq_lens,

@@ -192,6 +192,15 @@ def main() -> None:
 @click.option("--dtype", default="float32", help="Of weights and activations.")
 @click.option("--kv_dtype", default="", metavar="float8_e4m3fn",
               help="Of the KV caches, for --target cuda or tensorrt.  [default: as --dtype]")
+@click.option("--quantize", default="", metavar="int8|int4|uint4|fp8",
+              help="Round the weights of linear layers to this; uint4 is int4 with zero points.  "
+                   "[default: they stay as they are]")
+@click.option("--group_size", default=0,
+              help="Numbers along a row that share a scale.  [default: 128, 64, 32 or 16, what "
+                   "divides the row; with fp8 the row]")
+@click.option("--quantize_lm_head", default="", metavar="int8|int4|uint4|fp8|none",
+              help="Of the LM head, and the embedding where they are tied.  [default: as "
+                   "--quantize]")
 @click.option("--target", default="cpu", help="Engine kind.")
 @click.option("--compute_capability", default=None, metavar="9.0",
               help="Of the only GPUs that may run it.  [default: any]")
@@ -669,6 +678,10 @@ def inspect_command(case_dir: Path, verify: bool, as_json: bool) -> None:
                       *(f"{chip['memory_bytes'] / 1e6:.1f}" for _ in memory),
                       str(chip["num_heads"]), str(chip["num_kv_heads"]), str(chip["steps"]))
     console.print(table)
+    for chip in summary["chips"]:
+        if chip["quantization"]:
+            console.print(f"chip {chip['rank']}, weights in fewer bits: " + "; ".join(
+                f"{count} in {form}" for form, count in chip["quantization"].items()))
     if summary["cache_tokens"]:
         console.print("tokens that the KV cache holds, about: " + "; ".join(
             f"{name} {count:,}" if count else f"{name} none, as the weights do not fit"

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmc.runtime.manifest import DTYPE_BYTES, Manifest
+from llmc.runtime.manifest import DTYPE_BYTES, Chip, Manifest
 
 # Bytes of memory of GPUs that there are, of which this part is used, less what a step takes.
 _GPUS = {"L4, RTX 4090 (24 GB)": 24e9, "A100 (40 GB)": 40e9, "L40S (48 GB)": 48e9,
          "A100, H100 (80 GB)": 80e9, "H200 (141 GB)": 141e9}
 _USED, _STEP_BYTES = 0.9, 1e9
+
+
+def _count_forms(chip: Chip) -> dict[str, int]:
+    """How many weights there are in each form of fewer bits."""
+    counts: dict[str, int] = {}
+    for form in chip.quantization.values():
+        name = f"{form.dtype}, groups of {form.group_size}"
+        counts[name] = counts.get(name, 0) + 1
+    return dict(sorted(counts.items()))
 
 
 def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
@@ -19,7 +28,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     """
     length = manifest.dims.max_seq_len
     width, kv_width = DTYPE_BYTES[manifest.dtype], DTYPE_BYTES[manifest.kv_dtype]
-    chips = []
+    chips: list[dict[str, Any]] = []
     for chip in manifest.chips:
         cache = sum(2 * kv_width * layer.num_kv_heads * layer.head_dim * length
                     for layer in chip.cache)
@@ -33,6 +42,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
             "memory_bytes": memory * batch_size,
             "num_heads": chip.num_heads[0], "num_kv_heads": chip.cache[0].num_kv_heads,
             "steps": len(chip.all_steps),
+            "quantization": _count_forms(chip),
             "file_bytes": sum(f.size for f in manifest.files if f.path.startswith(f"{chip.path}/")),
         })
     tokens = {}

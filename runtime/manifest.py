@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from llmc import plugins
 from llmc.errors import LlmcError
-from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight, read_weight_header
+from llmc.runtime.weights import WEIGHTS_NAME, read_weight_header
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "model_info.json"
@@ -26,6 +26,8 @@ FACTS = "llmc"  # the key of what an ONNX file says of itself
 DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
                                "int64": 8, "int32": 4}
+
+WeightDType = Literal["int4", "uint4", "int8", "uint8", "float8_e4m3fn"]
 
 # What engines are given: dtype and shape. Plans have 32 bits where others have 64.
 ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
@@ -140,6 +142,15 @@ class EncoderProgram(_Frozen):
     steps: Steps
 
 
+class WeightForm(_Frozen):
+    """A weight matrix in fewer bits, as llmc.plugins.quantization has it: its scales are the weight
+    `<name>_scale`, its zeros, where the dtype has them, `<name>_zero`.
+    """
+
+    dtype: WeightDType
+    group_size: Count
+
+
 class Chip(_Frozen):
     """What one rank loads and runs.
 
@@ -148,7 +159,7 @@ class Chip(_Frozen):
     caches are paged `block_table`, and the caches; an updated cache is named `<cache>_out`,
     and the last step makes `logits`. With an `encoder`, they are its decoder's, whose inputs also
     are `memory_starts`, `encoder_sequence_length`, and what the encoder made. `num_heads` are the
-    query heads of each layer.
+    query heads of each layer. `quantization` has the weights in fewer bits, by name.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -160,6 +171,7 @@ class Chip(_Frozen):
     num_heads: tuple[Count, ...]
     weight_bytes: Annotated[int, Field(ge=0)]
     encoder: EncoderProgram | None = None
+    quantization: dict[str, WeightForm] = {}
 
     @property
     def all_steps(self) -> Steps:
@@ -342,7 +354,9 @@ class PassReport(_Frozen):
 
 
 class Manifest(_Frozen):
-    """The whole of `model_info.json`."""
+    """The whole of `model_info.json`. `quantization` lists the dtypes of weights in fewer bits, if
+    there are any; each chip says which weights those are.
+    """
 
     format_version: Literal[2]
     llmc_version: str
@@ -350,7 +364,7 @@ class Manifest(_Frozen):
     dims: Dims
     encoder: EncoderInfo | None = None
     dtype: DTypeName
-    quantization: None = None
+    quantization: tuple[WeightDType, ...] | None = None
     tp_size: Annotated[int, Field(ge=1)]
     pp_size: Literal[1] = 1
     device_groups: tuple[tuple[int, ...], ...]
@@ -380,6 +394,10 @@ class Manifest(_Frozen):
             raise ValueError(f"kv_cache_layout is {self.kv_cache_layout}, which target "
                              f"{self.target.kind} does not have")
         for chip in self.chips:
+            if not {form.dtype for form in chip.quantization.values()} <= \
+                    {*(self.quantization or ())}:
+                raise ValueError(f"chip {chip.rank} has weights of dtypes that quantization does "
+                                 f"not list")
             if _collectives(chip) != _collectives(self.chips[0]):
                 raise ValueError(f"chips 0 and {chip.rank} do not have the same collectives")
             if (chip.encoder is None) != (self.encoder is None):
@@ -683,8 +701,11 @@ def _check_weights(manifest: Manifest, root: Path) -> None:
     """
     headers = []
     for chip in manifest.chips:
-        headers.append(read_weight_header(root / chip.path / WEIGHTS_NAME))
-        held = sum(weight.stop - weight.start for weight in headers[-1].values())
+        header = read_weight_header(root / chip.path / WEIGHTS_NAME)
+        headers.append({name: weight.shape if name not in chip.quantization else
+                        (weight.shape[0], weight.shape[-1] * _per_byte(chip.quantization[name]))
+                        for name, weight in header.items()})
+        held = sum(weight.stop - weight.start for weight in header.values())
         if held != chip.weight_bytes:
             raise LlmcError(f"'{root / chip.path / WEIGHTS_NAME}' has {held} bytes of weights, "
                             f"{MANIFEST_NAME} says {chip.weight_bytes}; compile the model again")
@@ -699,13 +720,18 @@ def _check_weights(manifest: Manifest, root: Path) -> None:
                         f"model again")
 
 
-def _has_table(headers: Sequence[Mapping[str, StoredWeight]], rows: int,
+def _per_byte(form: WeightForm) -> int:
+    """Numbers in a byte."""
+    return 2 if form.dtype in ("int4", "uint4") else 1
+
+
+def _has_table(headers: Sequence[Mapping[str, tuple[int, ...]]], rows: int,
                columns: int | None = None) -> bool:
     """Whether all chips have a matrix of one name and so many columns, if that is said, and so many
     rows together at least.
     """
     for name in headers[0]:
-        shapes = [header[name].shape for header in headers if name in header]
+        shapes = [header[name] for header in headers if name in header]
         if len(shapes) == len(headers) and all(
                 len(shape) == 2 and columns in (None, shape[1]) for shape in shapes) \
                 and sum(shape[0] for shape in shapes) >= rows:

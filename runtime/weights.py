@@ -14,7 +14,7 @@ from llmc.errors import LlmcError
 WEIGHTS_NAME = "weights.safetensors"
 _MOST_DIMS = 8
 _DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
-           "I64": ("int64", 8), "I32": ("int32", 4)}
+           "I64": ("int64", 8), "I32": ("int32", 4), "U8": ("uint8", 1)}
 
 
 class StoredWeight(NamedTuple):

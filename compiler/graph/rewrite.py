@@ -15,6 +15,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
+from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
@@ -47,6 +48,8 @@ class Settings:
         dtype: of weights and activations.
         kv_dtype: of the KV caches; "" is dtype.
         model: what messages call the model.
+        scheme: how linear layers are stored; None: as they come.
+        head_scheme: how the LM head is stored, and with it a table that it shares.
     """
 
     max_seq_len: int
@@ -56,6 +59,8 @@ class Settings:
     dtype: str = "float32"
     kv_dtype: str = ""
     model: str = ""
+    scheme: Scheme | None = None
+    head_scheme: Scheme | None = None
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,15 @@ partitioned without loading it: each rewrite wraps the weight in what is to be d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import onnx
 from onnx_graphsurgeon.ir.tensor import LazyValues
+
+if TYPE_CHECKING:
+    from llmc.compiler.graph.quantization import Stored
 
 BLOCK_BYTES = 16 << 20  # of a weight that is held at once
 _FLOATING = frozenset(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
@@ -26,13 +30,17 @@ class Weight(LazyValues):
             of the constant.
         rows: reads rows `start` to `stop` of axis 0 as an array of `dtype`.
         name: where it comes from, for messages.
+        stored: the fewer bits of which its numbers are made, where it has come in such. Cuts,
+            stacks and casts carry it along; whatever makes other numbers leaves it behind.
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype | type,
-                 rows: Callable[[int, int], np.ndarray], name: str) -> None:
+                 rows: Callable[[int, int], np.ndarray], name: str,
+                 stored: Stored | None = None) -> None:
         self.shape = tuple(int(dim) for dim in shape)
         self.dtype = np.dtype(dtype)
         self.name = name
+        self.stored = stored
         self._rows = rows
         self._transposed: Weight | None = None
         self._padded: dict[int, Weight] = {}
@@ -118,15 +126,17 @@ class Weight(LazyValues):
             runs = np.split(wanted, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 
-        return Weight((len(index), *self.shape[1:]), self.dtype, rows, self.name)
+        return Weight((len(index), *self.shape[1:]), self.dtype, rows, self.name,
+                      self.stored and self.stored.take_rows(index))
 
     def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
-        """Columns `index` of a matrix, in that order."""
+        """Columns `index` of a matrix, in that order. A stored form stays where they are groups."""
         index = np.asarray(index, dtype=np.int64)
         if np.array_equal(index, np.arange(self.shape[1])):
             return self
         return Weight((self.shape[0], len(index)), self.dtype,
-                      lambda start, stop: self.rows(start, stop)[:, index], self.name)
+                      lambda start, stop: self.rows(start, stop)[:, index], self.name,
+                      self.stored and self.stored.take_columns(index))
 
     def pad_rows(self, count: int) -> Weight:
         """The weight with zero rows appended up to `count` rows; the same each time."""
@@ -143,7 +153,8 @@ class Weight(LazyValues):
                 block[:len(filled)] = filled
             return block
 
-        self._padded[count] = Weight((count, *self.shape[1:]), self.dtype, rows, self.name)
+        self._padded[count] = Weight((count, *self.shape[1:]), self.dtype, rows, self.name,
+                                     self.stored and self.stored.pad_rows(count))
         return self._padded[count]
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Weight:
@@ -178,7 +189,7 @@ class Weight(LazyValues):
         if dtype not in self._cast:
             self._cast[dtype] = Weight(
                 self.shape, dtype, lambda start, stop: self.rows(start, stop).astype(dtype),
-                self.name)
+                self.name, self.stored)
         return self._cast[dtype]
 
     @staticmethod
@@ -198,8 +209,10 @@ class Weight(LazyValues):
                     parts.append(weight.rows(int(low - offset), int(high - offset)))
             return np.concatenate(parts)
 
+        forms = [w.stored for w in weights if w.stored is not None]
         return Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
-                      "+".join(w.name for w in weights))
+                      "+".join(w.name for w in weights),
+                      forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
 
 
 def _sum_rows(matrix: np.ndarray) -> np.ndarray:

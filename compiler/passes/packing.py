@@ -22,6 +22,7 @@ from llmc.compiler.graph.rewrite import (
     describe,
     is_llmc,
     is_op,
+    op_of,
     operands,
     producer,
     row_weights,
@@ -125,7 +126,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def lm_head(graph: gs.Graph) -> gs.Node:
-    """The linear layer that makes the logits: above the output, past row-wise nodes.
+    """The linear layer that makes the logits: above the output, past row-wise nodes and the ranks'
+    AllGather.
 
     Raises:
         LlmcError: there is none.
@@ -137,7 +139,8 @@ def lm_head(graph: gs.Graph) -> gs.Node:
             return node
         computed = [] if node is None else [t for t in node.inputs
                                             if not isinstance(t, gs.Constant)]
-        if node is None or is_llmc(node) or len(computed) != 1:
+        op = op_of(node)
+        if node is None or (op is not None and not op.collective) or len(computed) != 1:
             raise LlmcError(f"the logits do not come from a linear layer but from "
                             f"{describe(node) if node else describe(tensor)}")
         tensor = computed[0]

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.dtypes import numpy_dtype
-from llmc.compiler.graph.rewrite import Report, Settings, caches, op_of, values_of
+from llmc.compiler.graph.rewrite import Report, Settings, caches, fields_of, op_of, values_of
 from llmc.compiler.graph.weights import Weight
 
 
@@ -38,6 +38,8 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
             if not isinstance(tensor, gs.Constant):
                 continue
             exact = op is None or op.input_names[index] in op.float32_inputs
+            if op is not None and op.input_names[index] in op.packed(fields_of(node)):
+                continue
             wanted = np.dtype(np.float32) if exact else dtype
             key = (id(tensor), wanted.name)
             if key not in made:

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE
+from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
@@ -85,9 +86,11 @@ class Plan:
         partial: ids of tensors that are sums over ranks.
         reduce: ids of partial tensors that an AllReduce must complete.
         gather: ids of the tensors that an AllGather must complete, with their columns in order.
+        group_size: columns that stay together, as weights will be stored in groups of so many.
     """
 
     tp_size: int
+    group_size: int = 1
     ways: dict[int, Shard] = field(default_factory=dict)
     columns: dict[int, list[np.ndarray]] = field(default_factory=dict)
     shares: dict[int, list[HeadShare]] = field(default_factory=dict)
@@ -107,10 +110,15 @@ def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Repo
         LlmcError: tp_size is below 1 or above the number of heads.
     """
     ranks = [list(rank) for rank in zip(
-        *partition_all(graphs, settings.tp_size, settings.model), strict=True)]
+        *partition_all(graphs, settings.tp_size, settings.model, _group_size(settings)),
+        strict=True)]
     for op in (ALL_REDUCE, ALL_GATHER):
         report.count(op.name, sum(is_op(node, op) for graph in ranks[0] for node in graph.nodes))
     return ranks
+
+
+def _group_size(settings: Settings) -> int:
+    return 1 if settings.scheme is None else settings.scheme.group_size or SMALLEST_GROUP
 
 
 def max_tp_size(graph: gs.Graph) -> int:
@@ -128,7 +136,8 @@ def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
     return partition_all([graph], tp_size, model)[0]
 
 
-def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str) -> list[list[gs.Graph]]:
+def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str,
+                  group_size: int = 1) -> list[list[gs.Graph]]:
     """For each of a model's graphs, one per rank. What a rank has of a weight, its graphs share.
 
     Raises:
@@ -143,14 +152,14 @@ def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str) -> list[
     shards = [_Shards() for _ in range(tp_size)]
     parts = []
     for graph in graphs:
-        plan = make_plan(graph, tp_size)
+        plan = make_plan(graph, tp_size, group_size)
         parts.append([_rank_graph(graph, plan, rank, shards[rank]) for rank in range(tp_size)])
     return parts
 
 
-def make_plan(graph: gs.Graph, tp_size: int) -> Plan:
+def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1) -> Plan:
     """Decide how each node is divided. See the module's docstring for the rules."""
-    plan = Plan(tp_size)
+    plan = Plan(tp_size, group_size)
     head = lm_head(graph) if graph.outputs[0].name == "logits" else None
     for node in graph.nodes:
         way = _choose(graph, node, plan, node is head)
@@ -240,12 +249,25 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan, is_head: b
     if attention is None or heads is None:
         if width < tp_size:
             return None
-        return np.split(np.arange(width), np.cumsum(_balanced(width, tp_size))[:-1])
+        unit = _unit(users[0], result, plan.group_size)
+        if width % unit or width // unit < tp_size:
+            unit = 1
+        ends = np.cumsum(_balanced(width // unit, tp_size))[:-1] * unit
+        return np.split(np.arange(width), ends)
     name = next(name for name in heads.heads if operand(attention, name) is result)
     fields = attention.attrs
     shares = share_heads(fields["num_heads"], fields["num_kv_heads"], tp_size)
     plan.shares[id(result)] = shares
     return [_head_columns(heads.heads[name], share, fields) for share in shares]
+
+
+def _unit(user: gs.Node | None, tensor: gs.Tensor, group_size: int) -> int:
+    """How many columns of a tensor stay together, as they share a scale of the weight behind it."""
+    for way in () if user is None else _ways(user):
+        if isinstance(way, ByColumns) and operand(user, way.x) is tensor:
+            stored = values_of(operands(user)[way.inputs[0]]).stored
+            return stored.group_size if stored is not None else group_size
+    return 1
 
 
 def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int]) -> np.ndarray:
@@ -316,6 +338,10 @@ class _Shards:
         key = (id(tensor._values), str(axis), index.tobytes())
         if key not in self._made:
             shard = values.take_rows(index) if axis == 0 else values.take_columns(index)
+            if values.stored is not None and shard.stored is None:
+                raise LlmcError(f"'{tensor.name}' is stored in groups of "
+                                f"{values.stored.group_size} along its rows of {values.shape[1]}, "
+                                f"which this tp_size would cut; give another, such as 1")
             self._made[key] = gs.Constant(tensor.name, shard)
         return self._made[key]
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmc.compiler.graph.quantization import Scheme
+
 
 @dataclass(frozen=True)
 class Options:
@@ -24,6 +26,8 @@ class Options:
         tp_size: chips that share the model.
         max_seq_len: positions a sequence may use; None: as many as the model's, in bounds.
         mem_max_seq_len: tokens of a prompt that the model's encoder takes, likewise.
+        scheme: how the weights of linear layers are rounded to fewer bits; None: not at all.
+        head_scheme: the same of the LM head's.
         vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
     """
 
@@ -38,3 +42,5 @@ class Options:
     max_seq_len: int | None = None
     mem_max_seq_len: int | None = None
     vocab_multiple: int | None = None
+    scheme: Scheme | None = None
+    head_scheme: Scheme | None = None

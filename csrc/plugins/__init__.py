@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the runtime reads the registry and has no onnx
     import onnx
 
-from llmc.plugins.roles import Attention, Norm, Shard
+from llmc.plugins.roles import Attention, Norm, Quantized, Shard
 
 DOMAIN = "llmc"
 OPSET = 24
@@ -64,6 +64,7 @@ class Op:
             rank computes the whole.
         norm: what it is, if it is a norm.
         attention: what it is, if it is attention.
+        quantized: which input may be in fewer bits, as the field `weight_dtype` then says.
         collective: what the ranks do together, if it is that.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
@@ -91,6 +92,7 @@ class Op:
     shard: tuple[Shard, ...] = ()
     norm: Norm | None = None
     attention: Attention | None = None
+    quantized: Quantized | None = None
     collective: Literal["", "all_reduce", "all_gather"] = ""
     required: tuple[str, ...] = ()
     choices: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
@@ -139,6 +141,12 @@ class Op:
             if not declared.endswith("?") and declared not in given:
                 raise ValueError(f"{self.name} needs the input {declared!r}")
         return given
+
+    def packed(self, fields: Fields) -> frozenset[str]:
+        """The inputs whose dtypes are those of a weight in fewer bits, where `fields` say so."""
+        if self.quantized is None or not fields["weight_dtype"]:
+            return frozenset()
+        return frozenset({self.quantized.weight, self.quantized.scale, self.quantized.zero})
 
     def fit(self, shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         """Output shapes, where inputs of these shapes (by name; absent ones left out) fit together.
@@ -198,7 +206,8 @@ class Op:
             return function
         caches = self.cache_inputs if fields.get("kv_dtype") else frozenset()
         return _cast_borders(
-            function, given - self.float32_inputs - self.integer_inputs - caches,
+            function,
+            given - self.float32_inputs - self.integer_inputs - caches - self.packed(fields),
             [name for name in self.outputs if name.removesuffix("_out") not in caches], dtype)
 
 

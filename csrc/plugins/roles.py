@@ -105,6 +105,21 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """The op takes a weight matrix in fewer bits, as llmc.plugins.quantization has them.
+
+    Args:
+        weight: the input [out, in].
+        scale: the input of its groups' scales.
+        zero: the input of its groups' zeros.
+    """
+
+    weight: str = "weight"
+    scale: str = "weight_scale"
+    zero: str = "weight_zero"
+
+
+@dataclass(frozen=True)
 class Attention:
     """The op knows of sequences. Its fields are those that `ByHeads` speaks of.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.quantization import CODES, dequantize, quantizable
 from llmc.plugins.roles import ByVocabulary
 
 
@@ -29,7 +30,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
             "nothing = Constant<value_float=0.0>()",
         ]
         ids = "safe"
-    lines.append(f"e0 = Gather<axis=0>(table, {ids})")
+    lines += _rows(fields, ids)
     result = "e0"
     if fields["vocab_sharded"]:
         lines.append("e1 = Where(column, e0, nothing)")
@@ -43,6 +44,16 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     else:
         lines.append(f"y = Identity({result})")
     return "\n".join(lines)
+
+
+def _rows(fields: Fields, ids: str) -> list[str]:
+    """ONNX text for e0, the rows `ids` of the table."""
+    if not fields["weight_dtype"]:
+        return [f"e0 = Gather<axis=0>(table, {ids})"]
+    lines = [f"{part} = Gather<axis=0>({whole}, {ids})" for part, whole in (
+        ("codes", "table"), ("scales", "weight_scale"), ("zeros", "weight_zero"))
+        if part != "zeros" or CODES[fields["weight_dtype"]][1] is None]
+    return [*lines, dequantize(fields, "e0", "codes", "scales", "zeros")]
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
@@ -75,7 +86,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     ]
 
 
-OP = Op(
+OP = quantizable(Op(
     name="Embedding",
     version=1,
     inputs=("input_ids", "table", "position_ids?", "position_table?"),
@@ -91,4 +102,4 @@ OP = Op(
     reference=_reference,
     samples=_samples,
     tolerance=1e-6,
-)
+), "table")

@@ -6,24 +6,25 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.quantization import cpu_product, product, quantizable
 from llmc.plugins.roles import ByRows
 
 
-def _product(fields: Fields) -> str:
+def _gate(fields: Fields) -> str:
     return "\n".join(["gate, up = Split<axis=-1, num_outputs=2>(both)",
                       activation_text(fields["activation"], "gate", "active"),
                       "y = Mul(active, up)"])
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    lines = ["wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(x, wt)"]
+    lines = [product(fields, "m")]
     lines.append("both = Add(m, bias)" if "bias" in present else "both = Identity(m)")
-    return "\n".join([*lines, _product(fields)])
+    return "\n".join([*lines, _gate(fields)])
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    gemm = f"both = Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
-    return f"{gemm}\n{_product(fields)}"
+    bias = "bias" if "bias" in present else ""
+    return f"{cpu_product(fields, 'both', added=bias)}\n{_gate(fields)}"
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -43,7 +44,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return made
 
 
-OP = Op(
+OP = quantizable(Op(
     name="GatedMLP",
     version=1,
     inputs=("x", "weight", "bias?"),
@@ -58,4 +59,4 @@ OP = Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-)
+))

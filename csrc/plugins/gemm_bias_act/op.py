@@ -6,20 +6,22 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.quantization import cpu_product, product, quantizable
 from llmc.plugins.roles import ByColumns, ByRows
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    lines = ["wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(x, wt)"]
+    lines = [product(fields, "m")]
     lines.append("b = Add(m, bias)" if "bias" in present else "b = Identity(m)")
     return "\n".join([*lines, activation_text(fields["activation"], "b", "y")])
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    gemm = f"Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
+    bias = "bias" if "bias" in present else ""
     if fields["activation"] == "none":
-        return f"y = {gemm}"
-    return f"b = {gemm}\n{activation_text(fields['activation'], 'b', 'y')}"
+        return cpu_product(fields, "y", added=bias)
+    return (f"{cpu_product(fields, 'b', added=bias)}\n"
+            f"{activation_text(fields['activation'], 'b', 'y')}")
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -38,7 +40,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return made
 
 
-OP = Op(
+OP = quantizable(Op(
     name="GemmBiasAct",
     version=1,
     inputs=("x", "weight", "bias?"),
@@ -54,4 +56,4 @@ OP = Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-)
+))

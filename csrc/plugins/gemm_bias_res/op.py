@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
+from llmc.plugins.quantization import cpu_product, product, quantizable
 from llmc.plugins.roles import ByColumns
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    lines, result = ["wt = Transpose<perm=[1, 0]>(weight)", "m0 = MatMul(x, wt)"], "m0"
+    lines, result = [product(fields, "m0")], "m0"
     for index, term in enumerate(("bias", "residual"), 1):
         if term in present:
             lines.append(f"m{index} = Add({result}, {term})")
@@ -20,10 +21,10 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """The residual is what the GEMM accumulates into, so adding it is free."""
     if "residual" not in present:
-        return f"y = Gemm<transB=1>(x, weight{', bias' if 'bias' in present else ''})"
+        return cpu_product(fields, "y", added="bias" if "bias" in present else "")
     if "bias" not in present:
-        return "y = Gemm<transB=1>(x, weight, residual)"
-    return "m = Gemm<transB=1>(x, weight, residual)\ny = Add(m, bias)"
+        return cpu_product(fields, "y", added="residual")
+    return f"{cpu_product(fields, 'm', added='residual')}\ny = Add(m, bias)"
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -40,7 +41,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             for extra in ({}, bias, residual, {**bias, **residual})]
 
 
-OP = Op(
+OP = quantizable(Op(
     name="GemmBiasRes",
     version=1,
     inputs=("x", "weight", "bias?", "residual?"),
@@ -54,4 +55,4 @@ OP = Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-)
+))

@@ -12,6 +12,7 @@ import numpy as np
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.normalization import normalize
+from llmc.plugins.quantization import product, quantizable
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
@@ -19,7 +20,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
              "flat = Expand(one, width)",
              f"n = {'LayerNormalization' if fields['centred'] else 'RMSNormalization'}"
              f"<axis=-1, epsilon={fields['epsilon']!r}>(x, flat)",
-             "wt = Transpose<perm=[1, 0]>(weight)", "m = MatMul(n, wt)",
+             product(fields, "m", "n"),
              "b = Add(m, bias)" if "bias" in present else "b = Identity(m)"]
     if fields["gated"]:
         lines += ["gate, up = Split<axis=-1, num_outputs=2>(b)",
@@ -59,7 +60,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return made
 
 
-OP = Op(
+OP = quantizable(Op(
     name="NormGemm",
     version=1,
     inputs=("x", "weight", "bias?", "row_sums?"),
@@ -73,4 +74,4 @@ OP = Op(
     float32_inputs=frozenset({"row_sums"}),
     reference=_reference,
     samples=_samples,
-)
+))

@@ -1,0 +1,266 @@
+"""Weights in fewer bits as the compiler handles them: made from a weight, or come in a checkpoint.
+
+Codes stay one to a byte, and everything is read when it is written, a block of rows at a time, as
+all weights are. `llmc.plugins.quantization` says what codes, scales and zeros mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
+from llmc.plugins.quantization import CODES, FLOAT8_NUMBERS, pack
+
+SMALLEST_GROUP = 16  # that kernels have
+_GROUP_SIZES = (128, 64, 32, 16)
+_FLOAT8 = "float8_e4m3fn"
+_FLOAT8_MOST = 448.0
+_NUMBERS = np.array(FLOAT8_NUMBERS, np.float32)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are to be stored.
+
+    Args:
+        dtype: a `weight_dtype` of llmc.plugins.quantization.
+        group_size: numbers along a row that share a scale; 0: the largest of 128, 64, 32 and 16
+            that the row is whole groups of, or the row; in FP8 the row.
+    """
+
+    dtype: str
+    group_size: int = 0
+
+    def group_size_for(self, width: int) -> int | None:
+        """Of a row of `width` numbers; None where it is no whole groups."""
+        if self.group_size:
+            return self.group_size if width % self.group_size == 0 else None
+        if self.dtype == _FLOAT8:
+            return width
+        return next((size for size in _GROUP_SIZES if width % size == 0), width)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A matrix [out, in] as groups of codes.
+
+    Args:
+        dtype: a `weight_dtype`.
+        codes: uint8 [out, in], one to a byte.
+        scales: float32 [out, in / group_size].
+        zeros: uint8 [out, in / group_size] where the dtype has them.
+    """
+
+    dtype: str
+    codes: Weight
+    scales: Weight
+    zeros: Weight | None = None
+
+    @property
+    def bits(self) -> int:
+        return CODES[self.dtype][0]
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def _each(self, codes: Weight, scales: Weight, zeros: Weight | None) -> Stored:
+        return replace(self, codes=codes, scales=scales, zeros=zeros)
+
+    def weight(self, name: str) -> Weight:
+        """The numbers, float32 [out, in], that carry this form along."""
+        return Weight(self.codes.shape, np.float32, self._numbers, name, self)
+
+    def _numbers(self, start: int, stop: int) -> np.ndarray:
+        codes = self.codes.rows(start, stop)
+        scales = self.scales.rows(start, stop)[:, :, None]
+        if self.dtype == _FLOAT8:
+            numbers = _NUMBERS[codes]
+        else:
+            fixed = CODES[self.dtype][1]
+            numbers = codes.astype(np.float32)
+            if self.zeros is None:
+                numbers -= np.float32(fixed or 0)
+        grouped = numbers.reshape(*scales.shape[:2], -1)
+        if self.zeros is not None:
+            grouped -= self.zeros.rows(start, stop)[:, :, None].astype(np.float32)
+        scaled: np.ndarray = grouped * scales
+        return scaled.reshape(codes.shape)
+
+    def take_rows(self, index: np.ndarray) -> Stored:
+        """Rows `index`, in that order."""
+        return self._each(self.codes.take_rows(index), self.scales.take_rows(index),
+                          self.zeros and self.zeros.take_rows(index))
+
+    def pad_rows(self, count: int) -> Stored:
+        """With rows of zero appended up to `count`."""
+        missing = count - self.codes.shape[0]
+
+        def padded(weight: Weight, value: float) -> Weight:
+            rows = Weight((missing, weight.shape[1]), weight.dtype, lambda start, stop: np.full(
+                (stop - start, weight.shape[1]), value, weight.dtype), "padding")
+            return Weight.concat([weight, rows])
+
+        return self._each(padded(self.codes, CODES[self.dtype][1] or 0), padded(self.scales, 1),
+                          self.zeros and padded(self.zeros, 0))
+
+    def take_columns(self, index: np.ndarray) -> Stored | None:
+        """Columns `index`, in that order, in groups as large as that leaves; None where they are
+        no groups of a size that kernels have.
+        """
+        size = math.gcd(self.group_size, len(index))
+        while size >= SMALLEST_GROUP:
+            runs = index.reshape(-1, size)
+            if (runs[:, 0] % size == 0).all() and (np.diff(runs, axis=1) == 1).all():
+                fine = self.regrouped(size)
+                groups = runs[:, 0] // size
+                return fine._each(fine.codes.take_columns(index), fine.scales.take_columns(groups),
+                                  fine.zeros and fine.zeros.take_columns(groups))
+            size = size // 2 if size % 2 == 0 else 0
+        return None
+
+    def regrouped(self, group_size: int) -> Stored:
+        """The same numbers in smaller groups, each scale and zero repeated."""
+        times, rest = divmod(self.group_size, group_size)
+        assert rest == 0, f"groups of {self.group_size} are no groups of {group_size}"
+        if times == 1:
+            return self
+
+        def repeated(weight: Weight) -> Weight:
+            return Weight((weight.shape[0], weight.shape[1] * times), weight.dtype,
+                          lambda start, stop: weight.rows(start, stop).repeat(times, 1),
+                          weight.name)
+
+        return self._each(self.codes, repeated(self.scales), self.zeros and repeated(self.zeros))
+
+    def above(self, others: Sequence[Stored]) -> Stored | None:
+        """This matrix with `others` below it: in the smallest of their groups, with zeros if one
+        has them; None where that is no form.
+        """
+        parts = [self, *others]
+        size = math.gcd(*(part.group_size for part in parts))
+        if len({(part.bits, part.dtype == _FLOAT8) for part in parts}) > 1 or (
+                size < SMALLEST_GROUP and len({part.group_size for part in parts}) > 1):
+            return None
+        parts = [part.regrouped(size) for part in parts]
+        if any(part.zeros for part in parts):
+            parts = [part._with_zeros() for part in parts]
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return parts[0]._each(Weight.concat([part.codes for part in parts]),
+                              Weight.concat([part.scales for part in parts]),
+                              Weight.concat(zeros) if zeros else None)
+
+    def _with_zeros(self) -> Stored:
+        fixed = CODES[self.dtype][1]
+        if fixed is None:
+            return self
+        zeros = Weight(self.scales.shape, np.uint8, lambda start, stop: np.full(
+            (stop - start, self.scales.shape[1]), fixed, np.uint8), "zeros")
+        return Stored(f"u{self.dtype}", self.codes, self.scales, zeros)
+
+    def packed(self) -> tuple[Weight, Weight, Weight | None]:
+        """Weight, scales and zeros as they lie in memory.
+
+        Raises:
+            LlmcError: when they are read, where a scale is NaN, infinite or 0, or a code NaN.
+        """
+        name = self.codes.name
+
+        def checked(start: int, stop: int) -> np.ndarray:
+            scales = self.scales.rows(start, stop)
+            if not np.isfinite(scales).all() or not scales.all():
+                raise LlmcError(f"a scale of '{name}' is NaN, infinite or 0, so its weights are "
+                                f"none; the checkpoint is damaged")
+            return scales
+
+        scales = Weight(self.scales.shape, np.float32, checked, self.scales.name)
+        return self._packed(self.codes), scales, self.zeros and self._packed(self.zeros)
+
+    def _packed(self, codes: Weight) -> Weight:
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = codes.rows(start, stop)
+            if self.dtype == _FLOAT8 and ((block & 0x7F) == 0x7F).any():
+                raise LlmcError(f"'{codes.name}' has NaN among its weights; the checkpoint is "
+                                f"damaged")
+            return pack(block, self.bits)
+
+        return Weight((codes.shape[0], -(-codes.shape[1] * self.bits // 8)), np.uint8, rows,
+                      codes.name)
+
+
+def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
+    """A matrix rounded to nearest. Every block is read once for its codes, once for its scales and
+    once for its zeros; the same input gives the same bytes on any processor.
+
+    Raises:
+        LlmcError: a row of it is no whole groups; when it is read, where it has NaN or infinities.
+    """
+    rows, width = weight.shape
+    size = scheme.group_size_for(width)
+    if size is None:
+        raise LlmcError(f"group_size {scheme.group_size} does not divide the rows of '{name}', of "
+                        f"which a chip has {width} numbers; give another --group_size")
+    if width % 2:
+        raise LlmcError(f"'{name}' has rows of {width} numbers, and llmc quantises even ones only")
+    shape = (rows, width // size)
+
+    def grouped(start: int, stop: int) -> np.ndarray:
+        block = weight.rows(start, stop).astype(np.float32).reshape(stop - start, shape[1], size)
+        if not np.isfinite(block).all():
+            raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+        return block
+
+    def codes(start: int, stop: int) -> np.ndarray:
+        block = grouped(start, stop)
+        scales, zeros = scales_of(block, scheme.dtype)
+        return encode(block, scales, zeros, scheme.dtype).reshape(stop - start, width)
+
+    has_zeros = CODES[scheme.dtype][1] is None
+    return Stored(
+        scheme.dtype, Weight((rows, width), np.uint8, codes, name),
+        Weight(shape, np.float32,
+               lambda start, stop: scales_of(grouped(start, stop), scheme.dtype)[0], name),
+        Weight(shape, np.uint8, lambda start, stop: scales_of(
+            grouped(start, stop), scheme.dtype)[1].astype(np.uint8), name)
+        if has_zeros else None)
+
+
+def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and zeros, both float32 [...], of groups float32 [..., group_size]: those that take
+    the whole range of codes.
+    """
+    bits, fixed = CODES[dtype]
+    low, high = groups.min(-1), groups.max(-1)
+    if fixed is None:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        scales = _nonzero((high - low) / np.float32(2 ** bits - 1))
+        return scales, np.rint(-low / scales)
+    zeros = np.full(low.shape, fixed, np.float32)
+    extreme = np.where(-low > high, low, high)
+    if dtype == _FLOAT8:
+        return _nonzero(np.abs(extreme) / np.float32(_FLOAT8_MOST)), zeros
+    if bits == 8:
+        return _nonzero(np.abs(extreme) / np.float32(127)), zeros
+    return _nonzero(extreme / np.float32(-8)), zeros  # code 0, -8, has no opposite: the extreme's
+
+
+def _nonzero(scales: np.ndarray) -> np.ndarray:
+    """With 1 in place of 0, of groups that are zero all over."""
+    return np.where(scales == 0, np.float32(1), scales)
+
+
+def encode(groups: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
+    """The nearest codes uint8 of groups [..., group_size]."""
+    scaled = groups / scales[..., None]
+    if dtype == _FLOAT8:
+        clipped = np.clip(scaled, -_FLOAT8_MOST, _FLOAT8_MOST)
+        codes: np.ndarray = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return codes
+    codes = np.clip(np.rint(scaled) + zeros[..., None], 0, 2 ** CODES[dtype][0] - 1)
+    return codes.astype(np.uint8)

@@ -1,0 +1,105 @@
+"""Store the weights of linear layers in fewer bits.
+
+Given:   GemmBiasAct(x, W), W float32 [out, in], with the form that its checkpoint stores it in, or
+         a scheme to round it to
+Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_size, in_features,
+         out_features)
+
+What a checkpoint stores is never rounded again. Of our own rounding, tables of embeddings take part
+where the LM head is the same table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.quantization import Scheme, Stored, quantize
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Settings,
+    arranged,
+    op_of,
+    operands,
+    row_weights,
+    values_of,
+)
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.packing import lm_head
+from llmc.plugins.quantization import CODES
+from llmc.plugins.roles import ByVocabulary
+
+DEQUANTIZED = "dequantised"  # in reports
+_MOST_GROUPED = 256  # of 4 bits with zeros in MatMulNBits; zeros that are packed do not repeat
+
+
+def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
+    """Run the pass. What the graphs share, they go on to share.
+
+    Raises:
+        LlmcError: a weight cannot be rounded as asked for.
+    """
+    head = id(values_of(next(iter(row_weights(lm_head(graphs[0])).values()))))
+    made: dict[int, _Made] = {}
+    for node in (node for graph in graphs for node in graph.nodes):
+        op = op_of(node)
+        if op is None or op.quantized is None:
+            continue
+        role, given = op.quantized, operands(node)
+        values = values_of(given[role.weight])
+        is_table = any(isinstance(way, ByVocabulary) for way in op.shard)
+        scheme = settings.head_scheme if id(values) == head else \
+            None if is_table else settings.scheme
+        if id(values) not in made:
+            stored = _form(values, scheme, given[role.weight].name)
+            if stored is None:
+                continue
+            made[id(values)] = _Made(values, stored, *_constants(stored, given[role.weight].name))
+        known = made[id(values)]
+        stored, (out_features, in_features) = known.stored, values.shape
+        node.inputs = arranged(op, {**given, role.weight: known.weight, role.scale: known.scale,
+                                    role.zero: known.zero})
+        node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
+                          in_features=in_features, out_features=out_features)
+        report.count(f"{stored.dtype}, groups of {stored.group_size}")
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A weight and what has become of it. Kept, so that no identity is used again."""
+
+    values: Weight
+    stored: Stored
+    weight: gs.Constant
+    scale: gs.Constant
+    zero: gs.Constant | None
+
+
+def dequantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
+    """Take what a checkpoint stores in fewer bits as the numbers that it stands for, which weights
+    are read as anyway: only count them.
+    """
+    weights = {id(values): values for graph in graphs for node in graph.nodes
+               for tensor in node.inputs if isinstance(tensor, gs.Constant)
+               and isinstance(values := tensor._values, Weight) and values.stored is not None}
+    if weights:
+        report.count(DEQUANTIZED, len(weights))
+
+
+def _form(values: Weight, scheme: Scheme | None, name: str) -> Stored | None:
+    """How a weight is stored; None: as it is."""
+    stored = values.stored
+    if stored is None:
+        return quantize(values, scheme, name) if scheme is not None else None
+    if CODES[stored.dtype][1] is None and stored.bits == 4 and stored.group_size > _MOST_GROUPED:
+        return stored.regrouped(math.gcd(stored.group_size, 128))
+    return stored
+
+
+def _constants(stored: Stored, name: str) -> tuple[gs.Constant, gs.Constant, gs.Constant | None]:
+    weight, scales, zeros = stored.packed()
+    return (gs.Constant(name, weight), gs.Constant(f"{name}_scale", scales),
+            None if zeros is None else gs.Constant(f"{name}_zero", zeros))

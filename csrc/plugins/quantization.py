@@ -1,0 +1,277 @@
+"""Weights in fewer bits: one mixin for every op that has a weight matrix [out, in].
+
+Such a weight is groups of `group_size` numbers along a row, each number (code - zero) · scale with
+the scale and the zero of its group. How it lies in memory, by the field `weight_dtype`:
+
+    ""             weight [out, in], of the model's dtype; no scales.
+    int4, uint4    weight uint8 [out, in / 2]: two codes in a byte, the even column's in the low
+                   nibble. int4 has code = number + 8, its zero always 8; uint4 brings zeros.
+    int8, uint8    weight uint8 [out, in]. int8 has code = number + 128, its zero always 128;
+                   uint8 brings zeros.
+    float8_e4m3fn  weight uint8 [out, in], the bits of the numbers; its zero always 0. No NaN.
+
+    weight_scale   float32 [out, in / group_size]; not 0, may be negative.
+    weight_zero    of uint4: uint8 [out, ceil(in / group_size / 2)], a row packed as the weight's
+                   rows are, the last high nibble 0 where the number of groups is odd;
+                   of uint8: uint8 [out, in / group_size].
+
+A scale for a whole row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales
+are repeated down the rows. This is also what com.microsoft.MatMulNBits reads, as it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.roles import Quantized
+
+# For each dtype its bits, and the zero of all its codes; None: each group has its own.
+CODES: Mapping[str, tuple[int, int | None]] = {
+    "int4": (4, 8), "uint4": (4, None), "int8": (8, 128), "uint8": (8, None),
+    "float8_e4m3fn": (8, 0)}
+# What the bits of float8_e4m3fn stand for: sign, 4 bits of exponent, 3 of mantissa; NaN as 0.
+FLOAT8_NUMBERS = tuple(
+    (-1.0) ** (bits >> 7) * ((bits & 7) / 512 if not bits & 0x78 else
+                             (8 + (bits & 7)) * 2.0 ** ((bits >> 3 & 15) - 10))
+    if bits & 0x7F != 0x7F else 0.0 for bits in range(256))
+_FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
+_KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
+_INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
+
+
+def quantizable(op: Op, weight: str = "weight") -> Op:
+    """`op`, whose input `weight` may be in fewer bits. Its bodies take the product from `product`
+    or `cpu_product`, or the matrix from `dequantize`.
+    """
+    role = Quantized(weight)
+
+    def dims(fields: Fields, present: frozenset[str]) -> Mapping[str, Shape]:
+        assert op.dims is not None and op.samples is not None and op.reference is not None
+        known = dict(op.dims(fields, present))
+        _check(op, fields, present)
+        rows, columns = known[weight]
+        if not fields["weight_dtype"]:
+            return {**known, role.scale: (rows, "groups"), role.zero: (rows, "zeros")}
+        per_byte, groups = _per_byte(fields), fields["in_features"] // fields["group_size"]
+        known = {name: tuple(fields["in_features"] if dim == columns else dim for dim in shape)
+                 for name, shape in known.items()}
+        packed = -(-groups // per_byte)
+        return {**known, weight: (rows, fields["in_features"] // per_byte),
+                role.scale: (rows, groups), role.zero: (rows, packed)}
+
+    def shapes(given: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
+        if not fields["weight_dtype"]:
+            return op.shapes(given, fields)
+        rows = given[weight][0]
+        if rows != fields["out_features"]:
+            raise ValueError(f"{op.name}'s {weight} has {rows} rows, out_features is "
+                             f"{fields['out_features']}")
+        return op.shapes({**given, weight: (rows, fields["in_features"])}, fields)
+
+    def reference(fields: Fields, inputs: Mapping[str, Any]) -> Sequence[Any]:
+        assert op.reference is not None
+        if fields["weight_dtype"]:
+            inputs = {**inputs, weight: dequantized(fields, inputs[weight], inputs[role.scale],
+                                                    inputs.get(role.zero))}
+        return op.reference(fields, inputs)
+
+    def samples(rng: np.random.Generator) -> Sequence[Sample]:
+        assert op.samples is not None
+        plain = op.samples(rng)
+        return [*plain, *(_quantized_sample(rng, plain[index % len(plain)], weight, dtype, group)
+                          for index, (dtype, group) in enumerate(
+                              (("int4", 32), ("uint4", 16), ("uint4", 32), ("int8", 96),
+                               ("uint8", 12), ("float8_e4m3fn", 48), ("int4", 96))))]
+
+    return dataclasses.replace(
+        op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?"),
+        fields={**op.fields, **_FIELDS},
+        choices={**op.choices, "weight_dtype": ("", *CODES)},
+        float32_inputs=op.float32_inputs | {role.scale}, quantized=role,
+        dims=dims, shapes=shapes, reference=reference, samples=samples)
+
+
+def _per_byte(fields: Fields) -> int:
+    return 8 // CODES[fields["weight_dtype"]][0]
+
+
+def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
+    """Raises ValueError where fields and inputs contradict one another."""
+    dtype, size, width = (fields[name] for name in ("weight_dtype", "group_size", "in_features"))
+    if ("weight_scale" in present) != bool(dtype):
+        raise ValueError(f"{op.name} takes weight_scale and weight_dtype together")
+    if ("weight_zero" in present) != (bool(dtype) and CODES[dtype][1] is None):
+        raise ValueError(f"{op.name} takes weight_zero with weight_dtype uint4 and uint8 alone")
+    if dtype and (size < 1 or width < 1 or width % size or width % _per_byte(fields)):
+        raise ValueError(f"{op.name} has in_features {width}, which are no whole groups of "
+                         f"{size}")
+
+
+def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
+                zero: np.ndarray | None) -> np.ndarray:
+    """The matrix float64 [out, in] that packed inputs stand for."""
+    bits, fixed = CODES[fields["weight_dtype"]]
+    zeros: np.ndarray | int | None = fixed
+    if zero is not None:
+        zeros = unpack(zero, bits)[:, :scale.shape[1]]
+        zeros = zeros.astype(np.float64).repeat(fields["group_size"], 1)
+    assert zeros is not None
+    codes = unpack(weight, bits).astype(np.float64)
+    if fields["weight_dtype"] == "float8_e4m3fn":
+        codes = np.array(FLOAT8_NUMBERS)[weight]
+    matrix: np.ndarray = (codes - zeros) * scale.astype(np.float64).repeat(fields["group_size"], 1)
+    return matrix
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of codes uint8 [rows, n] as they are stored, [rows, ceil(n · bits / 8)]."""
+    if bits == 8:
+        return codes
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    packed: np.ndarray = codes[:, ::2] | codes[:, 1::2] << 4
+    return packed
+
+
+def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of codes, [rows, 8 / bits · n], from rows as they are stored."""
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+
+
+def _unpack_lines(fields: Fields, name: str, codes: str) -> list[str]:
+    """`codes`, uint8 [rows, n], from what is stored as `name`."""
+    if _per_byte(fields) == 1:
+        return [f"{codes} = Identity({name})"]
+    return [f"{codes}_mask = Constant<value = uint8[1] {{15}}>()",
+            f"{codes}_four = Constant<value = uint8[1] {{4}}>()",
+            f"{codes}_last = Constant<value_ints=[-1]>()",
+            f"{codes}_flat = Constant<value_ints=[0, -1]>()",
+            f"{codes}_even = BitwiseAnd({name}, {codes}_mask)",
+            f'{codes}_odd = BitShift<direction="RIGHT">({name}, {codes}_four)',
+            f"{codes}_evens = Unsqueeze({codes}_even, {codes}_last)",
+            f"{codes}_odds = Unsqueeze({codes}_odd, {codes}_last)",
+            f"{codes}_pairs = Concat<axis=-1>({codes}_evens, {codes}_odds)",
+            f"{codes} = Reshape({codes}_pairs, {codes}_flat)"]
+
+
+def dequantize(fields: Fields, made: str, weight: str = "weight", scale: str = "weight_scale",
+               zero: str = "weight_zero") -> str:
+    """ONNX text for `made`, rows float32 [rows, in] of what is stored."""
+    dtype, size = fields["weight_dtype"], fields["group_size"]
+    fixed = CODES[dtype][1]
+    if dtype == "float8_e4m3fn":
+        # ONNX has no reading of bits as a number. Nor DequantizeLinear, which ONNX Runtime would
+        # compute in every step: this it folds when it loads.
+        numbers = ", ".join(map(repr, FLOAT8_NUMBERS))
+        return "\n".join([f"{made}_numbers = Constant<value_floats=[{numbers}]>()",
+                          f"{made}_bits = Cast<to=6>({weight})",
+                          f"{made}_codes = Gather<axis=0>({made}_numbers, {made}_bits)",
+                          f"{made}_groups = Constant<value_ints=[0, -1, {size}]>()",
+                          f"{made}_flat = Constant<value_ints=[0, -1]>()",
+                          f"{made}_last = Constant<value_ints=[-1]>()",
+                          f"{made}_grouped = Reshape({made}_codes, {made}_groups)",
+                          f"{made}_scale = Unsqueeze({scale}, {made}_last)",
+                          f"{made}_scaled = Mul({made}_grouped, {made}_scale)",
+                          f"{made} = Reshape({made}_scaled, {made}_flat)"])
+    lines = _unpack_lines(fields, weight, f"{made}_codes")
+    if fixed is None:
+        groups = fields["in_features"] // size
+        lines += [*_unpack_lines(fields, zero, f"{made}_all_zeros"),
+                  f"{made}_first = Constant<value_ints=[0]>()",
+                  f"{made}_end = Constant<value_ints=[{groups}]>()",
+                  f"{made}_axis = Constant<value_ints=[1]>()",
+                  f"{made}_zeros = Slice({made}_all_zeros, {made}_first, {made}_end, {made}_axis)"]
+    else:
+        lines += [f"{made}_shape = Shape({scale})",
+                  f"{made}_zeros = ConstantOfShape<value = uint8[1] {{{fixed}}}>({made}_shape)"]
+    return "\n".join([*lines, f"{made} = DequantizeLinear<axis=1, block_size={size}>"
+                              f"({made}_codes, {scale}, {made}_zeros)"])
+
+
+def product(fields: Fields, made: str, x: str = "x") -> str:
+    """ONNX text for `made` = x · weightᵀ, however the weight is stored; of standard ops."""
+    lines, matrix = [], "weight"
+    if fields["weight_dtype"]:
+        matrix = "matrix"
+        lines.append(dequantize(fields, matrix))
+    return "\n".join([*lines, f"wt = Transpose<perm=[1, 0]>({matrix})",
+                      f"{made} = MatMul({x}, wt)"])
+
+
+def cpu_product(fields: Fields, made: str, x: str = "x", added: str = "") -> str:
+    """The same for ONNX Runtime on a CPU, `added` [out] or [rows, out] included.
+
+    Codes are multiplied with x in 8 bits, a scale for each block of it: as fast for 1 to 8 rows in
+    blocks of 32, 64 and 128 (ONNX Runtime 1.32, AVX-512), where other accuracy levels are slower
+    than float32 from 2 rows on, and in 8 bits forty times slower.
+    """
+    dtype, size = fields["weight_dtype"], fields["group_size"]
+    width, height = fields["in_features"], fields["out_features"]
+    if not dtype or dtype == "float8_e4m3fn":  # which is folded to float32 when it is loaded
+        lines = [dequantize(fields, "matrix")] if dtype else []
+        operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
+        return "\n".join([*lines, f"{made} = Gemm<transB=1>({operands})"])
+    bits, fixed = CODES[dtype]
+    block = next((block for block in _KERNEL_BLOCKS if size % block == 0), 0)
+    if not block or (bits == 4 and fixed is None and block != size):
+        lines = [product(fields, "product" if added else made, x)]
+        return "\n".join([*lines, *([f"{made} = Add(product, {added})"] if added else [])])
+    lines = [f"blocks_shape = Constant<value_ints=[0, {width // block}, {block * bits // 8}]>()",
+             "blocks = Reshape(weight, blocks_shape)"]
+    names = {"weight_scale": "weight_scale", "weight_zero": "" if fixed is not None
+             else "weight_zero"}
+    for name in [name for name, used in names.items() if used and block != size]:
+        lines += [f"{name}_last = Constant<value_ints=[-1]>()",
+                  f"{name}_times = Constant<value_ints=[1, 1, {size // block}]>()",
+                  f"{name}_flat = Constant<value_ints=[0, -1]>()",
+                  f"{name}_column = Unsqueeze({name}, {name}_last)",
+                  f"{name}_each = Expand({name}_column, {name}_times)",
+                  f"{name}_blocks = Reshape({name}_each, {name}_flat)"]
+        names[name] = f"{name}_blocks"
+    given = ", ".join([x, "blocks", names["weight_scale"], names["weight_zero"]]).rstrip(", ")
+    lines.append(f"{'product' if added else made} = com.microsoft.MatMulNBits<K={width}, "
+                 f"N={height}, bits={bits}, block_size={block}, "
+                 f"accuracy_level={_INT8_DOT_PRODUCTS}>({given})")
+    return "\n".join([*lines, *([f"{made} = Add(product, {added})"] if added else [])])
+
+
+def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtype: str,
+                      group_size: int) -> Sample:
+    """A sample with a weight of random codes in place of its own. x is a number of 64ths with one
+    of 127 in each block of 16, so that a body may round it to 8 bits.
+    """
+    bits, fixed = CODES[dtype]
+    width = 96
+    height = plain.inputs[weight].shape[0]
+    groups = width // group_size
+    fields = {**plain.fields, "weight_dtype": dtype, "group_size": group_size,
+              "in_features": width, "out_features": height}
+    codes = rng.integers(0, 2 ** bits, (height, width), dtype=np.uint8)
+    inputs = {**plain.inputs, weight: pack(codes, bits),
+              "weight_scale": (rng.choice([-1, 1], (height, groups))
+                               * rng.uniform(0.01, 0.02, (height, groups))).astype(np.float32)}
+    if dtype == "float8_e4m3fn":
+        inputs[weight] = codes & 0xBF  # none is a NaN
+    if fixed is None:
+        inputs["weight_zero"] = pack(
+            rng.integers(0, 2 ** bits, (height, groups), dtype=np.uint8), bits)
+    for name, array in plain.inputs.items():
+        if name not in ("x", weight) and array.shape[1:] == plain.inputs[weight].shape[1:]:
+            inputs[name] = rng.standard_normal((len(array), width)).astype(np.float32)
+    if "x" in inputs:
+        x = rng.integers(-100, 100, (len(inputs["x"]), width))
+        x[:, ::16] = 127
+        inputs["x"] = (x / 64).astype(np.float32)
+    if "row_sums" in inputs:
+        inputs["row_sums"] = dequantized(fields, inputs[weight], inputs["weight_scale"],
+                                         inputs.get("weight_zero")).sum(1).astype(np.float32)
+    return Sample(fields, inputs)
+
+

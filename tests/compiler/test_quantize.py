@@ -1,0 +1,201 @@
+"""Weights in fewer bits that llmc rounds itself: against transformers with the same weights, which
+a few lines of NumPy round here.
+"""
+
+import functools
+import hashlib
+import json
+
+import families
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import llmc
+from llmc.compiler import api
+from llmc.compiler.frontend import load
+from llmc.compiler.lower import lower
+from llmc.compiler.targets import Options, cpu
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import Target, read_manifest
+
+TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()
+EXACT, EIGHT_BITS = 1e-5, 0.03  # of activations, relative to the range of logits
+
+
+def rounded(matrix, scheme, size):
+    """A matrix as its codes stand for it."""
+    groups = matrix.astype(np.float32).reshape(len(matrix), -1, size)
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    extreme = np.where(-low > high, low, high)
+    if scheme == "fp8":
+        scale = abs(extreme) / np.float32(448)
+        codes = (groups / scale).astype(ml_dtypes.float8_e4m3fn)
+        numbers = codes.astype(np.float64) * scale
+    elif scheme == "uint4":
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        scale = (high - low) / np.float32(15)
+        zero = np.rint(-low / scale)
+        numbers = (np.clip(np.rint(groups / scale) + zero, 0, 15) - zero) * scale
+    else:
+        lowest, scale = {"int8": (-128, np.abs(extreme) / np.float32(127)),
+                           "int4": (-8, extreme / np.float32(-8))}[scheme]
+        numbers = np.clip(np.rint(groups / scale), lowest, -lowest - 1) * scale
+    return numbers.reshape(matrix.shape).astype(np.float32)
+
+
+def is_linear(name, tensor):
+    return tensor.ndim == 2 and not any(part in name for part in ("embed", "wte", "wpe"))
+
+
+@functools.cache
+def model_and_raw(family, root):
+    changes = {"intermediate_size": 96} if family == "llama" else {}
+    model = families.tiny_model(family, **changes)
+    return model, load(families.save(model, root / family))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("quantize")
+
+
+@pytest.fixture
+def reference_bodies(monkeypatch):
+    """What a case directory is where the cpu target has no bodies of its own."""
+    monkeypatch.setattr(cpu, "KIND", "")
+
+
+def truth(family, root, scheme, size, head=True):
+    """Logits of transformers with rounded weights; size 0: a whole row."""
+    model, _ = model_and_raw(family, root)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        tied = name.endswith("wte.weight") and head
+        array = tensor.numpy()
+        transposed = ".c_" in name  # GPT-2's Conv1D
+        if (is_linear(name, array) and (head or "lm_head" not in name)) or tied:
+            array = array.T if transposed else array
+            array = rounded(array, scheme, size or array.shape[1])
+            array = array.T if transposed else array
+        state[name] = torch.tensor(np.ascontiguousarray(array))
+    config = type(model.config).from_dict(model.config.to_dict())
+    other = type(model)(config).eval()
+    other.load_state_dict(state)
+    return families.reference_logits(other, TOKENS)
+
+
+def compiled(family, root, case, tp_size=1, **options):
+    _, raw = model_and_raw(family, root)
+    raw = families.copy_raw(raw)
+    dtype = {"fp8": "float8_e4m3fn"}
+    schemes = {key: api._scheme(dtype.get(name, name), options.get("group_size", 0))
+               for key, name in (("scheme", options["quantize"]),
+                                 ("head_scheme", options.get("head", options["quantize"])))}
+    chosen = Options(tp_size=tp_size, **schemes)
+    case.mkdir()
+    api.write(raw, lower(raw, chosen), Target(kind="cpu"), chosen, case)
+    return case
+
+
+def logits(case):
+    with llmc.LLM(case) as llm:
+        return llm.logits(TOKENS)
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("int4", 32), ("uint4", 16), ("int8", 32),
+                                              ("fp8", 0), ("fp8", 16)])
+def test_standard_onnx_computes_what_transformers_does_with_the_rounded_weights(
+        scheme, size, root, tmp_path, reference_bodies):
+    case = compiled("llama", root, tmp_path / "case", quantize=scheme, group_size=size)
+    families.assert_close(logits(case), truth("llama", root, scheme, size), EXACT)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
+def test_the_cpu_target_is_off_by_what_activations_lose_in_8_bits(scheme, tp_size, root, tmp_path):
+    size = 0 if scheme == "fp8" else 16
+    case = compiled("llama", root, tmp_path / "case", tp_size, quantize=scheme, group_size=size)
+    if scheme == "fp8" and tp_size > 1:
+        return  # a row of a chip has a scale of its own
+    families.assert_close(logits(case), truth("llama", root, scheme, size),
+                          EXACT if scheme == "fp8" else EIGHT_BITS)
+
+
+@pytest.mark.parametrize("family", families.once(sorted({*families.FAMILIES} - {"llama"})))
+def test_every_family_runs_in_fewer_bits(family, root, tmp_path):
+    case = compiled(family, root, tmp_path / "case", quantize="int8")
+    model, _ = model_and_raw(family, root)
+    families.assert_close(logits(case), families.reference_logits(model, TOKENS), EIGHT_BITS)
+    assert read_manifest(case).quantization == ("int8",)
+
+
+def test_a_tied_embedding_is_the_lm_head_s_table(root, tmp_path, reference_bodies):
+    case = compiled("gpt2", root, tmp_path / "case", quantize="int8", group_size=32)
+    families.assert_close(logits(case), truth("gpt2", root, "int8", 32), EXACT)
+    tables = [name for name in load_file(case / "chip0" / "weights.safetensors")
+              if name.startswith("lm_head") or "wte" in name]
+    assert len(tables) == 2  # codes and scales
+
+
+def test_the_lm_head_has_a_dtype_of_its_own_or_none(root, tmp_path, reference_bodies):
+    forms = {}
+    for head in ("int8", ""):
+        case = compiled("llama", root, tmp_path / f"head{head}", quantize="int4", head=head)
+        forms[head] = read_manifest(case).chips[0].quantization
+    assert forms["int8"]["lm_head.weight"].dtype == "int8"
+    assert "lm_head.weight" not in forms[""]
+    assert {form.dtype for name, form in forms["int8"].items() if "lm_head" not in name} == {"int4"}
+    families.assert_close(logits(tmp_path / "head"), truth("llama", root, "int4", 32, head=False),
+                          0.2)  # 64 and 32 in groups
+
+
+def test_the_manifest_says_what_each_weight_is_and_inspect_counts_them(root, tmp_path):
+    from llmc.runtime.inspection import summarize
+
+    case = compiled("llama", root, tmp_path / "case", quantize="uint4")
+    manifest = read_manifest(case)
+    assert manifest.quantization == ("uint4",)
+    stored = load_file(case / "chip0" / "weights.safetensors")
+    for name, form in manifest.chips[0].quantization.items():
+        rows, width = stored[name].shape[0], stored[name].shape[1] * 2
+        groups = width // form.group_size
+        assert stored[name].dtype == stored[f"{name}_zero"].dtype == np.uint8
+        assert stored[f"{name}_scale"].shape == (rows, groups)
+        assert stored[f"{name}_zero"].shape == (rows, -(-groups // 2))
+    counts = summarize(manifest)["chips"][0]["quantization"]
+    assert counts == {"uint4, groups of 32": 3, "uint4, groups of 64": 10}
+
+
+def test_the_same_model_and_options_give_the_same_bytes(root, tmp_path):
+    digests = {hashlib.sha256((compiled("llama", root, tmp_path / name, quantize="uint4")
+                               / "chip0" / "weights.safetensors").read_bytes()).hexdigest()
+               for name in ("one", "other")}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"quantize": "int5"}, "cannot be quantised to 'int5'; there are: int8, int4, uint4, fp8"),
+    ({"quantize": "int4", "target": "cuda"}, "target 'cuda' has no kernels for weights in fewer"),
+    ({"quantize": "int4", "group_size": 7}, "group_size 7 is not an even number from 16"),
+    ({"quantize_lm_head": "int8"}, "quantize_lm_head is given without quantize"),
+    ({"quantize": "int4", "group_size": 48}, "group_size 48 does not divide the rows of 'model"),
+])
+def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path):
+    with pytest.raises(LlmcError, match=said):
+        llmc.compile(tiny_hf, tmp_path / "case", **options)
+    assert not (tmp_path / "case").exists()
+
+
+def test_weights_that_are_no_numbers_are_named(tiny_hf, tmp_path):
+    tensors = load_file(tiny_hf / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"][3, 5] = np.nan
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text((tiny_hf / "config.json").read_text())
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LlmcError, match="layers.1.self_attn.o_proj.weight' has NaN"):
+        llmc.compile(hf, tmp_path / "case", quantize="int4")
+    assert json.loads((hf / "config.json").read_text())
