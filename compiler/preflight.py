@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from llmc.compiler.frontend.quantized import method_of
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
@@ -182,6 +183,14 @@ def _max_batch_size(options: Options) -> str | None:
     return None
 
 
+def _quantized_already(options: Options, about: About) -> str | None:
+    method = method_of(about.config)
+    if method is None or options.scheme is None:
+        return None
+    return (f"'{about.name}' is quantised by {method}, whose numbers llmc keeps; leave out "
+            f"--quantize, or give the model that it was made from")
+
+
 def _encoder(options: Options, about: About) -> str | None:
     if about.has_encoder and options.target == tensorrt_rtx.KIND:
         return (f"'{about.name}' is an encoder-decoder model, which is not there yet for target "
@@ -237,6 +246,7 @@ OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
     "max_batch_size": _max_batch_size,
 }
 MODEL_CHECKS: dict[str, Callable[[Options, About], str | None]] = {
+    "quantized already": _quantized_already,
     "encoder": _encoder,
     "decoder start": _decoder_start,
     "heads": _heads,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
-from llmc.compiler.frontend.quantized import refuse_quantized_config, refuse_quantized_tensors
+from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.errors import LlmcError
 
@@ -22,13 +22,12 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     """Export the model in a directory, or fetch it by hub id first.
 
     Raises:
-        LlmcError: the directory, its config or its weights are missing, broken, quantised or do
-            not match.
+        LlmcError: the directory, its config or its weights are missing, broken or do not match,
+            or quantised in a way that llmc does not read.
     """
     directory = find_directory(model)
-    refuse_quantized_config(directory, _plain_config(directory))
-    tensors = open_checkpoint(directory, allow_pickle)
-    refuse_quantized_tensors(tensors, str(directory))
+    decoded = read_quantized(directory, _plain_config(directory),
+                             lambda: open_checkpoint(directory, allow_pickle))
     config = read_config(directory, trust_remote_code)  # imports transformers, which takes seconds
     generation = _generation(directory)
     if config.is_encoder_decoder and not generation:  # as transformers does
@@ -39,10 +38,10 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         copy_tokenizer(directory, Path(scratch))  # rather now than after the export
     from llmc.compiler.frontend.export import export
 
-    exported = export(config, tensors, str(directory), trust_remote_code=trust_remote_code)
+    exported = export(config, decoded.tensors, str(directory), trust_remote_code=trust_remote_code)
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
                     lambda target: copy_tokenizer(directory, target), generation,
-                    tuple(exported.notes), exported.encoder)
+                    (*decoded.notes, *exported.notes), exported.encoder)
 
 
 def find_directory(model: str | Path) -> Path:

@@ -1,4 +1,5 @@
-"""Refuse quantised checkpoints by the method's name, from their JSON files or their tensors.
+"""Which method a checkpoint is quantised by, from its JSON files or its tensors: read where llmc
+knows the format, else refused by the method's name.
 
 Some methods keep every tensor's name and shape (block FP8, int8 of bitsandbytes and of
 compressed-tensors): without their scales such weights would make another model, so what gives a
@@ -9,12 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+
+if TYPE_CHECKING:
+    from llmc.compiler.frontend.quantized_formats import Decoded
 
 _NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ",
           "aqlm": "AQLM", "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4",
@@ -35,23 +39,37 @@ _MARKS: tuple[tuple[str, str], ...] = (
     (r"\.weight_(scale(_2)?|zero_point|global_scale)", "compressed-tensors or NVIDIA ModelOpt"),
     (r"_proj_(blocks|scales)", "MXFP4"),
 )
-_WAY_OUT = "which llmc does not compile yet; give the checkpoint that it was made from, in " \
+_WAY_OUT = "which llmc does not read; give the checkpoint that it was made from, in " \
     "float32, float16 or bfloat16, or a GGUF file of it"
 
 
-def refuse_quantized_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Look at what the JSON files say.
+def read_quantized(directory: Path, config: Mapping[str, Any],
+                   open_tensors: Callable[[], Mapping[str, Weight]]) -> Decoded:
+    """The tensors of a checkpoint, quantised or not.
+
+    Args:
+        open_tensors: opens them as they are on disk.
 
     Raises:
-        LlmcError: they describe a quantised checkpoint.
+        LlmcError: it is quantised in a way that llmc does not read, or not whole.
     """
-    method = method_of(config)
+    from llmc.compiler.frontend.quantized_formats import Decoded, decode
+
+    said, method = _said(config), method_of(config)
     for name, tool in _FILES.items():
         if method is None and (directory / name).is_file():
-            method = _described(tool, _read(directory / name))
-    if method is not None:
-        raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights are "
-                        f"not quantised, take that out of its config")
+            said = {**_read(directory / name), "quant_method": tool.lower()}
+            method = _described(tool, said)
+    if method is None or said is None:
+        decoded = Decoded(dict(open_tensors()), ())
+    else:
+        found = decode(open_tensors, said, str(directory))
+        if found is None:
+            raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights "
+                            f"are not quantised, take that out of its config")
+        decoded = found
+    refuse_quantized_tensors(decoded.tensors, str(directory))
+    return decoded
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -66,24 +84,37 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     """How a config says that the weights were quantised, as users know it: `GPTQ (4 bits, groups of
     128)`; None where it does not.
     """
+    said = _said(config)
+    if said is None:
+        return None
+    method = str(said["quant_method"])
+    if method.startswith("bitsandbytes"):
+        bits = _bitsandbytes(said)
+        kind = {8: "LLM.int8", 4: str(said.get("bnb_4bit_quant_type", "fp4")).upper()}
+        return f"bitsandbytes ({bits[0]} bits, {kind[bits[0]]})" if bits else "bitsandbytes"
+    return _described(_NAMES.get(method.lower(), method), said)
+
+
+def _said(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config says of how the weights were quantised, with a `quant_method`."""
     for owner in (config, *(config.get(key) for key in ("text_config", "llm_config"))):
         for key in ("quantization_config", "compression_config"):
             said = owner.get(key) if isinstance(owner, Mapping) else None
             if not isinstance(said, Mapping) or not said:
                 continue
+            loads = any(name.startswith("load_in_") for name in said)
             method = str(said.get("quant_method") or
                          ("compressed-tensors" if key == "compression_config" else "bitsandbytes"
-                          if any(name.startswith("load_in_") for name in said) else "a method "
-                          "that its config does not name"))
-            if method.startswith("bitsandbytes"):
-                bits = [number for number in (8, 4) if said.get(f"load_in_{number}bit")
-                        or said.get(f"_load_in_{number}bit")]
-                if not bits and any(name.startswith("load_in_") for name in said):
-                    continue  # it was asked for neither
-                kind = {8: "LLM.int8", 4: str(said.get("bnb_4bit_quant_type", "fp4")).upper()}
-                return f"bitsandbytes ({bits[0]} bits, {kind[bits[0]]})" if bits else "bitsandbytes"
-            return _described(_NAMES.get(method.lower(), method), said)
+                          if loads else "a method that its config does not name"))
+            if not (method.startswith("bitsandbytes") and loads and not _bitsandbytes(said)):
+                return {**said, "quant_method": method}
     return None
+
+
+def _bitsandbytes(said: Mapping[str, Any]) -> list[int]:
+    """The bits that it was asked for."""
+    return [number for number in (8, 4) if said.get(f"load_in_{number}bit")
+            or said.get(f"_load_in_{number}bit")]
 
 
 def _described(name: str, said: Mapping[str, Any]) -> str:

@@ -32,6 +32,9 @@ class Weight(LazyValues):
         name: where it comes from, for messages.
         stored: the fewer bits of which its numbers are made, where it has come in such. Cuts,
             stacks and casts carry it along; whatever makes other numbers leaves it behind.
+
+    Attributes:
+        dequantized: whether its checkpoint had it in fewer bits, and `stored` was left behind.
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype | type,
@@ -41,10 +44,18 @@ class Weight(LazyValues):
         self.dtype = np.dtype(dtype)
         self.name = name
         self.stored = stored
+        self.dequantized = False
         self._rows = rows
         self._transposed: Weight | None = None
         self._padded: dict[int, Weight] = {}
         self._cast: dict[np.dtype, Weight] = {}
+
+    def _derived(self, shape: Sequence[int], dtype: np.dtype | type,
+                 rows: Callable[[int, int], np.ndarray], stored: Stored | None = None) -> Weight:
+        """A weight that is made of this one."""
+        made = Weight(shape, dtype, rows, self.name, stored)
+        made.dequantized = stored is None and (self.dequantized or self.stored is not None)
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +117,7 @@ class Weight(LazyValues):
                     block[:, low:high] = self.rows(low, high)[:, start:stop].T
                 return block
 
-            self._transposed = Weight(self.shape[::-1], self.dtype, rows, self.name)
+            self._transposed = self._derived(self.shape[::-1], self.dtype, rows)
             self._transposed._transposed = self
         return self._transposed
 
@@ -126,17 +137,17 @@ class Weight(LazyValues):
             runs = np.split(wanted, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 
-        return Weight((len(index), *self.shape[1:]), self.dtype, rows, self.name,
-                      self.stored and self.stored.take_rows(index))
+        return self._derived((len(index), *self.shape[1:]), self.dtype, rows,
+                             self.stored and self.stored.take_rows(index))
 
     def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Columns `index` of a matrix, in that order. A stored form stays where they are groups."""
         index = np.asarray(index, dtype=np.int64)
         if np.array_equal(index, np.arange(self.shape[1])):
             return self
-        return Weight((self.shape[0], len(index)), self.dtype,
-                      lambda start, stop: self.rows(start, stop)[:, index], self.name,
-                      self.stored and self.stored.take_columns(index))
+        return self._derived((self.shape[0], len(index)), self.dtype,
+                             lambda start, stop: self.rows(start, stop)[:, index],
+                             self.stored and self.stored.take_columns(index))
 
     def pad_rows(self, count: int) -> Weight:
         """The weight with zero rows appended up to `count` rows; the same each time."""
@@ -153,8 +164,8 @@ class Weight(LazyValues):
                 block[:len(filled)] = filled
             return block
 
-        self._padded[count] = Weight((count, *self.shape[1:]), self.dtype, rows, self.name,
-                                     self.stored and self.stored.pad_rows(count))
+        self._padded[count] = self._derived((count, *self.shape[1:]), self.dtype, rows,
+                                            self.stored and self.stored.pad_rows(count))
         return self._padded[count]
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Weight:
@@ -164,13 +175,13 @@ class Weight(LazyValues):
             block = self.rows(start, stop)
             return function(block.astype(np.float32, copy=False)).astype(self.dtype)
 
-        return Weight(self.shape, self.dtype, rows, self.name)
+        return self._derived(self.shape, self.dtype, rows)
 
     def scale_columns(self, factors: np.ndarray) -> Weight:
         """A matrix with column j multiplied by `factors[j]`, in float32."""
-        return Weight(self.shape, np.float32,
-                      lambda start, stop: self.rows(start, stop).astype(np.float32) * factors,
-                      self.name)
+        return self._derived(
+            self.shape, np.float32,
+            lambda start, stop: self.rows(start, stop).astype(np.float32) * factors)
 
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """A matrix times a vector, float32. Reads the matrix once, a block at a time.
@@ -187,9 +198,9 @@ class Weight(LazyValues):
         if dtype == self.dtype:
             return self
         if dtype not in self._cast:
-            self._cast[dtype] = Weight(
+            self._cast[dtype] = self._derived(
                 self.shape, dtype, lambda start, stop: self.rows(start, stop).astype(dtype),
-                self.name, self.stored)
+                self.stored)
         return self._cast[dtype]
 
     @staticmethod
@@ -210,9 +221,12 @@ class Weight(LazyValues):
             return np.concatenate(parts)
 
         forms = [w.stored for w in weights if w.stored is not None]
-        return Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
+        made = Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
                       "+".join(w.name for w in weights),
                       forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
+        made.dequantized = made.stored is None and (
+            bool(forms) or any(w.dequantized for w in weights))
+        return made
 
 
 def _sum_rows(matrix: np.ndarray) -> np.ndarray:

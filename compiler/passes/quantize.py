@@ -19,6 +19,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.quantization import Scheme, Stored, quantize
 from llmc.compiler.graph.rewrite import (
+    NoMatch,
     Report,
     Settings,
     arranged,
@@ -29,6 +30,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import lm_head
+from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
 
@@ -53,7 +55,15 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         is_table = any(isinstance(way, ByVocabulary) for way in op.shard)
         scheme = settings.head_scheme if id(values) == head else \
             None if is_table else settings.scheme
+        if scheme is not None and (values.stored is not None or values.dequantized):
+            raise LlmcError(f"'{values.name}' is in fewer bits in its checkpoint already, which "
+                            f"llmc does not round again; leave out --quantize, or give the model "
+                            f"that it was made from")
         if id(values) not in made:
+            if values.dequantized:
+                report.refuse(node, NoMatch("the parts of its weight are stored in different ways, "
+                                            "or in one that no kernel has, so it is read as "
+                                            "numbers", given[role.weight]))
             stored = _form(values, scheme, given[role.weight].name)
             if stored is None:
                 continue

@@ -1,5 +1,5 @@
-"""Quantised checkpoints are refused by their method's name, from the config or from the tensors
-alone, before anything is exported.
+"""Quantised checkpoints that llmc does not read are refused by their method's name, from the config
+or from the tensors alone, before anything is exported.
 """
 
 import json
@@ -76,19 +76,21 @@ def plain_integers(name, weight):
 
 
 KINDS = {
-    block_fp8: (dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128]),
-                r"by FP8 \(blocks of 128×128, e4m3\)", "by FP8 in blocks, as .*weight_scale_inv'"),
-    compressed_fp8: (dict(quant_method="compressed-tensors", format="float-quantized",
+    block_fp8: (dict(quant_method="quark", fmt="e4m3", weight_block_size=[128, 128]),
+                r"by AMD Quark \(blocks of 128×128, e4m3\)",
+                "by FP8 in blocks, as .*weight_scale_inv'"),
+    compressed_fp8: (dict(quant_method="compressed-tensors", format="sparse-24-bitmask",
                           config_groups=dict(group_0=GROUP)),
-                     r"by compressed-tensors \(8 bits, float-quantized, float\)",
+                     r"by compressed-tensors \(8 bits, sparse-24-bitmask, float\)",
                      r"by compressed-tensors or .*weight_scale' \(bfloat16\)"),
     compressed_int8: (dict(quant_method="compressed-tensors", format="int-quantized"),
                       r"by compressed-tensors \(int-quantized\)", "by compressed-tensors or"),
     bitsandbytes_int8: (dict(quant_method="bitsandbytes", load_in_8bit=True, load_in_4bit=False),
                         r"by bitsandbytes \(8 bits, LLM.int8\)", r"by bitsandbytes in 8 bits.*SCB"),
-    gptq: (dict(quant_method="gptq", bits=8, group_size=128), r"by GPTQ \(8 bits, groups of 128\)",
+    gptq: (dict(quant_method="gptq", bits=3, group_size=128), r"by GPTQ \(3 bits, groups of 128\)",
            "by GPTQ, as .*g_idx"),
-    awq: (dict(quant_method="awq", bits=4, group_size=64), r"by AWQ \(4 bits, groups of 64\)",
+    awq: (dict(quant_method="awq", bits=4, group_size=64, version="gemv"),
+          r"by AWQ \(4 bits, groups of 64\)",
           "by AWQ or GPTQ, as .*q(weight|zeros)'"),
     nf4: (dict(quant_method="bitsandbytes", _load_in_4bit=True, bnb_4bit_quant_type="nf4"),
           r"by bitsandbytes \(4 bits, NF4\)", "by bitsandbytes in 4 bits"),
@@ -121,7 +123,7 @@ def refusal(directory, monkeypatch):
     assert result.exit_code == 2, result.output
     line, = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.stderr.endswith(f"{line}\n")
-    assert "which llmc does not compile yet; give the checkpoint that it was made from" in line
+    assert "which llmc does not read; give the checkpoint that it was made from" in line
     assert not (directory / "case").exists()
     return line
 
@@ -143,8 +145,8 @@ def test_a_quantised_checkpoint_is_refused_by_name_from_its_tensors_and_from_its
 
 
 @pytest.mark.parametrize(("file", "said", "expected"), [
-    ("quantize_config.json", {"bits": 4, "group_size": 128}, r"GPTQ \(4 bits, groups of 128\)"),
-    ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, r"AWQ \(4 bits, groups of 128\)"),
+    ("quantize_config.json", {"bits": 2, "group_size": 128}, r"GPTQ \(2 bits, groups of 128\)"),
+    ("quant_config.json", {"w_bit": 8, "q_group_size": 128}, r"AWQ \(8 bits, groups of 128\)"),
     ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}},
      r"NVIDIA ModelOpt \(NVFP4\)"),
 ])

@@ -1,0 +1,402 @@
+"""Checkpoints in fewer bits: what lies on disk becomes codes, scales and zeros, exactly.
+
+A format stores a weight as several tensors; here they become one `Weight` under the name that the
+model has for it, whose `stored` is read from them when it is written. Formats pack 4 bits in words
+of 32, the first code in the lowest bits:
+
+    GPTQ                qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out]; in
+                        version 1 a zero is stored less one; g_idx [in] says whose group a column is
+    AWQ                 qweight [in, out / 8], qzeros, scales likewise; columns 0 2 4 6 1 3 5 7 of
+                        eight lie in this order
+    compressed-tensors  weight_packed [out, in / 8], weight_scale [out, groups], weight_zero_point
+                        [out / 8, groups]; codes and zeros plus 8; or weight in int8 or FP8
+    FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]
+    NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
+                        weight_global_scale, which divides; twice a number is an integer of 8 bits
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from llmc.compiler.graph.quantization import SMALLEST_GROUP, Stored
+from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
+
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
+_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+# Twice the numbers of FP4 (e2m1), as codes of int8.
+_FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
+# Of activations and caches, which llmc does not round as these say.
+_UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q)_scale|"
+                     r"activation_scale|input_scale_ub)$")
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A checkpoint's tensors, those in fewer bits as one each; and what the user may want to know.
+    """
+
+    tensors: dict[str, Weight]
+    notes: tuple[str, ...]
+
+
+def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, Any],
+           origin: str) -> Decoded | None:
+    """The tensors of a checkpoint that is quantised as its config says; None where llmc does not
+    read that.
+
+    Args:
+        open_tensors: opens them as they are on disk.
+        said: the config's `quantization_config`, `quant_method` among it.
+
+    Raises:
+        LlmcError: a tensor is missing, or has another shape or dtype than the format's.
+    """
+    reader = _READERS.get(str(said["quant_method"]).lower())
+    if reader is None:
+        return None
+    decoder = _Decoder(open_tensors(), origin)
+    return decoder.decoded() if reader(decoder, said) else None
+
+
+class _Decoder:
+    """Tensors by name, taken away as they are made one."""
+
+    def __init__(self, tensors: Mapping[str, Weight], origin: str) -> None:
+        self.left = dict(tensors)
+        self.made: dict[str, Weight] = {}
+        self.origin = origin
+        self._notes: dict[str, list[str]] = {}
+
+    def modules(self, suffix: str) -> list[str]:
+        """The names of modules that have a tensor of this name.
+
+        Raises:
+            LlmcError: there are none.
+        """
+        found = [name.removesuffix(f".{suffix}") for name in self.left
+                 if name.endswith(f".{suffix}")]
+        if not found:
+            raise LlmcError(f"'{self.origin}' is quantised, says its config, but has no tensor "
+                            f"that ends in '.{suffix}'; config and weights do not belong together")
+        return found
+
+    def take(self, name: str, shape: Sequence[int], kinds: str) -> Weight:
+        """A tensor of this shape, whose dtype is of a kind as NumPy has them, V an ml_dtype.
+
+        Raises:
+            LlmcError: there is none.
+        """
+        tensor = self.left.pop(name, None)
+        if tensor is None:
+            raise LlmcError(f"'{self.origin}' has no tensor '{name}', without which '"
+                            f"{name.rpartition('.')[0]}' cannot be read; the checkpoint is not "
+                            f"whole")
+        if tensor.shape != tuple(shape) or tensor.dtype.kind not in kinds:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' is {tensor.dtype} "
+                            f"{list(tensor.shape)}, expected {list(shape)}"
+                            f"{'' if tensor.dtype.kind in kinds else ' of another dtype'}")
+        return tensor
+
+    def scales(self, name: str, shape: Sequence[int]) -> Weight:
+        """Scales float32, which are numbers other than 0 when they are read."""
+        tensor = self.take(name, shape, "fV")
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = tensor.rows(start, stop).astype(np.float32)
+            if not np.isfinite(block).all() or not block.all():
+                raise LlmcError(f"'{name}' in '{self.origin}' has a scale that is NaN, infinite or "
+                                f"0; the checkpoint is damaged")
+            return block
+
+        return Weight(tensor.shape, np.float32, rows, name)
+
+    def keep(self, module: str, stored: Stored, dequantized: str = "") -> None:
+        """Make a module's weight; without the form where there is a reason for it."""
+        weight = stored.weight(f"{module}.weight")
+        if dequantized:
+            self.note(dequantized, module)
+            weight.stored, weight.dequantized = None, True
+        self.made[f"{module}.weight"] = weight
+
+    def note(self, text: str, module: str) -> None:
+        self._notes.setdefault(text, []).append(module)
+
+    def decoded(self) -> Decoded:
+        for name in [name for name in self.left if _UNUSED.search(name)]:
+            del self.left[name]
+            self.note("scales of activations and caches are left out, which llmc does not round",
+                      name)
+        notes = tuple(f"{text}: '{names[0]}'" + (f" and {len(names) - 1} more" if names[1:] else "")
+                      for text, names in self._notes.items())
+        return Decoded({**self.left, **self.made}, notes)
+
+
+def _map(weight: Weight, shape: Sequence[int], dtype: np.dtype | type,
+         function: Callable[[np.ndarray], np.ndarray]) -> Weight:
+    """Each block of rows by itself through a function."""
+    return Weight(shape, dtype, lambda start, stop: function(weight.rows(start, stop)), weight.name)
+
+
+def _codes(words: np.ndarray, bits: int) -> np.ndarray:
+    """Codes uint8 [rows, n · 32 / bits] from words int32 [rows, n]."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    codes = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2 ** bits - 1)
+    return codes.astype(np.uint8).reshape(len(words), -1)
+
+
+def _bits(said: Mapping[str, Any], *names: str) -> int | None:
+    """How many bits a code has; None where that is not 4 or 8."""
+    bits = next((said[name] for name in names if name in said), 4)
+    return bits if bits in (4, 8) else None
+
+
+def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    bits = _bits(said, "bits")
+    if bits is None:
+        return False
+    form = str(said.get("checkpoint_format", "gptq"))
+    if form not in ("gptq", "gptq_v2"):
+        return False
+    less = form == "gptq"
+    per_word = 32 // bits
+    for module in decoder.modules("qweight"):
+        words, out_features = decoder.left[f"{module}.qweight"].shape
+        width = words * per_word
+        groups = decoder.left[f"{module}.scales"].shape[0] \
+            if f"{module}.scales" in decoder.left else 1
+        packed = decoder.take(f"{module}.qweight", (words, out_features), "i").transpose()
+        codes = _map(packed, (out_features, width), np.uint8, lambda block: _codes(block, bits))
+        scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
+        zeros = _codes(decoder.take(f"{module}.qzeros", (groups, out_features // per_word), "i")
+                       .load(), bits).astype(np.int32) + less
+        order = decoder.left.pop(f"{module}.g_idx", None)
+        belongs = np.arange(width) // -(-width // groups) if order is None \
+            else order.load().astype(np.int64)
+        if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
+            raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not say for each of "
+                            f"{width} columns which of {groups} groups it belongs to")
+        stored = _with_zeros(bits, codes, scales, zeros.T)
+        if width % groups == 0 and (belongs == np.arange(width) // (width // groups)).all():
+            decoder.keep(module, stored)
+        else:
+            _keep_ordered(decoder, module, stored, belongs)
+    return True
+
+
+def _with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> Stored:
+    """A form with zeros [out, groups], or without where they are all in the middle; in 8 bits where
+    one is no code of 4.
+    """
+    if (zeros == 2 ** (bits - 1)).all():
+        return Stored(f"int{bits}", codes, scales)
+    wide = 8 if zeros.max() >= 2 ** bits else bits
+    if zeros.max() > 255:
+        raise LlmcError(f"'{codes.name}' has a zero point of {zeros.max()}, which no code has")
+    return Stored(f"uint{wide}", codes, scales, Weight.of(zeros.astype(np.uint8)))
+
+
+def _keep_ordered(decoder: _Decoder, module: str, stored: Stored, belongs: np.ndarray) -> None:
+    """A weight whose columns belong to groups in no order: read as numbers."""
+    codes, scales, zeros = stored.codes, stored.scales, stored.zeros
+    fixed = np.float32(2 ** (stored.bits - 1))
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        zero = fixed if zeros is None else zeros.rows(start, stop)[:, belongs].astype(np.float32)
+        numbers: np.ndarray = (codes.rows(start, stop).astype(np.float32) - zero) \
+            * scales.rows(start, stop)[:, belongs]
+        return numbers
+
+    decoder.note("columns are grouped in the order of activations, which no kernel reads: they "
+                 "are read as float32, at four to eight times the memory", module)
+    weight = Weight(codes.shape, np.float32, rows, f"{module}.weight")
+    weight.dequantized = True
+    decoder.made[f"{module}.weight"] = weight
+
+
+def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    bits = _bits(said, "bits", "w_bit")
+    if bits != 4 or str(said.get("version", "gemm")).lower() != "gemm":
+        return False
+
+    def natural(words: np.ndarray) -> np.ndarray:
+        codes = _codes(words, 4).reshape(len(words), -1, 8)
+        return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
+
+    for module in decoder.modules("qweight"):
+        width, words = decoder.left[f"{module}.qweight"].shape
+        out_features = words * 8
+        groups = decoder.left[f"{module}.scales"].shape[0] \
+            if f"{module}.scales" in decoder.left else 1
+        packed = decoder.take(f"{module}.qweight", (width, words), "i")
+        codes = _map(packed, (width, out_features), np.uint8, natural).transpose()
+        scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
+        zeros = natural(decoder.take(f"{module}.qzeros", (groups, words), "i").load())
+        if width % groups:
+            raise LlmcError(f"'{module}.scales' in '{decoder.origin}' has {groups} groups, of "
+                            f"which {width} columns are no whole ones")
+        decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
+    return True
+
+
+def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    """In blocks, or as FBGEMM writes it, with a scale a row."""
+    block = said.get("weight_block_size")
+    suffix = "weight_scale_inv" if block else "weight_scale"
+    for module in decoder.modules(suffix):
+        _float8(decoder, module, suffix, block)
+    return True
+
+
+def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None) -> None:
+    name = f"{module}.weight"
+    if name not in decoder.left or decoder.left[name].dtype != _FP8:
+        raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
+                        f"scales")
+    tensor = decoder.left.pop(name)
+    codes = _map(tensor, tensor.shape, np.uint8, lambda block: block.view(np.uint8))
+    _with_scales(decoder, module, f"{module}.{suffix}", "float8_e4m3fn", codes, block)
+
+
+def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
+                 block: Sequence[int] | None, zeros: Weight | None = None) -> None:
+    """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block."""
+    rows, width = codes.shape
+    shape = decoder.left[name].shape if name in decoder.left else ()
+    if block:
+        height, size = (int(number) for number in block)
+        scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
+        group = math.gcd(size, width)
+        table = scales.load().repeat(size // group, 1)[:, :width // group]
+        stored = Stored(dtype, codes, Weight(
+            (rows, width // group), np.float32,
+            lambda start, stop: table[np.arange(start, stop) // height], name))
+        decoder.keep(module, stored, "" if group >= SMALLEST_GROUP else
+                     "rows are no whole groups that a kernel reads: they are read as float32")
+        return
+    if shape in ((), (1,)) or (shape == (1, 1) and rows > 1):
+        value = decoder.scales(name, shape).load().reshape(-1)[0]
+        scales = Weight((rows, 1), np.float32,
+                        lambda start, stop: np.full((stop - start, 1), value), name)
+    elif len(shape) == 1:
+        flat = decoder.scales(name, (rows,))
+        scales = Weight((rows, 1), np.float32, lambda start, stop: flat.rows(start, stop)[:, None],
+                        name)
+    else:
+        groups = shape[1]
+        if groups < 1 or width % groups:
+            raise LlmcError(f"tensor '{name}' in '{decoder.origin}' has shape {list(shape)}, of "
+                            f"whose groups {width} columns are no whole ones")
+        scales = decoder.scales(name, (rows, groups))
+    decoder.keep(module, Stored(dtype, codes, scales, zeros))
+
+
+def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    """Every module by the tensors that it has; the config says which formats there are."""
+    groups = [group for group in (said.get("config_groups") or {}).values()
+              if isinstance(group, Mapping)]
+    forms = {str(group.get("format") or said.get("format")) for group in groups}
+    weights = [group.get("weights") or {} for group in groups]
+    if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
+                                   "naive-quantized", "nvfp4-pack-quantized"}:
+        return False
+    if any(arguments.get("num_bits") not in (4, 8) for arguments in weights):
+        return False
+    if said.get("transform_config") and dict(said["transform_config"]).get("config_groups"):
+        return False  # rotations of activations, which the graph has not
+    block = next((arguments["block_structure"] for arguments in weights
+                  if arguments.get("strategy") == "block"), None)
+    for module in decoder.modules("weight_scale"):
+        if f"{module}.weight_packed" in decoder.left:
+            if decoder.left[f"{module}.weight_packed"].dtype == np.uint8:
+                _nvfp4(decoder, module)
+            else:
+                _packed(decoder, module)
+        elif f"{module}.weight" in decoder.left \
+                and decoder.left[f"{module}.weight"].dtype == np.int8:
+            _int8(decoder, module, block)
+        else:
+            _float8(decoder, module, "weight_scale", block)
+    return True
+
+
+def _packed(decoder: _Decoder, module: str) -> None:
+    shape = decoder.take(f"{module}.weight_shape", (2,), "i").load()
+    rows, width = int(shape[0]), int(shape[1])
+    given = decoder.left[f"{module}.weight_packed"].shape
+    bits = next((bits for bits in (4, 8) if given == (rows, -(-width * bits // 32))), None)
+    if bits is None:
+        raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has shape "
+                        f"{list(given)}, its weight_shape is {[rows, width]}")
+    packed = decoder.take(f"{module}.weight_packed", given, "i")
+    codes = _map(packed, (rows, width), np.uint8,
+                 lambda block: np.ascontiguousarray(_codes(block, bits)[:, :width]))
+    groups = decoder.left[f"{module}.weight_scale"].shape[-1]
+    scales = decoder.scales(f"{module}.weight_scale", (rows, groups))
+    stored = Stored(f"int{bits}", codes, scales)
+    if f"{module}.weight_zero_point" in decoder.left:
+        words = decoder.take(f"{module}.weight_zero_point", (-(-rows * bits // 32), groups), "i")
+        zeros = _codes(np.ascontiguousarray(words.load().T), bits)[:, :rows].T
+        stored = _with_zeros(bits, codes, scales, zeros)
+    order = decoder.left.pop(f"{module}.weight_g_idx", None)
+    belongs = None if order is None else order.load().astype(np.int64)
+    if belongs is not None and (belongs == -1).all():
+        belongs = None
+    if groups < 1 or (belongs is None and width % groups):
+        raise LlmcError(f"tensor '{module}.weight_scale' in '{decoder.origin}' has {groups} "
+                        f"groups, of which {width} columns are no whole ones")
+    if belongs is None or (width % groups == 0
+                           and (belongs == np.arange(width) // (width // groups)).all()):
+        decoder.keep(module, stored)
+        return
+    if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
+        raise LlmcError(f"'{module}.weight_g_idx' in '{decoder.origin}' does not say for each of "
+                        f"{width} columns which of {groups} groups it belongs to")
+    _keep_ordered(decoder, module, stored, belongs)
+
+
+def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
+    tensor = decoder.left.pop(f"{module}.weight")
+
+    def offset(values: np.ndarray) -> np.ndarray:
+        return (values.astype(np.int16) + 128).astype(np.uint8)
+
+    codes = _map(tensor, tensor.shape, np.uint8, offset)
+    zero = decoder.left.pop(f"{module}.weight_zero_point", None)
+    if zero is None or not zero.load().any():
+        _with_scales(decoder, module, f"{module}.weight_scale", "int8", codes, block)
+        return
+    wanted = decoder.left[f"{module}.weight_scale"].shape
+    if block or zero.shape != wanted or len(wanted) != 2 or wanted[0] != tensor.shape[0]:
+        raise LlmcError(f"tensor '{module}.weight_zero_point' in '{decoder.origin}' has shape "
+                        f"{list(zero.shape)}, its scales {list(wanted)}")
+    _with_scales(decoder, module, f"{module}.weight_scale", "uint8", codes, None,
+                 _map(zero, zero.shape, np.uint8, offset))
+
+
+def _nvfp4(decoder: _Decoder, module: str) -> None:
+    rows, half = decoder.left[f"{module}.weight_packed"].shape
+    packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
+    whole = decoder.scales(f"{module}.weight_global_scale", (1,)).load()[0]
+    fine = decoder.scales(f"{module}.weight_scale", (rows, 2 * half // 16))
+
+    def codes(block: np.ndarray) -> np.ndarray:
+        pairs = np.stack([block & 15, block >> 4], -1).reshape(len(block), -1)
+        return _FP4_TWICE[pairs].astype(np.uint8)
+
+    decoder.note("numbers of NVFP4 are kept exactly as int8, twice their memory", module)
+    decoder.keep(module, Stored(
+        "int8", _map(packed, (rows, 2 * half), np.uint8, codes),
+        _map(fine, fine.shape, np.float32, lambda block: block / whole / np.float32(2))))
+
+
+_READERS: Mapping[str, Callable[[_Decoder, Mapping[str, Any]], bool]] = {
+    "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed}

@@ -1,0 +1,311 @@
+"""Checkpoints in fewer bits: each number is bit for bit what the format's documentation makes of
+the bytes on disk. The decoders here take a number at a time.
+"""
+
+import json
+import shutil
+
+import families
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import llmc
+from llmc.compiler.frontend.checkpoint import open_checkpoint
+from llmc.compiler.frontend.quantized import read_quantized
+from llmc.compiler.targets import cpu
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import read_manifest
+
+TOKENS = np.random.default_rng(3).integers(3, 100, 20).tolist()
+RNG = np.random.default_rng(11)
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def words(codes, bits, order=None):
+    """Codes [rows, n] in words int32 [rows, n · bits / 32]."""
+    per_word = 32 // bits
+    packed = np.zeros((codes.shape[0], -(-codes.shape[1] // per_word)), np.uint32)
+    for row in range(codes.shape[0]):
+        for column in range(codes.shape[1]):
+            place = column % per_word
+            place = place if order is None else order.index(place)
+            packed[row, column // per_word] |= np.uint32(int(codes[row, column]) << bits * place)
+    return packed.view(np.int32)
+
+
+def affine(codes, zeros, scales, belongs):
+    """(code - zero) · scale in float32; zeros and scales [out, groups]."""
+    wide = scales.astype(np.float32)[:, belongs]
+    return ((codes.astype(np.int32) - zeros[:, belongs]).astype(np.float32) * wide)
+
+
+def random_parts(shape, groups, bits, zeros="any"):
+    rows = shape[0]
+    codes = RNG.integers(0, 2 ** bits, shape)
+    middle = np.full((rows, groups), 2 ** (bits - 1))
+    chosen = {"middle": middle, "any": RNG.integers(0, 2 ** bits, (rows, groups)),
+              "past": np.where(RNG.random((rows, groups)) < 0.2, 2 ** bits, middle)}[zeros]
+    scales = (RNG.uniform(0.5, 1.5, (rows, groups)) * 0.25 / 2 ** bits)
+    return codes, chosen, scales
+
+
+def gptq(bits=4, zeros="any", form="gptq", order=False, group=32):
+    def make(name, weight):
+        stem, width = name.removesuffix(".weight"), weight.shape[1]
+        groups = width // group
+        codes, zero, scales = random_parts(weight.shape, groups, bits, zeros)
+        if form == "gptq":
+            zero = np.maximum(zero, 1)  # 0 is stored as -1
+        belongs = np.arange(width) // group
+        if order:
+            belongs = RNG.permutation(belongs)
+        scales = scales.astype(np.float16)
+        return {f"{stem}.qweight": np.ascontiguousarray(words(codes, bits).T),
+                f"{stem}.qzeros": words(zero.T - (form == "gptq"), bits),
+                f"{stem}.scales": np.ascontiguousarray(scales.T),
+                f"{stem}.g_idx": belongs.astype(np.int32)}, affine(codes, zero, scales, belongs)
+    return dict(quant_method="gptq", bits=bits, group_size=group, checkpoint_format=form,
+                desc_act=order), make
+
+
+def awq(group=32):
+    def make(name, weight):
+        stem, width = name.removesuffix(".weight"), weight.shape[1]
+        codes, zero, scales = random_parts(weight.shape, width // group, 4)
+        scales = scales.astype(np.float16)
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        return {f"{stem}.qweight": words(codes.T, 4, order),
+                f"{stem}.qzeros": words(zero.T, 4, order),
+                f"{stem}.scales": np.ascontiguousarray(scales.T)}, \
+            affine(codes, zero, scales, np.arange(width) // group)
+    return dict(quant_method="awq", bits=4, group_size=group, version="gemm"), make
+
+
+def compressed(form, **arguments):
+    return dict(quant_method="compressed-tensors", format=form, config_groups={
+        "group_0": dict(targets=["Linear"], weights=arguments)}, ignore=["lm_head"])
+
+
+def pack_quantized(bits=4, zeros="middle", group=32, order=False):
+    def make(name, weight):
+        width = weight.shape[1]
+        size = group or width
+        codes, zero, scales = random_parts(weight.shape, width // size, bits, zeros)
+        scales = scales.astype(ml_dtypes.bfloat16)
+        belongs = np.arange(width) // size
+        belongs = RNG.permutation(belongs) if order else belongs
+        tensors = {f"{name}_packed": words(codes, bits), f"{name}_scale": scales,
+                   f"{name}_shape": np.array(weight.shape)}
+        if zeros != "middle":
+            tensors[f"{name}_zero_point"] = np.ascontiguousarray(words(zero.T, bits).T)
+        if order:
+            tensors[f"{name}_g_idx"] = belongs.astype(np.int32)
+        return tensors, affine(codes, zero, scales, belongs)
+    return compressed("pack-quantized", num_bits=bits, type="int", strategy="group",
+                      group_size=group, symmetric=zeros == "middle"), make
+
+
+def float8(strategy, suffix="weight_scale", said=None):
+    def make(name, weight):
+        stem, (rows, width) = name.removesuffix(".weight"), weight.shape
+        codes = (weight * 100).astype(ml_dtypes.float8_e4m3fn)
+        shape = {"tensor": (1,), "channel": (rows, 1),
+                 "block": (-(-rows // 48), -(-width // 48))}[strategy]
+        scales = RNG.uniform(0.001, 0.02, shape).astype(np.float32)
+        full = scales.reshape(-1, 1) if strategy != "block" else np.array(
+            [[scales[i // 48, j // 48] for j in range(width)] for i in range(rows)])
+        return {name: codes, f"{stem}.{suffix}": scales}, codes.astype(np.float32) * full
+    return said or compressed("float-quantized", num_bits=8, type="float", strategy=strategy,
+                              block_structure=[48, 48] if strategy == "block" else None), make
+
+
+def int8(zeros=False):
+    def make(name, weight):
+        rows = len(weight)
+        codes = RNG.integers(-128, 128, weight.shape)
+        scales = RNG.uniform(0.0005, 0.002, (rows, 1)).astype(ml_dtypes.bfloat16)
+        zero = RNG.integers(-128, 128, (rows, 1)) if zeros else np.zeros((rows, 1), int)
+        tensors = {name: codes.astype(np.int8), f"{name}_scale": scales}
+        if zeros:
+            tensors[f"{name}_zero_point"] = zero.astype(np.int8)
+        return tensors, affine(codes, zero, scales, np.zeros(weight.shape[1], int))
+    return compressed("int-quantized", num_bits=8, type="int", strategy="channel"), make
+
+
+def nvfp4():
+    def make(name, weight):
+        rows, width = weight.shape
+        codes = RNG.integers(0, 16, weight.shape).astype(np.uint8)
+        fine = RNG.uniform(1, 400, (rows, width // 16)).astype(ml_dtypes.float8_e4m3fn)
+        whole = np.array([9876.5], np.float32)
+        numbers = np.array([*FP4, *(-n for n in FP4)], np.float32)[codes]
+        scales = fine.astype(np.float32) / whole
+        return {f"{name}_packed": codes[:, ::2] | codes[:, 1::2] << 4, f"{name}_scale": fine,
+                f"{name}_global_scale": whole}, numbers * scales.repeat(16, 1)
+    return compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), make
+
+
+# How a weight is stored afterwards, "" where it is read as numbers.
+FORMATS = {
+    "gptq": (gptq(), "uint4"), "gptq-symmetric": (gptq(zeros="middle"), "int4"),
+    "gptq-zero-16": (gptq(zeros="past"), "uint8"), "gptq-8-bits": (gptq(8), "uint8"),
+    "gptq-v2": (gptq(form="gptq_v2"), "uint4"), "gptq-act-order": (gptq(order=True), ""),
+    "awq": (awq(), "uint4"),
+    "w4a16": (pack_quantized(), "int4"), "w4a16-asymmetric": (pack_quantized(zeros="any"), "uint4"),
+    "w4a16-channel": (pack_quantized(group=0), "int4"), "w8a16": (pack_quantized(8), "int8"),
+    "w8a16-channel": (pack_quantized(8, "any", 0), "uint8"),
+    "w4a16-g-idx": (pack_quantized(order=True), ""),
+    "fp8-tensor": (float8("tensor"), "float8_e4m3fn"),
+    "fp8-channel": (float8("channel"), "float8_e4m3fn"),
+    "fp8-block-compressed": (float8("block"), "float8_e4m3fn"),
+    "fp8-block": (float8("block", "weight_scale_inv",
+                         dict(quant_method="fp8", weight_block_size=[48, 48])), "float8_e4m3fn"),
+    "fbgemm": (float8("channel", said=dict(quant_method="fbgemm_fp8")), "float8_e4m3fn"),
+    "w8a8": (int8(), "int8"), "w8a8-asymmetric": (int8(True), "uint8"), "nvfp4": (nvfp4(), "int8"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_hf(tmp_path_factory):
+    model = families.tiny_model("llama", intermediate_size=96, num_hidden_layers=2)
+    return families.save(model, tmp_path_factory.mktemp("plain") / "hf")
+
+
+def write(plain, directory, kind, change=lambda tensors: None):
+    """A checkpoint in this format, and its weights as numbers."""
+    said, make = FORMATS[kind][0] if isinstance(kind, str) else kind
+    shutil.copytree(plain, directory)
+    tensors, truth = {}, {}
+    for name, array in load_file(plain / "model.safetensors").items():
+        if "_proj.weight" in name:
+            stored, truth[name] = make(name, array)
+            tensors.update(stored)
+        else:
+            tensors[name] = array
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    return directory, truth
+
+
+def decoded(directory):
+    config = json.loads((directory / "config.json").read_text())
+    return read_quantized(directory, config, lambda: open_checkpoint(directory, False))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_numbers_are_bit_for_bit_the_format_s(kind, plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    found = decoded(directory)
+    plain = load_file(plain_hf / "model.safetensors")
+    assert found.tensors.keys() == plain.keys()
+    for name, tensor in found.tensors.items():
+        if name not in truth:
+            assert np.array_equal(tensor.load(), plain[name])
+            continue
+        expected = truth[name].astype(np.float32)
+        assert tensor.load().tobytes() == expected.tobytes(), name
+        assert np.concatenate(list(tensor.blocks(5000))).tobytes() == expected.tobytes(), name
+        assert (tensor.stored.dtype if tensor.stored else "") == FORMATS[kind][1]
+    assert any("order of activations" in note for note in found.notes) == (FORMATS[kind][1] == "")
+
+
+def transformers_logits(plain, truth):
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    state = model.state_dict()
+    state.update({name: torch.tensor(array.astype(np.float32)) for name, array in truth.items()})
+    model.load_state_dict(state)
+    return families.reference_logits(model, TOKENS)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "fp8-tensor", "fp8-block", "w8a8"])
+def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_hf, tmp_path,
+                                                          monkeypatch):
+    """Queries, keys and values have one weight, as gate and up have."""
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
+    expected = transformers_logits(plain_hf, truth)
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), expected, 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert {form.dtype for form in forms.values()} == {FORMATS[kind][1]}
+    assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+def test_the_cpu_s_own_kernels_read_them(plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", "awq")
+    llmc.compile(directory, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 0.03)
+
+
+def test_cuda_reads_them_as_numbers_and_says_so(plain_hf, tmp_path):
+    from schedule_interpreter import Interpreter
+
+    directory, truth = write(plain_hf, tmp_path / "hf", "w4a16")
+    said = []
+    llmc.compile(directory, tmp_path / "case", target="cuda", progress=said.append)
+    assert any("no kernels for weights in fewer bits yet: " in text and "become float32" in text
+               for text in said)
+    families.assert_close(Interpreter(tmp_path / "case").run(TOKENS, 0),
+                          transformers_logits(plain_hf, truth), 1e-5)
+
+
+def test_a_module_that_is_not_quantised_keeps_its_neighbours_exact(plain_hf, tmp_path, monkeypatch):
+    """Where only some of what is merged is in fewer bits, all of it is read as numbers."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    plain = load_file(plain_hf / "model.safetensors")[name]
+
+    def undo(tensors):
+        for key in [key for key in tensors if key.startswith(name)]:
+            del tensors[key]
+        tensors[name] = plain
+
+    directory, truth = write(plain_hf, tmp_path / "hf", "w4a16", undo)
+    truth[name] = plain
+    monkeypatch.setattr(cpu, "KIND", "")
+    llmc.compile(directory, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
+    refusals = [text for report in read_manifest(tmp_path / "case").passes
+                if report.name == "quantize" for text in report.refusals]
+    assert len(refusals) == 1 and "stored in different ways" in refusals[0]
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(("kind", "change", "said"), [
+    ("awq", lambda t: t.pop(f"{Q}.scales"), "has no tensor '.*q_proj.scales', without which"),
+    ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((3, 2), np.float32)}),
+     r"weight_scale' in .* is float32 \[3, 2\], expected \[64, 2\]"),
+    ("gptq", lambda t: t[f"{Q}.scales"].__setitem__((0, 3), np.nan), "a scale that is NaN"),
+    ("fp8-channel", lambda t: t[f"{Q}.weight_scale"].__setitem__((5, 0), 0), "infinite or 0"),
+    ("fp8-block", lambda t: t.update({f"{Q}.weight_scale_inv": np.ones((1, 1), np.float32)}),
+     r"expected \[2, 2\]"),
+    ("fp8-channel", lambda t: t[f"{Q}.weight"].view(np.uint8).__setitem__((5, 0), 127),
+     "has NaN among its weights"),
+    ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].__setitem__(3, 99), "does not say for each of"),
+    ("w4a16", lambda t: [t.pop(name) for name in list(t) if "weight_scale" in name],
+     "no tensor that ends in '.weight_scale'"),
+    ("w8a8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].astype(np.float32)}),
+     "is no FP8"),
+])
+def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", kind, change)
+    with pytest.raises(LlmcError, match=said):
+        llmc.compile(directory, tmp_path / "case")
+    assert not (tmp_path / "case").exists()
+
+
+def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", "w4a16")
+    with pytest.raises(LlmcError, match="is quantised by compressed-tensors.*; leave out --quant"):
+        llmc.compile(directory, tmp_path / "case", quantize="int8")
