@@ -144,7 +144,7 @@ class EncoderProgram(_Frozen):
 
 class WeightForm(_Frozen):
     """A weight matrix in fewer bits, as llmc.plugins.quantization has it: its scales are the weight
-    `<name>_scale`, its zeros, where the dtype has them, `<name>_zero`.
+    `<name>_scale`, its zeros or minima, where the dtype has such, `<name>_zero` or `<name>_min`.
     """
 
     dtype: WeightDType

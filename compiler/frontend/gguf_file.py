@@ -1,4 +1,6 @@
-"""A .gguf file: config and tokenizer through transformers, rows dequantised as they are read."""
+"""A .gguf file: config and tokenizer through transformers; weights as their blocks store them, or
+dequantised as they are read.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 
 from llmc.compiler.frontend.checkpoint import read_rows
+from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
@@ -27,7 +30,7 @@ _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
 
 
 def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
-    """Export the model in a GGUF file. Quantised weights become float32.
+    """Export the model in a GGUF file.
 
     Raises:
         LlmcError: the file is broken, or transformers does not know its architecture.
@@ -48,13 +51,24 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     if not plain.get("architectures"):
         plain["architectures"] = [type(config).__name__.replace("Config", "ForCausalLM")]
     check(plain, {}, False)
-    exported = export(config, _tensors(path, header, config), str(path))
+    tensors = _tensors(path, header, config)
+    exported = export(config, tensors, str(path))
 
     def save_tokenizer(target: Path) -> None:
         _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
             .save_pretrained(target)
 
-    return RawModel(exported.graph, plain, "gguf", save_tokenizer, {}, tuple(exported.notes))
+    return RawModel(exported.graph, plain, "gguf", save_tokenizer, {},
+                    (*_notes(header, tensors), *exported.notes))
+
+
+def _notes(header: GgufHeader, tensors: Mapping[str, Weight]) -> list[str]:
+    """What is read as float32 though it is stored in fewer bits, in one sentence."""
+    count = sum(tensor.dequantized for tensor in tensors.values())
+    kinds = sorted({tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1
+                    and tensor.kind.name not in _DTYPES})
+    return [f"{count} weights among those in {', '.join(kinds)} have no form that kernels read: "
+            f"they are read as float32, with its memory and speed"] if count else []
 
 
 def _read_config(path: Path, header: GgufHeader) -> Any:
@@ -164,7 +178,15 @@ def _weight(path: Path, tensor: GgufTensor) -> Weight:
     if len(tensor.shape) == 1:  # blocks run across rows of one element
         return Weight(tensor.shape, np.float32,
                       lambda start, stop: _dequantized(path, tensor)[start:stop], tensor.name)
-    return Weight(tensor.shape, np.float32, partial(_dequantized, path, tensor), tensor.name)
+    stored = None
+    if len(tensor.shape) == 2:
+        rows, width = tensor.shape
+        stored = form_of(tensor.kind.name, (rows, width), tensor.name, partial(
+            read_rows, path, tensor.offset, (rows, tensor.nbytes // rows), np.dtype(np.uint8)))
+    weight = Weight(tensor.shape, np.float32, partial(_dequantized, path, tensor), tensor.name,
+                    stored)
+    weight.dequantized = stored is None
+    return weight
 
 
 def _dequantized(path: Path, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> \
@@ -199,6 +221,10 @@ def _processed(weight: Weight, name: str, processor: Any, names: Mapping[str, st
         return weight
     weight = weight.cast(np.float32)
     if kind in ("TensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor"):
+        if len(weight.shape) > 1:  # norms are what they change
+            probe = np.arange(weight.shape[1], dtype=np.float32)[None]
+            if np.array_equal(process(probe), probe):
+                return weight
         return Weight(weight.shape, np.float32,
                       lambda start, stop: process(weight.rows(start, stop)), name)
     if kind == "LlamaTensorProcessor":  # queries and keys have their rows in another order

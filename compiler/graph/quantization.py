@@ -7,8 +7,9 @@ all weights are. `llmc.plugins.quantization` says what codes, scales and zeros m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -55,12 +56,15 @@ class Stored:
         codes: uint8 [out, in], one to a byte.
         scales: float32 [out, in / group_size].
         zeros: uint8 [out, in / group_size] where the dtype has them.
+        minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them, whose codes
+            and scales have at most 24 bits together, so that a zero times a scale is exact.
     """
 
     dtype: str
     codes: Weight
     scales: Weight
     zeros: Weight | None = None
+    minima: Weight | None = None
 
     @property
     def bits(self) -> int:
@@ -70,8 +74,11 @@ class Stored:
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
-    def _each(self, codes: Weight, scales: Weight, zeros: Weight | None) -> Stored:
-        return replace(self, codes=codes, scales=scales, zeros=zeros)
+    def _each(self, change: Callable[[Weight], Weight],
+              change_groups: Callable[[Weight], Weight]) -> Stored:
+        return replace(self, codes=change(self.codes), scales=change_groups(self.scales),
+                       zeros=self.zeros and change_groups(self.zeros),
+                       minima=self.minima and change_groups(self.minima))
 
     def weight(self, name: str) -> Weight:
         """The numbers, float32 [out, in], that carry this form along."""
@@ -84,19 +91,19 @@ class Stored:
             numbers = _NUMBERS[codes]
         else:
             fixed = CODES[self.dtype][1]
-            numbers = codes.astype(np.float32)
-            if self.zeros is None:
-                numbers -= np.float32(fixed or 0)
+            numbers = codes.astype(np.float32) - np.float32(fixed or 0)
         grouped = numbers.reshape(*scales.shape[:2], -1)
         if self.zeros is not None:
             grouped -= self.zeros.rows(start, stop)[:, :, None].astype(np.float32)
         scaled: np.ndarray = grouped * scales
+        if self.minima is not None:
+            scaled += self.minima.rows(start, stop)[:, :, None]
         return scaled.reshape(codes.shape)
 
     def take_rows(self, index: np.ndarray) -> Stored:
         """Rows `index`, in that order."""
-        return self._each(self.codes.take_rows(index), self.scales.take_rows(index),
-                          self.zeros and self.zeros.take_rows(index))
+        return self._each(lambda codes: codes.take_rows(index),
+                          lambda groups: groups.take_rows(index))
 
     def pad_rows(self, count: int) -> Stored:
         """With rows of zero appended up to `count`."""
@@ -107,8 +114,9 @@ class Stored:
                 (stop - start, weight.shape[1]), value, weight.dtype), "padding")
             return Weight.concat([weight, rows])
 
-        return self._each(padded(self.codes, CODES[self.dtype][1] or 0), padded(self.scales, 1),
-                          self.zeros and padded(self.zeros, 0))
+        made = self._each(lambda codes: padded(codes, CODES[self.dtype][1] or 0),
+                          lambda groups: padded(groups, 0))
+        return replace(made, scales=padded(self.scales, 1))
 
     def take_columns(self, index: np.ndarray) -> Stored | None:
         """Columns `index`, in that order, in groups as large as that leaves; None where they are
@@ -119,9 +127,8 @@ class Stored:
             runs = index.reshape(-1, size)
             if (runs[:, 0] % size == 0).all() and (np.diff(runs, axis=1) == 1).all():
                 fine = self.regrouped(size)
-                groups = runs[:, 0] // size
-                return fine._each(fine.codes.take_columns(index), fine.scales.take_columns(groups),
-                                  fine.zeros and fine.zeros.take_columns(groups))
+                return fine._each(partial(Weight.take_columns, index=index),
+                                  partial(Weight.take_columns, index=runs[:, 0] // size))
             size = size // 2 if size % 2 == 0 else 0
         return None
 
@@ -137,50 +144,52 @@ class Stored:
                           lambda start, stop: weight.rows(start, stop).repeat(times, 1),
                           weight.name)
 
-        return self._each(self.codes, repeated(self.scales), self.zeros and repeated(self.zeros))
+        return self._each(lambda codes: codes, repeated)
 
     def above(self, others: Sequence[Stored]) -> Stored | None:
-        """This matrix with `others` below it: in the smallest of their groups, with zeros if one
-        has them; None where that is no form.
+        """This matrix with `others` below it: in the smallest of their groups, in 8 bits if one is,
+        with zeros or minima if one has them; None where that is no form.
         """
         parts = [self, *others]
         size = math.gcd(*(part.group_size for part in parts))
-        if len({(part.bits, part.dtype == _FLOAT8) for part in parts}) > 1 or (
+        if len({part.dtype == _FLOAT8 for part in parts}) > 1 or (
                 size < SMALLEST_GROUP and len({part.group_size for part in parts}) > 1):
             return None
         parts = [part.regrouped(size) for part in parts]
-        if any(part.zeros for part in parts):
-            parts = [part._with_zeros() for part in parts]
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        return parts[0]._each(Weight.concat([part.codes for part in parts]),
-                              Weight.concat([part.scales for part in parts]),
-                              Weight.concat(zeros) if zeros else None)
+        if len({(part.dtype, part.minima is None) for part in parts}) > 1:
+            bits, minima = max(part.bits for part in parts), any(part.minima for part in parts)
+            parts = [part._widened(bits, minima) for part in parts]
 
-    def _with_zeros(self) -> Stored:
-        fixed = CODES[self.dtype][1]
-        if fixed is None:
-            return self
-        zeros = Weight(self.scales.shape, np.uint8, lambda start, stop: np.full(
-            (stop - start, self.scales.shape[1]), fixed, np.uint8), "zeros")
-        return Stored(f"u{self.dtype}", self.codes, self.scales, zeros)
+        def stacked(weights: Sequence[Weight | None]) -> Weight | None:
+            found = [weight for weight in weights if weight is not None]
+            return Weight.concat(found) if found else None
 
-    def packed(self) -> tuple[Weight, Weight, Weight | None]:
-        """Weight, scales and zeros as they lie in memory.
+        return Stored(parts[0].dtype, Weight.concat([part.codes for part in parts]),
+                      Weight.concat([part.scales for part in parts]),
+                      stacked([part.zeros for part in parts]),
+                      stacked([part.minima for part in parts]))
+
+    def _widened(self, bits: int, minima: bool) -> Stored:
+        """The same numbers in codes of so many bits without a fixed zero."""
+        fixed, zeros = CODES[self.dtype][1], self.zeros
+        if fixed is not None:
+            zeros = Weight(self.scales.shape, np.uint8, lambda start, stop: np.full(
+                (stop - start, self.scales.shape[1]), fixed, np.uint8), "zeros")
+        made = Stored(f"uint{bits}", self.codes, self.scales, zeros, self.minima)
+        if not minima or zeros is None:
+            return made
+        known = zeros
+        return replace(made, zeros=None, minima=Weight(
+            self.scales.shape, np.float32, lambda start, stop: -self.scales.rows(
+                start, stop) * known.rows(start, stop).astype(np.float32), "minima"))
+
+    def packed(self) -> tuple[Weight, Weight | None]:
+        """Weight and zeros as they lie in memory; scales and minima lie as they are.
 
         Raises:
-            LlmcError: when they are read, where a scale is NaN, infinite or 0, or a code NaN.
+            LlmcError: when they are read, where a code is NaN.
         """
-        name = self.codes.name
-
-        def checked(start: int, stop: int) -> np.ndarray:
-            scales = self.scales.rows(start, stop)
-            if not np.isfinite(scales).all() or not scales.all():
-                raise LlmcError(f"a scale of '{name}' is NaN, infinite or 0, so its weights are "
-                                f"none; the checkpoint is damaged")
-            return scales
-
-        scales = Weight(self.scales.shape, np.float32, checked, self.scales.name)
-        return self._packed(self.codes), scales, self.zeros and self._packed(self.zeros)
+        return self._packed(self.codes), self.zeros and self._packed(self.zeros)
 
     def _packed(self, codes: Weight) -> Weight:
         def rows(start: int, stop: int) -> np.ndarray:

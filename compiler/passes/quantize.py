@@ -35,7 +35,7 @@ from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
 
 DEQUANTIZED = "dequantised"  # in reports
-_MOST_GROUPED = 256  # of 4 bits with zeros in MatMulNBits; zeros that are packed do not repeat
+_MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 
 
 def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -71,7 +71,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         known = made[id(values)]
         stored, (out_features, in_features) = known.stored, values.shape
         node.inputs = arranged(op, {**given, role.weight: known.weight, role.scale: known.scale,
-                                    role.zero: known.zero})
+                                    role.zero: known.zero, role.minimum: known.minimum})
         node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
                           in_features=in_features, out_features=out_features)
         report.count(f"{stored.dtype}, groups of {stored.group_size}")
@@ -86,6 +86,7 @@ class _Made:
     weight: gs.Constant
     scale: gs.Constant
     zero: gs.Constant | None
+    minimum: gs.Constant | None
 
 
 def dequantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -104,12 +105,14 @@ def _form(values: Weight, scheme: Scheme | None, name: str) -> Stored | None:
     stored = values.stored
     if stored is None:
         return quantize(values, scheme, name) if scheme is not None else None
-    if CODES[stored.dtype][1] is None and stored.bits == 4 and stored.group_size > _MOST_GROUPED:
+    if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
         return stored.regrouped(math.gcd(stored.group_size, 128))
     return stored
 
 
-def _constants(stored: Stored, name: str) -> tuple[gs.Constant, gs.Constant, gs.Constant | None]:
-    weight, scales, zeros = stored.packed()
-    return (gs.Constant(name, weight), gs.Constant(f"{name}_scale", scales),
-            None if zeros is None else gs.Constant(f"{name}_zero", zeros))
+def _constants(stored: Stored, name: str) -> \
+        tuple[gs.Constant, gs.Constant, gs.Constant | None, gs.Constant | None]:
+    weight, zeros = stored.packed()
+    return (gs.Constant(name, weight), gs.Constant(f"{name}_scale", stored.scales),
+            None if zeros is None else gs.Constant(f"{name}_zero", zeros),
+            None if stored.minima is None else gs.Constant(f"{name}_min", stored.minima))

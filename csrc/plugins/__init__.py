@@ -146,7 +146,8 @@ class Op:
         """The inputs whose dtypes are those of a weight in fewer bits, where `fields` say so."""
         if self.quantized is None or not fields["weight_dtype"]:
             return frozenset()
-        return frozenset({self.quantized.weight, self.quantized.scale, self.quantized.zero})
+        role = self.quantized
+        return frozenset({role.weight, role.scale, role.zero, role.minimum})
 
     def fit(self, shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         """Output shapes, where inputs of these shapes (by name; absent ones left out) fit together.

@@ -1,19 +1,23 @@
 """Weights in fewer bits: one mixin for every op that has a weight matrix [out, in].
 
 Such a weight is groups of `group_size` numbers along a row, each number (code - zero) · scale with
-the scale and the zero of its group. How it lies in memory, by the field `weight_dtype`:
+the scale and the zero of its group, or code · scale + minimum. How it lies in memory, by the field
+`weight_dtype`:
 
     ""             weight [out, in], of the model's dtype; no scales.
     int4, uint4    weight uint8 [out, in / 2]: two codes in a byte, the even column's in the low
-                   nibble. int4 has code = number + 8, its zero always 8; uint4 brings zeros.
+                   nibble. int4 has code = number + 8, its zero always 8; uint4 brings zeros or
+                   minima.
     int8, uint8    weight uint8 [out, in]. int8 has code = number + 128, its zero always 128;
-                   uint8 brings zeros.
+                   uint8 brings zeros or minima.
     float8_e4m3fn  weight uint8 [out, in], the bits of the numbers; its zero always 0. No NaN.
 
     weight_scale   float32 [out, in / group_size]; not 0, may be negative.
     weight_zero    of uint4: uint8 [out, ceil(in / group_size / 2)], a row packed as the weight's
                    rows are, the last high nibble 0 where the number of groups is odd;
                    of uint8: uint8 [out, in / group_size].
+    weight_min     of uint4 and uint8: float32 [out, in / group_size], in place of zeros. GGUF has
+                   such weights. A kernel adds the minimum times the sum of x's group.
 
 A scale for a whole row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales
 are repeated down the rows. This is also what com.microsoft.MatMulNBits reads, as it lies.
@@ -56,13 +60,15 @@ def quantizable(op: Op, weight: str = "weight") -> Op:
         _check(op, fields, present)
         rows, columns = known[weight]
         if not fields["weight_dtype"]:
-            return {**known, role.scale: (rows, "groups"), role.zero: (rows, "zeros")}
+            return {**known, role.scale: (rows, "groups"), role.zero: (rows, "zeros"),
+                    role.minimum: (rows, "groups")}
         per_byte, groups = _per_byte(fields), fields["in_features"] // fields["group_size"]
         known = {name: tuple(fields["in_features"] if dim == columns else dim for dim in shape)
                  for name, shape in known.items()}
         packed = -(-groups // per_byte)
         return {**known, weight: (rows, fields["in_features"] // per_byte),
-                role.scale: (rows, groups), role.zero: (rows, packed)}
+                role.scale: (rows, groups), role.zero: (rows, packed),
+                role.minimum: (rows, groups)}
 
     def shapes(given: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         if not fields["weight_dtype"]:
@@ -77,22 +83,24 @@ def quantizable(op: Op, weight: str = "weight") -> Op:
         assert op.reference is not None
         if fields["weight_dtype"]:
             inputs = {**inputs, weight: dequantized(fields, inputs[weight], inputs[role.scale],
-                                                    inputs.get(role.zero))}
+                                                    inputs.get(role.zero),
+                                                    inputs.get(role.minimum))}
         return op.reference(fields, inputs)
 
     def samples(rng: np.random.Generator) -> Sequence[Sample]:
         assert op.samples is not None
         plain = op.samples(rng)
-        return [*plain, *(_quantized_sample(rng, plain[index % len(plain)], weight, dtype, group)
-                          for index, (dtype, group) in enumerate(
-                              (("int4", 32), ("uint4", 16), ("uint4", 32), ("int8", 96),
-                               ("uint8", 12), ("float8_e4m3fn", 48), ("int4", 96))))]
+        kinds = (("int4", 32, ""), ("uint4", 16, "zero"), ("uint4", 32, "zero"), ("int8", 96, ""),
+                 ("uint8", 12, "zero"), ("float8_e4m3fn", 48, ""), ("int4", 96, ""),
+                 ("uint4", 32, "min"), ("uint8", 16, "min"), ("uint8", 12, "min"))
+        return [*plain, *(_quantized_sample(rng, plain[index % len(plain)], weight, *kind)
+                          for index, kind in enumerate(kinds))]
 
     return dataclasses.replace(
-        op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?"),
+        op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?", f"{role.minimum}?"),
         fields={**op.fields, **_FIELDS},
         choices={**op.choices, "weight_dtype": ("", *CODES)},
-        float32_inputs=op.float32_inputs | {role.scale}, quantized=role,
+        float32_inputs=op.float32_inputs | {role.scale, role.minimum}, quantized=role,
         dims=dims, shapes=shapes, reference=reference, samples=samples)
 
 
@@ -105,26 +113,29 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     dtype, size, width = (fields[name] for name in ("weight_dtype", "group_size", "in_features"))
     if ("weight_scale" in present) != bool(dtype):
         raise ValueError(f"{op.name} takes weight_scale and weight_dtype together")
-    if ("weight_zero" in present) != (bool(dtype) and CODES[dtype][1] is None):
-        raise ValueError(f"{op.name} takes weight_zero with weight_dtype uint4 and uint8 alone")
+    if ("weight_zero" in present) + ("weight_min" in present) != (
+            bool(dtype) and CODES[dtype][1] is None):
+        raise ValueError(f"{op.name} takes weight_zero or weight_min with weight_dtype uint4 and "
+                         f"uint8, and with no other")
     if dtype and (size < 1 or width < 1 or width % size or width % _per_byte(fields)):
         raise ValueError(f"{op.name} has in_features {width}, which are no whole groups of "
                          f"{size}")
 
 
 def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
-                zero: np.ndarray | None) -> np.ndarray:
+                zero: np.ndarray | None, minimum: np.ndarray | None = None) -> np.ndarray:
     """The matrix float64 [out, in] that packed inputs stand for."""
     bits, fixed = CODES[fields["weight_dtype"]]
-    zeros: np.ndarray | int | None = fixed
+    zeros: np.ndarray | int = fixed or 0
     if zero is not None:
         zeros = unpack(zero, bits)[:, :scale.shape[1]]
         zeros = zeros.astype(np.float64).repeat(fields["group_size"], 1)
-    assert zeros is not None
     codes = unpack(weight, bits).astype(np.float64)
     if fields["weight_dtype"] == "float8_e4m3fn":
         codes = np.array(FLOAT8_NUMBERS)[weight]
     matrix: np.ndarray = (codes - zeros) * scale.astype(np.float64).repeat(fields["group_size"], 1)
+    if minimum is not None:
+        matrix += minimum.astype(np.float64).repeat(fields["group_size"], 1)
     return matrix
 
 
@@ -161,8 +172,9 @@ def _unpack_lines(fields: Fields, name: str, codes: str) -> list[str]:
             f"{codes} = Reshape({codes}_pairs, {codes}_flat)"]
 
 
-def dequantize(fields: Fields, made: str, weight: str = "weight", scale: str = "weight_scale",
-               zero: str = "weight_zero") -> str:
+def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str = "weight",
+               scale: str = "weight_scale", zero: str = "weight_zero",
+               minimum: str = "weight_min") -> str:
     """ONNX text for `made`, rows float32 [rows, in] of what is stored."""
     dtype, size = fields["weight_dtype"], fields["group_size"]
     fixed = CODES[dtype][1]
@@ -181,7 +193,7 @@ def dequantize(fields: Fields, made: str, weight: str = "weight", scale: str = "
                           f"{made}_scaled = Mul({made}_grouped, {made}_scale)",
                           f"{made} = Reshape({made}_scaled, {made}_flat)"])
     lines = _unpack_lines(fields, weight, f"{made}_codes")
-    if fixed is None:
+    if "weight_zero" in present:
         groups = fields["in_features"] // size
         lines += [*_unpack_lines(fields, zero, f"{made}_all_zeros"),
                   f"{made}_first = Constant<value_ints=[0]>()",
@@ -190,22 +202,34 @@ def dequantize(fields: Fields, made: str, weight: str = "weight", scale: str = "
                   f"{made}_zeros = Slice({made}_all_zeros, {made}_first, {made}_end, {made}_axis)"]
     else:
         lines += [f"{made}_shape = Shape({scale})",
-                  f"{made}_zeros = ConstantOfShape<value = uint8[1] {{{fixed}}}>({made}_shape)"]
-    return "\n".join([*lines, f"{made} = DequantizeLinear<axis=1, block_size={size}>"
-                              f"({made}_codes, {scale}, {made}_zeros)"])
+                  f"{made}_zeros = ConstantOfShape<value = uint8[1] {{{fixed or 0}}}>"
+                  f"({made}_shape)"]
+    result = f"{made}_above" if "weight_min" in present else made
+    lines.append(f"{result} = DequantizeLinear<axis=1, block_size={size}>"
+                 f"({made}_codes, {scale}, {made}_zeros)")
+    if "weight_min" in present:
+        lines += [f"{made}_groups = Constant<value_ints=[0, -1, {size}]>()",
+                  f"{made}_flat = Constant<value_ints=[0, -1]>()",
+                  f"{made}_last = Constant<value_ints=[-1]>()",
+                  f"{made}_grouped = Reshape({made}_above, {made}_groups)",
+                  f"{made}_min = Unsqueeze({minimum}, {made}_last)",
+                  f"{made}_sums = Add({made}_grouped, {made}_min)",
+                  f"{made} = Reshape({made}_sums, {made}_flat)"]
+    return "\n".join(lines)
 
 
-def product(fields: Fields, made: str, x: str = "x") -> str:
+def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") -> str:
     """ONNX text for `made` = x · weightᵀ, however the weight is stored; of standard ops."""
     lines, matrix = [], "weight"
     if fields["weight_dtype"]:
         matrix = "matrix"
-        lines.append(dequantize(fields, matrix))
+        lines.append(dequantize(fields, present, matrix))
     return "\n".join([*lines, f"wt = Transpose<perm=[1, 0]>({matrix})",
                       f"{made} = MatMul({x}, wt)"])
 
 
-def cpu_product(fields: Fields, made: str, x: str = "x", added: str = "") -> str:
+def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x",
+                added: str = "") -> str:
     """The same for ONNX Runtime on a CPU, `added` [out] or [rows, out] included.
 
     Codes are multiplied with x in 8 bits, a scale for each block of it: as fast for 1 to 8 rows in
@@ -215,27 +239,36 @@ def cpu_product(fields: Fields, made: str, x: str = "x", added: str = "") -> str
     dtype, size = fields["weight_dtype"], fields["group_size"]
     width, height = fields["in_features"], fields["out_features"]
     if not dtype or dtype == "float8_e4m3fn":  # which is folded to float32 when it is loaded
-        lines = [dequantize(fields, "matrix")] if dtype else []
+        lines = [dequantize(fields, present, "matrix")] if dtype else []
         operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
         return "\n".join([*lines, f"{made} = Gemm<transB=1>({operands})"])
     bits, fixed = CODES[dtype]
     block = next((block for block in _KERNEL_BLOCKS if size % block == 0), 0)
-    if not block or (bits == 4 and fixed is None and block != size):
-        lines = [product(fields, "product" if added else made, x)]
+    if not block or (fixed is None and block != size):
+        lines = [product(fields, present, "product" if added else made, x)]
         return "\n".join([*lines, *([f"{made} = Add(product, {added})"] if added else [])])
     lines = [f"blocks_shape = Constant<value_ints=[0, {width // block}, {block * bits // 8}]>()",
              "blocks = Reshape(weight, blocks_shape)"]
-    names = {"weight_scale": "weight_scale", "weight_zero": "" if fixed is not None
-             else "weight_zero"}
-    for name in [name for name, used in names.items() if used and block != size]:
-        lines += [f"{name}_last = Constant<value_ints=[-1]>()",
-                  f"{name}_times = Constant<value_ints=[1, 1, {size // block}]>()",
-                  f"{name}_flat = Constant<value_ints=[0, -1]>()",
-                  f"{name}_column = Unsqueeze({name}, {name}_last)",
-                  f"{name}_each = Expand({name}_column, {name}_times)",
-                  f"{name}_blocks = Reshape({name}_each, {name}_flat)"]
-        names[name] = f"{name}_blocks"
-    given = ", ".join([x, "blocks", names["weight_scale"], names["weight_zero"]]).rstrip(", ")
+    scale, zero = "weight_scale", ["weight_zero"] if "weight_zero" in present else []
+    if block != size:
+        scale = "scales"
+        lines += ["last = Constant<value_ints=[-1]>()",
+                  f"times = Constant<value_ints=[1, 1, {size // block}]>()",
+                  "flat = Constant<value_ints=[0, -1]>()",
+                  "scale_column = Unsqueeze(weight_scale, last)",
+                  "scale_blocks = Expand(scale_column, times)",
+                  "scales = Reshape(scale_blocks, flat)"]
+    if "weight_min" in present:
+        groups = width // size
+        lines += [f"zeros_shape = Constant<value_ints=[{height}, {-(-groups * bits // 8)}]>()",
+                  "no_zeros = ConstantOfShape<value = uint8[1] {0}>(zeros_shape)",
+                  f"groups_shape = Constant<value_ints=[0, {groups}, {size}]>()",
+                  f"x_groups = Reshape({x}, groups_shape)",
+                  "last = Constant<value_ints=[-1]>()",
+                  "x_sums = ReduceSum<keepdims=0>(x_groups, last)",
+                  f"above = Gemm<transB=1>(x_sums, weight_min{', ' if added else ''}{added})"]
+        added, zero = "above", ["no_zeros"]
+    given = ", ".join([x, "blocks", scale, *zero])
     lines.append(f"{'product' if added else made} = com.microsoft.MatMulNBits<K={width}, "
                  f"N={height}, bits={bits}, block_size={block}, "
                  f"accuracy_level={_INT8_DOT_PRODUCTS}>({given})")
@@ -243,12 +276,11 @@ def cpu_product(fields: Fields, made: str, x: str = "x", added: str = "") -> str
 
 
 def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtype: str,
-                      group_size: int) -> Sample:
+                      group_size: int, brings: str) -> Sample:
     """A sample with a weight of random codes in place of its own. x is a number of 64ths with one
     of 127 in each block of 16, so that a body may round it to 8 bits.
     """
-    bits, fixed = CODES[dtype]
-    width = 96
+    bits, width = CODES[dtype][0], 96
     height = plain.inputs[weight].shape[0]
     groups = width // group_size
     fields = {**plain.fields, "weight_dtype": dtype, "group_size": group_size,
@@ -259,9 +291,11 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
                                * rng.uniform(0.01, 0.02, (height, groups))).astype(np.float32)}
     if dtype == "float8_e4m3fn":
         inputs[weight] = codes & 0xBF  # none is a NaN
-    if fixed is None:
+    if brings == "zero":
         inputs["weight_zero"] = pack(
             rng.integers(0, 2 ** bits, (height, groups), dtype=np.uint8), bits)
+    elif brings == "min":
+        inputs["weight_min"] = rng.uniform(-0.3, 0.1, (height, groups)).astype(np.float32)
     for name, array in plain.inputs.items():
         if name not in ("x", weight) and array.shape[1:] == plain.inputs[weight].shape[1:]:
             inputs[name] = rng.standard_normal((len(array), width)).astype(np.float32)
@@ -271,7 +305,8 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
         inputs["x"] = (x / 64).astype(np.float32)
     if "row_sums" in inputs:
         inputs["row_sums"] = dequantized(fields, inputs[weight], inputs["weight_scale"],
-                                         inputs.get("weight_zero")).sum(1).astype(np.float32)
+                                         inputs.get("weight_zero"),
+                                         inputs.get("weight_min")).sum(1).astype(np.float32)
     return Sample(fields, inputs)
 
 

@@ -112,11 +112,13 @@ class Quantized:
         weight: the input [out, in].
         scale: the input of its groups' scales.
         zero: the input of its groups' zeros.
+        minimum: the input of its groups' minima, in place of zeros.
     """
 
     weight: str = "weight"
     scale: str = "weight_scale"
     zero: str = "weight_zero"
+    minimum: str = "weight_min"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """GGUF files are read by row as transformers reads them whole, and refused where it would not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import families
 import gguf
 import numpy as np
 import pytest
@@ -14,8 +15,13 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import llmc
+from llmc.compiler import api
 from llmc.compiler.frontend import checkpoint, gguf_file
+from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import read_header
+from llmc.compiler.lower import lower
+from llmc.compiler.targets import Options, cpu
+from llmc.runtime.manifest import Target, read_manifest
 
 VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
 LLAMA = {"context_length": 16384, "block_count": 2, "feed_forward_length": 96,
@@ -82,7 +88,8 @@ def read(path):
 
 
 @pytest.mark.parametrize("file", [
-    File(), File(kind="F16"), File(kind="Q4_0"), File(kind="BF16"), File(kind="F32"),
+    File(), File(kind="F16"), *(File(kind=f"Q{kind}") for kind in ("4_0", "4_1", "5_0", "5_1")),
+    File(kind="BF16"), File(kind="F32"),
     File("gemma2", layer={**LAYER, "post_attention_norm.weight": (64,),
                           "post_ffw_norm.weight": (64,)}),
     File("gpt2", GPT2, GPT2_LAYER, {"position_embd.weight": np.ones((64, WIDTH), np.float32)}),
@@ -101,6 +108,54 @@ def test_rows_are_bit_for_bit_what_transformers_reads_whole(file, tmp_path):
         for nbytes in (1 << 30, 3000):  # whole, and in blocks of some rows
             found = np.concatenate(list(tensors[name].cast(np.float32).blocks(nbytes)))
             assert found.tobytes() == tensor.numpy().tobytes(), name
+
+
+@pytest.mark.parametrize(("kind", "dtype", "size"), [
+    ("Q4_0", "int4", 32), ("Q4_1", "uint4", 32), ("Q5_0", "int8", 32), ("Q5_1", "uint8", 32),
+    ("Q8_0", "int8", 32), ("Q4_K", "uint4", 32), ("Q5_K", "uint8", 32), ("Q6_K", "uint8", 16)])
+def test_blocks_of_every_kind_hold_the_numbers_that_gguf_reads(kind, dtype, size):
+    """Of any bytes, but for scales that are no numbers; merged with another kind too."""
+    rng = np.random.default_rng(1)
+
+    def made(kind):
+        numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        data = rng.integers(0, 256, (6, 512 // numbers, nbytes), dtype=np.uint8)
+        for at in {"Q6_K": [208]}.get(kind, [0] if kind[-1] == "0" else [0, 2]):
+            data[..., at:at + 2] = rng.uniform(-2, 2, (*data.shape[:2], 1)).astype(np.float16) \
+                .view(np.uint8)
+        data = data.reshape(6, -1)
+        return form_of(kind, (6, 512), "w", lambda start, stop: data[start:stop]), \
+            gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+
+    form, truth = made(kind)
+    assert (form.dtype, form.group_size) == (dtype, size)
+    assert np.array_equal(form.weight("w").load(), truth)
+    assert np.array_equal(form.weight("w").rows(2, 5), truth[2:5])
+    for other in ("Q4_0", "Q4_K", "Q6_K", "Q8_0"):
+        second, below = made(other)
+        merged = form.above([second])
+        assert np.array_equal(merged.weight("w").load(), np.concatenate([truth, below])), other
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_a_compiled_file_keeps_its_blocks(kind, tmp_path, monkeypatch):
+    """The embedding is the LM head's table, in fewer bits too."""
+    path = write(tmp_path / "m.gguf", File(kind=kind))
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
+    (tmp_path / "case").mkdir()
+    api.write(raw, lower(raw, Options()), Target(kind="cpu"), Options(), tmp_path / "case")
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert {(form.dtype, form.group_size) for form in forms.values()} \
+        == {("uint4" if kind == "Q4_1" else "int8", 32)}
+    config, tensors = read(path)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict({name: torch.tensor(tensor.load()) for name, tensor in tensors.items()},
+                          strict=False)
+    model.tie_weights()
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(list(range(3, 20))), families.reference_logits(
+            model, list(range(3, 20))))
 
 
 @pytest.mark.parametrize("file", [File(), File(vocab_size=False), File("gemma2"),

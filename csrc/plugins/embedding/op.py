@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
-from llmc.plugins.quantization import CODES, dequantize, quantizable
+from llmc.plugins.quantization import dequantize, quantizable
 from llmc.plugins.roles import ByVocabulary
 
 
@@ -30,7 +30,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
             "nothing = Constant<value_float=0.0>()",
         ]
         ids = "safe"
-    lines += _rows(fields, ids)
+    lines += _rows(fields, present, ids)
     result = "e0"
     if fields["vocab_sharded"]:
         lines.append("e1 = Where(column, e0, nothing)")
@@ -46,14 +46,14 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     return "\n".join(lines)
 
 
-def _rows(fields: Fields, ids: str) -> list[str]:
+def _rows(fields: Fields, present: frozenset[str], ids: str) -> list[str]:
     """ONNX text for e0, the rows `ids` of the table."""
     if not fields["weight_dtype"]:
         return [f"e0 = Gather<axis=0>(table, {ids})"]
     lines = [f"{part} = Gather<axis=0>({whole}, {ids})" for part, whole in (
-        ("codes", "table"), ("scales", "weight_scale"), ("zeros", "weight_zero"))
-        if part != "zeros" or CODES[fields["weight_dtype"]][1] is None]
-    return [*lines, dequantize(fields, "e0", "codes", "scales", "zeros")]
+        ("codes", "table"), ("scales", "weight_scale"), ("zeros", "weight_zero"),
+        ("minima", "weight_min")) if whole in present]
+    return [*lines, dequantize(fields, present, "e0", "codes", "scales", "zeros", "minima")]
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:

@@ -17,14 +17,14 @@ def _gate(fields: Fields) -> str:
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    lines = [product(fields, "m")]
+    lines = [product(fields, present, "m")]
     lines.append("both = Add(m, bias)" if "bias" in present else "both = Identity(m)")
     return "\n".join([*lines, _gate(fields)])
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     bias = "bias" if "bias" in present else ""
-    return f"{cpu_product(fields, 'both', added=bias)}\n{_gate(fields)}"
+    return f"{cpu_product(fields, present, 'both', added=bias)}\n{_gate(fields)}"
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:

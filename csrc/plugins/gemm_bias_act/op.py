@@ -11,7 +11,7 @@ from llmc.plugins.roles import ByColumns, ByRows
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    lines = [product(fields, "m")]
+    lines = [product(fields, present, "m")]
     lines.append("b = Add(m, bias)" if "bias" in present else "b = Identity(m)")
     return "\n".join([*lines, activation_text(fields["activation"], "b", "y")])
 
@@ -19,8 +19,8 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     bias = "bias" if "bias" in present else ""
     if fields["activation"] == "none":
-        return cpu_product(fields, "y", added=bias)
-    return (f"{cpu_product(fields, 'b', added=bias)}\n"
+        return cpu_product(fields, present, "y", added=bias)
+    return (f"{cpu_product(fields, present, 'b', added=bias)}\n"
             f"{activation_text(fields['activation'], 'b', 'y')}")
 
 

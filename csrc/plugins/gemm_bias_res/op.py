@@ -10,7 +10,7 @@ from llmc.plugins.roles import ByColumns
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    lines, result = [product(fields, "m0")], "m0"
+    lines, result = [product(fields, present, "m0")], "m0"
     for index, term in enumerate(("bias", "residual"), 1):
         if term in present:
             lines.append(f"m{index} = Add({result}, {term})")
@@ -21,10 +21,10 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """The residual is what the GEMM accumulates into, so adding it is free."""
     if "residual" not in present:
-        return cpu_product(fields, "y", added="bias" if "bias" in present else "")
+        return cpu_product(fields, present, "y", added="bias" if "bias" in present else "")
     if "bias" not in present:
-        return cpu_product(fields, "y", added="residual")
-    return f"{cpu_product(fields, 'm', added='residual')}\ny = Add(m, bias)"
+        return cpu_product(fields, present, "y", added="residual")
+    return f"{cpu_product(fields, present, 'm', added='residual')}\ny = Add(m, bias)"
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:

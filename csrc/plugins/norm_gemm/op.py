@@ -20,7 +20,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
              "flat = Expand(one, width)",
              f"n = {'LayerNormalization' if fields['centred'] else 'RMSNormalization'}"
              f"<axis=-1, epsilon={fields['epsilon']!r}>(x, flat)",
-             product(fields, "m", "n"),
+             product(fields, present, "m", "n"),
              "b = Add(m, bias)" if "bias" in present else "b = Identity(m)"]
     if fields["gated"]:
         lines += ["gate, up = Split<axis=-1, num_outputs=2>(b)",
