@@ -15,12 +15,13 @@ from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
-from llmc.compiler.lower import Lowered, lower
+from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import DEQUANTIZED
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
+from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
     PAGED,
@@ -38,6 +39,7 @@ from llmc.runtime.manifest import (
 from llmc.runtime.tokenizer import named_end, read_tokenizer
 
 _DEVICES = 8
+_HEADS = {"int4": "int8", "uint4": "int8"}  # SmolLM2 in int4: perplexity 39.1, not 43.4
 _DTYPES = {"fp8": "float8_e4m3fn"}  # as `quantize` has them
 
 Progress = Callable[[str], None]
@@ -50,6 +52,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             max_batch_size: int = 64, hf_dir: str | Path | None = None,
             compute_capability: str | None = None, kv_dtype: str = "",
             quantize: str = "", group_size: int = 0, quantize_lm_head: str = "",
+            calibrate: str | Path | None = None,
             trust_remote_code: bool = False, allow_pickle: bool = False,
             progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
@@ -64,11 +67,13 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         dtype: of weights and activations; the cpu target has float32.
         kv_dtype: of the KV caches; the cuda and tensorrt targets have float8_e4m3fn; "": as dtype.
         quantize: what the weights of linear layers are rounded to: int8, int4, uint4 (int4 with
-            zero points) or fp8; "": they stay as they are. Activations stay in `dtype`.
+            zero points) or fp8; "": they stay as they are; none: what the checkpoint has in fewer
+            bits becomes `dtype` too. Activations stay in `dtype`.
         group_size: numbers along a row of a weight that share a scale; 0: the largest of 128, 64,
             32 and 16 that the row is whole groups of, with fp8 the row.
         quantize_lm_head: likewise, of the LM head, and with it the embedding where the two are
-            tied; none: not at all; "": as the rest.
+            tied; none: not at all; "": int8 where the rest has 4 bits, which lose most there.
+        calibrate: a UTF-8 text of at least 1024 tokens, on which what is rounded is corrected.
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use, at most the model's; by default all of them for
@@ -86,7 +91,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                       output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
                       tp_size, max_seq_len, mem_max_seq_len,
                       scheme=_scheme(quantize, group_size),
-                      head_scheme=_scheme(quantize_lm_head or quantize, group_size))
+                      head_scheme=_scheme(quantize_lm_head or _HEADS.get(quantize, quantize),
+                                          group_size), calibrated=calibrate is not None,
+                      dequantize=quantize == "none")
     check_options(options)
     check_output(output)
     described = TARGETS[target].describe(options)
@@ -96,7 +103,10 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     for note in raw.notes:
         progress(note)
     progress("passes")
-    lowered = lower(raw, options)
+    if options.calibrated and options.scheme is not None:
+        lowered = _calibrated(raw, options, Path(str(calibrate)), progress)
+    else:
+        lowered = lower(raw, options)
     _say_dequantized(lowered, options, progress)
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
@@ -104,6 +114,21 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         manifest = write(raw, lowered, described, options, directory)
         check_interrupted()  # before the directory takes its place
         return manifest
+
+
+def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress) -> Lowered:
+    """`lower`, with weights rounded on a text between fusing and partition."""
+    from llmc.compiler.calibrate import calibrate, read_text
+
+    assert options.scheme is not None
+    tokens = read_text(text, raw)
+    fused = fuse(raw, options)
+    if len(fused.graphs) > 1:
+        raise LlmcError(f"'{raw.architecture}' is an encoder-decoder model, which --calibrate does "
+                        f"not know; leave it out")
+    calibrate(fused.graphs[0], tokens, options.scheme, options.head_scheme,
+              fused.settings.max_seq_len, progress)
+    return divide(fused, options)
 
 
 def _scheme(name: str, group_size: int) -> Scheme | None:
@@ -120,7 +145,7 @@ def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
 
 
 def _say_dequantized(lowered: Lowered, options: Options, progress: Progress) -> None:
-    for report in lowered.reports:
+    for report in lowered.reports if not options.dequantize else ():
         count = report.matches.get(DEQUANTIZED, 0)
         if count:
             progress(f"the {options.target} target has no kernels for weights in fewer bits yet: "

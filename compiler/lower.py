@@ -189,7 +189,8 @@ def divide(fused: Fused, options: Options) -> Lowered:
     """
     settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
                        kv_dtype=options.kv_dtype, scheme=options.scheme,
-                       head_scheme=options.head_scheme)
+                       head_scheme=options.head_scheme, calibrated=options.calibrated,
+                       dequantize=options.dequantize)
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

@@ -150,6 +150,8 @@ def _schemes(options: Options) -> str | None:
                     f"on; most kernels have 32, 64 and 128")
     if options.head_scheme is not None and options.scheme is None:
         return "quantize_lm_head is given without quantize; give both"
+    if options.calibrated and options.scheme is None:
+        return "calibrate is given without quantize; give both"
     return None
 
 

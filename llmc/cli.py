@@ -192,15 +192,18 @@ def main() -> None:
 @click.option("--dtype", default="float32", help="Of weights and activations.")
 @click.option("--kv_dtype", default="", metavar="float8_e4m3fn",
               help="Of the KV caches, for --target cuda or tensorrt.  [default: as --dtype]")
-@click.option("--quantize", default="", metavar="int8|int4|uint4|fp8",
-              help="Round the weights of linear layers to this; uint4 is int4 with zero points.  "
-                   "[default: they stay as they are]")
+@click.option("--quantize", default="", metavar="int8|int4|uint4|fp8|none",
+              help="Round the weights of linear layers to this; uint4 is int4 with zero points; "
+                   "none: read those of a quantised checkpoint as numbers.  [default: they stay as "
+                   "they are]")
 @click.option("--group_size", default=0,
               help="Numbers along a row that share a scale.  [default: 128, 64, 32 or 16, what "
                    "divides the row; with fp8 the row]")
 @click.option("--quantize_lm_head", default="", metavar="int8|int4|uint4|fp8|none",
               help="Of the LM head, and the embedding where they are tied.  [default: as "
-                   "--quantize]")
+                   "--quantize, but int8 in place of 4 bits]")
+@click.option("--calibrate", type=click.Path(path_type=Path), default=None, metavar="TEXT",
+              help="A text, on which what --quantize rounds is corrected.")
 @click.option("--target", default="cpu", help="Engine kind.")
 @click.option("--compute_capability", default=None, metavar="9.0",
               help="Of the only GPUs that may run it.  [default: any]")

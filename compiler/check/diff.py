@@ -84,6 +84,8 @@ TOLERANCE = 1e-5
 # export, which does not round all that an engine rounds.
 _TRANSFORMERS_LOSSES, _EXPORT_LOSSES = 2.0, 3.0
 _FLOAT8_TOLERANCE = 0.1  # where what float8 caches cost cannot be measured
+# Where weights are in fewer bits than the original's, by their bits: of a tensor's range.
+_QUANTIZED_TOLERANCES = {8: 0.1, 4: 0.5}
 _TOKENS = 24
 
 
@@ -267,8 +269,14 @@ class _Allowed:
     def __init__(self, tolerance: float | None, original: _Original, manifest: Manifest) -> None:
         self._tolerance, self._allowed = tolerance, original.allowed
         self.unknown: tuple[str, ...] = ()
+        self._quantized = tolerance is None and bool(manifest.quantization)
         kv_dtype = _float8(manifest)
-        if tolerance is None and (manifest.dtype != "float32" or kv_dtype):
+        if tolerance is None and manifest.quantization:
+            bits = 4 if {"int4", "uint4"} & {*manifest.quantization} else 8
+            self._tolerance = _QUANTIZED_TOLERANCES[bits]
+            self.told = (f"{self._tolerance:g} of a tensor's range, as weights are in "
+                         f"{', '.join(manifest.quantization)}")
+        elif tolerance is None and (manifest.dtype != "float32" or kv_dtype):
             dtypes = manifest.dtype + (f" with caches of {kv_dtype}" if kv_dtype else "")
             whose, losses = ("transformers", _TRANSFORMERS_LOSSES) if original.transformers \
                 else ("the export", _EXPORT_LOSSES)
@@ -303,7 +311,7 @@ class _Allowed:
     @property
     def between_references(self) -> float:
         """Of the export from transformers, which both are float32: of the range."""
-        return TOLERANCE if self._tolerance is None else self._tolerance
+        return TOLERANCE if self._tolerance is None or self._quantized else self._tolerance
 
 
 def _span(expected: np.ndarray) -> float:
@@ -515,7 +523,8 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
     from safetensors import SafetensorError, safe_open
 
     lowered = lower(raw, Options(manifest.dtype, target=manifest.target.kind,
-                                 tp_size=manifest.tp_size, max_seq_len=manifest.dims.max_seq_len))
+                                 tp_size=manifest.tp_size, max_seq_len=manifest.dims.max_seq_len,
+                                 dequantize=not manifest.quantization))
     bad = []
     for rank, graph in enumerate(lowered.graphs):
         path = root / f"chip{rank}" / "weights.safetensors"
@@ -524,6 +533,9 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
                 names = set(file.keys())
                 for tensor in graph.tensors().values():
                     if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+                        if tensor.name in manifest.chips[rank].quantization \
+                                and tensor._values.dtype != np.uint8:
+                            continue  # llmc has rounded it
                         have = file.get_slice(tensor.name) if tensor.name in names else None
                         found = _compare_weight(rank, tensor.name, have, tensor._values)
                         if found is not None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import read_manifest, refuse_encoder
+from llmc.runtime.manifest import Manifest, read_manifest, refuse_encoder
 
 if TYPE_CHECKING:
     from llmc.compiler.check.reference import Model
@@ -28,6 +28,9 @@ ARTICLES = Path(__file__).with_name("articles.jsonl")
 # By dtype: of perplexity relative to transformers', of ROUGE in points of 100. In 16 bits,
 # transformers' own SmolLM2-135M is off by 8e-5 and 2e-3, and by up to 0.8 and 1.5 points.
 PERPLEXITY_TOLERANCES = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02}
+# The same by the bits of weights in fewer: SmolLM2-135M is off by 0.01 and, in groups of 32, 0.27.
+_QUANTIZED_TOLERANCES = {8: 0.05, 4: 0.5}
+_CHOICES = 1000  # tokens of a text that are compared
 ROUGE_TOLERANCES = {"float32": 1.0, "float16": 5.0, "bfloat16": 5.0}
 _MAX_LENGTH = 1024
 _MAX_TOKENS = 64
@@ -66,7 +69,8 @@ class EvalReport:
     """All that was measured. `verdict` is None when every difference is within tolerance.
 
     `count` is the number of tokens that were scored, or of articles; `summaries` belongs to the
-    latter.
+    latter. `kept` says of how many tokens, the text's first, the likeliest is the reference's too,
+    and of how many that was asked.
     """
 
     task: str
@@ -78,6 +82,7 @@ class EvalReport:
     scores: tuple[Score, ...]
     summaries: tuple[Summary, ...]
     verdict: str | None
+    kept: tuple[int, int] | None = None
 
 
 def _quiet(what: str, done: int, total: int) -> None:
@@ -114,7 +119,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
     text = _read_text(data)
     with LLM(case_dir, device=device, max_batch_size=1) as llm:
         dims = llm.manifest.dims
-        allowed = _tolerance(tolerance, hf_dir, PERPLEXITY_TOLERANCES[llm.manifest.dtype])
+        allowed = _tolerance(tolerance, hf_dir, _perplexity_tolerance(llm.manifest))
         if max_length is None:
             max_length = min(_MAX_LENGTH, dims.max_seq_len)
         if not 2 <= max_length <= dims.max_seq_len:
@@ -129,19 +134,27 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
             raise LlmcError(f"'{data}' is {len(ids)} token(s) long, and perplexity needs 2; give "
                             f"a longer text")
         windows = list(_windows(len(ids), max_length, stride))
-        ours = _perplexity(llm.logits, ids, windows, lambda done: progress(
+        ours, choices = _perplexity(llm.logits, ids, windows, lambda done: progress(
             "llmc", done, len(windows)))
-    theirs = None
+    theirs, kept = None, None
     if hf_dir is not None:
         from llmc.compiler.check.reference import reference_logits
 
         model = _load_reference(hf_dir, dims.vocab_size, case_dir)
-        theirs = _perplexity(lambda tokens: reference_logits(model, tokens), ids, windows,
-                             lambda done: progress("transformers", done, len(windows)))
+        theirs, wanted = _perplexity(lambda tokens: reference_logits(model, tokens), ids, windows,
+                                     lambda done: progress("transformers", done, len(windows)))
+        asked = min(_CHOICES, len(wanted))
+        kept = int((choices[:asked] == wanted[:asked]).sum()), asked
     score = Score("perplexity", ours, theirs, None if theirs is None else ours / theirs - 1)
     return EvalReport("perplexity", str(case_dir), str(data or ARTICLES), _text(hf_dir), allowed,
                       sum(end - first for _, first, end in windows), (score,), (),
-                      _verdict([score], allowed))
+                      _verdict([score], allowed), kept)
+
+
+def _perplexity_tolerance(manifest: Manifest) -> float:
+    known = PERPLEXITY_TOLERANCES[manifest.dtype]
+    bits = [4 if dtype in ("int4", "uint4") else 8 for dtype in manifest.quantization or ()]
+    return max([known, *(_QUANTIZED_TOLERANCES[number] for number in bits)])
 
 
 def summarize(case_dir: str | Path, *, data: str | Path | None = None,
@@ -303,18 +316,22 @@ def _windows(count: int, max_length: int, stride: int) -> Iterator[tuple[int, in
 
 
 def _perplexity(logits_of: Callable[[list[int]], np.ndarray], ids: list[int],
-                windows: Sequence[tuple[int, int, int]], progress: Callable[[int], None]) -> float:
-    """Perplexity from logits float32 [num_tokens, vocab_size] of a window's tokens."""
-    losses = []
+                windows: Sequence[tuple[int, int, int]], progress: Callable[[int], None]) -> \
+        tuple[float, np.ndarray]:
+    """Perplexity from logits float32 [num_tokens, vocab_size] of a window's tokens; and the
+    likeliest token at each place.
+    """
+    losses, choices = [], []
     for number, (begin, first, end) in enumerate(windows, 1):
         logits = logits_of(ids[begin:end - 1])
         for row, token in zip(logits[first - 1 - begin:], ids[first:end], strict=True):
             scores = row.astype(np.float64)
             scores -= scores.max()
             losses.append(np.log(np.exp(scores).sum()) - scores[token])
+            choices.append(int(row.argmax()))
         progress(number)
     with np.errstate(over="ignore"):
-        return float(np.exp(np.mean(losses)))
+        return float(np.exp(np.mean(losses))), np.array(choices)
 
 
 def _summary_prompt(llm: LLM, article: str) -> list[int]:
@@ -376,6 +393,9 @@ def print_report(report: EvalReport) -> None:
     console.print(table)
     unit = "tokens" if report.task == "perplexity" else "articles"
     console.print(f"{report.count} {unit} of {Path(report.data).name}")
+    if report.kept is not None:
+        console.print(f"{report.kept[0]} of the first {report.kept[1]} tokens are transformers' "
+                      f"choice")
     if compared and report.summaries:
         equal = sum(summary.llmc == summary.transformers for summary in report.summaries)
         console.print(f"{equal} of {report.count} summaries are equal")

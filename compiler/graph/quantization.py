@@ -86,19 +86,13 @@ class Stored:
 
     def _numbers(self, start: int, stop: int) -> np.ndarray:
         codes = self.codes.rows(start, stop)
-        scales = self.scales.rows(start, stop)[:, :, None]
-        if self.dtype == _FLOAT8:
-            numbers = _NUMBERS[codes]
-        else:
-            fixed = CODES[self.dtype][1]
-            numbers = codes.astype(np.float32) - np.float32(fixed or 0)
-        grouped = numbers.reshape(*scales.shape[:2], -1)
-        if self.zeros is not None:
-            grouped -= self.zeros.rows(start, stop)[:, :, None].astype(np.float32)
-        scaled: np.ndarray = grouped * scales
+        scales = self.scales.rows(start, stop)
+        zeros = np.full(scales.shape, CODES[self.dtype][1] or 0, np.float32) \
+            if self.zeros is None else self.zeros.rows(start, stop).astype(np.float32)
+        numbers = decode(codes.reshape(*scales.shape, -1), scales, zeros, self.dtype)
         if self.minima is not None:
-            scaled += self.minima.rows(start, stop)[:, :, None]
-        return scaled.reshape(codes.shape)
+            numbers += self.minima.rows(start, stop)[:, :, None]
+        return numbers.reshape(codes.shape)
 
     def take_rows(self, index: np.ndarray) -> Stored:
         """Rows `index`, in that order."""
@@ -262,6 +256,13 @@ def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 def _nonzero(scales: np.ndarray) -> np.ndarray:
     """With 1 in place of 0, of groups that are zero all over."""
     return np.where(scales == 0, np.float32(1), scales)
+
+
+def decode(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers float32 of codes [..., group_size]."""
+    numbers = _NUMBERS[codes] if dtype == _FLOAT8 else codes.astype(np.float32) - zeros[..., None]
+    scaled: np.ndarray = numbers * scales[..., None]
+    return scaled
 
 
 def encode(groups: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:

@@ -50,6 +50,8 @@ class Settings:
         model: what messages call the model.
         scheme: how linear layers are stored; None: as they come.
         head_scheme: how the LM head is stored, and with it a table that it shares.
+        calibrated: whether weights have been rounded to these already.
+        dequantize: whether weights that are stored in fewer bits are read as numbers.
     """
 
     max_seq_len: int
@@ -61,6 +63,8 @@ class Settings:
     model: str = ""
     scheme: Scheme | None = None
     head_scheme: Scheme | None = None
+    calibrated: bool = False
+    dequantize: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     Raises:
         LlmcError: a weight cannot be rounded as asked for.
     """
+    if settings.dequantize:
+        return
     head = id(values_of(next(iter(row_weights(lm_head(graphs[0])).values()))))
     made: dict[int, _Made] = {}
     for node in (node for graph in graphs for node in graph.nodes):
@@ -55,7 +57,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         is_table = any(isinstance(way, ByVocabulary) for way in op.shard)
         scheme = settings.head_scheme if id(values) == head else \
             None if is_table else settings.scheme
-        if scheme is not None and (values.stored is not None or values.dequantized):
+        if scheme is not None and not settings.calibrated \
+                and (values.stored is not None or values.dequantized):
             raise LlmcError(f"'{values.name}' is in fewer bits in its checkpoint already, which "
                             f"llmc does not round again; leave out --quantize, or give the model "
                             f"that it was made from")

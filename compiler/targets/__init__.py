@@ -28,6 +28,8 @@ class Options:
         mem_max_seq_len: tokens of a prompt that the model's encoder takes, likewise.
         scheme: how the weights of linear layers are rounded to fewer bits; None: not at all.
         head_scheme: the same of the LM head's.
+        calibrated: whether that has been done before partition, on a text.
+        dequantize: whether what a checkpoint has in fewer bits is read as numbers of `dtype`.
         vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
     """
 
@@ -44,3 +46,5 @@ class Options:
     vocab_multiple: int | None = None
     scheme: Scheme | None = None
     head_scheme: Scheme | None = None
+    calibrated: bool = False
+    dequantize: bool = False

@@ -11,10 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from conftest import VOCAB, write_tokenizer
 from safetensors.numpy import load_file, save_file
 
 import llmc
 from llmc.compiler import api
+from llmc.compiler.check.diff import diff
+from llmc.compiler.check.evaluate import perplexity
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options, cpu
@@ -187,6 +190,76 @@ def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path
     with pytest.raises(LlmcError, match=said):
         llmc.compile(tiny_hf, tmp_path / "case", **options)
     assert not (tmp_path / "case").exists()
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory):
+    """A model whose layers see few directions, as those of real ones do, and a text for it."""
+    root = tmp_path_factory.mktemp("calibrate")
+    model = families.tiny_model("llama", vocab_size=VOCAB, intermediate_size=96,
+                                num_hidden_layers=2, tie_word_embeddings=True)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 8:] *= 0.1
+    hf = families.save(model, root / "hf")
+    write_tokenizer(hf)
+    text = root / "text.txt"
+    text.write_text(" ".join(np.random.default_rng(2).choice(
+        ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"], 1500)))
+    return model, hf, text
+
+
+@pytest.mark.parametrize("scheme", ["int4", "uint4"])
+def test_calibration_changes_what_the_model_makes_less_than_rounding(scheme, talkative, tmp_path,
+                                                                     reference_bodies):
+    model, hf, text = talkative
+    options = dict(quantize=scheme, group_size=32, quantize_lm_head="none")
+    llmc.compile(hf, tmp_path / "nearest", **options)
+    llmc.compile(hf, tmp_path / "calibrated", **options, calibrate=text)
+    with llmc.LLM(tmp_path / "nearest") as llm:
+        tokens = llm.tokenizer.encode("the lazy fox jumps over the quick brown dog " * 3).ids
+        nearest = llm.logits(tokens)
+    with llmc.LLM(tmp_path / "calibrated") as llm:
+        calibrated = llm.logits(tokens)
+    exact = families.reference_logits(model, tokens)
+    assert ((calibrated - exact) ** 2).mean() < 0.8 * ((nearest - exact) ** 2).mean()
+    forms = [read_manifest(tmp_path / name).chips[0].quantization
+             for name in ("nearest", "calibrated")]
+    assert forms[0] == forms[1]
+
+
+def test_calibrated_weights_are_divided_with_their_groups(talkative, tmp_path, reference_bodies):
+    _, hf, text = talkative
+    found = []
+    for tp_size in (1, 2):
+        llmc.compile(hf, tmp_path / f"tp{tp_size}", quantize="int4", group_size=16,
+                     calibrate=text, tp_size=tp_size)
+        with llmc.LLM(tmp_path / f"tp{tp_size}") as llm:
+            found.append(llm.logits(TOKENS))
+    families.assert_close(found[1], found[0], EXACT)
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ("the quick brown fox", "tokens, and calibration needs 1024; give a longer text"),
+    (None, "cannot be read as UTF-8 text")])
+def test_a_text_that_is_too_short_is_told(content, said, talkative, tmp_path):
+    if content is not None:
+        (tmp_path / "text").write_text(content)
+    with pytest.raises(LlmcError, match=said):
+        llmc.compile(talkative[1], tmp_path / "case", quantize="int4", calibrate=tmp_path / "text")
+    with pytest.raises(LlmcError, match="calibrate is given without quantize"):
+        llmc.compile(talkative[1], tmp_path / "case", calibrate=tmp_path / "text")
+
+
+def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
+    _, hf, text = talkative
+    llmc.compile(hf, tmp_path / "case", quantize="int8", group_size=32)
+    report = perplexity(tmp_path / "case", data=text, hf_dir=hf)
+    assert report.verdict is None and report.tolerance == 0.05
+    equal, asked = report.kept
+    assert asked == 1000 and 900 < equal < 1000
+    compared = diff(tmp_path / "case", hf, tokens=24)
+    assert compared.verdict is None, compared.verdict
+    assert "as weights are in int8" in compared.allowed and len(compared.tokens) == 24
 
 
 def test_weights_that_are_no_numbers_are_named(tiny_hf, tmp_path):

@@ -258,6 +258,14 @@ def test_cuda_reads_them_as_numbers_and_says_so(plain_hf, tmp_path):
                           transformers_logits(plain_hf, truth), 1e-5)
 
 
+def test_numbers_are_read_in_place_of_the_form_where_that_is_asked_for(plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", "awq")
+    llmc.compile(directory, tmp_path / "case", quantize="none")
+    assert read_manifest(tmp_path / "case").quantization is None
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
+
+
 def test_a_module_that_is_not_quantised_keeps_its_neighbours_exact(plain_hf, tmp_path, monkeypatch):
     """Where only some of what is merged is in fewer bits, all of it is read as numbers."""
     name = "model.layers.0.self_attn.k_proj.weight"

@@ -101,7 +101,7 @@ def smollm2(tmp_path_factory):
     path, case = families.smollm2(), tmp_path_factory.mktemp("smollm2") / "case"
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name,
                                                  dtype=torch.float32)
-    llmc.compile(path, case, max_seq_len=128)
+    llmc.compile(path, case, max_seq_len=128, quantize="none")
     with llmc.LLM(case, max_batch_size=24) as llm:
         yield model, llm
 

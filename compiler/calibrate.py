@@ -1,0 +1,232 @@
+"""Round weights so that what layers make of a text changes least: GPTQ's correction.
+
+The fused graph of the whole model is run on the text, a node at a time. Before a linear layer is
+run its weight is rounded column by column; what a column loses is taken back by the columns behind
+it, as far as the layer's inputs on the text say that they can (Frantar et al., 2022, without the
+reordering of columns). Then the layer is run with what it has become, so that later layers
+see, and correct, what earlier ones have lost. In memory are the text's activations and one weight.
+
+The inputs' products are summed as the processor's libraries do it, so unlike rounding to nearest
+this gives the same bytes on the same machine only.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.check.execute import run_graph
+from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.graph.quantization import Scheme, Stored, decode, encode, quantize, scales_of
+from llmc.compiler.graph.rewrite import caches, op_of, operands, row_weights, values_of
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.packing import lm_head
+from llmc.errors import LlmcError
+from llmc.plugins.quantization import CODES
+from llmc.plugins.roles import ByVocabulary
+from llmc.runtime.tokenizer import read_tokenizer
+
+LEAST_TOKENS = 1024
+_SEQUENCE, _MOST_TOKENS = 512, 8192
+_DAMPING = 0.01  # of the mean of the diagonal, as GPTQ has it
+_BLOCK = 128  # columns whose corrections are added to the rest at once
+# A smaller range than a group's largest number loses little where few numbers are that large.
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+
+Progress = Callable[[str], None]
+
+
+def read_text(path: str | Path, raw: RawModel) -> list[int]:
+    """The tokens of a text.
+
+    Raises:
+        LlmcError: it cannot be read, is too short, or the model has no tokenizer.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LlmcError(f"'{path}' cannot be read as UTF-8 text ({error})") from error
+    with tempfile.TemporaryDirectory() as folder:
+        raw.save_tokenizer(Path(folder))
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise LlmcError("the model has no tokenizer, which --calibrate needs; put a "
+                            "tokenizer.json beside its config.json")
+        tokens: list[int] = read_tokenizer(Path(folder)).encode(text).ids
+    if len(tokens) < LEAST_TOKENS:
+        raise LlmcError(f"'{path}' has {len(tokens)} tokens, and calibration needs "
+                        f"{LEAST_TOKENS}; give a longer text")
+    return tokens[:_MOST_TOKENS]
+
+
+def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_scheme: Scheme | None,
+              max_seq_len: int, progress: Progress = lambda text: None) -> None:
+    """Give the weights of linear layers their stored form.
+
+    Args:
+        graph: fused, of the whole model, before partition.
+        max_seq_len: positions that the model has.
+
+    Raises:
+        LlmcError: a weight cannot be rounded as asked for.
+    """
+    head = values_of(next(iter(row_weights(lm_head(graph)).values())))
+    constants: dict[int, list[gs.Constant]] = {}
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+            constants.setdefault(id(tensor._values), []).append(tensor)
+    values: dict[str, np.ndarray] = _feeds(graph, tokens, max_seq_len)
+    last_use = {tensor.name: step for step, node in enumerate(graph.nodes)
+                for tensor in node.inputs}
+    space = _Space()
+    for step, node in enumerate(graph.nodes):
+        op = op_of(node)
+        if op is not None and op.quantized is not None \
+                and not any(isinstance(way, ByVocabulary) for way in op.shard):
+            tensor = operands(node)[op.quantized.weight]
+            weight = values_of(tensor)
+            wanted = head_scheme if weight is head else scheme
+            if wanted is not None and weight.stored is None:
+                progress(f"calibrate {tensor.name}")
+                stored = space.keep(_round(weight, values[operands(node)["x"].name], wanted,
+                                           tensor.name))
+                for constant in constants[id(weight)]:
+                    constant._values = stored.weight(weight.name)
+        if any(t.name == "logits" for t in node.outputs):
+            return  # nothing comes behind the head
+        values.update(_run(node, values))
+        for tensor in (*node.inputs, *node.outputs):
+            if last_use.get(tensor.name, -1) <= step:
+                values.pop(tensor.name, None)
+
+
+def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str, np.ndarray]:
+    """The graph's inputs for all of the text, in sequences."""
+    length = min(_SEQUENCE, max_seq_len)
+    count = len(tokens) // length
+    total = count * length
+    feeds: dict[str, np.ndarray] = {
+        "input_ids": np.array(tokens[:total], np.int64),
+        "position_ids": np.tile(np.arange(length, dtype=np.int64), count),
+        "cu_seqlens": np.arange(0, total + 1, length, dtype=np.int32),
+        "past_lens": np.zeros(count, np.int32),
+        "logits_indices": np.arange(total, dtype=np.int64)}
+    for node in graph.nodes:
+        for cache, _ in caches(node):
+            feeds[cache.name] = np.zeros((count, cache.shape[1], length, cache.shape[3]),
+                                         np.float32)
+    return feeds
+
+
+def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a node makes, but for its caches."""
+    kept = {id(cache) for pair in caches(node) for cache in pair}
+    given: dict[int, gs.Tensor] = {}
+    for t in node.inputs:
+        if isinstance(t, gs.Constant):
+            given[id(t)] = gs.Constant(t.name, t._values)
+        elif not t.is_empty():
+            given[id(t)] = gs.Variable(t.name, t.dtype, [f"{t.name}.{axis}" for axis in
+                                                         range(values[t.name].ndim)])
+    made = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
+    wanted = [t.name for t, own in zip(node.outputs, made, strict=True)
+              if id(t) not in kept and not own.is_empty()]
+    copy = gs.Node(op=node.op, name=node.name, domain=node.domain, attrs=dict(node.attrs),
+                   inputs=[given.get(id(t), gs.Variable.empty()) for t in node.inputs],
+                   outputs=made)
+    inputs = [tensor for tensor in given.values() if isinstance(tensor, gs.Variable)]
+    return run_graph(gs.Graph(nodes=[copy], inputs=inputs, outputs=made), values, wanted)
+
+
+class _Space:
+    """A file for what weights have become, which goes with the last of them."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._end = 0
+
+    def keep(self, stored: Stored) -> Stored:
+        """The same form, read from the file."""
+        return Stored(stored.dtype, self._kept(stored.codes), self._kept(stored.scales),
+                      stored.zeros and self._kept(stored.zeros))
+
+    def _kept(self, weight: Weight) -> Weight:
+        start, width = self._end, weight.shape[1] * weight.dtype.itemsize
+        for block in weight.blocks():
+            self._file.write(block.tobytes())
+        self._file.flush()
+        self._end += weight.nbytes
+
+        def rows(first: int, stop: int) -> np.ndarray:
+            data = os.pread(self._file.fileno(), (stop - first) * width, start + first * width)
+            return np.frombuffer(data, weight.dtype).reshape(stop - first, -1)
+
+        return Weight(weight.shape, weight.dtype, rows, weight.name)
+
+
+def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:
+    """A weight [out, in] rounded for inputs x [num_tokens, in]."""
+    size = quantize(weight, scheme, name).group_size  # which refuses what does not divide
+    matrix = weight.load().astype(np.float32)
+    if not np.isfinite(matrix).all():
+        raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+    importance = _products(x)
+    factors = _corrections(importance)
+    weights = np.diag(importance).astype(np.float32)
+    rows, width = matrix.shape
+    codes = np.empty((rows, width), np.uint8)
+    scales, zeros = (np.empty((rows, width // size), np.float32) for _ in range(2))
+    block = max(_BLOCK // size, 1) * size
+    for start in range(0, width, block):
+        stop = min(start + block, width)
+        errors = np.empty((rows, stop - start), np.float32)
+        for column in range(start, stop):
+            group = column // size
+            if column % size == 0:
+                own = slice(column, column + size)
+                scales[:, group], zeros[:, group] = _search(matrix[:, own], weights[own],
+                                                            scheme.dtype)
+            scale, zero = scales[:, group], zeros[:, group]
+            codes[:, column] = encode(matrix[:, column, None], scale, zero, scheme.dtype)[:, 0]
+            numbers = decode(codes[:, column, None], scale, zero, scheme.dtype)[:, 0]
+            error = (matrix[:, column] - numbers) / factors[column, column]
+            matrix[:, column + 1:stop] -= np.outer(error, factors[column, column + 1:stop])
+            errors[:, column - start] = error
+        matrix[:, stop:] -= errors @ factors[start:stop, stop:]
+    has_zeros = CODES[scheme.dtype][1] is None
+    return Stored(scheme.dtype, Weight.of(codes, name), Weight.of(scales, name),
+                  Weight.of(zeros.astype(np.uint8), name) if has_zeros else None)
+
+
+def _products(x: np.ndarray) -> np.ndarray:
+    """xᵀx float64 [in, in], damped; columns that are always 0 count as damping alone."""
+    flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
+    products: np.ndarray = flat.T @ flat
+    products[np.diag_indices_from(products)] += _DAMPING * max(np.diag(products).mean(), 1e-8)
+    return products
+
+
+def _corrections(products: np.ndarray) -> np.ndarray:
+    """The upper Cholesky factor of the inverse: row i says what columns behind i take back."""
+    factors: np.ndarray = np.linalg.cholesky(np.linalg.inv(products)).T
+    return factors.astype(np.float32)
+
+
+def _search(groups: np.ndarray, weights: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and zeros of groups [rows, size] whose rounding loses least, a column's loss counting
+    as `weights` [size] says.
+    """
+    best = np.full(len(groups), np.inf, np.float32)
+    chosen = scales_of(groups, dtype)
+    for shrink in _SHRINKS if CODES[dtype][0] == 4 else _SHRINKS[:1]:
+        scales, zeros = scales_of(groups * np.float32(shrink), dtype)
+        numbers = decode(encode(groups, scales, zeros, dtype), scales, zeros, dtype)
+        loss = ((groups - numbers) ** 2 * weights).sum(-1)
+        better = loss < best
+        best = np.where(better, loss, best)
+        chosen = np.where(better, scales, chosen[0]), np.where(better, zeros, chosen[1])
+    return chosen
