@@ -26,6 +26,7 @@ from llmc.compiler.graph.quantization import Scheme, Stored, decode, encode, qua
 from llmc.compiler.graph.rewrite import caches, op_of, operands, row_weights, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import lm_head
+from llmc.compiler.passes.quantize import refuse_rounded
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
@@ -90,7 +91,8 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
             tensor = operands(node)[op.quantized.weight]
             weight = values_of(tensor)
             wanted = head_scheme if weight is head else scheme
-            if wanted is not None and weight.stored is None:
+            if wanted is not None:
+                refuse_rounded(weight)
                 progress(f"calibrate {tensor.name}")
                 stored = space.keep(_round(weight, values[operands(node)["x"].name], wanted,
                                            tensor.name))

@@ -20,6 +20,7 @@ from llmc.plugins.quantization import CODES, FLOAT8_NUMBERS, pack
 
 SMALLEST_GROUP = 16  # that kernels have
 _GROUP_SIZES = (128, 64, 32, 16)
+_PIECE = 1 << 20  # numbers that are rounded at once: what is made on the way stays in the cache
 _FLOAT8 = "float8_e4m3fn"
 _FLOAT8_MOST = 448.0
 _NUMBERS = np.array(FLOAT8_NUMBERS, np.float32)
@@ -220,9 +221,14 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
         return block
 
     def codes(start: int, stop: int) -> np.ndarray:
-        block = grouped(start, stop)
-        scales, zeros = scales_of(block, scheme.dtype)
-        return encode(block, scales, zeros, scheme.dtype).reshape(stop - start, width)
+        made = np.empty((stop - start, width), np.uint8)
+        step = max(1, _PIECE // width)
+        for low in range(start, stop, step):
+            block = grouped(low, min(low + step, stop))
+            scales, zeros = scales_of(block, scheme.dtype)
+            made[low - start:low - start + len(block)] = encode(
+                block, scales, zeros, scheme.dtype).reshape(len(block), width)
+        return made
 
     has_zeros = CODES[scheme.dtype][1] is None
     return Stored(

@@ -57,11 +57,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         is_table = any(isinstance(way, ByVocabulary) for way in op.shard)
         scheme = settings.head_scheme if id(values) == head else \
             None if is_table else settings.scheme
-        if scheme is not None and not settings.calibrated \
-                and (values.stored is not None or values.dequantized):
-            raise LlmcError(f"'{values.name}' is in fewer bits in its checkpoint already, which "
-                            f"llmc does not round again; leave out --quantize, or give the model "
-                            f"that it was made from")
+        if scheme is not None and not settings.calibrated:
+            refuse_rounded(values)
         if id(values) not in made:
             if values.dequantized:
                 report.refuse(node, NoMatch("the parts of its weight are stored in different ways, "
@@ -78,6 +75,18 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
                           in_features=in_features, out_features=out_features)
         report.count(f"{stored.dtype}, groups of {stored.group_size}")
+
+
+def refuse_rounded(weight: Weight) -> None:
+    """Refuse to round a weight that its checkpoint has in fewer bits.
+
+    Raises:
+        LlmcError: it is one.
+    """
+    if weight.stored is not None or weight.dequantized:
+        raise LlmcError(f"'{weight.name}' is in fewer bits in its checkpoint already, which llmc "
+                        f"does not round again; leave out --quantize, or give the model that it "
+                        f"was made from")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from llmc.compiler import api
 from llmc.compiler.frontend import checkpoint, gguf_file
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import read_header
+from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options, cpu
 from llmc.runtime.manifest import Target, read_manifest
@@ -156,6 +157,13 @@ def test_a_compiled_file_keeps_its_blocks(kind, tmp_path, monkeypatch):
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(list(range(3, 20))), families.reference_logits(
             model, list(range(3, 20))))
+
+
+def test_what_a_file_has_in_fewer_bits_is_not_rounded_again(tmp_path):
+    raw = replace(gguf_file.load_gguf(write(tmp_path / "m.gguf", File(kind="Q4_1"))),
+                  save_tokenizer=lambda target: None)
+    with pytest.raises(llmc.LlmcError, match="in fewer bits in its checkpoint already"):
+        lower(raw, Options(scheme=Scheme("int8")))
 
 
 @pytest.mark.parametrize("file", [File(), File(vocab_size=False), File("gemma2"),
