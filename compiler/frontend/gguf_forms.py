@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.compiler.graph.quantization import Stored
+from llmc.compiler.graph.quantization import Stored, in_pieces
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
@@ -156,7 +156,8 @@ def form_of(kind: str, shape: tuple[int, int], name: str, rows: Rows) -> Stored 
     has_minima = form.parts(np.zeros((1, form.nbytes), np.uint8)).minima is not None
     zero = form.zero
     return Stored(
-        form.dtype, Weight(shape, np.uint8, codes, name), Weight(grouped, np.float32, scales, name),
+        form.dtype, Weight(shape, np.uint8, in_pieces(codes, shape[1]), name),
+        Weight(grouped, np.float32, in_pieces(scales, shape[1]), name),
         None if zero is None else Weight(grouped, np.uint8, lambda start, stop: np.full(
             (stop - start, grouped[1]), zero, np.uint8), name),
-        Weight(grouped, np.float32, minima, name) if has_minima else None)
+        Weight(grouped, np.float32, in_pieces(minima, shape[1]), name) if has_minima else None)

@@ -20,7 +20,7 @@ from llmc.plugins.quantization import CODES, FLOAT8_NUMBERS, pack
 
 SMALLEST_GROUP = 16  # that kernels have
 _GROUP_SIZES = (128, 64, 32, 16)
-_PIECE = 1 << 20  # numbers that are rounded at once: what is made on the way stays in the cache
+_PIECE = 1 << 20  # numbers that are computed with at once
 _FLOAT8 = "float8_e4m3fn"
 _FLOAT8_MOST = 448.0
 _NUMBERS = np.array(FLOAT8_NUMBERS, np.float32)
@@ -221,23 +221,31 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
         return block
 
     def codes(start: int, stop: int) -> np.ndarray:
-        made = np.empty((stop - start, width), np.uint8)
-        step = max(1, _PIECE // width)
-        for low in range(start, stop, step):
-            block = grouped(low, min(low + step, stop))
-            scales, zeros = scales_of(block, scheme.dtype)
-            made[low - start:low - start + len(block)] = encode(
-                block, scales, zeros, scheme.dtype).reshape(len(block), width)
-        return made
+        block = grouped(start, stop)
+        scales, zeros = scales_of(block, scheme.dtype)
+        return encode(block, scales, zeros, scheme.dtype).reshape(stop - start, width)
 
-    has_zeros = CODES[scheme.dtype][1] is None
+    def scales(start: int, stop: int) -> np.ndarray:
+        return scales_of(grouped(start, stop), scheme.dtype)[0]
+
+    def zeros(start: int, stop: int) -> np.ndarray:
+        return scales_of(grouped(start, stop), scheme.dtype)[1].astype(np.uint8)
+
     return Stored(
-        scheme.dtype, Weight((rows, width), np.uint8, codes, name),
-        Weight(shape, np.float32,
-               lambda start, stop: scales_of(grouped(start, stop), scheme.dtype)[0], name),
-        Weight(shape, np.uint8, lambda start, stop: scales_of(
-            grouped(start, stop), scheme.dtype)[1].astype(np.uint8), name)
-        if has_zeros else None)
+        scheme.dtype, Weight((rows, width), np.uint8, in_pieces(codes, width), name),
+        Weight(shape, np.float32, in_pieces(scales, width), name),
+        Weight(shape, np.uint8, in_pieces(zeros, width), name)
+        if CODES[scheme.dtype][1] is None else None)
+
+
+def in_pieces(rows: Callable[[int, int], np.ndarray], width: int) -> \
+        Callable[[int, int], np.ndarray]:
+    """`rows` called for few rows at a time of a matrix `width` wide, from which it computes: a
+    block of scales stands for many times as many numbers.
+    """
+    step = max(1, _PIECE // width)
+    return lambda start, stop: np.concatenate(
+        [rows(low, min(low + step, stop)) for low in range(start, stop, step)])
 
 
 def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
