@@ -207,6 +207,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     if (!kv_dtype.empty()) allowed = {dtype_of(kv_dtype)};
   }
+  if (port.packed && !std::get<std::string>(fields.at("weight_dtype")).empty()) allowed = {DType::kUint8};
   if (std::find(allowed.begin(), allowed.end(), given.dtype) == allowed.end())
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
   if ((port.name == "cos" || port.name == "sin") && given.shape[0] < limits_.max_seq_len)

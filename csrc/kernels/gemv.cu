@@ -14,9 +14,7 @@
 //
 // A norm costs nothing: its weight is part of the matrix, and norm(x) · w = (x · w − mean(x) · sum(w)) /
 // deviation(x), where mean and deviation come from the x that the warps read anyway.
-#include <algorithm>
-
-#include "tensor_core.cuh"
+#include "gemv.cuh"
 
 namespace llmc::kernels {
 namespace {
@@ -25,33 +23,6 @@ using namespace device;
 
 constexpr int kUnroll = 4;  // steps in a chunk
 constexpr int kStages = 3;  // chunks under way
-
-// A copy of 16 bytes into shared memory, past L1, that goes on beside the thread; zeros where not `there`.
-__device__ __forceinline__ void start_copy(uint4* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
-               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-
-// Adds a vector's elements, and their squares, to sum[0] and sum[1].
-template <typename T>
-__device__ __forceinline__ void measure(float (&sum)[2], const uint4& vector) {
-  const T* x = reinterpret_cast<const T*>(&vector);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float value = to_float(x[i]);
-    sum[0] += value;
-    sum[1] = fmaf(value, value, sum[1]);
-  }
-}
-
-// How many chunks each of kWarps warps takes of an inner dimension.
-template <int kWarps, int kChunk>
-__host__ __device__ constexpr int chunks_of(int in) {
-  return (in + kWarps * kChunk - 1) / (kWarps * kChunk);
-}
-
-enum class Tile { kWide, kGated, kNarrow };
 
 // kTiles: groups of 8 rows of x.
 template <typename T, int kWarps, int kTiles, Tile kTile, bool kNorm>
@@ -159,40 +130,7 @@ __global__ void __launch_bounds__(kWarps * 32) gemv_kernel(GemvParams p) {
         }
     }
     __syncthreads();
-    // Each tile's outputs are the work of another warp first.
-    for (int i = (threadIdx.x + turn * 32) % kThreads; i < kOut * p.rows; i += kThreads) {
-      const int column = i % kOut, row = i / kOut, output = tile * kOut + column;
-      if (output >= p.out) continue;
-      float value = 0, up = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        value += partial[w][column][row];
-        if (kNarrow) value += partial[w][column + 8][row + 4];
-        if (kTile == Tile::kGated) up += partial[w][column + 8][row];
-      }
-      if constexpr (kNorm) {
-        float total = 0, squares = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) total += measured[w][row][0], squares += measured[w][row][1];
-        const float mean = p.row_sums != nullptr ? total / p.in : 0.f;
-        const float scale = rsqrtf(fmaxf(squares / p.in - mean * mean, 0.f) + p.epsilon);
-        if (p.row_sums != nullptr) {
-          value -= mean * p.row_sums[output];
-          if (kTile == Tile::kGated) up -= mean * p.row_sums[p.out + output];
-        }
-        value *= scale;
-        up *= scale;
-      }
-      if (p.bias != nullptr) {
-        value += to_float(static_cast<const T*>(p.bias)[output]);
-        if (kTile == Tile::kGated) up += to_float(static_cast<const T*>(p.bias)[p.out + output]);
-      }
-      value = device::activate(value, p.activation);
-      if (kTile == Tile::kGated) value *= up;
-      const int64_t place = static_cast<int64_t>(row) * p.out + output;
-      if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
-      static_cast<T*>(p.y)[place] = from_float<T>(value);
-    }
+    finish_tile<T>(p, partial, measured, tile, turn, kTile, kNorm);
   }
 }
 

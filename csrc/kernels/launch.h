@@ -8,7 +8,9 @@
 
 namespace llmc {
 
-enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4, kFloat8 = 5 };
+enum class DType : int32_t {
+  kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4, kFloat8 = 5, kUint8 = 6
+};
 
 enum class Activation : int32_t {
   kNone, kRelu, kRelu2, kGelu, kGeluTanh, kSilu, kQuickGelu, kTanh
@@ -16,8 +18,19 @@ enum class Activation : int32_t {
 
 namespace kernels {
 
+// A weight [out, in] in fewer bits: codes that stand for (code - zero) · scale, or code · scale + minimum, by groups of
+// columns; csrc/plugins/quantization.py says how it lies in memory.
+enum class Codes : int32_t { kNone, kFour, kEight, kFloat8 };
+struct Packing {
+  Codes codes = Codes::kNone;
+  const float* scale = nullptr;
+  const uint8_t* zero = nullptr;     // null: 8 of kFour, 128 of kEight, unless there is a minimum
+  const float* minimum = nullptr;
+  int group_size = 0;
+};
+
 // y[t] = table[ids[t] - vocab_start] * scale + positions[position_ids[t]]; rows outside a table are zero.
-// table T [rows, hidden]; positions T [position_rows, hidden] or null.
+// table T [rows, hidden], or packed; positions T [position_rows, hidden] or null.
 struct EmbeddingParams {
   void* y;
   const void* ids;  // int64, or int32 if narrow_ids
@@ -28,6 +41,7 @@ struct EmbeddingParams {
   int num_tokens, hidden;
   float scale;
   bool narrow_ids;
+  Packing packing = {};
 };
 cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
 
@@ -64,8 +78,14 @@ struct GemvParams {
   bool norm = false;
   const float* row_sums = nullptr;
   float epsilon = 0;
+  Packing packing = {};
 };
 cudaError_t gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+// The same of a packed weight, whose groups are multiples of 32 columns.
+cudaError_t packed_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+// T [out, in] of such a weight, of any `in` and groups that are whole; rounded to T.
+cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& packing, int out, int in,
+                   cudaStream_t stream);
 
 // y[r, i] = act(both[r, i]) * both[r, width + i]; both T [rows, 2 · width].
 cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Activation activation,

@@ -10,6 +10,7 @@ from on_device import DTYPES, describe, tensors_of
 from llmc import plugins
 from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
+from llmc.plugins.quantization import CODES, dequantized, pack
 
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -210,6 +211,42 @@ def test_linear(extension, name, rows, width, out, dtype):
         fields |= {"centred": 1, "epsilon": 1e-5}
         inputs["row_sums"] = torch.from_numpy(inputs["weight"]).to(DTYPES[dtype]).double() \
             .sum(1).numpy()
+    check(extension, plugins.registry()[name], fields, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "out", "group"), [
+    (1, 4096, 100, 128), (2, 512, 37, 64), (8, 1536, 64, 32), (9, 576, 200, 96),
+    (16, 8192, 50, 8192), (3, 14336, 33, 128), (5, 1056, 40, 352), (1, 64, 5000, 64),
+    (17, 512, 64, 32), (64, 768, 96, 128), (4, 60, 30, 12), (1, 32, 16, 32)])
+@pytest.mark.parametrize(("stored", "brings"), [
+    ("int4", ""), ("uint4", "zero"), ("uint4", "min"), ("int8", ""), ("uint8", "zero"),
+    ("uint8", "min"), ("float8_e4m3fn", "")])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm"])
+def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows, width, out, group,
+                                          dtype):
+    rng = np.random.default_rng(4)
+    bits, count = CODES[stored][0], 2 * out if name == "GatedMLP" else out
+    fields = {"weight_dtype": stored, "group_size": group, "in_features": width,
+              "out_features": count}
+    codes = rng.integers(0, 2 ** bits, (count, width), dtype=np.uint8)
+    if stored == "float8_e4m3fn":
+        codes &= 0xBF  # none is a NaN
+    scale = rng.uniform(0.5, 1, (count, width // group)) / (2 ** bits * width**0.5)
+    inputs = {"x": rng.standard_normal((rows, width)) + 0.3, "weight": pack(codes, bits),
+              "bias": rng.standard_normal(count), "weight_scale": scale.astype(np.float32)}
+    if brings == "zero":
+        inputs["weight_zero"] = pack(rng.integers(0, 2 ** bits, scale.shape, dtype=np.uint8), bits)
+    elif brings == "min":
+        inputs["weight_min"] = rng.uniform(-1, 0, scale.shape).astype(np.float32) / width**0.5
+    if name == "GemmBiasRes":
+        inputs["residual"] = rng.standard_normal((rows, out))
+    else:
+        fields["activation"] = "silu"
+    if name == "NormGemm":
+        fields |= {"centred": 1, "epsilon": 1e-5}
+        inputs["row_sums"] = dequantized(fields, inputs["weight"], inputs["weight_scale"],
+                                         inputs.get("weight_zero"), inputs.get("weight_min")).sum(1)
     check(extension, plugins.registry()[name], fields, inputs, dtype)
 
 

@@ -72,6 +72,8 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1, ste
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_an_op_s_samples(harness, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
+        if sample.fields.get("weight_dtype"):
+            continue  # TensorRT is given the numbers
         if sample.fields.get("head_dim", 8) % 8 == 0:
             check(harness, op, sample, dtype)
 
@@ -135,6 +137,8 @@ def test_ids_of_64_bits(harness, extension):
         pytest.skip("TensorRT 8 has no int64")
     op = plugins.registry()["Embedding"]
     for sample in op.samples(np.random.default_rng(0)):
+        if sample.fields.get("weight_dtype"):
+            continue  # TensorRT is given the numbers
         check(harness, op, sample, "float16", narrow=False)
 
 

@@ -13,7 +13,8 @@ from llmc.runtime.engines import cuda
 
 CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
          for op in plugins.registry().values() if op.samples
-         for index, sample in enumerate(op.samples(np.random.default_rng(7)))]
+         for index, sample in enumerate(op.samples(np.random.default_rng(7)))
+         if not sample.fields.get("weight_dtype")]  # TensorRT is given the numbers
 KINDS = {int: "int", float: "float", str: "str"}
 COLLECTIVES = [op for op in plugins.registry().values() if op.body is None]
 

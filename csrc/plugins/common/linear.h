@@ -1,13 +1,15 @@
 // y = act(x · weightᵀ + bias) + residual, gated or not, by the kernels for few rows or by cuBLASLt.
 #pragma once
 
-#include "plugin.h"
+#include "quantized.h"
 
 namespace llmc {
 
 struct Linear {
   const Tensor& x;
   const Tensor& weight;
+  const kernels::Packing& packing;  // of the weight
+  int out;                          // rows of the weight
   const Tensor* bias;
   const Tensor* residual;
   const Tensor& y;
@@ -21,8 +23,14 @@ inline bool can_gemv(const Tensor& x) {
 }
 
 // Bytes for gates and ups side by side, where they are not multiplied at once.
-inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, bool gated) {
-  return gated ? x.shape[0] * weight.shape[0] * (x.dtype == DType::kFloat32 ? 4 : 2) : 0;
+inline int64_t gates_workspace(const Tensor& x, int64_t out, bool gated) {
+  return gated ? (x.shape[0] * out * width(x.dtype) + 255) / 256 * 256 : 0;
+}
+
+// Bytes for those, and for a weight in fewer bits as numbers.
+inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, const Quantized& quantized, bool gated) {
+  const int64_t out = quantized ? quantized.out() : weight.shape[0];
+  return gates_workspace(x, out, gated) + (quantized ? out * quantized.in() * width(x.dtype) : 0);
 }
 
 // The shape of y; throws Error where x or the weight is no matrix, or the inputs do not fit together.
@@ -42,16 +50,22 @@ inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated, const Di
 }
 
 inline kernels::GemvParams gemv_params(const Linear& l) {
-  const int out = static_cast<int>(l.weight.shape[0]) / (l.gated ? 2 : 1);
-  return {l.y.data, l.x.data, l.weight.data, l.bias != nullptr ? l.bias->data : nullptr,
-          l.residual != nullptr ? l.residual->data : nullptr, static_cast<int>(l.x.shape[0]),
-          static_cast<int>(l.weight.shape[1]), out, l.activation, l.gated};
+  kernels::GemvParams p{l.y.data, l.x.data, l.weight.data, l.bias != nullptr ? l.bias->data : nullptr,
+                        l.residual != nullptr ? l.residual->data : nullptr, static_cast<int>(l.x.shape[0]),
+                        static_cast<int>(l.x.shape[1]), l.gated ? l.out / 2 : l.out, l.activation, l.gated};
+  p.packing = l.packing;
+  return p;
 }
 
-// By cuBLASLt.
+// By cuBLASLt; a weight in fewer bits is made numbers first.
 inline void gemm(const Linear& l, void* workspace, const Context& context) {
-  const kernels::GemvParams p = gemv_params(l);
+  kernels::GemvParams p = gemv_params(l);
   const DType dtype = l.x.dtype;
+  if (p.packing.codes != kernels::Codes::kNone) {
+    void* numbers = static_cast<char*>(workspace) + gates_workspace(l.x, l.out, l.gated);
+    check(kernels::unpack(dtype, numbers, p.weight, p.packing, l.out, p.in, context.stream), "a weight in fewer bits");
+    p.weight = numbers;
+  }
   if (l.gated) {
     context.gemm->run(dtype, workspace, p.x, p.weight, p.bias, nullptr, p.rows, p.in, 2 * p.out,
                       Activation::kNone, context.stream);
@@ -62,8 +76,17 @@ inline void gemm(const Linear& l, void* workspace, const Context& context) {
   }
 }
 
-// By the kernel for few rows, or otherwise, which is cuBLASLt and what else it needs: whichever is the faster.
+// Whether the kernels for few rows can serve x and such a weight.
+inline bool has_few_rows(const Tensor& x, const kernels::Packing& packing) {
+  return can_gemv(x) && (packing.codes == kernels::Codes::kNone ||
+                         (x.shape[1] % 32 == 0 && packing.group_size % 32 == 0));
+}
+
+// By the kernel for few rows, or otherwise, which is cuBLASLt and what else it needs: whichever is the faster. It is that
+// kernel where the weight is in fewer bits, of which there are many more as numbers.
 inline void choose_gemv(DType dtype, const kernels::GemvParams& p, const Context& context, const Gemm::Way& otherwise) {
+  if (p.packing.codes != kernels::Codes::kNone)
+    return check(kernels::packed_gemv(dtype, p, context.stream), "a GEMV of a weight in fewer bits");
   const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr);
   context.gemm->choose({static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows}, context.stream,
                        [&] { check(kernels::gemv(dtype, p, context.stream), "a GEMV"); }, otherwise);
@@ -71,7 +94,7 @@ inline void choose_gemv(DType dtype, const kernels::GemvParams& p, const Context
 
 inline void linear(const Linear& l, void* workspace, const Context& context) {
   const Gemm::Way by_library = [&] { gemm(l, workspace, context); };
-  if (can_gemv(l.x)) choose_gemv(l.x.dtype, gemv_params(l), context, by_library);
+  if (has_few_rows(l.x, l.packing)) choose_gemv(l.x.dtype, gemv_params(l), context, by_library);
   else by_library();
 }
 

@@ -169,7 +169,7 @@ class Plugin {
 
 // An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
 // "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
-// names, if that names one, "name: number" where it may also be one float32 number instead, "name = input" where an
+// names, if that names one, "name: weight_dtype" where it is of bytes if that field names one, "name: number" where it may also be one float32 number instead, "name = input" where an
 // output is that input's memory, in which the op writes.
 struct Port {
   Port(const char* declared);
@@ -178,7 +178,7 @@ struct Port {
   std::string name;
   bool optional = false;
   std::vector<DType> dtypes;  // what it may be; none: what the op computes in
-  bool cached = false, number = false;
+  bool cached = false, packed = false, number = false;
   std::string in_place;
 };
 

@@ -17,8 +17,9 @@ const char* kind(const Value& value) {
 }
 
 // By DType.
-constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64", "float8_e4m3fn"};
-constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8, 1};
+constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int32", "int64",
+                                       "float8_e4m3fn", "uint8"};
+constexpr int kDTypeWidths[] = {4, 2, 2, 4, 8, 1, 1};
 
 std::string text_of(const Dims& dims) {
   std::string text;
@@ -78,6 +79,7 @@ Port::Port(const char* declared) {
   while (words >> word) {
     if (word == "=") words >> in_place;
     else if (word == "kv_dtype") cached = true;
+    else if (word == "weight_dtype") packed = true;
     else if (word == "number") number = true;
     else dtypes.push_back(dtype_of(word));
   }

@@ -1,4 +1,4 @@
-#include "../common/plugin.h"
+#include "../common/quantized.h"
 
 namespace llmc {
 namespace {
@@ -7,16 +7,16 @@ class Embedding : public Plugin {
  public:
   explicit Embedding(const Fields& fields)
       : scale_(real(fields, "scale")), start_(std::get<int64_t>(fields.at("vocab_start"))),
-        sharded_(integer(fields, "vocab_sharded") != 0) {}
+        sharded_(integer(fields, "vocab_sharded") != 0), quantized_(fields, 4) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims y{in[0][0], in[1][1]};
+    const Dims table = quantized_.matrix(in, 1), y{in[0][0], table[1]};
     expect("Embedding's input_ids", in[0], {in[0][0]});
-    expect("Embedding's table", in[1], {in[1][0], in[1][1]});
+    expect("Embedding's table", table, {table[0], table[1]});
     if (const Dims* positions = optional(in, 3)) {
       if (optional(in, 2) == nullptr) throw Error("Embedding's position_table needs position_ids");
       expect("Embedding's position_ids", in[2], in[0]);
-      expect("Embedding's position_table", *positions, {(*positions)[0], in[1][1]});
+      expect("Embedding's position_table", *positions, {(*positions)[0], table[1]});
     }
     return {y};
   }
@@ -35,9 +35,10 @@ class Embedding : public Plugin {
     p.positions = placed ? in[3].data : nullptr;
     p.position_rows = placed ? in[3].shape[0] : 0;
     p.rows = in[1].shape[0];
+    p.packing = quantized_.packing(in);
     p.vocab_start = sharded_ ? start_ : 0;
     p.num_tokens = static_cast<int>(in[0].shape[0]);
-    p.hidden = static_cast<int>(in[1].shape[1]);
+    p.hidden = static_cast<int>(out[0].shape[1]);
     p.scale = scale_;
     check(kernels::embedding(out[0].dtype, p, context.stream), "Embedding");
   }
@@ -46,14 +47,16 @@ class Embedding : public Plugin {
   float scale_;
   int64_t start_;
   bool sharded_;
+  Quantized quantized_;
 };
 
 }  // namespace
 
 void register_embedding() {
   register_plugin({"Embedding", 1,
-                   {"input_ids: int64 int32", "table", "position_ids?: int64 int32", "position_table?"},
-                   {"y"}, {{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}, {},
+                   quantizable_ports({"input_ids: int64 int32", "table: weight_dtype", "position_ids?: int64 int32",
+                                   "position_table?"}),
+                   {"y"}, quantizable_fields({{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<Embedding>(fields);
                    }});

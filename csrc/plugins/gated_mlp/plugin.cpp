@@ -5,30 +5,32 @@ namespace {
 
 class GatedMLP : public Plugin {
  public:
-  explicit GatedMLP(const Fields& fields) : activation_(activation_of(fields)) {}
+  explicit GatedMLP(const Fields& fields) : activation_(activation_of(fields)), quantized_(fields, 3) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], in[1], true, optional(in, 2))};
+    return {linear_shape(in[0], quantized_.matrix(in, 1), true, optional(in, 2))};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return linear_workspace(in[0], in[1], true);
+    return linear_workspace(in[0], in[1], quantized_, true);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], optional(in, 2), nullptr, out[0], activation_, true}, workspace, context);
+    linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
+            true}, workspace, context);
   }
 
  private:
   Activation activation_;
+  Quantized quantized_;
 };
 
 }  // namespace
 
 void register_gated_mlp() {
-  register_plugin({"GatedMLP", 1, {"x", "weight", "bias?"}, {"y"},
-                   {{"activation", std::string("silu")}}, {},
+  register_plugin({"GatedMLP", 1, quantizable_ports({"x", "weight: weight_dtype", "bias?"}), {"y"},
+                   quantizable_fields({{"activation", std::string("silu")}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GatedMLP>(fields);
                    }});

@@ -5,26 +5,32 @@ namespace {
 
 class GemmBiasAct : public Plugin {
  public:
-  explicit GemmBiasAct(const Fields& fields) : activation_(activation_of(fields)) {}
+  explicit GemmBiasAct(const Fields& fields) : activation_(activation_of(fields)), quantized_(fields, 3) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], in[1], false, optional(in, 2))};
+    return {linear_shape(in[0], quantized_.matrix(in, 1), false, optional(in, 2))};
   }
 
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+  int64_t workspace(const std::vector<Tensor>& in) const override {
+    return linear_workspace(in[0], in[1], quantized_, false);
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    linear({in[0], in[1], optional(in, 2), nullptr, out[0], activation_, false}, nullptr, context);
+    linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
+            false}, workspace, context);
   }
 
  private:
   Activation activation_;
+  Quantized quantized_;
 };
 
 }  // namespace
 
 void register_gemm_bias_act() {
-  register_plugin({"GemmBiasAct", 1, {"x", "weight", "bias?"}, {"y"},
-                   {{"activation", std::string("none")}}, {},
+  register_plugin({"GemmBiasAct", 1, quantizable_ports({"x", "weight: weight_dtype", "bias?"}), {"y"},
+                   quantizable_fields({{"activation", std::string("none")}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GemmBiasAct>(fields);
                    }});

@@ -5,23 +5,33 @@ namespace {
 
 class GemmBiasRes : public Plugin {
  public:
+  explicit GemmBiasRes(const Fields& fields) : quantized_(fields, 4) {}
+
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    return {linear_shape(in[0], in[1], false, optional(in, 2), optional(in, 3))};
+    return {linear_shape(in[0], quantized_.matrix(in, 1), false, optional(in, 2), optional(in, 3))};
   }
 
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
-               const Context& context) const override {
-    linear({in[0], in[1], optional(in, 2), optional(in, 3), out[0], Activation::kNone, false}, nullptr,
-           context);
+  int64_t workspace(const std::vector<Tensor>& in) const override {
+    return linear_workspace(in[0], in[1], quantized_, false);
   }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
+               const Context& context) const override {
+    linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), optional(in, 3), out[0],
+            Activation::kNone, false}, workspace, context);
+  }
+
+ private:
+  Quantized quantized_;
 };
 
 }  // namespace
 
 void register_gemm_bias_res() {
-  register_plugin({"GemmBiasRes", 1, {"x", "weight", "bias?", "residual?"}, {"y"}, {}, {},
-                   [](const Fields&) -> std::unique_ptr<Plugin> {
-                     return std::make_unique<GemmBiasRes>();
+  register_plugin({"GemmBiasRes", 1, quantizable_ports({"x", "weight: weight_dtype", "bias?", "residual?"}), {"y"},
+                   quantizable_fields({}), {},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<GemmBiasRes>(fields);
                    }});
 }
 

@@ -1,0 +1,85 @@
+// What the kernels for few rows of x share.
+#pragma once
+
+#include <algorithm>
+
+#include "tensor_core.cuh"
+
+namespace llmc::device {
+
+using kernels::GemvParams;
+
+// A copy of 16 bytes into shared memory, past L1, that goes on beside the thread; zeros where not `there`.
+__device__ __forceinline__ void start_copy(uint4* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
+               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// Adds a vector's elements, and their squares, to sum[0] and sum[1].
+template <typename T>
+__device__ __forceinline__ void measure(float (&sum)[2], const uint4& vector) {
+  const T* x = reinterpret_cast<const T*>(&vector);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float value = to_float(x[i]);
+    sum[0] += value;
+    sum[1] = fmaf(value, value, sum[1]);
+  }
+}
+
+// How many chunks each of kWarps warps takes of an inner dimension.
+template <int kWarps, int kChunk>
+__host__ __device__ constexpr int chunks_of(int in) {
+  return (in + kWarps * kChunk - 1) / (kWarps * kChunk);
+}
+
+// What the 16 rows of weights in a tile are: as many outputs; 8 gates and their 8 ups; 8 outputs, the second 8 rows
+// the same weights half a step further.
+enum class Tile { kWide, kGated, kNarrow };
+
+// The outputs of a tile from what each warp summed up, partial[warp][row of the tile][row of x], and measured of x.
+// `turn`: of the block's tiles.
+template <typename T, int kWarps, int kPitch, int kMeasured>
+__device__ __forceinline__ void finish_tile(const GemvParams& p, const float (&partial)[kWarps][16][kPitch],
+                                            const float (&measured)[kWarps][kMeasured][2], int tile, int turn,
+                                            Tile kind, bool norm) {
+  constexpr int kThreads = kWarps * 32;
+  const int out = kind == Tile::kWide ? 16 : 8;
+  // Each tile's outputs are the work of another warp first.
+  for (int i = (threadIdx.x + turn * 32) % kThreads; i < out * p.rows; i += kThreads) {
+    const int column = i % out, row = i / out, output = tile * out + column;
+    if (output >= p.out) continue;
+    float value = 0, up = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      value += partial[w][column][row];
+      if (kind == Tile::kNarrow) value += partial[w][column + 8][row + 4];
+      if (kind == Tile::kGated) up += partial[w][column + 8][row];
+    }
+    if (norm) {
+      float total = 0, squares = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += measured[w][row][0], squares += measured[w][row][1];
+      const float mean = p.row_sums != nullptr ? total / p.in : 0.f;
+      const float scale = rsqrtf(fmaxf(squares / p.in - mean * mean, 0.f) + p.epsilon);
+      if (p.row_sums != nullptr) {
+        value -= mean * p.row_sums[output];
+        if (kind == Tile::kGated) up -= mean * p.row_sums[p.out + output];
+      }
+      value *= scale;
+      up *= scale;
+    }
+    if (p.bias != nullptr) {
+      value += to_float(static_cast<const T*>(p.bias)[output]);
+      if (kind == Tile::kGated) up += to_float(static_cast<const T*>(p.bias)[p.out + output]);
+    }
+    value = activate(value, p.activation);
+    if (kind == Tile::kGated) value *= up;
+    const int64_t place = static_cast<int64_t>(row) * p.out + output;
+    if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
+    static_cast<T*>(p.y)[place] = from_float<T>(value);
+  }
+}
+
+}  // namespace llmc::device

@@ -1,0 +1,108 @@
+// Codes of 4 and 8 bits as numbers of 16: see csrc/plugins/quantization.py.
+#pragma once
+
+#include "tensor_core.cuh"
+
+namespace llmc::device {
+
+using kernels::Codes;
+using kernels::Packing;
+
+template <Codes kCodes>
+constexpr int kBits = kCodes == Codes::kFour ? 4 : 8;
+
+// (x & mask) | set
+__device__ __forceinline__ uint32_t masked(uint32_t x, uint32_t mask, uint32_t set) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(set));
+  return y;
+}
+
+template <typename T>
+using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+template <typename T>
+__device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
+  const Pair<T> difference = __hsub2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&difference);
+}
+template <typename T>
+__device__ __forceinline__ uint32_t product(uint32_t a, uint32_t b) {
+  const Pair<T> result = __hmul2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&result);
+}
+
+// A code becomes a number by standing in the low bits of one that is so large that they count by one: what is to be
+// taken off then, for codes with this zero.
+template <typename T, Codes kCodes>
+__device__ __forceinline__ uint32_t offset_of(int zero) {
+  if constexpr (kCodes == Codes::kEight && std::is_same_v<T, __nv_bfloat16>) return __float_as_uint(8388608.f + zero);
+  const float base = (std::is_same_v<T, __half> ? 1024.f : 128.f) + zero;
+  return pack<T>(base, base);
+}
+
+// Codes 0 to 7 of `words` (4 bits: the first word alone), less their zero: pairs (0, 4), (1, 5), (2, 6) and (3, 7), each
+// exact in T. Of kFloat8, the numbers that the bits stand for.
+template <typename T, Codes kCodes>
+__device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, uint32_t offset) {
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (kCodes == Codes::kFour) {
+      pairs[k] = subtract<T>(masked(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
+    } else if constexpr (kCodes == Codes::kFloat8) {
+      // The byte as the high one of 16 bits, its exponent and mantissa moved to where T's are, then the bias made up for.
+      const uint32_t high = __byte_perm(words.x, words.y, k << 4 | (k + 4) << 12) & 0xff00ff00;
+      const uint32_t small = kHalf ? high >> 1 & 0x3f803f80 : high >> 4 & 0x07f007f0;
+      pairs[k] = product<T>(masked(high, 0x80008000, small), kHalf ? 0x5c005c00 : 0x7b807b80);
+    } else if constexpr (kHalf) {
+      pairs[k] = subtract<T>(masked(__byte_perm(words.x, words.y, k | (k + 4) << 8), 0x00ff00ff, 0x64006400), offset);
+    } else {
+      // bf16 has too few bits for that, float32 has not; what is left is exact in its upper half.
+      const float low = __uint_as_float(masked(words.x >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
+      const float high = __uint_as_float(masked(words.y >> 8 * k, 0xff, 0x4b000000)) - __uint_as_float(offset);
+      pairs[k] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    }
+  }
+}
+
+// The zero of a row's group.
+template <Codes kCodes>
+__device__ __forceinline__ int zero_of(const Packing& p, int64_t row, int group, int groups) {
+  if (p.minimum != nullptr || kCodes == Codes::kFloat8) return 0;
+  if (p.zero == nullptr) return kCodes == Codes::kFour ? 8 : 128;
+  if constexpr (kCodes == Codes::kFour)
+    return __ldg(p.zero + row * ((groups + 1) / 2) + group / 2) >> group % 2 * 4 & 15;
+  return __ldg(p.zero + row * groups + group);
+}
+
+// One number of a weight [out, in]; a group may begin at any column.
+template <Codes kCodes>
+__device__ __forceinline__ float number_at(const Packing& p, const uint8_t* codes, int64_t row, int column, int in) {
+  const int group = column / p.group_size, groups = in / p.group_size;
+  float number;
+  if constexpr (kCodes == Codes::kFloat8) {
+    Float8 bits;
+    bits.__x = codes[row * in + column];
+    number = to_float(bits);
+  } else {
+    const int code = kCodes == Codes::kFour ? codes[(row * in + column) / 2] >> column % 2 * 4 & 15
+                                            : codes[row * in + column];
+    number = static_cast<float>(code - zero_of<kCodes>(p, row, group, groups));
+  }
+  const float least = p.minimum != nullptr ? p.minimum[row * groups + group] : 0.f;
+  return fmaf(number, p.scale[row * groups + group], least);
+}
+
+// Calls f with a constant of Codes.
+template <typename F>
+cudaError_t with_codes(Codes codes, F&& f) {
+  switch (codes) {
+    case Codes::kFour: return f(std::integral_constant<Codes, Codes::kFour>());
+    case Codes::kEight: return f(std::integral_constant<Codes, Codes::kEight>());
+    case Codes::kFloat8: return f(std::integral_constant<Codes, Codes::kFloat8>());
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace llmc::device

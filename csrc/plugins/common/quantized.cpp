@@ -1,0 +1,46 @@
+#include "quantized.h"
+
+namespace llmc {
+
+Quantized::Quantized(const Fields& fields, size_t first)
+    : zeros_(false), out_(integer(fields, "out_features")), in_(integer(fields, "in_features")), first_(first) {
+  using kernels::Codes;
+  static const std::map<std::string, std::pair<Codes, bool>> kinds = {
+      {"", {Codes::kNone, false}},       {"int4", {Codes::kFour, false}},  {"uint4", {Codes::kFour, true}},
+      {"int8", {Codes::kEight, false}},  {"uint8", {Codes::kEight, true}}, {"float8_e4m3fn", {Codes::kFloat8, false}}};
+  const auto& dtype = std::get<std::string>(fields.at("weight_dtype"));
+  const auto found = kinds.find(dtype);
+  if (found == kinds.end()) throw Error("there is no weight_dtype '" + dtype + "'");
+  std::tie(packing_.codes, zeros_) = found->second;
+  packing_.group_size = integer(fields, "group_size");
+  if (packing_.codes == Codes::kNone) return;
+  const int per_byte = packing_.codes == Codes::kFour ? 2 : 1;
+  if (packing_.group_size < 1 || in_ < 1 || out_ < 1 || in_ % packing_.group_size != 0 || in_ % per_byte != 0)
+    throw Error("a weight of out_features " + std::to_string(out_) + " and in_features " + std::to_string(in_) +
+                " is not of whole groups of " + std::to_string(packing_.group_size));
+}
+
+Dims Quantized::matrix(const std::vector<Dims>& in, size_t weight) const {
+  const Dims *scale = optional(in, first_), *zero = optional(in, first_ + 1), *minimum = optional(in, first_ + 2);
+  if ((scale != nullptr) != static_cast<bool>(*this)) throw Error("an op takes weight_scale and weight_dtype together");
+  if ((zero != nullptr) + (minimum != nullptr) != zeros_)
+    throw Error("an op takes weight_zero or weight_min with weight_dtype uint4 and uint8, and with no other");
+  if (!*this) return in[weight];
+  const int per_byte = packing_.codes == kernels::Codes::kFour ? 2 : 1, groups = in_ / packing_.group_size;
+  expect("a weight in fewer bits", in[weight], {out_, in_ / per_byte});
+  expect("weight_scale", *scale, {out_, groups});
+  if (zero != nullptr) expect("weight_zero", *zero, {out_, (groups + per_byte - 1) / per_byte});
+  if (minimum != nullptr) expect("weight_min", *minimum, {out_, groups});
+  return {out_, in_};
+}
+
+kernels::Packing Quantized::packing(const std::vector<Tensor>& in) const {
+  kernels::Packing made = packing_;
+  if (!*this) return made;
+  made.scale = static_cast<const float*>(in[first_].data);
+  if (const Tensor* zero = optional(in, first_ + 1)) made.zero = static_cast<const uint8_t*>(zero->data);
+  if (const Tensor* minimum = optional(in, first_ + 2)) made.minimum = static_cast<const float*>(minimum->data);
+  return made;
+}
+
+}  // namespace llmc

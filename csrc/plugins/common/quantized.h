@@ -1,0 +1,41 @@
+// A weight in fewer bits as an op's fields and inputs tell of it: csrc/plugins/quantization.py.
+#pragma once
+
+#include "plugin.h"
+
+namespace llmc {
+
+// The ports that follow an op's own, and the fields; the weight itself is declared "weight: weight_dtype".
+inline std::vector<Port> quantizable_ports(std::vector<Port> ports) {
+  for (const char* port : {"weight_scale?: float32", "weight_zero?: uint8", "weight_min?: float32"})
+    ports.emplace_back(port);
+  return ports;
+}
+inline Fields quantizable_fields(Fields fields) {
+  fields["weight_dtype"] = std::string("");
+  for (const char* field : {"group_size", "in_features", "out_features"}) fields[field] = int64_t{0};
+  return fields;
+}
+
+// How an op's weight is stored. `first`: the place of weight_scale among the op's inputs.
+class Quantized {
+ public:
+  Quantized(const Fields& fields, size_t first);
+
+  explicit operator bool() const { return packing_.codes != kernels::Codes::kNone; }
+  // [out, in] of the weight. Throws Error where it, or its scales, zeros and minima, are not as the fields say.
+  Dims matrix(const std::vector<Dims>& in, size_t weight) const;
+  kernels::Packing packing(const std::vector<Tensor>& in) const;
+  int out() const { return out_; }
+  int in() const { return in_; }
+  // Rows of the weight, whatever its form.
+  int rows(const Tensor& weight) const { return *this ? out_ : static_cast<int>(weight.shape[0]); }
+
+ private:
+  kernels::Packing packing_;
+  bool zeros_;  // groups have zeros, or minima
+  int out_, in_;
+  size_t first_;
+};
+
+}  // namespace llmc
