@@ -157,7 +157,7 @@ def test_beam_search_from_the_command_line_gives_the_best_completion(compiled):
 
 def test_several_completions_of_a_prompt_are_numbered(case_tp2):
     result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--n", 2, "--temperature", 1,
-                 "--seed", 7, "--max_tokens", 3)
+                 "--seed", 1, "--max_tokens", 3)
     assert "[0.0] the\n" in result.stdout and "[0.1] the\n" in result.stdout
 
 
