@@ -641,6 +641,25 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@main.command("serve")
+@click.argument("case_dir", type=click.Path(path_type=Path))
+@device_option
+@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0 for all.")
+@click.option("--port", default=8000, help="0 for any that is free.")
+@click.option("--served_model_name", default=None,
+              help="What clients call the model.  [default: the directory's name]")
+@_loading_options
+def serve_command(case_dir: Path, **options: Any) -> None:
+    """Serve the model in CASE_DIR by OpenAI's HTTP interface."""
+    try:
+        from llmc.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise LlmcError(f"the server needs {error.name}; install it with: "
+                        f"pip install 'llmc[serve]'") from error
+
+    serve(case_dir, ready=lambda url: click.echo(f"serving at {url}", err=True), **options)
+
+
 @main.command("inspect")
 @click.argument("case_dir", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Check every file's SHA-256 too.")

@@ -9,7 +9,15 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +118,48 @@ class _Loaded:
             _close(self._loops)
             raise
 
-    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]]) -> list[int]:
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]], *,
+                    tools: Sequence[Mapping[str, object]] | None = None,
+                    chat_template_kwargs: Mapping[str, object] | None = None) -> list[int]:
         """Messages, or one of the user, in the model's chat template, as a prompt of token ids.
 
         Args:
             messages: each with the texts `role` and `content`; other keys are the template's.
+            tools: that the model may call, as the template wants them.
+            chat_template_kwargs: other variables of the template.
 
         Raises:
             LlmcError: the messages are no such list; the model has no chat template, or it cannot
                 write them; or it is an encoder-decoder model.
         """
-        return self._reader.chat_prompt(messages)
+        return self._reader.chat_prompt(messages, tools, chat_template_kwargs or {})
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text's token ids, as of a prompt.
+
+        Raises:
+            LlmcError: the model has no tokenizer, or the text is no Unicode.
+        """
+        return self._reader.tokenize(text, add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids.
+
+        Raises:
+            LlmcError: the model has no tokenizer, or has no such token.
+        """
+        return self._reader.detokenize(token_ids, skip_special_tokens)
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions of the longest sequence that there is room for, its prompt's among them."""
+        return min([self.manifest.dims.max_seq_len, *(loop.cache_tokens for loop in self._loops)])
+
+    def check_health(self) -> None:
+        """Raises LlmcError where nothing runs any more: a step failed, or this is closed."""
+        self._first()
+        for loop in self._loops:
+            loop.check_health()
 
     def metrics(self) -> dict[str, Any]:
         """What the replicas do and have done: sequences `running` and callers `waiting`,
@@ -136,17 +175,18 @@ class _Loaded:
             raise LlmcError("this LLM is closed")
         return self._loops[0]
 
-    def _pieces(self, made: Token | Searching) -> Iterator[Piece]:
-        """What a caller is told; of a beam search its best sequence."""
+    def _pieces(self, made: Token | Searching, all_beams: bool = False) -> Iterator[Piece]:
+        """What a caller is told; of a beam search its best sequence, or all."""
         if isinstance(made, Token):
             yield made.owner.piece(made)
             return
-        best = self._reader.completing(made.request, 0)
-        for token in made.best():
-            taken = best.take(token, None)
-            yield best.piece(taken)
-            if taken.finish_reason:
-                return
+        for sample, tokens in enumerate(made.sequences()[:None if all_beams else 1]):
+            found = self._reader.completing(made.request, sample)
+            for token in tokens:
+                taken = found.take(token, None)
+                yield found.piece(taken)
+                if taken.finish_reason:
+                    break
 
     def _calls(self, requests: list[Request], outbox: Outbox) -> list[tuple[Loop, Call]]:
         """What each replica is to do: as many completions as the others."""
@@ -310,13 +350,32 @@ class AsyncLLM(_Loaded):
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                        priority: int = 0) -> AsyncIterator[Piece]:
-        """Yield each token of a prompt's completions as it is made; see `LLM.stream`. Closing the
+        """`stream` of one prompt."""
+        async with aclosing(self.stream([prompt], params, priority=priority)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def stream(self, prompts: Prompt | Sequence[Prompt],
+                     params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                     priority: int = 0, all_beams: bool = False) -> AsyncGenerator[Piece, None]:
+        """Yield each token of all completions as it is made; see `LLM.stream`. Closing the
         iterator, or cancelling the task that reads it, stops the work; where nobody reads it, it
         waits.
+
+        Args:
+            all_beams: of a beam search all sequences, best first, each a sample; else the best.
         """
+        requests = await asyncio.to_thread(self._reader.requests, prompts, params)
+        async with aclosing(self._made(requests, priority)) as all_made:
+            async for made in all_made:
+                for piece in self._pieces(made, all_beams):
+                    yield piece
+
+    async def _made(self, requests: list[Request], priority: int) -> \
+            AsyncGenerator[Token | Searching, None]:
+        """What comes of requests, until all of it has come."""
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
         work = Work(lambda: loop.call_soon_threadsafe(ready.set))
-        requests = self._reader.requests([prompt], params)
         try:
             work.begin(self._calls(requests, work.outbox), priority)
             while work.left:
@@ -324,9 +383,8 @@ class AsyncLLM(_Loaded):
                 if made is None:
                     await ready.wait()
                     ready.clear()
-                    continue
-                for piece in self._pieces(made):
-                    yield piece
+                else:
+                    yield made
         finally:
             work.abort()
 

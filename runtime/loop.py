@@ -168,6 +168,16 @@ class Loop:
         """A session is over."""
         self._mention(lambda: self._scheduler.end(lease))
 
+    @property
+    def cache_tokens(self) -> int:
+        """Positions of all blocks."""
+        return self._engine.limits.num_blocks * self._engine.limits.block_size
+
+    def check_health(self) -> None:
+        """Raises LlmcError where nothing can run any more."""
+        with self._condition:
+            self._check()
+
     def run(self, work: Callable[[Scheduler, Engine], _Result]) -> _Result:
         """Have the thread do some work between two steps, and wait for what it returns."""
         errand = _Errand(work)
@@ -190,13 +200,15 @@ class Loop:
 
     def _tell(self, order: Callable[[], None]) -> None:
         with self._condition:
-            if self._error is not None:
-                raise LlmcError(f"the model has to be loaded again, as a step failed: "
-                                f"{self._error}")
-            if self._closing:
-                raise LlmcError("this LLM is closed")
+            self._check()
             self._orders.append(order)
             self._condition.notify()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise LlmcError(f"the model has to be loaded again, as a step failed: {self._error}")
+        if self._closing:
+            raise LlmcError("this LLM is closed")
 
     # What the thread does.
 

@@ -19,7 +19,7 @@ from llmc.runtime.decoding.processing import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.manifest import Manifest
-from llmc.runtime.prompts import Prompt, read_messages, read_prompts
+from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.scheduler import Chosen
 from llmc.runtime.step import SamplingState
 from llmc.runtime.tokenizer import load_tokenizer, render_chat
@@ -250,11 +250,11 @@ class Searching:
     def beams(self) -> Beams:
         return self._search.beams()
 
-    def best(self) -> list[int]:
-        """The tokens of the best sequence."""
+    def sequences(self) -> list[list[int]]:
+        """The tokens of what was found, best first."""
         found = self.beams()
-        tokens: list[int] = found.output_ids[:found.sequence_length[0, 0], 0, 0].tolist()
-        return tokens
+        return [found.output_ids[:length, 0, beam].tolist()
+                for beam, length in enumerate(found.sequence_length[0].tolist()) if length]
 
 
 class Reader:
@@ -268,13 +268,23 @@ class Reader:
         self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
         self.tokenizer = load_tokenizer(manifest, case_dir)
 
-    def _tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """See `LLM.tokenize`."""
         if self.tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer; give token ids")
         if not is_unicode(text):
             raise LlmcError("a prompt is not valid Unicode; write it as UTF-8")
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """See `LLM.detokenize`."""
+        if self.tokenizer is None:
+            raise LlmcError("this model was compiled without a tokenizer, so it makes no text")
+        ids = read_token_ids(token_ids, "token_ids")
+        self._check_tokens(ids)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
 
     def requests(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
@@ -292,7 +302,7 @@ class Reader:
                                                   strict=True)):
             if id(own) not in decodings:
                 decodings[id(own)] = self._decoding(own)
-            ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+            ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
             self.check_prompt(ids)
             source = array("i", ids)
             decoded = source if encoder is None else (encoder.decoder_start_token_id,)
@@ -301,15 +311,17 @@ class Reader:
                                     self._forced_tokens(own, limit)))
         return requests
 
-    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]]) -> list[int]:
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
+                    tools: Sequence[Mapping[str, object]] | None,
+                    chat_template_kwargs: Mapping[str, object]) -> list[int]:
         """See `LLM.chat_prompt`."""
         read = read_messages(messages)
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
                             f"which does not chat; give what its encoder is to read as the prompt, "
                             f"without --chat")
-        text = render_chat(self.manifest, self._case_dir, read)
-        return self._tokenize(text, add_special_tokens=False)  # the template has them
+        text = render_chat(self.manifest, self._case_dir, read, tools, chat_template_kwargs)
+        return self.tokenize(text, add_special_tokens=False)  # the template has them
 
     def completing(self, request: Request, sample: int) -> Completing:
         """One of a request's completions, which begins."""
@@ -363,7 +375,7 @@ class Reader:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
             if isinstance(word, str):
-                ways = [tuple(self._tokenize(text, add_special_tokens=False))
+                ways = [tuple(self.tokenize(text, add_special_tokens=False))
                         for text in (word, f" {word}")]
             else:
                 ways = [tuple(word)]

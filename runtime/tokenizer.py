@@ -63,9 +63,14 @@ def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | N
     return token if token is not None and token < vocab_size else None
 
 
-def render_chat(manifest: Manifest, case_dir: Path,
-                messages: Sequence[Mapping[str, object]]) -> str:
+def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[str, object]],
+                tools: Sequence[Mapping[str, object]] | None = None,
+                variables: Mapping[str, object] | None = None) -> str:
     """Messages as the model's chat template writes them, ready for its answer.
+
+    Args:
+        tools: that the model may call.
+        variables: of the template, beside those that it always has.
 
     Raises:
         LlmcError: the model has no chat template, or the template cannot write the messages.
@@ -75,7 +80,9 @@ def render_chat(manifest: Manifest, case_dir: Path,
                         f"as the model expects it, without --chat")
     path = case_dir / manifest.tokenizer.chat_template
     try:
-        return _render(path, messages)
+        return _render(path, {**(variables or {}), "messages": list(messages), "documents": None,
+                              "tools": None if tools is None else list(tools),
+                              "add_generation_prompt": True})
     except Exception as error:  # a template is a program, and may raise what it likes
         reason = " ".join(str(error).split()) or type(error).__name__
         if not isinstance(error, jinja2.TemplateError):
@@ -84,15 +91,14 @@ def render_chat(manifest: Manifest, case_dir: Path,
                         f"the model expects it, without --chat") from error
 
 
-def _render(path: Path, messages: Sequence[Mapping[str, object]]) -> str:
+def _render(path: Path, variables: Mapping[str, object]) -> str:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
     template = environment.from_string(path.read_text(encoding="utf-8"))
     parts, size = [], 0
-    for part in template.generate(messages=list(messages), tools=None, documents=None,
-                                  add_generation_prompt=True, **_special_tokens(path)):
+    for part in template.generate({**_special_tokens(path), **variables}):
         parts.append(part)
         size += len(part)
         if size > _MAX_CHARACTERS:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 # Where in llmc a folder of the repository is, and what of it is data.
 PLACES = {"llmc": "llmc", "llmc/compiler": "compiler", "llmc/runtime": "runtime",
-          "llmc/plugins": "csrc/plugins"}
+          "llmc/server": "server", "llmc/plugins": "csrc/plugins"}
 DATA = {"llmc/compiler/check/articles.jsonl"}
 
 

@@ -1,0 +1,1 @@
+"""`llmc serve`: OpenAI's HTTP interface over `AsyncLLM`."""

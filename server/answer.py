@@ -1,0 +1,78 @@
+"""Answers to requests that generate text: whole, or piece by piece."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from llmc.runtime.request import Piece
+from llmc.server.model import Job, Model
+from llmc.server.protocol import Generation
+
+DONE = b"data: [DONE]\n\n"
+Object = dict[str, Any]
+
+
+def event(content: Object) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+class Answer(ABC):
+    """One request's answer, in the making."""
+
+    PREFIX: ClassVar[str]  # of its id
+    WHOLE: ClassVar[str]  # the name of the object
+    CHUNK: ClassVar[str]
+
+    def __init__(self, model: Model, body: Generation, job: Job) -> None:
+        self.model, self.job = model, job
+        self._id, self._created = f"{self.PREFIX}-{secrets.token_hex(12)}", int(time.time())
+        self._include_usage, self._continuous = body.include_usage, body.continuous_usage
+        self.completion_tokens = 0
+
+    @abstractmethod
+    def choice(self, index: int, pieces: list[Piece]) -> Object:
+        """A choice, of all its pieces."""
+
+    @abstractmethod
+    def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
+        """What a stream tells of a piece of a choice."""
+
+    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
+        """The answer, once there is nothing more to come."""
+        made: dict[int, list[Piece]] = {}
+        async for piece in pieces:
+            self.completion_tokens += 1
+            made.setdefault(self.job.choice(piece), []).append(piece)
+        return {**self._head(self.WHOLE), "choices": [self.choice(index, made[index])
+                                                      for index in sorted(made)],
+                "usage": self.usage()}
+
+    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        """Server-sent events."""
+        head = self._head(self.CHUNK)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                self.completion_tokens += 1
+                for choice in self.deltas(self.job.choice(piece), piece):
+                    chunk = {**head, "choices": [choice]}
+                    if self._include_usage:
+                        chunk["usage"] = self.usage() if self._continuous else None
+                    yield event(chunk)
+        if self._include_usage:
+            yield event({**head, "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def usage(self) -> Object:
+        prompt = self.job.prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens,
+                "total_tokens": prompt + self.completion_tokens}
+
+    def _head(self, kind: str) -> Object:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.model.name}

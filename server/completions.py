@@ -1,0 +1,63 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from llmc.runtime.request import Piece
+from llmc.server.answer import Answer, Object
+from llmc.server.errors import ApiError
+from llmc.server.model import Job, Model
+from llmc.server.protocol import CompletionRequest, Generation
+
+_MAX_TOKENS = 16  # where a client does not say, as OpenAI has it
+
+
+async def read_completion(model: Model, body: CompletionRequest) -> Job:
+    """What is to be generated.
+
+    Raises:
+        LlmcError: the prompts are not sound.
+    """
+    if not body.prompts:
+        raise ApiError("there is no prompt; give at least one", param="prompt")
+    prompts = await model.read_prompts(body.prompts, body.add_special_tokens)
+    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return Job(prompts, body.sampling(max_tokens, body.logprobs), body.priority)
+
+
+class CompletionAnswer(Answer):
+    PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: Model, body: Generation, job: Job) -> None:
+        super().__init__(model, body, job)
+        self._lengths: defaultdict[int, int] = defaultdict(int)  # of each choice's text so far
+
+    def choice(self, index: int, pieces: list[Piece]) -> Object:
+        return self._choice(index, pieces)
+
+    def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
+        if piece.text or piece.finish_reason or piece.logprobs:
+            yield self._choice(index, [piece])
+
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> Object:
+        logprobs = self._logprobs(index, pieces) if pieces[-1].logprobs else None
+        return {"index": index, "text": "".join(piece.text for piece in pieces),
+                "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason,
+                "stop_reason": None}
+
+    def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Object:
+        told: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for piece in pieces:
+            assert piece.logprobs is not None
+            text = self.model.token_text(piece.token_id)
+            top = dict(reversed([(self.model.token_text(token), value)
+                                 for token, value in piece.logprobs.top]))  # the likelier remains
+            told["tokens"].append(text)
+            told["token_logprobs"].append(piece.logprobs.chosen)
+            told["top_logprobs"].append({**dict(reversed(top.items())),
+                                         text: piece.logprobs.chosen} if top else None)
+            told["text_offset"].append(self._lengths[index])
+            self._lengths[index] += len(text)
+        return told

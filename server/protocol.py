@@ -1,0 +1,248 @@
+"""What comes in: the bodies of requests, as OpenAI and, beyond it, vLLM name their fields.
+
+A field that would change the answer and is not served is refused, by `REFUSED`. What changes
+nothing here (`user`, `metadata`, …) and what nobody knows is ignored, as vLLM does, and named in
+the request's line of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.params import SamplingParams
+from llmc.server.errors import ApiError
+
+MAX_LOGPROBS = 20  # of a token, as OpenAI has it
+MAX_CHOICES = 128  # of a request, in all
+
+# Fields that are not served: the values that ask for nothing, and what to do instead.
+_Refused = dict[str, tuple[tuple[Any, ...], str]]
+_REFUSED: _Refused = {
+    "include_stop_str_in_output": ((False, None), "stop strings are not shown"),
+    "stop_token_ids": ((None, []), "give stop strings, or end_id for another end token"),
+    "skip_special_tokens": ((True, None), "special tokens are not shown"),
+    "prompt_logprobs": ((None,), "log-probabilities are those of generated tokens"),
+    "truncate_prompt_tokens": ((None,), "shorten the prompt"),
+    "return_token_ids": ((None, False), "give the text to /tokenize"),
+    "return_tokens_as_token_ids": ((None, False), "give the text to /tokenize"),
+    "logits_processors": ((None, []), "there is logit_bias"),
+    "prompt_embeds": ((None,), "give a text, or token ids"),
+}
+
+_Model = TypeVar("_Model", bound="Body")
+
+
+class Body(BaseModel):
+    """A request's body."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    REFUSED: ClassVar[_Refused] = {}
+
+    model: str | None = None
+
+    @classmethod
+    def read(cls: type[_Model], raw: bytes) -> _Model:
+        """A body from JSON. Nesting of more than 200 is refused by pydantic's parser.
+
+        Raises:
+            ApiError: it is not JSON, or not such a body; or asks for what is not served.
+        """
+        try:
+            body = cls.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = [str(part) for part in first["loc"]]
+            name = ".".join(place)
+            raise ApiError(f"{name}: {first['msg']}" if name else first["msg"],
+                           param=place[0] if place else None) from None
+        for name, value in (body.model_extra or {}).items():
+            neutral, instead = cls.REFUSED.get(name, ((value,), ""))
+            if value not in neutral:
+                raise ApiError(f"{name} is not served; {instead}", param=name,
+                               code="unsupported_parameter")
+        return body
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that were given and mean nothing here."""
+        return sorted(name for name in self.model_extra or {} if name not in self.REFUSED)
+
+
+class StreamOptions(BaseModel):
+    """What else a stream tells; `continuous_usage_stats` is vLLM's."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Generation(Body):
+    """What requests that generate text have in common."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    bad_words: list[str | list[int]] | None = None
+    priority: int = 0
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    # llmc's own, as SamplingParams has them.
+    typical_p: float | None = None
+    end_id: int | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    diversity_rate: float | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and \
+            self.stream_options.continuous_usage_stats
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """As the runtime wants it.
+
+        Raises:
+            ApiError: a value is out of range.
+        """
+        if logprobs is not None and logprobs > MAX_LOGPROBS:
+            raise ApiError(f"log-probabilities of {logprobs} tokens are more than {MAX_LOGPROBS}",
+                           param="logprobs")
+        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        given |= dict(max_tokens=max_tokens, logprobs=logprobs, ignore_eos=self.ignore_eos)
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**64
+        if self.top_k is not None:
+            given["top_k"] = max(self.top_k, 0)  # -1 is vLLM's for all
+        if self.use_beam_search:
+            given["beam_width"] = self.n or 1
+        else:
+            given["n"] = self.n or 1
+            given["temperature"] = 1.0 if self.temperature is None else self.temperature
+        try:
+            return SamplingParams(**given)
+        except LlmcError as error:
+            name = str(error).split(" ", 1)[0]
+            raise ApiError(str(error), param=name if name in type(self).model_fields else None) \
+                from None
+
+
+# What SamplingParams has under the same name, with the same meaning.
+_SAME = ("stop", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p",
+         "repetition_penalty", "min_tokens", "bad_words", "length_penalty", "typical_p", "end_id",
+         "early_stopping", "diversity_rate")
+
+
+class CompletionRequest(Generation):
+    """Of /v1/completions."""
+
+    REFUSED: ClassVar[_Refused] = _REFUSED | {
+        "echo": ((False, None), "put the prompt before the text yourself"),
+        "suffix": ((None, ""), "put it into the prompt, as the model was trained"),
+        "best_of": ((None, 1), "ask for n, and choose by logprobs"),
+    }
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = Field(None, ge=0)
+    add_special_tokens: bool = True  # vLLM's
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One or several."""
+        several: list[Any] = [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
+        return [several] if several and isinstance(several[0], int) else several
+
+
+class Part(BaseModel):
+    """Of a message's content."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(BaseModel):
+    """What an assistant called."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    """A call in a message of an assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """Of a conversation; templates get other keys as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Generation):
+    """Of /v1/chat/completions."""
+
+    REFUSED: ClassVar[_Refused] = _REFUSED | {
+        "echo": ((False, None), "the messages are known to you"),
+        "modalities": ((None, ["text"]), "models here read and write text"),
+        "audio": ((None,), "models here read and write text"),
+        "functions": ((None, []), "give tools"),
+        "function_call": ((None, "none"), "give tool_choice"),
+        "web_search_options": ((None,), "there is no search"),
+        "add_generation_prompt": ((True, None), "give a prompt to /v1/completions"),
+        "continue_final_message": ((False, None), "give a prompt to /v1/completions"),
+        "chat_template": ((None,), "the model's own is used"),
+        "documents": ((None, []), "put them into a message"),
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+
+
+class TokenizeRequest(Body):
+    """Of /tokenize, as vLLM has it: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Of /detokenize, as vLLM has it."""
+
+    tokens: list[int]

@@ -1,0 +1,83 @@
+"""Serve a case directory over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from llmc.errors import LlmcError
+from llmc.runtime.llm import AsyncLLM
+from llmc.server.app import Api
+from llmc.server.model import Model
+
+
+def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
+          served_model_name: str | None = None, ready: Callable[[str], object] = lambda url: None,
+          **loading: Any) -> None:
+    """Serve the model until SIGTERM or SIGINT, in the main thread.
+
+    Args:
+        host: an address of this machine; 0.0.0.0 is all of them.
+        port: 0 lets the system choose.
+        served_model_name: None: the name of the directory.
+        ready: is told the server's address, once it answers.
+        loading: of `AsyncLLM`.
+
+    Raises:
+        LlmcError: the address cannot be had, or see `LLM`.
+    """
+    with _bind(host, port) as bound:
+        name = served_model_name or Path(case_dir).resolve().name
+        asyncio.run(_serve(bound, case_dir, name, ready, loading))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket of this address, before the model is loaded, which takes longer."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise LlmcError(f"--host '{host}' --port {port} is no address ({error})") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise LlmcError(f"--host '{host}' --port {port} cannot be had ({error}); give another") \
+            from error
+    return bound
+
+
+async def _serve(bound: socket.socket, case_dir: str | Path, name: str,
+                 ready: Callable[[str], object], loading: dict[str, Any]) -> None:
+    async with AsyncLLM(case_dir, **loading) as llm:
+        server = _Server(uvicorn.Config(
+            Api(Model(llm, name)).app(), log_config=None, access_log=False, server_header=False,
+            lifespan="off"))
+        # uvicorn ends by these in good order, and then sends them on to what was there before.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        server.ready = lambda: ready(_url(bound))
+        await server.serve(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    """Tells when it listens."""
+
+    ready: Callable[[], object]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready()
+
+
+def _url(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

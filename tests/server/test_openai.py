@@ -1,0 +1,201 @@
+"""The `openai` client against a real process: what it gets is what LLM gives."""
+
+import asyncio
+
+import openai
+import pytest
+
+import llmc
+
+pytestmark = pytest.mark.usefixtures("decisive")
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox"}]
+GREEDY = dict(model="tiny", temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm(case_tp1):
+    with llmc.LLM(case_tp1) as own:
+        yield own
+
+
+def greedy(llm, prompt, count, **params):
+    return llm.generate([prompt], llmc.SamplingParams(max_tokens=count, **params))[0]
+
+
+def test_chat(client, llm):
+    prompt = llm.chat_prompt(MESSAGES)
+    expected = greedy(llm, prompt, 12)
+    answer = client.chat.completions.create(messages=MESSAGES, max_completion_tokens=12, **GREEDY)
+    choice, = answer.choices
+    assert choice.message.content == expected.text and choice.message.role == "assistant"
+    assert choice.finish_reason == expected.finish_reason and answer.model == "tiny"
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    assert answer.usage.total_tokens == len(prompt) + len(expected.token_ids)
+
+
+def test_chat_in_a_stream(client, llm):
+    expected = greedy(llm, llm.chat_prompt(MESSAGES), 12)
+    chunks = list(client.chat.completions.create(
+        messages=MESSAGES, max_tokens=12, stream=True, stream_options={"include_usage": True},
+        **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == expected.text
+    assert chunks[-2].choices[0].finish_reason == expected.finish_reason
+    assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == len(expected.token_ids)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_without_a_limit_an_answer_goes_on_to_the_end_of_the_cache(client, llm):
+    answer = client.chat.completions.create(messages=MESSAGES, extra_body={"ignore_eos": True},
+                                            **GREEDY)
+    assert answer.usage.total_tokens == llm.manifest.dims.max_seq_len
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_completions_of_texts_and_token_ids(client, llm):
+    for prompts in ("the quick", ["the quick", "fox"], [5, 6, 7], [[5, 6, 7], [8, 9]]):
+        several = not isinstance(prompts, str) and not isinstance(prompts[0], int)
+        expected = llm.generate(prompts if several else [prompts],
+                                llmc.SamplingParams(max_tokens=16))
+        answer = client.completions.create(prompt=prompts, **GREEDY)
+        assert [c.text for c in answer.choices] == [own.text for own in expected]
+        assert [c.index for c in answer.choices] == [*range(len(expected))]
+        assert answer.usage.prompt_tokens == sum(len(o.prompt_token_ids) for o in expected)
+        texts = dict.fromkeys(range(len(expected)), "")
+        for chunk in client.completions.create(prompt=prompts, stream=True, **GREEDY):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert [*texts.values()] == [own.text for own in expected]
+
+
+def test_n_completions_with_a_seed(client, llm):
+    params = dict(temperature=0.9, seed=3, n=3)
+    expected = llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=8, **params))
+    answer = client.completions.create(model="tiny", prompt=[5, 6], max_tokens=8, **params)
+    assert [c.text for c in answer.choices] == [own.text for own in expected]
+
+
+@pytest.mark.parametrize("params", [
+    dict(stop=["e"]), dict(stop="o"), dict(logit_bias={"40": 100}), dict(presence_penalty=1.5),
+    dict(frequency_penalty=2.0), dict(seed=5, temperature=0.8, top_p=0.9), dict(seed=-1, top_k=4),
+    dict(seed=2, temperature=1.2, min_p=0.2), dict(repetition_penalty=1.8), dict(min_tokens=4),
+    dict(ignore_eos=True), dict(priority=3), dict(bad_words=["fox"]), dict(top_k=-1),
+    dict(seed=9, typical_p=0.5), dict(user="someone", unknown=3)])
+def test_parameters_mean_what_they_mean_to_the_runtime(client, llm, params):
+    given = dict(params)
+    for name in ("priority", "user", "unknown"):
+        given.pop(name, None)
+    if "logit_bias" in given:
+        given["logit_bias"] = {40: 100}
+    if "seed" in given:
+        given = {"temperature": 1.0, **given, "seed": given["seed"] % 2**64}
+    given["top_k"] = max(given.get("top_k", 0), 0)
+    expected = greedy(llm, [5, 6, 7], 12, **given)
+    answer = client.completions.create(
+        model="tiny", prompt=[5, 6, 7], max_tokens=12,
+        extra_body={} | ({} if "seed" in params else {"temperature": 0}) | params)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+
+
+def test_log_probabilities(client, llm):
+    expected = greedy(llm, [5, 6], 5, logprobs=3)
+    told = client.completions.create(prompt=[5, 6], max_tokens=5, logprobs=3,
+                                     **GREEDY).choices[0].logprobs
+    assert told.token_logprobs == [own.chosen for own in expected.logprobs]
+    assert told.tokens == [llm.detokenize([token]) for token in expected.token_ids]
+    assert told.text_offset[:2] == [0, len(told.tokens[0])]
+    assert [max(top.values()) for top in told.top_logprobs] == told.token_logprobs
+    prompt = llm.chat_prompt(MESSAGES)
+    expected = greedy(llm, prompt, 5, logprobs=2)
+    arguments = dict(messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=2, **GREEDY)
+    whole = client.chat.completions.create(**arguments).choices[0].logprobs.content
+    assert [own.logprob for own in whole] == [own.chosen for own in expected.logprobs]
+    assert [[top.logprob for top in own.top_logprobs] for own in whole] == \
+        [[value for _, value in own.top] for own in expected.logprobs]
+    streamed = [own for chunk in client.chat.completions.create(stream=True, **arguments)
+                if chunk.choices[0].logprobs for own in chunk.choices[0].logprobs.content]
+    assert streamed == whole
+
+
+def test_beam_search_gives_all_beams_best_first(client, llm):
+    params = llmc.SamplingParams(max_tokens=8, beam_width=3, length_penalty=0.5)
+    beams = llm.beam_search([[5, 6]], params)
+    texts = [llm.detokenize(beams.output_ids[:length, 0, beam].tolist(), skip_special_tokens=True)
+             for beam, length in enumerate(beams.sequence_length[0])]
+    for stream in (False, True):
+        answer = client.completions.create(
+            model="tiny", prompt=[5, 6], max_tokens=8, n=3, stream=stream,
+            extra_body={"use_beam_search": True, "length_penalty": 0.5})
+        got = ["", "", ""]
+        for part in answer if stream else [answer]:
+            for choice in part.choices:
+                got[choice.index] += choice.text
+        assert got == texts
+
+
+def test_what_is_not_served_is_refused_by_name(client):
+    for name, value in (("echo", True), ("suffix", "x"), ("best_of", 4), ("stop_token_ids", [3]),
+                        ("prompt_logprobs", 1)):
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not served") as caught:
+            client.completions.create(model="tiny", prompt="the", extra_body={name: value})
+        assert caught.value.param == name
+        assert caught.value.body["type"] == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="message 0 has a part of type 'image_url'"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "data:,"}}]}])
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (dict(temperature=-1), "temperature -1.0 is "), (dict(top_p=3), "top_p 3.0 is not"),
+    (dict(n=3, temperature=0), "n 3 completions would be the same"),
+    (dict(max_tokens=0), "max_tokens 0 is below 1"), (dict(logprobs=50), "more than 20"),
+    (dict(prompt=[5000]), "5000 is not in the vocabulary of 300"), (dict(prompt=""), "is empty"),
+    (dict(prompt=[]), "there is no prompt"), (dict(prompt=[5] * 100), "100 tokens, the KV cache"),
+    (dict(n=1000), "n: Input should be less than or equal to 128"),
+    (dict(prompt=[[5]] * 100, n=2), "more than 128 choices"),
+    (dict(logit_bias={"5000": 1}), "token id 5000 is not in the vocabulary")])
+def test_what_is_wrong_is_a_bad_request(client, given, said):
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.completions.create(**{"model": "tiny", "prompt": [5, 6], **given})
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'") as caught:
+        client.completions.create(model="gpt-4", prompt="the")
+    assert caught.value.code == "model_not_found"
+    assert [own.id for own in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 64
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_paths_of_vllm_s_server(server, llm):
+    assert server.get("/health") == "" and llmc.__version__ in server.get("/version")
+    ids = llm.tokenize("the quick fox")
+    status, _, told = server.post("/tokenize", {"prompt": "the quick fox",
+                                                "return_token_strs": True})
+    assert status == 200 and told["tokens"] == ids and told["count"] == len(ids)
+    assert "".join(told["token_strs"]) == "the quick fox" and told["max_model_len"] == 64
+    assert server.post("/detokenize", {"tokens": ids})[2] == {"prompt": "the quick fox"}
+    assert server.post("/tokenize", {"messages": MESSAGES})[2]["tokens"] == \
+        llm.chat_prompt(MESSAGES)
+    assert server.post("/detokenize", {"tokens": [999]})[0] == 400
+    status, _, told = server.post("/nowhere", {})
+    assert status == 404 and told["error"]["message"] == "there is no /nowhere here"
+
+
+def test_many_at_once_get_what_they_get_alone(server, llm):
+    prompts = [[5 + index, 9, 40] for index in range(16)]
+    expected = [own.text for own in llm.generate(prompts, llmc.SamplingParams(max_tokens=20))]
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+            async def one(prompt):
+                chunks = await client.completions.create(prompt=prompt, max_tokens=20, stream=True,
+                                                         **GREEDY)
+                return "".join([chunk.choices[0].text async for chunk in chunks])
+            return await asyncio.gather(*map(one, prompts))
+
+    assert asyncio.run(main()) == expected
