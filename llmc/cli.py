@@ -648,16 +648,28 @@ def _ended_by_sigterm() -> Iterator[None]:
 @click.option("--port", default=8000, help="0 for any that is free.")
 @click.option("--served_model_name", default=None,
               help="What clients call the model.  [default: the directory's name]")
+@click.option("--api_key", default=None, envvar="LLMC_API_KEY", show_envvar=True,
+              help="That clients must give.  [default: none]")
+@click.option("--max_waiting", default=256, help="Requests beside those that are decoded; more "
+                                                 "are told to come again.")
+@click.option("--max_request_bytes", default=8 * 2**20, help="Of a request's body.")
+@click.option("--request_timeout", default=1800.0, help="Seconds that a request may take.")
+@click.option("--drain_timeout", default=30, help="Seconds that requests have to end after a "
+                                                  "SIGTERM.")
 @_loading_options
-def serve_command(case_dir: Path, **options: Any) -> None:
+def serve_command(case_dir: Path, api_key: str | None, max_waiting: int, max_request_bytes: int,
+                  request_timeout: float, drain_timeout: int, **options: Any) -> None:
     """Serve the model in CASE_DIR by OpenAI's HTTP interface."""
     try:
+        from llmc.server.limits import Limits
         from llmc.server.serve import serve
     except ModuleNotFoundError as error:
         raise LlmcError(f"the server needs {error.name}; install it with: "
                         f"pip install 'llmc[serve]'") from error
 
-    serve(case_dir, ready=lambda url: click.echo(f"serving at {url}", err=True), **options)
+    serve(case_dir, limits=Limits(
+        api_key=api_key, max_waiting=max_waiting, max_request_bytes=max_request_bytes,
+        request_timeout=request_timeout, drain_timeout=drain_timeout), **options)
 
 
 @main.command("inspect")

@@ -155,6 +155,11 @@ class _Loaded:
         """Positions of the longest sequence that there is room for, its prompt's among them."""
         return min([self.manifest.dims.max_seq_len, *(loop.cache_tokens for loop in self._loops)])
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded at once."""
+        return self._max_batch_size * len(self._loops)
+
     def check_health(self) -> None:
         """Raises LlmcError where nothing runs any more: a step failed, or this is closed."""
         self._first()
@@ -164,9 +169,9 @@ class _Loaded:
     def metrics(self) -> dict[str, Any]:
         """What the replicas do and have done: sequences `running` and callers `waiting`,
         `generated_tokens`, `finished` completions, `preemptions`, prompt tokens looked up and found
-        in the cache (`cache_queries`, `cache_hits`), `cache_usage` from 0 to 1; and of the newest
-        few thousand, p50, p90 and p99 of `time_to_first_token` and `inter_token_latency` in
-        seconds.
+        in the cache (`cache_queries`, `cache_hits`), `cache_usage` from 0 to 1 of `num_blocks` of
+        `block_size` positions; and of the newest few thousand, p50, p90 and p99 of
+        `time_to_first_token` and `inter_token_latency` in seconds.
         """
         return together([loop.metrics for loop in self._loops])
 

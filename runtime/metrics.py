@@ -61,17 +61,18 @@ class Metrics:
                         generated_tokens=self.generated, finished=self.finished,
                         preemptions=scheduler.preemptions, cache_queries=scheduler.queries,
                         cache_hits=scheduler.hits, blocks=blocks.num_blocks,
-                        free_blocks=blocks.free, first=list(self.first),
-                        between=list(self.between))
+                        block_size=blocks.block_size, free_blocks=blocks.free,
+                        first=list(self.first), between=list(self.between))
 
 
 def together(loops: list[Metrics]) -> dict[str, Any]:
     """What several loops have done, as `LLM.metrics` gives it."""
     parts = [loop.read() for loop in loops]
     counts = {name: sum(part[name] for part in parts) for name in parts[0]
-              if name not in ("first", "between", "blocks", "free_blocks")}
+              if name not in ("first", "between", "blocks", "block_size", "free_blocks")}
     blocks = sum(part["blocks"] for part in parts)
-    return {**counts, "cache_usage": 1 - sum(part["free_blocks"] for part in parts) / blocks,
+    return {**counts, "num_blocks": blocks, "block_size": parts[0]["block_size"],
+            "cache_usage": 1 - sum(part["free_blocks"] for part in parts) / blocks,
             **{name: asdict(Percentiles.of([time for part in parts for time in part[kept]]))
                for name, kept in (("time_to_first_token", "first"),
                                   ("inter_token_latency", "between"))}}

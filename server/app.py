@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError
@@ -20,6 +21,8 @@ from llmc.server.answer import Answer, event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, error_body
+from llmc.server.limits import Limits
+from llmc.server.log import Logged, note
 from llmc.server.model import Job, Model
 from llmc.server.protocol import (
     Body,
@@ -36,23 +39,53 @@ _Generating = TypeVar("_Generating", bound=Generation)
 
 
 class _Events(StreamingResponse):
-    """Server-sent events, whose making ends with the connection."""
+    """Server-sent events, whose making ends with the connection.
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, media_type="text/event-stream",
+    Args:
+        first, others: the events.
+        deadline: of the event loop's clock.
+        told: the last event, where something goes wrong.
+        done: is called at the end, whatever happened.
+    """
+
+    def __init__(self, first: bytes, others: AsyncGenerator[bytes, None], deadline: float,
+                 told: Callable[[Exception], bytes], done: Callable[[], None]) -> None:
+        super().__init__(self._all(), media_type="text/event-stream",
                          headers={"cache-control": "no-cache"})
-        self._events = events
+        self._first, self._others, self._deadline = first, others, deadline
+        self._told, self._done = told, done
+
+    async def _all(self) -> AsyncGenerator[bytes, None]:
+        yield self._first
+        try:
+            async for own in self._others:
+                yield own
+        except LlmcError as error:
+            yield self._told(error)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._others.aclose()
+            self._done()
 
     async def stream_response(self, send: Send) -> None:
-        async with aclosing(self._events):
-            await super().stream_response(send)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await super().stream_response(send)
+        except TimeoutError as error:
+            await self._others.aclose()
+            with suppress(TimeoutError):  # perhaps because the client does not read
+                async with asyncio.timeout(1):
+                    await send({"type": "http.response.body", "body": self._told(error)})
 
 
 class Api:
     """OpenAI's interface, and what of vLLM's servers and their clients expect."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: Model, limits: Limits) -> None:
+        self._model, self._limits = model, limits
 
     def app(self) -> Starlette:
         def post(path: str, endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> Route:
@@ -63,7 +96,9 @@ class Api:
                 post("/v1/chat/completions", self.chat), post("/v1/completions", self.completions),
                 post("/tokenize", self.tokenize), post("/detokenize", self.detokenize),
                 Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.named),
-                Route("/health", self.health), Route("/version", self.version)],
+                Route("/health", self.health), Route("/version", self.version),
+                Route("/metrics", self.metrics)],
+            middleware=[Middleware(Logged, limits=self._limits)],
             exception_handlers={HTTPException: self._refused, LlmcError: self._wrong,
                                 ClientDisconnect: self._gone, Exception: self._failed})
 
@@ -110,38 +145,59 @@ class Api:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._model.metrics.text(),
+                        media_type="text/plain; version=0.0.4; charset=utf-8")
+
     # How it is answered.
 
     async def _generate(self, request: Request, kind: type[_Generating],
                         read: Callable[[Model, _Generating], Coroutine[Any, Any, Job]],
                         answered: Callable[[Model, Generation, Job], Answer]) -> Response:
         body = await self._read(request, kind)
-        job = await read(self._model, body)
-        answer = answered(self._model, body, job)
-        pieces = self._model.pieces(job)
-        if not body.stream:
-            return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
-        events = answer.stream(pieces)
-        # What is wrong with a request shows until its first token; then the status is still open.
-        first = await _unless_gone(request, anext(events))
-        return _Events(self._rest(first, events))
-
-    async def _rest(self, first: bytes, events: AsyncGenerator[bytes, None]) -> \
-            AsyncGenerator[bytes, None]:
-        """All events; the last says what went wrong, if something did."""
-        async with aclosing(events):
+        self._model.gate.enter()
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
+        with ExitStack() as stack:
+            stack.callback(self._model.gate.leave)
             try:
-                yield first
-                async for own in events:
-                    yield own
-            except LlmcError as error:
-                status, message = self._told(error)
-                yield event(error_body(status, message))
+                async with asyncio.timeout_at(deadline):
+                    job = await read(self._model, body)
+                    answer = answered(self._model, body, job)
+                    stack.callback(lambda: note(request.scope, **answer.usage()))
+                    pieces = self._model.pieces(job)
+                    if not body.stream:
+                        return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
+                    events = answer.stream(pieces)
+                    # What is wrong with a request shows until its first token; then the status is
+                    # still open.
+                    first = await _unless_gone(request, anext(events))
+            except TimeoutError:
+                raise ApiError(self._late(), 408, code="timeout") from None
+            return _Events(first, events, deadline, self._last, stack.pop_all().close)
+        raise AssertionError  # which mypy does not know
 
     async def _read(self, request: Request, kind: type[_Kind]) -> _Kind:
-        body = kind.read(await request.body())
+        try:
+            async with asyncio.timeout(self._limits.body_timeout):
+                raw = await self._limits.read(request)
+        except TimeoutError:
+            raise ApiError(f"the request's body did not come in {self._limits.body_timeout:g} s",
+                           408) from None
+        body = kind.read(raw)
+        if body.ignored:
+            note(request.scope, ignored=body.ignored)
         self._model.check_name(body.model)
         return body
+
+    def _late(self) -> str:
+        return f"the request took longer than {self._limits.request_timeout:g} s"
+
+    def _last(self, error: Exception) -> bytes:
+        """The event of what went wrong in a stream."""
+        if isinstance(error, LlmcError):
+            status, message = self._told(error)
+            return event(error_body(status, message))
+        return event(error_body(408, self._late(), code="timeout"))
 
     def _described(self) -> dict[str, Any]:
         model = self._model

@@ -14,6 +14,8 @@ from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError
+from llmc.server.limits import Gate
+from llmc.server.metrics import Metrics
 from llmc.server.protocol import MAX_CHOICES, Message
 
 
@@ -44,11 +46,17 @@ class Job:
 
 
 class Model:
-    """A loaded case directory under a name."""
+    """A loaded case directory under a name.
 
-    def __init__(self, llm: AsyncLLM, name: str) -> None:
+    Args:
+        max_waiting: requests beside those that are decoded.
+    """
+
+    def __init__(self, llm: AsyncLLM, name: str, max_waiting: int) -> None:
         self.llm, self.name = llm, name
         self.created = int(time.time())
+        self.gate = Gate(llm.max_num_seqs + max_waiting)
+        self.metrics = Metrics(llm, self.gate, name)
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError where a client names another model."""
@@ -94,7 +102,9 @@ class Model:
         """What is generated; closing this stops the work."""
         async with aclosing(self.llm.stream(job.prompts, job.params, priority=job.priority,
                                             all_beams=True)) as pieces:
+            watch = self.metrics.watch([len(prompt) for prompt in job.prompts])
             async for piece in pieces:
+                watch.see(piece)
                 yield piece
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,21 @@ import uvicorn
 from llmc.errors import LlmcError
 from llmc.runtime.llm import AsyncLLM
 from llmc.server.app import Api
+from llmc.server.limits import Limits
+from llmc.server.log import LOGGER, log_to_stderr
 from llmc.server.model import Model
 
 
 def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
-          served_model_name: str | None = None, ready: Callable[[str], object] = lambda url: None,
+          served_model_name: str | None = None, limits: Limits | None = None,
           **loading: Any) -> None:
-    """Serve the model until SIGTERM or SIGINT, in the main thread.
+    """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
+    before the signal is still answered, as long as `drain_timeout` says.
 
     Args:
         host: an address of this machine; 0.0.0.0 is all of them.
         port: 0 lets the system choose.
         served_model_name: None: the name of the directory.
-        ready: is told the server's address, once it answers.
         loading: of `AsyncLLM`.
 
     Raises:
@@ -34,7 +38,9 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
     """
     with _bind(host, port) as bound:
         name = served_model_name or Path(case_dir).resolve().name
-        asyncio.run(_serve(bound, case_dir, name, ready, loading))
+        log_to_stderr()
+        _allow_connections()
+        asyncio.run(_serve(bound, case_dir, name, limits or Limits(), loading))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -56,16 +62,19 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(bound: socket.socket, case_dir: str | Path, name: str,
-                 ready: Callable[[str], object], loading: dict[str, Any]) -> None:
+                 limits: Limits, loading: dict[str, Any]) -> None:
     async with AsyncLLM(case_dir, **loading) as llm:
         server = _Server(uvicorn.Config(
-            Api(Model(llm, name)).app(), log_config=None, access_log=False, server_header=False,
-            lifespan="off"))
+            Api(Model(llm, name, limits.max_waiting), limits).app(), log_config=None,
+            access_log=False, server_header=False, lifespan="off", ws="none",
+            timeout_graceful_shutdown=limits.drain_timeout))
         # uvicorn ends by these in good order, and then sends them on to what was there before.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        server.ready = lambda: ready(_url(bound))
+        server.ready = lambda: LOGGER.info("serving", extra={"fields": {
+            "url": _url(bound), "model": name}})
         await server.serve(sockets=[bound])
+    LOGGER.info("ended")
 
 
 class _Server(uvicorn.Server):
@@ -76,6 +85,13 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready()
+
+
+def _allow_connections() -> None:
+    """As many as the system lets this process have; what is usual is little more than 1,000."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _url(bound: socket.socket) -> str:

@@ -1,0 +1,69 @@
+"""A process of `llmc serve` on a free port, and the `openai` package's client of it."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import openai
+
+
+class Server:
+    """A process of `llmc serve`."""
+
+    def __init__(self, case, *options):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "llmc.cli", "serve", str(case), "--port", "0",
+             "--served_model_name", "tiny", *map(str, options)],
+            stderr=subprocess.PIPE, text=True)
+        self.lines = []
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if "http://" in line:
+                self.url = "http://" + line.split("http://")[1].split('"')[0].strip()
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+        self.port = int(self.url.rsplit(":", 1)[1])
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return response.read().decode()
+
+    def post(self, path, body, **headers):
+        """A status, its headers and its JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {
+            "content-type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.headers, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, json.loads(error.read())
+
+    def end(self):
+        """Ask it to end; its exit code, and its log behind what was read."""
+        self.process.terminate()
+        rest = self.process.stderr.read()
+        return self.process.wait(20), rest
+
+
+@contextmanager
+def serving(case, *options):
+    server = Server(case, *options)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def until(condition, seconds=10):
+    """Wait for what must become true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
