@@ -151,7 +151,8 @@ def _early_stopping(ctx: click.Context, param: click.Parameter, value: str) -> b
 # How a value of each type of field is given on a command line.
 _GIVEN: dict[Any, dict[str, Any]] = {
     int: dict(type=int), float: dict(type=float), bool: dict(is_flag=True),
-    int | None: dict(type=int),
+    int | None: dict(type=int), str | None: dict(type=str),
+    str | Mapping[str, object] | None: dict(type=str, metavar="SCHEMA"),
     Sequence[str]: dict(multiple=True), Sequence[str | Sequence[int]]: dict(multiple=True),
     Mapping[int, float]: dict(multiple=True, callback=_biases, metavar="ID=BIAS", default=()),
     bool | Literal["never"]: dict(type=click.Choice(["false", "true", "never"]), default="false",

@@ -308,7 +308,8 @@ class Loop:
             owner = completing = self._completing(request, sample)
             completing.latest = call.begun
             sequence = Running(number, prompt, request.limit, owner.state, key=key, source=source,
-                               stalled=lambda: call.outbox.is_behind(completing))
+                               stalled=lambda: call.outbox.is_behind(completing),
+                               mask=None if completing.guide is None else completing.guide.mask)
         self._owners[sequence] = call, owner
         return sequence
 

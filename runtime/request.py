@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,8 @@ from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log_softmax
-from llmc.runtime.decoding.params import SamplingParams, is_unicode, shown
+from llmc.runtime.decoding.guide import Guide, Guides
+from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode, shown
 from llmc.runtime.decoding.processing import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
@@ -75,11 +77,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What parameters come to with this model: `bad_words` are token ids."""
+    """What parameters come to with this model: `bad_words` are token ids, and `guide` is at a
+    completion's start.
+    """
 
     params: SamplingParams
     end_tokens: frozenset[int]
     bad_words: list[tuple[int, ...]]
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Completing:
 
     Where a device works by itself, the loop's thread finds out whether a token ends it, and the
     caller's makes the text of it, unless there are stop strings to be found. `latest` is when it
-    was begun, or got its latest token.
+    was begun, or got its latest token; `guide` says what may come next, if something does.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
@@ -129,6 +134,7 @@ class Completing:
         self.request, self.sample = request, sample
         self.sampler = request.sampler(sample)
         self.latest = time.monotonic()
+        self.guide = request.decoding.guide and request.decoding.guide.copy()
         self.generated = 0
         self._text = TextStream(tokenizer, shown_before, request.params.stop)
 
@@ -139,7 +145,7 @@ class Completing:
         """The next token, perhaps with its text.
 
         Raises:
-            LlmcError: none was allowed.
+            LlmcError: none was allowed, or the guide finds no way on.
         """
         if token < 0:
             raise nothing_allowed(self.generated)
@@ -153,6 +159,8 @@ class Completing:
             reason = "stop"
         elif self.generated >= self.request.limit:
             reason = "length"
+        if self.guide is not None and reason is None:
+            self.guide.advance(token)
         return Token(self, token, ends, self.generated, reason, logprobs, text)
 
     def piece(self, token: Token) -> Piece:
@@ -267,6 +275,8 @@ class Reader:
     def __init__(self, manifest: Manifest, case_dir: Path, max_slots: int) -> None:
         self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
         self.tokenizer = load_tokenizer(manifest, case_dir)
+        self._guides: Guides | None = None
+        self._guides_lock = threading.Lock()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """See `LLM.tokenize`."""
@@ -335,7 +345,23 @@ class Reader:
     def _decoding(self, params: SamplingParams) -> Decoding:
         self._check_params(params)
         ends = self._end_tokens(params)
-        return Decoding(params, ends, self._bad_words(params, ends))
+        return Decoding(params, ends, self._bad_words(params, ends), self._guide(params))
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        """What a completion begins with, where something guides it."""
+        if not any(getattr(params, name) for name in GUIDES):
+            return None
+        if self.manifest.target.on_gpus:
+            raise LlmcError("a guide needs masks, which GPUs do not apply yet; leave it out, or "
+                            "compile with --target cpu")
+        if self.tokenizer is None or not self.manifest.tokenizer.eos_token_ids:
+            raise LlmcError("this model was compiled without a tokenizer that has an end token, "
+                            "which a guide needs")
+        with self._guides_lock:  # to make it takes a second
+            if self._guides is None:
+                self._guides = Guides(self.tokenizer, self.manifest.dims.vocab_size,
+                                      self.manifest.tokenizer.eos_token_ids)
+        return self._guides.read(params)
 
     def _forced_tokens(self, params: SamplingParams, limit: int) -> dict[int, tuple[int, ...]]:
         """Tokens that an encoder-decoder model must generate, by the number of those before."""

@@ -42,6 +42,7 @@ class Sequence:
         key: what else changes the content of its blocks.
         source: what an encoder reads.
         stalled: whether it is not to go on for now.
+        mask: which tokens it may choose next, as in `Step.masks`; it waits for its last token then.
 
     Attributes:
         tokens: generated and known. Those of beams are their search's.
@@ -62,6 +63,7 @@ class Sequence:
     key: bytes = b""
     source: Listed[int] | None = None
     stalled: Callable[[], bool] = lambda: False
+    mask: Callable[[], np.ndarray] | None = None
     tokens: list[int] = field(default_factory=list)
     order: _Key = (0, 0)
     priority: int = 0
@@ -96,6 +98,8 @@ class Sequence:
             return 1 if self.beams else 0
         if self.computed < self.known:
             return self.known - self.computed
+        if self.mask is not None:
+            return 0
         return 1 if self.ahead and len(self.tokens) + self.ahead < self.limit else 0
 
 
@@ -467,6 +471,8 @@ class Scheduler:
             copies=np.array(copies, np.int32).reshape(-1, 2), encode=encode, memory=memory,
             candidates=max((own.candidates for own in searching), default=0),
             logits="sampled" if any(not own.candidates for own in searching) else "none",
+            masks={part.slot: part.sequence.mask() for _, part in chosen
+                   if part.sequence.mask is not None},
             request_ids=tuple(part.sequence.request for part in parts),
             prompt_lens=tuple(len(part.sequence.prompt) for part in parts))
         scheduled = Scheduled(step, [(part.sequence, part.sequence.epoch) for _, part in chosen])

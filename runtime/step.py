@@ -87,6 +87,9 @@ class Step:
         copies: int32 [num_copies, 2], blocks (from, to) to be copied before all else.
         candidates: above 0, also give so many likeliest tokens of each of `sample`.
         logits: also give logits, of each of `sample`, or of all tokens.
+        masks: by slot, where only some tokens may be chosen, uint32 [ceil(vocab_size / 32)]: token
+            t may where bit t % 32 of word t // 32 is 1. The loop makes such a sequence's step once
+            its last token is known, so a device takes the masks with the step.
         encode: prompts for an encoder, token ids by the row of its memory; before all else.
         memory: where the sequences' prompts are in it.
         request_ids, prompt_lens: [batch], for whoever looks at a step.
@@ -103,6 +106,7 @@ class Step:
     copies: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     candidates: int = 0
     logits: Literal["none", "sampled", "all"] = "none"
+    masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
     memory: Memory | None = None
     request_ids: tuple[int, ...] = ()

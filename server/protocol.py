@@ -79,6 +79,34 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+class JsonSchema(BaseModel):
+    """Of a response_format; `strict` is always so."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What an answer is to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: at most one of them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Generation(Body):
     """What requests that generate text have in common."""
 
@@ -102,6 +130,12 @@ class Generation(Body):
     priority: int = 0
     use_beam_search: bool = False
     length_penalty: float | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     # llmc's own, as SamplingParams has them.
     typical_p: float | None = None
     end_id: int | None = None
@@ -128,6 +162,7 @@ class Generation(Body):
                            param="logprobs")
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         given |= dict(max_tokens=max_tokens, logprobs=logprobs, ignore_eos=self.ignore_eos)
+        given |= self._guides()
         if self.seed is not None:
             given["seed"] = self.seed % 2**64
         if self.top_k is not None:
@@ -145,10 +180,32 @@ class Generation(Body):
                 from None
 
 
+    def _guides(self) -> dict[str, Any]:
+        """What the answer is to follow, as SamplingParams has it, from wherever it stands.
+
+        Raises:
+            ApiError: a schema is missing.
+        """
+        given: dict[str, Any] = {}
+        if self.structured_outputs is not None:
+            own = self.structured_outputs
+            given = dict(guided_json=_ANY_OBJECT if own.json_object else own.json_,
+                         guided_regex=own.regex, guided_choice=own.choice,
+                         guided_grammar=own.grammar)
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            if schema is None and self.response_format.type == "json_schema":
+                raise ApiError("response_format has no json_schema", param="response_format")
+            given["guided_json"] = _ANY_OBJECT if schema is None else schema.schema_
+        return {name: value for name, value in given.items() if value is not None}
+
+
+_ANY_OBJECT = {"type": "object"}
 # What SamplingParams has under the same name, with the same meaning.
 _SAME = ("stop", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p",
          "repetition_penalty", "min_tokens", "bad_words", "length_penalty", "typical_p", "end_id",
-         "early_stopping", "diversity_rate")
+         "early_stopping", "diversity_rate", "guided_json", "guided_regex", "guided_choice",
+         "guided_grammar")
 
 
 class CompletionRequest(Generation):

@@ -23,7 +23,7 @@ import llmc
 from llmc import LLM, LlmcError, SamplingParams, __version__
 from llmc.cli import _LOADING, _engines, _Meter, _print_answer, _talk, main
 from llmc.runtime.benchmark import Row
-from llmc.runtime.decoding.params import FIELDS
+from llmc.runtime.decoding.params import FIELDS, GUIDES
 from llmc.runtime.request import Piece
 
 pytestmark = pytest.mark.usefixtures("decisive")
@@ -113,7 +113,7 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
     assert [c["cumulative_logprob"] for c in completions] == \
         [e.cumulative_logprob for e in expected]
     assert {f.name for f in dataclasses.fields(SamplingParams)} == \
-        {*settings, "bad_words", "logit_bias", "stop", "ignore_eos"}
+        {*settings, *GUIDES, "bad_words", "logit_bias", "stop", "ignore_eos"}
     help_text = run("run", "--help").stdout
     shown = " ".join(help_text.split("\nSampling:\n")[1].replace("-\n", "-").split())
     for field in FIELDS:  # said once, shown there too

@@ -7,6 +7,7 @@ from it. Imports nothing heavy, as `llmc --help` needs it.
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 import textwrap
@@ -22,6 +23,9 @@ MAX_STOP = 64  # each is looked for after every token
 _MAX_BIAS = 3.4e38  # of float32
 # What beam search leaves no place for.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "logprobs")
+GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# A guide itself says when a completion may end.
+_NOT_WITH_GUIDES = ("min_tokens", "ignore_eos", "end_id", "beam_width")
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -152,6 +156,16 @@ class SamplingParams:
         int | None, "Also give log-probabilities of each token and of this many likeliest ones, "
                     "at most 20 where GPUs choose the tokens.",
         Within(0, neutral="0 is the chosen token's alone")] = None
+    guided_json: Annotated[
+        str | Mapping[str, object] | None,
+        "A JSON schema: only what it allows is generated, with a space after each comma and colon. "
+        "Guides need llguidance, and a model that was compiled for the cpu target."] = None
+    guided_regex: Annotated[
+        str | None, "A regular expression that the whole completion matches."] = None
+    guided_choice: Annotated[
+        Sequence[str], "Texts of which the completion is one."] = ()
+    guided_grammar: Annotated[
+        str | None, "A context-free grammar of the completion, in Lark's or GBNF's syntax."] = None
     beam_width: Annotated[
         int, "Sequences to search with at once; above 1, the completion is the best that beam "
              "search finds, as transformers searches, and `LLM.beam_search` gives all.",
@@ -207,6 +221,15 @@ class SamplingParams:
                    f"above 0")
         if not all(self.stop):
             yield "a stop string is empty"
+        guides = [name for name in GUIDES if getattr(self, name)]
+        if len(guides) > 1:
+            yield f"{guides[0]} and {guides[1]} are given; a completion has one guide"
+        for name in _NOT_WITH_GUIDES if guides else ():
+            if getattr(self, name) != getattr(type(self), name):
+                yield (f"{name} {getattr(self, name)!r} does not go with {guides[0]}, which says "
+                       f"when a completion ends; leave {name} out")
+        if not all(self.guided_choice):
+            yield "a text of guided_choice is empty"
         if len(self.stop) > MAX_STOP:
             yield f"there are {len(self.stop)} stop strings; give at most {MAX_STOP}"
 
@@ -277,6 +300,25 @@ def _or_none(value: object) -> int | None:
         raise TypeError(f"{error}, or None") from None
 
 
+def _text_or_none(value: object) -> str | None:
+    try:
+        return None if value is None else text(value)
+    except TypeError as error:
+        raise TypeError(f"{error}, or None") from None
+
+
+def _schema(value: object) -> str | None:
+    """A JSON schema, as a text."""
+    try:
+        if value is None or isinstance(value, str):
+            return None if value is None else json.dumps(json.loads(text(value)))
+        if isinstance(value, Mapping):
+            return json.dumps(dict(value))
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise TypeError("a JSON schema, such as {'type': 'object'}, or None")
+
+
 def _texts(value: object) -> tuple[str, ...]:
     try:
         return tuple(text(own) for own in ([value] if isinstance(value, str) else listed(value)))
@@ -312,4 +354,5 @@ FIELDS = described(SamplingParams)
 _READERS: dict[Any, Callable[[object], Any]] = {
     int: whole, float: _number, bool: flag, int | None: _or_none, Sequence[str]: _texts,
     Sequence[str | Sequence[int]]: _words, Mapping[int, float]: _biases,
-    bool | Literal["never"]: _early_stopping}
+    bool | Literal["never"]: _early_stopping, str | None: _text_or_none,
+    str | Mapping[str, object] | None: _schema}

@@ -58,6 +58,14 @@ def min_tokens(scores: np.ndarray, generated: int, least: int, end_tokens: np.nd
         scores[end_tokens] = -np.inf
 
 
+def allow(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Forbid, in a copy, tokens whose bit in a mask, as in `Step.masks`, is 0."""
+    bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(scores),
+                         bitorder="little")
+    allowed: np.ndarray = np.where(bits, scores, scores.dtype.type(-np.inf))
+    return allowed
+
+
 def force(scores: np.ndarray, token_ids: Sequence[int]) -> None:
     """Allow these tokens alone, all alike."""
     scores[:] = -np.inf

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from llmc.errors import LlmcError
+from llmc.runtime.decoding import processors
 from llmc.runtime.decoding.beam_search import Candidates, log_softmax
 from llmc.runtime.decoding.sampling import Logprobs, Sampler
 from llmc.runtime.step import LAST, Limits, Sampled, Step
@@ -52,7 +53,8 @@ class HostSampling:
             sampler = self._samplers.get(slot)
             token, count = -1, None
             if sampler is not None:
-                token, count = self._token(sampler, own, slot), sampler.params.logprobs
+                allowed = processors.allow(own, step.masks[slot]) if slot in step.masks else own
+                token, count = self._token(sampler, allowed, slot), sampler.params.logprobs
             tokens.append(token)
             logprobs.append(None if count is None or token < 0
                             else Logprobs.of(own, token, count))

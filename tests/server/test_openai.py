@@ -1,6 +1,7 @@
 """The `openai` client against a real process: what it gets is what LLM gives."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -199,3 +200,36 @@ def test_many_at_once_get_what_they_get_alone(server, llm):
             return await asyncio.gather(*map(one, prompts))
 
     assert asyncio.run(main()) == expected
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99},
+                                           "y": {"type": "boolean"}},
+          "required": ["x", "y"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("given", [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}},
+    {"guided_json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)},
+    {"structured_outputs": {"json": SCHEMA}}])
+def test_an_answer_follows_a_schema(client, given):
+    for stream in (False, True):
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, seed=1, max_tokens=40, stream=stream, extra_body=given)
+        text = "".join(part.choices[0].delta.content or "" for part in answer) if stream \
+            else answer.choices[0].message.content
+        assert {*json.loads(text)} == {"x", "y"}
+
+
+def test_answers_follow_other_guides(client):
+    def text(**given):
+        return client.completions.create(model="tiny", prompt=[5, 6], seed=2, max_tokens=40,
+                                         extra_body=given).choices[0].text
+
+    assert text(guided_regex="[ab]{3}") in {a + b + c for a in "ab" for b in "ab" for c in "ab"}
+    assert text(structured_outputs={"choice": ["one", "two"]}) in ("one", "two")
+    assert text(guided_grammar='start: "q" "r"') == "qr"
+    assert text(structured_outputs={"json_object": True}, logit_bias={"96": 50}).startswith("{")
+    with pytest.raises(openai.BadRequestError, match="the guide cannot be read"):
+        text(guided_regex="(")
+    with pytest.raises(openai.BadRequestError, match="response_format has no json_schema"):
+        text(response_format={"type": "json_schema"})

@@ -1,0 +1,181 @@
+"""What a guide allows is all that comes, and all of it can come."""
+
+import json
+import re
+import threading
+
+import families
+import jsonschema
+import numpy as np
+import pytest
+
+import llmc
+from llmc.runtime.decoding import processors
+from llmc.runtime.step import Limits
+
+SHORT = [
+    {"type": "integer", "minimum": 3, "maximum": 250}, {"type": "boolean"},
+    {"enum": ["a b", 3, {}]}, {"type": "string", "maxLength": 8},
+    {"type": "string", "pattern": "^[a-c]{2,4}$"},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+    {"type": "object", "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9},
+                                      "né": {"type": "null"}},
+     "required": ["x"], "additionalProperties": False},
+    {"anyOf": [{"const": 7}, {"type": "string", "enum": ["u", "\n\"é"]}]}]
+
+
+@pytest.fixture(scope="module")
+def llm(case_tp1):
+    with llmc.LLM(case_tp1) as own:
+        yield own
+
+
+def guided(llm, count, **params):
+    """The texts of so many completions, of which none may end for want of room."""
+    made = llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=60, temperature=1.0, n=count,
+                                                      seed=1, **params))
+    assert all(own.finish_reason == "stop" for own in made)
+    return [own.text for own in made]
+
+
+@pytest.mark.parametrize("schema", SHORT)
+def test_a_schema_is_followed(llm, schema):
+    for text in guided(llm, 8, guided_json=schema):
+        value = json.loads(text)
+        jsonschema.validate(value, schema)
+        if isinstance(value, list):
+            assert text == json.dumps(value)  # with one space after each comma
+
+
+def test_expressions_choices_and_grammars_are_followed(llm):
+    assert all(re.fullmatch("(ab|c)+d{2}", text) for text in
+               guided(llm, 8, guided_regex="(ab|c){1,5}d{2}"))
+    choices = ["yes", "no, never", "\"maybe\"\n", "né"]
+    assert {*guided(llm, 60, guided_choice=choices)} == {*choices}
+    for grammar in ('start: "x" /[0-9]{1,3}/ ("," start)?', None):
+        grammar = grammar or 'root ::= "x" [0-9] [0-9]? ("," "x" [0-9])?'
+        assert all(re.fullmatch(r"(x\d{1,3},?)+", text) for text in
+                   guided(llm, 4, guided_grammar=grammar, logit_bias={2: 3.0}))
+
+
+def test_greedy_takes_the_likeliest_token_that_is_allowed(llm):
+    text, = (own.text for own in llm.generate(
+        [[5, 6]], llmc.SamplingParams(guided_choice=["a", "b", "z"])))
+    first = llm.logits([5, 6])[-1]
+    assert text == max("abz", key=lambda own: first[llm.tokenize(own)[0]])
+
+
+def test_guided_and_free_callers_share_steps_and_little_room(case_tp1):
+    """Also where one is computed again from its start."""
+    free, schema = llmc.SamplingParams(max_tokens=40, ignore_eos=True), SHORT[6]
+    own = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=schema)
+    with llmc.LLM(case_tp1) as llm:
+        alone, = llm.generate([[5, 6]], own)
+    got = []
+    with llmc.LLM(case_tp1, kv_cache_tokens=64, block_size=4, max_batch_size=4) as llm:
+        threads = [threading.Thread(target=lambda p: got.extend(llm.generate([[5, 6]], p)),
+                                    args=(params,)) for params in (free, own, own, free)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert llm.metrics()["preemptions"] > 0
+    assert [made.text for made in got].count(alone.text) == 2
+
+
+def test_a_device_that_works_ahead_gets_a_mask_once_the_last_token_is_known(tiny_hf, case_tp1,
+                                                                            monkeypatch):
+    """An engine that may have three steps under way has at most one of a guided sequence."""
+    with llmc.LLM(case_tp1, max_batch_size=2) as llm:
+        engine = llm._loops[0]._engine
+        limits = engine.limits
+        monkeypatch.setattr(engine, "limits", Limits(**{**vars(limits), "ahead": 3}))
+        steps = []
+        submit = engine.submit
+        monkeypatch.setattr(engine, "submit", lambda step: steps.append(step) or submit(step))
+        for text in guided(llm, 2, guided_json=SHORT[6]):
+            jsonschema.validate(json.loads(text), SHORT[6])
+        masked = [step for step in steps if step.masks]
+        assert masked and all(-1 not in step.token_ids for step in masked)
+        assert all(own.dtype == np.uint32 and own.shape == (10,)
+                   for step in masked for own in step.masks.values())
+
+
+def test_bits_of_a_mask_are_tokens():
+    mask = np.zeros(2, np.uint32)
+    mask[0], mask[1] = 1 << 31 | 1 << 3, 1
+    allowed = processors.allow(np.arange(40, dtype=np.float32), mask)
+    assert np.flatnonzero(np.isfinite(allowed)).tolist() == [3, 31, 32]
+
+
+@pytest.mark.parametrize(("params", "said"), [
+    (dict(guided_json="{"), "guided_json is '{'; give a JSON schema"),
+    (dict(guided_json=[3]), "give a JSON schema"), (dict(guided_choice=[""]), "is empty"),
+    (dict(guided_regex="a", guided_choice=["b"]), "guided_regex and guided_choice are given"),
+    (dict(guided_regex="a", ignore_eos=True), "ignore_eos True does not go with guided_regex"),
+    (dict(guided_regex="a", beam_width=2), "beam_width 2 does not go with guided_regex")])
+def test_guides_that_make_no_sense_are_refused(params, said):
+    with pytest.raises(llmc.LlmcError, match=re.escape(said)):
+        llmc.SamplingParams(**params)
+
+
+@pytest.mark.parametrize("params", [
+    dict(guided_json={"type": "nonsense"}), dict(guided_json={"not": {"const": 3}}),
+    dict(guided_regex="("), dict(guided_grammar="start: ("), dict(guided_grammar="root ::= (")])
+def test_guides_that_cannot_be_read_are_refused(llm, params):
+    with pytest.raises(llmc.LlmcError, match="the guide cannot be read"):
+        llm.generate([[5]], llmc.SamplingParams(**params))
+
+
+def test_gpus_refuse_guides(tiny_hf, tmp_path):
+    from llmc.runtime.manifest import read_manifest
+    from llmc.runtime.request import Reader
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
+    reader = Reader(read_manifest(tmp_path / "case"), tmp_path / "case", 4)
+    with pytest.raises(llmc.LlmcError, match="which GPUs do not apply yet"):
+        reader.requests([[5]], llmc.SamplingParams(guided_choice=["a"]))
+
+
+def schemas():
+    """50 schemas of many kinds."""
+    leaves = [{"type": "integer", "minimum": 0, "maximum": 10**k} for k in range(1, 6)]
+    leaves += [{"type": "string", "maxLength": 4 * k} for k in range(1, 6)]
+    leaves += [{"type": "string", "pattern": pattern} for pattern in (
+        r"^\d{3}-\d{4}$", "^[A-Z][a-z]{1,8}$", "^(red|green|blue)$", "^[0-9a-f]{8}$",
+        r"^[a-z]{2,5}@[a-z]{2,5}\.com$")]
+    leaves += [{"type": "string", "format": kind} for kind in ("date", "time", "uuid", "ipv4")]
+    leaves += [{"enum": ["a", "b", 3, None, True]}, {"const": {"k": [1, 2]}}, {"type": "boolean"},
+               {"type": ["integer", "null"], "minimum": 0, "maximum": 99}, {"type": "null"},
+               {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.01}]
+
+    def record(*own, **options):
+        names = [f"field_{index}" for index in range(len(own))]
+        return {"type": "object", "properties": dict(zip(names, own, strict=True)),
+                "required": names, "additionalProperties": False, **options}
+
+    made = list(leaves)
+    made += [record(*leaves[index:index + 3]) for index in range(0, 15, 2)]
+    made += [{"type": "array", "items": leaf, "minItems": 1, "maxItems": 3} for leaf in leaves[::4]]
+    made += [record(leaf, record(other), required=["field_1"])
+             for leaf, other in zip(leaves[:6], leaves[12:18], strict=True)]
+    made += [{"anyOf": [record(leaf), {"type": "null"}]} for leaf in leaves[5:8]]
+    made.append({"$defs": {"point": record(leaves[0], leaves[1])}, "type": "array",
+                 "items": {"$ref": "#/$defs/point"}, "minItems": 2, "maxItems": 2})
+    return made[:50]
+
+
+@pytest.mark.thorough
+def test_1000_completions_of_smollm2_follow_50_schemas(tmp_path):
+    llmc.compile(families.smollm2(), tmp_path / "case")
+    checker = jsonschema.FormatChecker()
+    assert len(schemas()) == 50
+    with llmc.LLM(tmp_path / "case", kv_cache_tokens=16_384) as llm:
+        prompts = [llm.chat_prompt(f"Answer with JSON of this schema: {json.dumps(schema)}")
+                   for schema in schemas()]
+        params = [llmc.SamplingParams(max_tokens=1000, temperature=1.0, n=20, seed=index,
+                                      guided_json=schema) for index, schema in enumerate(schemas())]
+        made = llm.generate(prompts, params)
+    assert len(made) == 1000
+    for own in made:
+        assert own.finish_reason == "stop"
+        jsonschema.validate(json.loads(own.text), schemas()[own.index], format_checker=checker)
