@@ -649,6 +649,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 @click.option("--port", default=8000, help="0 for any that is free.")
 @click.option("--served_model_name", default=None,
               help="What clients call the model.  [default: the directory's name]")
+@click.option("--tool_call_parser", type=click.Choice(["hermes", "llama3_json"]), default=None,
+              help="How the model calls tools.  [default: as its chat template does]")
 @click.option("--api_key", default=None, envvar="LLMC_API_KEY", show_envvar=True,
               help="That clients must give.  [default: none]")
 @click.option("--max_waiting", default=256, help="Requests beside those that are decoded; more "

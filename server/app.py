@@ -153,7 +153,7 @@ class Api:
 
     async def _generate(self, request: Request, kind: type[_Generating],
                         read: Callable[[Model, _Generating], Coroutine[Any, Any, Job]],
-                        answered: Callable[[Model, Generation, Job], Answer]) -> Response:
+                        answered: Callable[[Model, _Generating, Job], Answer]) -> Response:
         body = await self._read(request, kind)
         self._model.gate.enter()
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout

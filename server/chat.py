@@ -8,7 +8,8 @@ from llmc.runtime.request import Piece
 from llmc.server.answer import Answer, Object
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model
-from llmc.server.protocol import ChatRequest, Generation
+from llmc.server.protocol import ChatRequest
+from llmc.server.tools import PARSERS, Arguments, Plain, ToolText, merged
 
 
 async def read_chat(model: Model, body: ChatRequest) -> Job:
@@ -19,8 +20,12 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
     """
     if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    prompt = await model.read_messages(body.messages,
-                                       chat_template_kwargs=body.chat_template_kwargs)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
+    if tools and not body.forces_a_call and model.tool_call_parser is None:
+        raise ApiError("llmc does not know how this model's chat template calls tools; force a "
+                       "call by tool_choice, or start the server with --tool_call_parser",
+                       param="tools")
+    prompt = await model.read_messages(body.messages, tools or None, body.chat_template_kwargs)
     max_tokens = body.max_tokens if body.max_completion_tokens is None \
         else body.max_completion_tokens
     if max_tokens is None:  # an answer ends by itself
@@ -32,23 +37,50 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
 class ChatAnswer(Answer):
     PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: Model, body: Generation, job: Job) -> None:
+    def __init__(self, model: Model, body: ChatRequest, job: Job) -> None:
         super().__init__(model, body, job)
-        self._begun: set[int] = set()
+        self._body = body
+        self._begun: dict[int, ToolText | None] = {}  # choices, and what finds calls in them
 
     def choice(self, index: int, pieces: list[Piece]) -> Object:
-        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
+        text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
+        message: Object = {"role": "assistant", "content": text}
+        tools = self._tools()
+        if tools is not None:
+            content, calls = merged([*tools.push(text), *tools.finish()])
+            message["content"] = content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = calls
+                reason = _called(reason)
         return {"index": index, "message": message, "logprobs": self._logprobs(pieces),
-                "finish_reason": pieces[-1].finish_reason, "stop_reason": None}
+                "finish_reason": reason, "stop_reason": None}
 
     def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
         if index not in self._begun:
-            self._begun.add(index)
-            yield {"index": index, "delta": {"role": "assistant", "content": ""},
-                   "logprobs": None, "finish_reason": None}
-        if piece.text or piece.finish_reason or piece.logprobs:
-            yield {"index": index, "delta": {"content": piece.text} if piece.text else {},
-                   "logprobs": self._logprobs([piece]), "finish_reason": piece.finish_reason}
+            self._begun[index] = self._tools()
+            yield _delta(index, {"role": "assistant", "content": ""})
+        tools, reason = self._begun[index], piece.finish_reason
+        told: list[Object] = [{"content": piece.text}] if piece.text else []
+        if tools is not None:
+            told = [*tools.push(piece.text), *(tools.finish() if reason else ())]
+            reason = _called(reason) if tools.calls else reason
+        logprobs = self._logprobs([piece])
+        if not told and (reason or logprobs):
+            told = [{}]
+        for place, delta in enumerate(told):
+            last = place == len(told) - 1
+            yield _delta(index, delta, logprobs if last else None, reason if last else None)
+
+    def _tools(self) -> ToolText | None:
+        """What finds calls in a choice's text; None where there are no tools."""
+        names = [tool.function.name for tool in self._body.offered]
+        if not names:
+            return None
+        if self._body.tool_choice == "required":
+            return Plain(names)
+        if self._body.forces_a_call:
+            return Arguments(names)
+        return PARSERS[self.model.tool_call_parser or "hermes"](names)
 
     def _logprobs(self, pieces: Sequence[Piece]) -> Object | None:
         if not pieces[-1].logprobs:
@@ -60,3 +92,13 @@ class ChatAnswer(Answer):
     def _token(self, token_id: int, logprob: float) -> Object:
         text = self.model.token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _delta(index: int, delta: Object, logprobs: Object | None = None,
+           finish_reason: str | None = None) -> Object:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _called(reason: str | None) -> str | None:
+    """Why an answer with calls ended."""
+    return "tool_calls" if reason == "stop" else reason

@@ -9,7 +9,7 @@ from llmc.runtime.request import Piece
 from llmc.server.answer import Answer, Object
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model
-from llmc.server.protocol import CompletionRequest, Generation
+from llmc.server.protocol import CompletionRequest
 
 _MAX_TOKENS = 16  # where a client does not say, as OpenAI has it
 
@@ -30,7 +30,7 @@ async def read_completion(model: Model, body: CompletionRequest) -> Job:
 class CompletionAnswer(Answer):
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: Model, body: Generation, job: Job) -> None:
+    def __init__(self, model: Model, body: CompletionRequest, job: Job) -> None:
         super().__init__(model, body, job)
         self._lengths: defaultdict[int, int] = defaultdict(int)  # of each choice's text so far
 

@@ -17,6 +17,7 @@ from llmc.server.errors import ApiError
 from llmc.server.limits import Gate
 from llmc.server.metrics import Metrics
 from llmc.server.protocol import MAX_CHOICES, Message
+from llmc.server.tools import ToolCallParser, parser_of
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,19 @@ class Model:
 
     Args:
         max_waiting: requests beside those that are decoded.
+        tool_call_parser: how it calls tools. None: what its chat template says.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str, max_waiting: int) -> None:
+    def __init__(self, llm: AsyncLLM, name: str, max_waiting: int,
+                 tool_call_parser: ToolCallParser | None = None) -> None:
         self.llm, self.name = llm, name
         self.created = int(time.time())
         self.gate = Gate(llm.max_num_seqs + max_waiting)
         self.metrics = Metrics(llm, self.gate, name)
+        template = llm.manifest.tokenizer.chat_template
+        self.tool_call_parser = tool_call_parser
+        if tool_call_parser is None and template is not None:
+            self.tool_call_parser = parser_of((llm.case_dir / template).read_text("utf-8"))
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError where a client names another model."""

@@ -18,6 +18,7 @@ from llmc.server.errors import ApiError
 
 MAX_LOGPROBS = 20  # of a token, as OpenAI has it
 MAX_CHOICES = 128  # of a request, in all
+_MAX_CALLS = 16  # of an answer that must call tools
 
 # Fields that are not served: the values that ask for nothing, and what to do instead.
 _Refused = dict[str, tuple[tuple[Any, ...], str]]
@@ -265,6 +266,35 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
+class Function(BaseModel):
+    """What a tool is."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """That a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """Of a choice."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The one that is to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
 class ChatRequest(Generation):
     """Of /v1/chat/completions."""
 
@@ -286,7 +316,49 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the model is told of: all, the one that is named, or none.
+
+        Raises:
+            ApiError: none has that name, or there is none.
+        """
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            found = [tool for tool in self.tools if tool.function.name == name]
+            if not found:
+                raise ApiError(f"tool_choice names '{name}', which is none of tools",
+                               param="tool_choice")
+            return found[:1]
+        if self.tool_choice == "required" and not self.tools:
+            raise ApiError("tool_choice is required, but there are no tools", param="tool_choice")
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def forces_a_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def _guides(self) -> dict[str, Any]:
+        given = super()._guides()
+        if not self.forces_a_call:
+            return given
+        if given:
+            raise ApiError("response_format and the like do not go with a tool_choice that forces "
+                           "a call", param="tool_choice")
+        schemas = {tool.function.name: tool.function.parameters or _ANY_OBJECT
+                   for tool in self.offered}
+        if isinstance(self.tool_choice, NamedTool):
+            return {"guided_json": schemas[self.tool_choice.function.name]}
+        calls = [{"type": "object", "properties": {"name": {"const": name}, "parameters": schema},
+                  "required": ["name", "parameters"], "additionalProperties": False}
+                 for name, schema in schemas.items()]
+        return {"guided_json": {"type": "array", "items": {"anyOf": calls}, "minItems": 1,
+                                "maxItems": _MAX_CALLS if self.parallel_tool_calls else 1}}
 
 
 class TokenizeRequest(Body):

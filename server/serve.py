@@ -19,11 +19,12 @@ from llmc.server.app import Api
 from llmc.server.limits import Limits
 from llmc.server.log import LOGGER, log_to_stderr
 from llmc.server.model import Model
+from llmc.server.tools import ToolCallParser
 
 
 def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | None = None, limits: Limits | None = None,
-          **loading: Any) -> None:
+          tool_call_parser: ToolCallParser | None = None, **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
     before the signal is still answered, as long as `drain_timeout` says.
 
@@ -31,6 +32,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         host: an address of this machine; 0.0.0.0 is all of them.
         port: 0 lets the system choose.
         served_model_name: None: the name of the directory.
+        tool_call_parser: how the model calls tools. None: what its chat template says.
         loading: of `AsyncLLM`.
 
     Raises:
@@ -40,7 +42,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         name = served_model_name or Path(case_dir).resolve().name
         log_to_stderr()
         _allow_connections()
-        asyncio.run(_serve(bound, case_dir, name, limits or Limits(), loading))
+        asyncio.run(_serve(bound, case_dir, name, limits or Limits(), tool_call_parser, loading))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -62,11 +64,13 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(bound: socket.socket, case_dir: str | Path, name: str,
-                 limits: Limits, loading: dict[str, Any]) -> None:
+                 limits: Limits, tool_call_parser: ToolCallParser | None,
+                 loading: dict[str, Any]) -> None:
     async with AsyncLLM(case_dir, **loading) as llm:
+        model = Model(llm, name, limits.max_waiting, tool_call_parser)
         server = _Server(uvicorn.Config(
-            Api(Model(llm, name, limits.max_waiting), limits).app(), log_config=None,
-            access_log=False, server_header=False, lifespan="off", ws="none",
+            Api(model, limits).app(), log_config=None, access_log=False,
+            server_header=False, lifespan="off", ws="none",
             timeout_graceful_shutdown=limits.drain_timeout))
         # uvicorn ends by these in good order, and then sends them on to what was there before.
         for number in (signal.SIGINT, signal.SIGTERM):
