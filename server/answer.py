@@ -18,23 +18,46 @@ DONE = b"data: [DONE]\n\n"
 Object = dict[str, Any]
 
 
-def event(content: Object) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+def event(content: Object, name: str = "") -> bytes:
+    """One server-sent event, perhaps with a name."""
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return (f"event: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
 
 
 class Answer(ABC):
     """One request's answer, in the making."""
+
+    def __init__(self, model: Model, job: Job) -> None:
+        self.model, self.job = model, job
+        self.created = int(time.time())
+        self.completion_tokens = 0
+
+    @abstractmethod
+    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
+        """The answer, once there is nothing more to come."""
+
+    @abstractmethod
+    def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        """Server-sent events."""
+
+    def usage(self) -> Object:
+        """Tokens so far."""
+        prompt = self.job.prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens,
+                "total_tokens": prompt + self.completion_tokens}
+
+
+class Choices(Answer):
+    """An answer of choices."""
 
     PREFIX: ClassVar[str]  # of its id
     WHOLE: ClassVar[str]  # the name of the object
     CHUNK: ClassVar[str]
 
     def __init__(self, model: Model, body: Generation, job: Job) -> None:
-        self.model, self.job = model, job
-        self._id, self._created = f"{self.PREFIX}-{secrets.token_hex(12)}", int(time.time())
+        super().__init__(model, job)
+        self._id = f"{self.PREFIX}-{secrets.token_hex(12)}"
         self._include_usage, self._continuous = body.include_usage, body.continuous_usage
-        self.completion_tokens = 0
 
     @abstractmethod
     def choice(self, index: int, pieces: list[Piece]) -> Object:
@@ -45,7 +68,6 @@ class Answer(ABC):
         """What a stream tells of a piece of a choice."""
 
     async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
-        """The answer, once there is nothing more to come."""
         made: dict[int, list[Piece]] = {}
         async for piece in pieces:
             self.completion_tokens += 1
@@ -55,7 +77,6 @@ class Answer(ABC):
                 "usage": self.usage()}
 
     async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """Server-sent events."""
         head = self._head(self.CHUNK)
         async with aclosing(pieces):
             async for piece in pieces:
@@ -69,10 +90,5 @@ class Answer(ABC):
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE
 
-    def usage(self) -> Object:
-        prompt = self.job.prompt_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens,
-                "total_tokens": prompt + self.completion_tokens}
-
     def _head(self, kind: str) -> Object:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.model.name}
+        return {"id": self._id, "object": kind, "created": self.created, "model": self.model.name}

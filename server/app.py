@@ -30,8 +30,10 @@ from llmc.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    ResponsesRequest,
     TokenizeRequest,
 )
+from llmc.server.responses import ResponseAnswer, read_response
 
 _Result = TypeVar("_Result")
 _Kind = TypeVar("_Kind", bound=Body)
@@ -94,6 +96,7 @@ class Api:
         return Starlette(
             routes=[
                 post("/v1/chat/completions", self.chat), post("/v1/completions", self.completions),
+                post("/v1/responses", self.responses),
                 post("/tokenize", self.tokenize), post("/detokenize", self.detokenize),
                 Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.named),
                 Route("/health", self.health), Route("/version", self.version),
@@ -109,6 +112,9 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionRequest, read_completion, CompletionAnswer)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._generate(request, ResponsesRequest, read_response, ResponseAnswer)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)

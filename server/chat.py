@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from llmc.runtime.request import Piece
-from llmc.server.answer import Answer, Object
+from llmc.server.answer import Choices, Object
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model
 from llmc.server.protocol import ChatRequest
@@ -34,7 +34,7 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
     return Job([prompt], body.sampling(max_tokens, logprobs), body.priority)
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(Choices):
     PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: Model, body: ChatRequest, job: Job) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from llmc.runtime.request import Piece
-from llmc.server.answer import Answer, Object
+from llmc.server.answer import Choices, Object
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model
 from llmc.server.protocol import CompletionRequest
@@ -27,7 +27,7 @@ async def read_completion(model: Model, body: CompletionRequest) -> Job:
     return Job(prompts, body.sampling(max_tokens, body.logprobs), body.priority)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(Choices):
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: Model, body: CompletionRequest, job: Job) -> None:

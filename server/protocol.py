@@ -101,7 +101,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -359,6 +359,65 @@ class ChatRequest(Generation):
                  for name, schema in schemas.items()]
         return {"guided_json": {"type": "array", "items": {"anyOf": calls}, "minItems": 1,
                                 "maxItems": _MAX_CALLS if self.parallel_tool_calls else 1}}
+
+
+class TextFormat(BaseModel):
+    """What a response is to be: response_format, laid flat."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(BaseModel):
+    """Of a response's text."""
+
+    format: TextFormat = TextFormat()
+
+
+class Item(Message):
+    """Of a response's input."""
+
+    type: Literal["message"] = "message"
+
+
+class ResponsesRequest(Generation):
+    """Of /v1/responses: text in, text out."""
+
+    REFUSED: ClassVar[_Refused] = _REFUSED | {
+        "tools": ((None, []), "give them to /v1/chat/completions"),
+        "tool_choice": ((None, "none", "auto"), "give tools to /v1/chat/completions"),
+        "previous_response_id": ((None,), "nothing is stored; give the conversation as input"),
+        "conversation": ((None,), "nothing is stored; give the conversation as input"),
+        "prompt": ((None,), "nothing is stored; give instructions and input"),
+        "background": ((None, False), "ask for a stream"),
+        "truncation": ((None, "disabled"), "shorten the input"),
+        "top_logprobs": ((None, 0), "ask /v1/chat/completions"),
+    }
+
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions = Field(default_factory=TextOptions)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation."""
+        first = [Message(role="system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*first, Message(role="user", content=self.input)]
+        return [*first, *(Message.model_validate(item.model_dump(exclude={"type"}))
+                          for item in self.input)]
+
+    def _guides(self) -> dict[str, Any]:
+        own = self.text.format
+        if own.type == "text":
+            return super()._guides()
+        if own.type == "json_schema" and own.schema_ is None:
+            raise ApiError("text.format has no schema", param="text")
+        return {"guided_json": own.schema_ if own.type == "json_schema" else _ANY_OBJECT}
 
 
 class TokenizeRequest(Body):

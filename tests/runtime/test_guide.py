@@ -143,7 +143,7 @@ def schemas():
     leaves += [{"type": "string", "pattern": pattern} for pattern in (
         r"^\d{3}-\d{4}$", "^[A-Z][a-z]{1,8}$", "^(red|green|blue)$", "^[0-9a-f]{8}$",
         r"^[a-z]{2,5}@[a-z]{2,5}\.com$")]
-    leaves += [{"type": "string", "format": kind} for kind in ("date", "time", "uuid", "ipv4")]
+    leaves += [{"type": "string", "format": kind} for kind in ("date", "uuid", "ipv4", "ipv6")]
     leaves += [{"enum": ["a", "b", 3, None, True]}, {"const": {"k": [1, 2]}}, {"type": "boolean"},
                {"type": ["integer", "null"], "minimum": 0, "maximum": 99}, {"type": "null"},
                {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.01}]
@@ -169,7 +169,7 @@ def test_1000_completions_of_smollm2_follow_50_schemas(tmp_path):
     llmc.compile(families.smollm2(), tmp_path / "case")
     checker = jsonschema.FormatChecker()
     assert len(schemas()) == 50
-    with llmc.LLM(tmp_path / "case", kv_cache_tokens=16_384) as llm:
+    with llmc.LLM(tmp_path / "case", max_batch_size=64, kv_cache_tokens=32_768) as llm:
         prompts = [llm.chat_prompt(f"Answer with JSON of this schema: {json.dumps(schema)}")
                    for schema in schemas()]
         params = [llmc.SamplingParams(max_tokens=1000, temperature=1.0, n=20, seed=index,
