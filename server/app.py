@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -35,6 +36,11 @@ from llmc.server.protocol import (
 )
 from llmc.server.responses import ResponseAnswer, read_response
 
+_PAGE = Path(__file__).with_name("page.html")
+# The page has all that it needs, and speaks with this server alone.
+_PAGE_POLICY = ("default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src "
+                "'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
+                "frame-ancestors 'none'")
 _Result = TypeVar("_Result")
 _Kind = TypeVar("_Kind", bound=Body)
 _Generating = TypeVar("_Generating", bound=Generation)
@@ -100,7 +106,7 @@ class Api:
                 post("/tokenize", self.tokenize), post("/detokenize", self.detokenize),
                 Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.named),
                 Route("/health", self.health), Route("/version", self.version),
-                Route("/metrics", self.metrics)],
+                Route("/metrics", self.metrics), Route("/", self.page)],
             middleware=[Middleware(Logged, limits=self._limits)],
             exception_handlers={HTTPException: self._refused, LlmcError: self._wrong,
                                 ClientDisconnect: self._gone, Exception: self._failed})
@@ -154,6 +160,10 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         return Response(self._model.metrics.text(),
                         media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_text("utf-8"), headers={
+            "content-security-policy": _PAGE_POLICY, "x-content-type-options": "nosniff"})
 
     # How it is answered.
 

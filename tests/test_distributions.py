@@ -25,7 +25,7 @@ CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{o
 # Where in llmc a folder of the repository is, and what of it is data.
 PLACES = {"llmc": "llmc", "llmc/compiler": "compiler", "llmc/runtime": "runtime",
           "llmc/server": "server", "llmc/plugins": "csrc/plugins"}
-DATA = {"llmc/compiler/check/articles.jsonl"}
+DATA = {"llmc/compiler/check/articles.jsonl", "llmc/server/page.html"}
 
 
 def contents(path):

@@ -1,0 +1,45 @@
+"""The page for a person: one file, which needs nothing from elsewhere."""
+
+import json
+import re
+import urllib.request
+from html.parser import HTMLParser
+
+
+class Read(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_the_page_is_whole_and_speaks_with_its_server_alone(server):
+    with urllib.request.urlopen(server.url) as response:
+        policy, text = response.headers["content-security-policy"], response.read().decode()
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert not re.search(r"https?://|innerHTML|@import|url\(", text)
+    tags = Read(text).tags
+    for _, attrs in tags:
+        assert attrs.get("src") is None and attrs.get("href") in (None, "data:,")
+    ids = {attrs["id"] for _, attrs in tags if "id" in attrs}
+    assert {*re.findall(r'\$\("(\w+)"\)', text)} <= ids
+    knobs = re.search(r"KNOBS = \[(.*?)\]", text)[1]
+    assert {*re.findall(r'"(\w+)"', knobs)} <= ids
+
+
+def test_what_the_page_asks_is_answered(server):
+    text = server.get("/")
+    names = set(re.findall(r'values\["([\w:]+)"\]', text))
+    told = server.get("/metrics")
+    assert len(names) == 6 and all(f"\n{name}{{" in told for name in names)
+    body = {"stream": True, "stream_options": {"include_usage": True},
+            "messages": [{"role": "user", "content": "a"}], "temperature": 0.7, "top_p": 0.9,
+            "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "max_tokens": 4, "seed": 3}
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(),
+                                     {"content-type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        lines = [line for line in response.read().decode().split("\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: {") for line in lines[:-1])
