@@ -35,10 +35,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """From now on; of uvicorn what is wrong."""
+    """From now on; of libraries what is wrong."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name, level in (("llmc.server", logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in (("llmc.server", logging.INFO), ("uvicorn", logging.WARNING),
+                        ("asyncio", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -18,14 +19,17 @@ class Server:
             [sys.executable, "-m", "llmc.cli", "serve", str(case), "--port", "0",
              "--served_model_name", "tiny", *map(str, options)],
             stderr=subprocess.PIPE, text=True)
-        self.lines = []
+        first = []
         for line in self.process.stderr:
-            self.lines.append(line)
+            first.append(line)
             if "http://" in line:
-                self.url = "http://" + line.split("http://")[1].split('"')[0].strip()
+                self.url = "http://" + line.split("http://")[1].split('"')[0]
                 break
         else:
-            raise AssertionError("".join(self.lines))
+            raise AssertionError("".join(first))
+        self.log = []  # what comes then; a process whose log nobody reads waits
+        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
+        self._reader.start()
         self.port = int(self.url.rsplit(":", 1)[1])
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -45,10 +49,11 @@ class Server:
             return error.code, error.headers, json.loads(error.read())
 
     def end(self):
-        """Ask it to end; its exit code, and its log behind what was read."""
+        """Ask it to end; its exit code, and its log from the time on when it was ready."""
         self.process.terminate()
-        rest = self.process.stderr.read()
-        return self.process.wait(20), rest
+        code = self.process.wait(20)
+        self._reader.join()
+        return code, "".join(self.log)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ PLANTS = [
     ("llmc/plugins/rms_norm/op.py", "llmc.plugins.normalization",
      "normalize(1.0, {}, {}, centred=False)"),
     ("llmc/runtime/llm.py", "llmc.runtime.decoding.params", "SamplingParams(max_tokens='4')"),
+    ("llmc/cli.py", "llmc.server.serve", "serve(3)"),
+    ("llmc/server/app.py", "llmc.runtime.llm", "AsyncLLM(3)"),
     ("llmc/runtime/engines/cpu.py", "llmc.runtime.collectives", "Communicator('two')"),
 ]
 
