@@ -651,6 +651,8 @@ def _ended_by_sigterm() -> Iterator[None]:
               help="What clients call the model.  [default: the directory's name]")
 @click.option("--tool_call_parser", type=click.Choice(["hermes", "llama3_json"]), default=None,
               help="How the model calls tools.  [default: as its chat template does]")
+@click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
+                                            "without losing a request.")
 @click.option("--api_key", default=None, envvar="LLMC_API_KEY", show_envvar=True,
               help="That clients must give.  [default: none]")
 @click.option("--max_waiting", default=256, help="Requests beside those that are decoded; more "

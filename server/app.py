@@ -22,8 +22,9 @@ from llmc.server.answer import Answer, event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, error_body
-from llmc.server.limits import Limits
+from llmc.server.limits import Gate, Limits
 from llmc.server.log import Logged, note
+from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.protocol import (
     Body,
@@ -90,10 +91,23 @@ class _Events(StreamingResponse):
 
 
 class Api:
-    """OpenAI's interface, and what of vLLM's servers and their clients expect."""
+    """OpenAI's interface, and what of vLLM's servers their clients expect.
+
+    Attributes:
+        model: that new requests get.
+    """
 
     def __init__(self, model: Model, limits: Limits) -> None:
-        self._model, self._limits = model, limits
+        self.model, self._limits = model, limits
+        self._gate = Gate(model.llm.max_num_seqs + limits.max_waiting)
+        self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
+
+    async def swap(self, model: Model) -> None:
+        """Give new requests another model; the one before is closed once its last request ends."""
+        before, self.model = self.model, model
+        while before.requests:
+            await asyncio.sleep(0.1)
+        await before.llm.close()
 
     def app(self) -> Starlette:
         def post(path: str, endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> Route:
@@ -127,29 +141,29 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("give either prompt or messages")
         if body.messages is not None:
-            tokens = await self._model.read_messages(
+            tokens = await self.model.read_messages(
                 body.messages, chat_template_kwargs=body.chat_template_kwargs)
         else:
-            tokens, = await self._model.read_prompts([body.prompt or ""], body.add_special_tokens)
-        texts = [self._model.token_text(token) for token in tokens] if body.return_token_strs \
+            tokens, = await self.model.read_prompts([body.prompt or ""], body.add_special_tokens)
+        texts = [self.model.token_text(token) for token in tokens] if body.return_token_strs \
             else None
-        return JSONResponse({"count": len(tokens), "max_model_len": self._model.llm.max_model_len,
+        return JSONResponse({"count": len(tokens), "max_model_len": self.model.llm.max_model_len,
                              "tokens": tokens, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._read(request, DetokenizeRequest)
-        return JSONResponse({"prompt": self._model.llm.detokenize(body.tokens)})
+        return JSONResponse({"prompt": self.model.llm.detokenize(body.tokens)})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def named(self, request: Request) -> Response:
-        self._model.check_name(request.path_params["name"])
+        self.model.check_name(request.path_params["name"])
         return JSONResponse(self._described())
 
     async def health(self, request: Request) -> Response:
         try:
-            self._model.llm.check_health()
+            self.model.llm.check_health()
         except LlmcError as error:
             raise ApiError(str(error), 503) from None
         return Response()
@@ -158,7 +172,7 @@ class Api:
         return JSONResponse({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._model.metrics.text(),
+        return Response(self._metrics.text(),
                         media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self, request: Request) -> Response:
@@ -171,16 +185,17 @@ class Api:
                         read: Callable[[Model, _Generating], Coroutine[Any, Any, Job]],
                         answered: Callable[[Model, _Generating, Job], Answer]) -> Response:
         body = await self._read(request, kind)
-        self._model.gate.enter()
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
+        model = self.model
         with ExitStack() as stack:
-            stack.callback(self._model.gate.leave)
+            stack.enter_context(self._gate.entered())
+            stack.enter_context(model.working())
             try:
                 async with asyncio.timeout_at(deadline):
-                    job = await read(self._model, body)
-                    answer = answered(self._model, body, job)
+                    job = await read(model, body)
+                    answer = answered(model, body, job)
                     stack.callback(lambda: note(request.scope, **answer.usage()))
-                    pieces = self._model.pieces(job)
+                    pieces = self._metrics.measured(job, model.pieces(job))
                     if not body.stream:
                         return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
                     events = answer.stream(pieces)
@@ -202,7 +217,7 @@ class Api:
         body = kind.read(raw)
         if body.ignored:
             note(request.scope, ignored=body.ignored)
-        self._model.check_name(body.model)
+        self.model.check_name(body.model)
         return body
 
     def _late(self) -> str:
@@ -216,7 +231,7 @@ class Api:
         return event(error_body(408, self._late(), code="timeout"))
 
     def _described(self) -> dict[str, Any]:
-        model = self._model
+        model = self.model
         return {"id": model.name, "object": "model", "created": model.created, "owned_by": "llmc",
                 "root": model.name, "parent": None, "max_model_len": model.llm.max_model_len}
 
@@ -227,12 +242,12 @@ class Api:
         status = error.status if isinstance(error, ApiError) else 400
         if status == 400:
             try:
-                self._model.llm.check_health()
+                self.model.llm.check_health()
             except LlmcError:
                 status = 503
-        case_dir, message = self._model.llm.case_dir, str(error)
+        case_dir, message = self.model.llm.case_dir, str(error)
         for path in (str(case_dir.absolute()), str(case_dir)):
-            message = message.replace(path, self._model.name)
+            message = message.replace(path, self.model.name)
         return status, message
 
     async def _wrong(self, request: Request, error: Exception) -> Response:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -87,13 +89,19 @@ class Gate:
         self._most = most
         self.inside = self.refused = 0
 
-    def enter(self) -> None:
-        """Raises ApiError where there are as many as may be."""
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """One more is inside.
+
+        Raises:
+            ApiError: there are as many as may be.
+        """
         if self.inside >= self._most:
             self.refused += 1
             raise ApiError(f"{self.inside} requests are here already; come again later", 429,
                            code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self.inside += 1
-
-    def leave(self) -> None:
-        self.inside -= 1
+        try:
+            yield
+        finally:
+            self.inside -= 1

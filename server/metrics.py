@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
 from llmc.server.limits import Gate
+from llmc.server.model import Job
 
 _LABELS = ("model_name", "engine")
 # Seconds, as vLLM's.
@@ -26,11 +28,12 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 class _Now(Collector):
     """What the runtime and the gate say of themselves when they are asked."""
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, labels: tuple[str, str]) -> None:
-        self._llm, self._gate, self._labels = llm, gate, labels
+    def __init__(self, read: Callable[[], Mapping[str, Any]], gate: Gate,
+                 labels: tuple[str, str]) -> None:
+        self._read, self._gate, self._labels = read, gate, labels
 
     def collect(self) -> Iterator[Metric]:
-        now = self._llm.metrics()
+        now = self._read()
         for name, text, value in (
                 ("vllm:num_requests_running", "Sequences that are decoded.", now["running"]),
                 ("vllm:num_requests_waiting", "Requests of which something waits.",
@@ -58,12 +61,16 @@ class _Now(Collector):
 
 
 class Metrics:
-    """What is measured of requests."""
+    """What is measured of requests.
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, model_name: str) -> None:
+    Args:
+        read: the runtime's own metrics, as `AsyncLLM.metrics` gives them.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]], gate: Gate, model_name: str) -> None:
         self._registry = CollectorRegistry()
         labels = (model_name, "0")
-        self._registry.register(_Now(llm, gate, labels))
+        self._registry.register(_Now(read, gate, labels))
 
         def times(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, _LABELS, buckets=buckets,
@@ -87,20 +94,27 @@ class Metrics:
         """In Prometheus' format."""
         return generate_latest(self._registry)
 
-    def watch(self, prompt_tokens: list[int]) -> Watch:
-        """Measure a request with prompts of so many tokens."""
-        for number in prompt_tokens:
-            self._prompt.observe(number)
-            self._prompts.inc(number)
-        return Watch(self)
+    async def measured(self, job: Job, pieces: AsyncGenerator[Piece, None]) -> \
+            AsyncGenerator[Piece, None]:
+        """The pieces of a request, of which each is measured as it passes."""
+        watch = _Watch(self)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if not watch.tokens:
+                    for prompt in job.prompts:
+                        self._prompt.observe(len(prompt))
+                    self._prompts.inc(job.prompt_tokens)
+                watch.see(piece)
+                yield piece
 
 
-class Watch:
+class _Watch:
     """Measures one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._started = metrics, time.monotonic()
         self._latest: dict[tuple[int, int], tuple[float, int]] = {}  # of each completion
+        self.tokens = 0
 
     def see(self, piece: Piece) -> None:
         """A token has come."""
@@ -108,6 +122,7 @@ class Watch:
         before, number = self._latest.get(key, (self._started, 0))
         (own._between if number else own._first).observe(now - before)
         own._generated.inc()
+        self.tokens += 1
         self._latest[key] = now, number + 1
         if piece.finish_reason:
             own._whole.observe(now - self._started)

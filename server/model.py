@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,6 @@ from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError
-from llmc.server.limits import Gate
-from llmc.server.metrics import Metrics
 from llmc.server.protocol import MAX_CHOICES, Message
 from llmc.server.tools import ToolCallParser, parser_of
 
@@ -50,20 +48,29 @@ class Model:
     """A loaded case directory under a name.
 
     Args:
-        max_waiting: requests beside those that are decoded.
         tool_call_parser: how it calls tools. None: what its chat template says.
+
+    Attributes:
+        requests: that it works on.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str, max_waiting: int,
+    def __init__(self, llm: AsyncLLM, name: str,
                  tool_call_parser: ToolCallParser | None = None) -> None:
         self.llm, self.name = llm, name
-        self.created = int(time.time())
-        self.gate = Gate(llm.max_num_seqs + max_waiting)
-        self.metrics = Metrics(llm, self.gate, name)
+        self.created, self.requests = int(time.time()), 0
         template = llm.manifest.tokenizer.chat_template
         self.tool_call_parser = tool_call_parser
         if tool_call_parser is None and template is not None:
             self.tool_call_parser = parser_of((llm.case_dir / template).read_text("utf-8"))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """It works on one more request."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError where a client names another model."""
@@ -105,14 +112,9 @@ class Model:
         """One token's text; empty without a tokenizer."""
         return "" if self.llm.tokenizer is None else self.llm.detokenize([token_id])
 
-    async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
+    def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
         """What is generated; closing this stops the work."""
-        async with aclosing(self.llm.stream(job.prompts, job.params, priority=job.priority,
-                                            all_beams=True)) as pieces:
-            watch = self.metrics.watch([len(prompt) for prompt in job.prompts])
-            async for piece in pieces:
-                watch.see(piece)
-                yield piece
+        return self.llm.stream(job.prompts, job.params, priority=job.priority, all_beams=True)
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:

@@ -15,16 +15,21 @@ import uvicorn
 
 from llmc.errors import LlmcError
 from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.manifest import MANIFEST_NAME
 from llmc.server.app import Api
 from llmc.server.limits import Limits
 from llmc.server.log import LOGGER, log_to_stderr
 from llmc.server.model import Model
 from llmc.server.tools import ToolCallParser
 
+_LOOK = 1.0  # seconds between two looks at a case directory
+_Stamp = tuple[int, int, int]
+
 
 def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | None = None, limits: Limits | None = None,
-          tool_call_parser: ToolCallParser | None = None, **loading: Any) -> None:
+          tool_call_parser: ToolCallParser | None = None, watch: bool = False,
+          **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
     before the signal is still answered, as long as `drain_timeout` says.
 
@@ -33,6 +38,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         port: 0 lets the system choose.
         served_model_name: None: the name of the directory.
         tool_call_parser: how the model calls tools. None: what its chat template says.
+        watch: load what replaces the case directory, and let it take over; requests that are under
+            way end with what they began with.
         loading: of `AsyncLLM`.
 
     Raises:
@@ -42,7 +49,10 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         name = served_model_name or Path(case_dir).resolve().name
         log_to_stderr()
         _allow_connections()
-        asyncio.run(_serve(bound, case_dir, name, limits or Limits(), tool_call_parser, loading))
+        asyncio.run(_serve(
+            bound, limits or Limits(),
+            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser),
+            Path(case_dir) if watch else None))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -63,22 +73,59 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _serve(bound: socket.socket, case_dir: str | Path, name: str,
-                 limits: Limits, tool_call_parser: ToolCallParser | None,
-                 loading: dict[str, Any]) -> None:
-    async with AsyncLLM(case_dir, **loading) as llm:
-        model = Model(llm, name, limits.max_waiting, tool_call_parser)
-        server = _Server(uvicorn.Config(
-            Api(model, limits).app(), log_config=None, access_log=False,
-            server_header=False, lifespan="off", ws="none",
-            timeout_graceful_shutdown=limits.drain_timeout))
-        # uvicorn ends by these in good order, and then sends them on to what was there before.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
-        server.ready = lambda: LOGGER.info("serving", extra={"fields": {
-            "url": _url(bound), "model": name}})
+async def _serve(bound: socket.socket, limits: Limits, load: Callable[[], Model],
+                 watched: Path | None) -> None:
+    before = None if watched is None else _stamp(watched)
+    api = Api(await asyncio.to_thread(load), limits)
+    watching = None
+    if watched is not None:
+        watching = asyncio.create_task(_watch(api, watched, before, load))
+    server = _Server(uvicorn.Config(
+        api.app(), log_config=None, access_log=False, server_header=False, lifespan="off",
+        ws="none", timeout_graceful_shutdown=limits.drain_timeout))
+    # uvicorn ends by these in good order, and then sends them on to what was there before.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    server.ready = lambda: LOGGER.info("serving", extra={"fields": {
+        "url": _url(bound), "model": api.model.name}})
+    try:
         await server.serve(sockets=[bound])
+    finally:
+        if watching is not None:
+            watching.cancel()
+        await api.model.llm.close()
     LOGGER.info("ended")
+
+
+async def _watch(api: Api, case_dir: Path, served: _Stamp | None, load: Callable[[], Model]) -> \
+        None:
+    """Whenever there is another case directory under the name, load it and let it take over. A
+    directory appears whole, so what is there can be loaded; where it cannot, all stays as it is.
+    """
+    tasks = set()
+    while True:
+        await asyncio.sleep(_LOOK)
+        found = _stamp(case_dir)
+        if found is None or found == served:
+            continue
+        served = found
+        try:
+            model = await asyncio.to_thread(load)
+        except LlmcError as error:
+            LOGGER.error("a new case directory cannot be served: %s", error)
+            continue
+        tasks.add(asyncio.create_task(api.swap(model)))
+        tasks = {task for task in tasks if not task.done()}
+        LOGGER.info("a new case directory is served")
+
+
+def _stamp(case_dir: Path) -> _Stamp | None:
+    """What tells one case directory from the next; None where there is none."""
+    try:
+        found = (case_dir / MANIFEST_NAME).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 class _Server(uvicorn.Server):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import resource
+import shutil
 import signal
 import socket
 import time
@@ -205,3 +206,23 @@ def test_metrics_have_vllm_s_names(server):
         assert value(server, name) > 0, name
     info = re.search(r"^vllm:cache_config_info{(.*)} 1.0", server.get("/metrics"), re.M)[1]
     assert 'block_size="' in info and 'num_gpu_blocks="' in info
+
+
+def test_another_case_directory_takes_over_without_losing_a_request(case_tp1, case_tp2, tmp_path):
+    case = tmp_path / "case"
+    shutil.copytree(case_tp1, case)
+    with serving(case, "--watch", "--max_batch_size", 1) as server:
+        client = server.client
+        stream = iter(client.completions.create(stream=True, **LONG | {"n": 30}))
+        next(stream)
+        shutil.copytree(case_tp2, tmp_path / "next")
+        case.rename(tmp_path / "before")
+        (tmp_path / "next").rename(case)
+        while not any("a new case directory is served" in line for line in server.log):
+            assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
+        assert [chunk.choices[0].finish_reason for chunk in stream].count("length") == 30
+        assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
+        (case / "model_info.json").write_text("{")  # which is none: what is served stays
+        until(lambda: any("cannot be served" in line for line in server.log))
+        assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
+        assert server.end()[0] == 0
