@@ -23,7 +23,7 @@ from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, error_body
 from llmc.server.limits import Gate, Limits
-from llmc.server.log import Logged, note
+from llmc.server.log import LOGGER, Logged, note
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.protocol import (
@@ -37,6 +37,7 @@ from llmc.server.protocol import (
 )
 from llmc.server.responses import ResponseAnswer, read_response
 
+_FAILED = "the server failed; its log says why"
 _PAGE = Path(__file__).with_name("page.html")
 # The page has all that it needs, and speaks with this server alone.
 _PAGE_POLICY = ("default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src "
@@ -69,7 +70,7 @@ class _Events(StreamingResponse):
         try:
             async for own in self._others:
                 yield own
-        except LlmcError as error:
+        except Exception as error:  # the status is out, so the stream itself tells
             yield self._told(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -228,7 +229,10 @@ class Api:
         if isinstance(error, LlmcError):
             status, message = self._told(error)
             return event(error_body(status, message))
-        return event(error_body(408, self._late(), code="timeout"))
+        if isinstance(error, TimeoutError):
+            return event(error_body(408, self._late(), code="timeout"))
+        LOGGER.error("a stream failed", exc_info=error)
+        return event(error_body(500, _FAILED))
 
     def _described(self) -> dict[str, Any]:
         model = self.model
@@ -269,7 +273,7 @@ class Api:
         return Response(status_code=499)  # which nobody reads
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(500, "the server failed; its log says why"), 500)
+        return JSONResponse(error_body(500, _FAILED), 500)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:

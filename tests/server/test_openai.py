@@ -5,6 +5,7 @@ import json
 
 import openai
 import pytest
+from server_process import serving
 
 import llmc
 
@@ -233,3 +234,16 @@ def test_answers_follow_other_guides(client):
         text(guided_regex="(")
     with pytest.raises(openai.BadRequestError, match="response_format has no json_schema"):
         text(response_format={"type": "json_schema"})
+
+
+def test_an_encoder_decoder_model_completes_what_its_encoder_reads(encoder_decoder):
+    _, _, cases = encoder_decoder("t5")
+    case = cases["tp1"]
+    with llmc.LLM(case) as llm:
+        expected = llm.generate(["w5 w9 w7", "w3"], llmc.SamplingParams(max_tokens=8))
+    with serving(case) as server:
+        answer = server.client.completions.create(prompt=["w5 w9 w7", "w3"], max_tokens=8, **GREEDY)
+        assert [own.text for own in answer.choices] == [own.text for own in expected]
+        assert answer.usage.prompt_tokens == sum(len(own.prompt_token_ids) for own in expected)
+        with pytest.raises(openai.BadRequestError, match="which does not chat"):
+            server.client.chat.completions.create(messages=MESSAGES, **GREEDY)
