@@ -8,6 +8,7 @@ namespace {
 constexpr size_t kWorkspace = 32 << 20;
 constexpr size_t kSwept = 128 << 20;  // more than any cache
 constexpr int kCandidates = 12, kRepeats = 5;
+constexpr size_t kWayShape = 5;  // numbers that a choice between two ways depends on
 // Of the time of a kernel for few rows, what cuBLASLt must at least save: that a kernel begins to read weights before the
 // kernel ahead has ended does not show where it is timed alone.
 constexpr float kSaved = 0.08f;
@@ -68,7 +69,7 @@ Gemm::Algorithms Gemm::algorithms() const {
 void Gemm::know(const Algorithms& algorithms) {
   for (const auto& [shape, data] : algorithms) {
     cublasLtMatmulAlgo_t algorithm{};
-    if (data.size() == 1) {
+    if (shape.size() == kWayShape && data.size() == 1) {
       first_[shape] = data[0] != 0;
       continue;
     }
@@ -106,6 +107,7 @@ float Gemm::time(cudaStream_t stream, Work&& work) {
 }
 
 void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second) {
+  if (shape.size() != kWayShape) throw Error("a choice depends on other numbers");
   auto known = first_.find(shape);
   if (known == first_.end() && times_ && !is_captured(stream)) {
     const float one = time(stream, first);

@@ -107,7 +107,7 @@ class Gemm {
   bool run(DType dtype, void* y, const void* x, const void* weight, const void* bias,
            const void* residual, int rows, int in, int out, Activation activation, cudaStream_t stream);
 
-  // Do something one of two ways, the faster one. shape: what the choice depends on, the rows last; not as long as
+  // Do something one of two ways, the faster one. shape: 5 numbers that the choice depends on, the rows last; fewer than
   // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first.
   using Way = std::function<void()>;
   void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second);
