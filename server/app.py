@@ -249,10 +249,7 @@ class Api:
                 self.model.llm.check_health()
             except LlmcError:
                 status = 503
-        case_dir, message = self.model.llm.case_dir, str(error)
-        for path in (str(case_dir.absolute()), str(case_dir)):
-            message = message.replace(path, self.model.name)
-        return status, message
+        return status, str(error).replace(str(self.model.llm.case_dir.absolute()), self.model.name)
 
     async def _wrong(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, LlmcError)

@@ -45,14 +45,15 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
     Raises:
         LlmcError: the address cannot be had, or see `LLM`.
     """
+    case_dir = Path(case_dir).absolute()  # as which no error tells it
     with _bind(host, port) as bound:
-        name = served_model_name or Path(case_dir).resolve().name
+        name = served_model_name or case_dir.resolve().name
         log_to_stderr()
         _allow_connections()
         asyncio.run(_serve(
             bound, limits or Limits(),
             lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser),
-            Path(case_dir) if watch else None))
+            case_dir if watch else None))
 
 
 def _bind(host: str, port: int) -> socket.socket:

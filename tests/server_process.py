@@ -14,11 +14,11 @@ import openai
 class Server:
     """A process of `llmc serve`."""
 
-    def __init__(self, case, *options):
+    def __init__(self, case, *options, cwd=None):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "llmc.cli", "serve", str(case), "--port", "0",
              "--served_model_name", "tiny", *map(str, options)],
-            stderr=subprocess.PIPE, text=True)
+            stderr=subprocess.PIPE, text=True, cwd=cwd)
         first = []
         for line in self.process.stderr:
             first.append(line)
@@ -57,8 +57,8 @@ class Server:
 
 
 @contextmanager
-def serving(case, *options):
-    server = Server(case, *options)
+def serving(case, *options, cwd=None):
+    server = Server(case, *options, cwd=cwd)
     try:
         yield server
     finally:
