@@ -53,7 +53,7 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
 
             monkeypatch.setattr(rank, "compute", fail)
             status, text = await ask(app, "/v1/completions", body | {"stream": True})
-            assert status == 200 and text.count("data: ") > 2
+            assert status == 200 and text.count("data: ") >= 2  # what was not read yet is gone
             told = json.loads(text.strip().split("data: ")[-1])["error"]
             assert told["type"] == "server_error" and "/secret" not in text
             for path, given in (("/health", None), ("/v1/completions", body)):
