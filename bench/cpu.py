@@ -30,10 +30,23 @@ def prepare(work: Path) -> tuple[Path, Path]:
     """The model, compiled by both sides."""
     hf, ours, peer = bench_model.smollm2(work / "smollm2"), work / "llmc", work / "genai"
     llmc.compile(hf, ours)
-    subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(hf), "-o",
-                    str(peer), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], check=True,
-                   capture_output=True)
+    build_peer(hf, peer, "fp32")
     return ours, peer
+
+
+def build_peer(hf: Path, directory: Path, precision: str) -> None:
+    """genai's model of the same weights."""
+    subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(hf), "-o",
+                    str(directory), "-p", precision, "-e", "cpu", "-c",
+                    str(directory.with_name("cache"))], check=True, capture_output=True)
+
+
+def peer_params(model: og.Model, batch: int, length: int) -> og.GeneratorParams:
+    """Greedy, up to just this length."""
+    params = og.GeneratorParams(model)
+    params.set_search_options(max_length=length, min_length=length, batch_size=batch,
+                              do_sample=False)
+    return params
 
 
 def main() -> None:
@@ -59,9 +72,7 @@ def main() -> None:
         return first, time.perf_counter() - start
 
     def run_genai(prompts: np.ndarray) -> tuple[float, float]:
-        params = og.GeneratorParams(model)
-        params.set_search_options(max_length=PROMPT + NEW, min_length=PROMPT + NEW,
-                                  batch_size=len(prompts), do_sample=False)
+        params = peer_params(model, len(prompts), PROMPT + NEW)
         start = time.perf_counter()
         generator = og.Generator(model, params)
         generator.append_tokens(prompts.astype(np.int32))

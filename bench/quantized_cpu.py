@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,6 +23,7 @@ from pathlib import Path
 import bench_model
 import numpy as np
 import onnxruntime_genai as og
+from cpu import build_peer, peer_params
 
 import llmc
 
@@ -50,9 +49,7 @@ def prepare(work: Path) -> tuple[dict[str, Path], dict[str, Path], Path]:
     for name in ("int4", "int8"):
         peers[name] = work / f"genai_{name}"
         if not peers[name].is_dir():
-            subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i",
-                            str(hf), "-o", str(peers[name]), "-p", name, "-e", "cpu", "-c",
-                            str(work / "cache")], check=True, capture_output=True)
+            build_peer(hf, peers[name], name)
     return ours, peers, gguf
 
 
@@ -71,9 +68,7 @@ def of_genai(directory: Path) -> Run:
     model = og.Model(str(directory))
 
     def run(prompts: np.ndarray) -> float:
-        params = og.GeneratorParams(model)
-        params.set_search_options(max_length=PROMPT + NEW, min_length=PROMPT + NEW,
-                                  batch_size=len(prompts), do_sample=False)
+        params = peer_params(model, len(prompts), PROMPT + NEW)
         start = time.perf_counter()
         generator = og.Generator(model, params)
         generator.append_tokens(prompts.astype(np.int32))

@@ -20,7 +20,7 @@ from pathlib import Path
 import bench_model
 import numpy as np
 import onnxruntime_genai as og
-from cpu import prepare
+from cpu import peer_params, prepare
 
 import llmc
 
@@ -53,9 +53,7 @@ def main() -> None:
             batch = order[start:start + AT_ONCE]
             longest = max(len(prompts[index]) for index in batch)
             count = max(outputs[index] for index in batch)
-            params = og.GeneratorParams(model)
-            params.set_search_options(max_length=longest + count, min_length=longest + count,
-                                      batch_size=len(batch), do_sample=False)
+            params = peer_params(model, len(batch), longest + count)
             generator = og.Generator(model, params)
             generator.append_tokens(np.array([[2] * (longest - len(prompts[index])) + prompts[index]
                                               for index in batch], np.int32))

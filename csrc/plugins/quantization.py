@@ -232,9 +232,8 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
                 added: str = "") -> str:
     """The same for ONNX Runtime on a CPU, `added` [out] or [rows, out] included.
 
-    Codes are multiplied with x in 8 bits, a scale for each block of it: as fast for 1 to 8 rows in
-    blocks of 32, 64 and 128 (ONNX Runtime 1.32, AVX-512), where other accuracy levels are slower
-    than float32 from 2 rows on, and in 8 bits forty times slower.
+    Codes are multiplied with x in 8 bits, a scale for each block of it: other accuracy levels are
+    slower than float32 from 2 rows on, in 8 bits by far (ONNX Runtime 1.32).
     """
     dtype, size = fields["weight_dtype"], fields["group_size"]
     width, height = fields["in_features"], fields["out_features"]
