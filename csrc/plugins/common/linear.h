@@ -93,9 +93,8 @@ inline void choose_gemv(DType dtype, const kernels::GemvParams& p, const Context
 }
 
 inline void linear(const Linear& l, void* workspace, const Context& context) {
-  const Gemm::Way by_library = [&] { gemm(l, workspace, context); };
-  if (has_few_rows(l.x, l.packing)) choose_gemv(l.x.dtype, gemv_params(l), context, by_library);
-  else by_library();
+  if (!has_few_rows(l.x, l.packing)) return gemm(l, workspace, context);
+  choose_gemv(l.x.dtype, gemv_params(l), context, [&] { gemm(l, workspace, context); });
 }
 
 }  // namespace llmc

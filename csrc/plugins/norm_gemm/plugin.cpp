@@ -29,13 +29,12 @@ class NormGemm : public Plugin {
     const Tensor& x = in[0];
     const kernels::Packing packing = quantized_.packing(in);
     const Linear whole{x, in[1], packing, quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_, gated_};
-    const Gemm::Way apart = [&] { norm_then_gemm(whole, workspace, context); };
-    if (!has_few_rows(x, packing)) return apart();
+    if (!has_few_rows(x, packing)) return norm_then_gemm(whole, workspace, context);
     kernels::GemvParams p = gemv_params(whole);
     p.norm = true;
     p.row_sums = centred_ ? static_cast<const float*>(optional(in, 3)->data) : nullptr;
     p.epsilon = epsilon_;
-    choose_gemv(x.dtype, p, context, apart);
+    choose_gemv(x.dtype, p, context, [&] { norm_then_gemm(whole, workspace, context); });
   }
 
  private:
