@@ -23,9 +23,9 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.quantization import Scheme, Stored, decode, encode, quantize, scales_of
-from llmc.compiler.graph.rewrite import caches, op_of, operands, row_weights, values_of
+from llmc.compiler.graph.rewrite import caches, op_of, operands, values_of
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.packing import lm_head
+from llmc.compiler.passes.packing import head_weight
 from llmc.compiler.passes.quantize import refuse_rounded
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
@@ -75,7 +75,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
     Raises:
         LlmcError: a weight cannot be rounded as asked for.
     """
-    head = values_of(next(iter(row_weights(lm_head(graph)).values())))
+    head = values_of(head_weight(graph))
     constants: dict[int, list[gs.Constant]] = {}
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.graph.rewrite import attends, caches, row_weights, values_of
-from llmc.compiler.passes.packing import lm_head, token_table
+from llmc.compiler.graph.rewrite import attends, caches, values_of
+from llmc.compiler.passes.packing import head_weight, token_table
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Dims, EncoderInfo
 
@@ -24,7 +24,7 @@ def describe_model(graph: gs.Graph, architecture: str, vocab_size: int) -> Dims:
         raise LlmcError(f"the decoder of '{architecture}' has no causal self-attention")
     cache, _ = caches(attention[0])[0]
     fields = attention[0].attrs
-    head = next(iter(row_weights(lm_head(graph)).values()))
+    head = head_weight(graph)
     return Dims(num_layers=len(attention), hidden_size=token_table(graph).shape[1],
                 num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"],
                 head_dim=fields["head_dim"], vocab_size=vocab_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,20 @@ def resident() -> int:
         return int(statm.read().split()[1])
 
 
-def soak(llm: llmc.LLM, turn: int, requests: int) -> dict[str, float]:
-    """So many requests; the metrics after them, when nothing is left behind."""
+def soak(llm: llmc.LLM, requests: int) -> tuple[int, list[int]]:
+    """Ten times so many requests: how many completions ended, and the pages held after each time,
+    when nothing is left behind.
+    """
+    sizes = []
+    for turn in range(10):
+        metrics = _turn(llm, turn, requests)
+        assert metrics["running"] == metrics["waiting"] == metrics["cache_usage"] == 0
+        sizes.append(resident())
+    return metrics["finished"], sizes
+
+
+def _turn(llm: llmc.LLM, turn: int, requests: int) -> dict[str, Any]:
+    """So many requests; the metrics after them."""
     threads = [threading.Thread(target=_call, args=(llm, THREADS * turn + index,
                                                     requests // THREADS))
                for index in range(THREADS)]
@@ -28,9 +41,7 @@ def soak(llm: llmc.LLM, turn: int, requests: int) -> dict[str, float]:
     for thread in threads:
         thread.join()
     time.sleep(0.2)  # what was aborted last
-    metrics = llm.metrics()
-    assert metrics["running"] == metrics["waiting"] == metrics["cache_usage"] == 0
-    return metrics
+    return llm.metrics()
 
 
 def _call(llm: llmc.LLM, seed: int, count: int) -> None:

@@ -125,6 +125,15 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     tidy(graph)
 
 
+def head_weight(graph: gs.Graph) -> gs.Constant:
+    """The LM head's matrix.
+
+    Raises:
+        LlmcError: see `lm_head`.
+    """
+    return next(iter(row_weights(lm_head(graph)).values()))
+
+
 def lm_head(graph: gs.Graph) -> gs.Node:
     """The linear layer that makes the logits: above the output, past row-wise nodes and the ranks'
     AllGather.

@@ -25,11 +25,10 @@ from llmc.compiler.graph.rewrite import (
     arranged,
     op_of,
     operands,
-    row_weights,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.packing import lm_head
+from llmc.compiler.passes.packing import head_weight
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
@@ -46,7 +45,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     """
     if settings.dequantize:
         return
-    head = id(values_of(next(iter(row_weights(lm_head(graphs[0])).values()))))
+    head = id(values_of(head_weight(graphs[0])))
     made: dict[int, _Made] = {}
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)

@@ -82,8 +82,7 @@ class Guides:
         """
         matcher = self._library.LLMatcher(self._tokenizer, self._grammar(params), log_level=0)
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())
-            raise LlmcError(f"the guide cannot be read ({reason[:300]})")
+            raise _unreadable(matcher.get_error())
         return Guide(matcher, self._vocab_size)
 
     def _grammar(self, params: SamplingParams) -> str:
@@ -101,8 +100,11 @@ class Guides:
             from llguidance.gbnf_to_lark import any_to_lark
             return str(matcher.grammar_from_lark(any_to_lark(params.guided_grammar or "")))
         except Exception as error:  # of a converter
-            raise LlmcError(f"the guide cannot be read ({' '.join(str(error).split())[:300]})") \
-                from error
+            raise _unreadable(str(error)) from error
+
+
+def _unreadable(reason: str) -> LlmcError:
+    return LlmcError(f"the guide cannot be read ({' '.join(reason.split())[:300]})")
 
 
 def _import_llguidance() -> ModuleType:
