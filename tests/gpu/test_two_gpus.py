@@ -20,7 +20,8 @@ from llmc.runtime.step import Step
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 ROOM = SimpleNamespace(max_batch_size=4, max_num_batched_tokens=128, block_size=16,
-                       kv_cache_tokens=None, gpu_memory_utilization=0.5)
+                       kv_cache_tokens=None, gpu_memory_utilization=0.5,
+                       attention_backend=None)
 PROMPTS = [[5, 6, 7], [8] * 40, [9, 10], list(range(3, 60)), [11]]
 
 
