@@ -148,8 +148,8 @@ def _say_dequantized(lowered: Lowered, options: Options, progress: Progress) -> 
     for report in lowered.reports if not options.dequantize else ():
         count = report.matches.get(DEQUANTIZED, 0)
         if count:
-            progress(f"the {options.target} target has no kernels for weights in fewer bits yet: "
-                     f"{count} of the checkpoint become {options.dtype}, with their memory and "
+            progress(f"the {options.target} target has no kernels for {count} of the checkpoint's "
+                     f"weights in fewer bits: they become {options.dtype}, with its memory and "
                      f"speed")
 
 

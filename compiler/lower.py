@@ -2,8 +2,8 @@
 
     fuse         exported nodes become llmc's ops; [batch, seq, …] becomes packed tokens
     partition    one graph becomes one for each rank
-    quantise     weights of linear layers go into fewer bits
-    the engine   what only some targets want: norms inside of GEMMs, other dtypes
+    quantise     weights of linear layers go into fewer bits, where a GPU's have taken norms in
+    the engine   what only some targets want: other dtypes, caches in blocks
 
 Each graph is verified after every pass, shapes and all, and what the pass did and refused is
 reported: `llmc inspect` shows it.
@@ -35,7 +35,7 @@ from llmc.compiler.passes.precision import cache_dtype, cast, narrow_indices
 from llmc.compiler.passes.quantize import dequantize_weights, quantize_weights
 from llmc.compiler.passes.sdpa import sdpa
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
-from llmc.compiler.preflight import About, limit_seq_len
+from llmc.compiler.preflight import TARGETS, About, limit_seq_len
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Dims, EncoderInfo
@@ -104,11 +104,11 @@ PASSES: tuple[Pass, ...] = (
     # Partition.
     Partition("tensor_parallel", tensor_parallel),
     EncoderPass("memory", move_memory),  # what moves has been cut where it was used
-    # Quantise: behind partition, so that a group is never cut.
-    RankPass("quantize", quantize_weights, (cpu.KIND,)),
-    RankPass("dequantize", dequantize_weights, _GPU),
+    # Quantise: behind partition, so that a group is never cut, and gains, so that none is rounded.
+    RankPass("dequantize", dequantize_weights, (tensorrt.KIND,)),
+    GraphPass("norm_gemm", norm_gemm, _GPU),
+    RankPass("quantize", quantize_weights, (cpu.KIND, cuda.KIND)),
     # What the engine of a target wants.
-    GraphPass("norm_gemm", norm_gemm, _GPU),  # before cast: gains are multiplied in float32
     RankPass("cast", cast, _GPU),
     GraphPass("cache_dtype", cache_dtype, _GPU),  # after cast, which gives caches the model's
     EncoderPass("name_weights", name_weights, _GPU),  # after all that makes weights anew
@@ -190,7 +190,8 @@ def divide(fused: Fused, options: Options) -> Lowered:
     settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
                        kv_dtype=options.kv_dtype, scheme=options.scheme,
                        head_scheme=options.head_scheme, calibrated=options.calibrated,
-                       dequantize=options.dequantize)
+                       dequantize=options.dequantize,
+                       group_multiple=getattr(TARGETS[options.target], "GROUP_MULTIPLE", 0))
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

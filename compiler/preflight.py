@@ -148,6 +148,10 @@ def _schemes(options: Options) -> str | None:
                 0 < scheme.group_size < SMALLEST_GROUP:
             return (f"group_size {scheme.group_size} is not an even number from {SMALLEST_GROUP} "
                     f"on; most kernels have 32, 64 and 128")
+        multiple = TARGETS[options.target].GROUP_MULTIPLE
+        if scheme.group_size % multiple:
+            return (f"group_size {scheme.group_size} is no multiple of {multiple}, which the "
+                    f"kernels of target '{options.target}' take; give 32, 64 or 128")
     if options.head_scheme is not None and options.scheme is None:
         return "quantize_lm_head is given without quantize; give both"
     if options.calibrated and options.scheme is None:

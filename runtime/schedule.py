@@ -46,6 +46,8 @@ _FLOATS = ("float32", "float16", "bfloat16")
 # Embedding of its own may look up positions.
 _INPUTS = {"key_starts": ("memory_starts",), "key_lens": ("encoder_sequence_length",),
            "input_ids": ("input_ids", "position_ids")}
+# What tensors are of; bytes are weights in codes, however wide these are.
+ScheduledDType = DTypeName | Literal["uint8"]
 _COLLECTIVES = ("AllReduce", "AllGather")
 
 
@@ -65,7 +67,7 @@ class ScheduledTensor(_Frozen):
 
     name: Annotated[str, Field(min_length=1)]
     kind: Literal["input", "weight", "cache", "memory", "value"]
-    dtype: DTypeName
+    dtype: ScheduledDType
     shape: tuple[Count | SizeName, ...]
     offset: Annotated[int, Field(ge=0)] = 0
     per_logit: bool = False
@@ -91,7 +93,8 @@ class ScheduledTensor(_Frozen):
                 "input": self._is_input()}[self.kind]
         if not fits or (named and self.shape[0] != named[0]):
             raise ValueError(f"{self.kind} {self.name!r} is {self.dtype} {list(self.shape)}")
-        allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn")}
+        allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
+                   "weight": (*_FLOATS, "uint8")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
             raise ValueError(f"{self.kind} {self.name!r} is of dtype {self.dtype}")
         if self.kind != "value" and (self.offset or self.per_logit):
@@ -270,6 +273,8 @@ class Schedule(_Frozen):
             elif name in op.cache_inputs:
                 wanted = node.fields.get("kv_dtype") or dtype
                 fits = tensor.kind == "cache" and tensor.dtype == wanted
+            elif name in op.packed(op.complete(node.fields)) - op.float32_inputs:
+                fits = tensor.kind == "weight" and tensor.dtype == "uint8"
             elif name in op.float32_inputs:
                 fits = tensor.kind == "weight" and tensor.dtype == "float32"
             else:

@@ -63,8 +63,10 @@ from llmc.compiler.check.reference import (
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE
+from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import lower
+from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import SamplingParams
@@ -73,7 +75,7 @@ from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import Manifest, hash_file, read_manifest, refuse_encoder
+from llmc.runtime.manifest import Chip, Manifest, hash_file, read_manifest, refuse_encoder
 from llmc.runtime.replica import Room
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.step import Step
@@ -531,11 +533,11 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
         try:
             with safe_open(path, framework="np") as file:
                 names = set(file.keys())
+                rounded = _rounded(graph, manifest.chips[rank])
                 for tensor in graph.tensors().values():
                     if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
-                        if tensor.name in manifest.chips[rank].quantization \
-                                and tensor._values.dtype != np.uint8:
-                            continue  # llmc has rounded it
+                        if tensor.name in rounded:
+                            continue
                         have = file.get_slice(tensor.name) if tensor.name in names else None
                         found = _compare_weight(rank, tensor.name, have, tensor._values)
                         if found is not None:
@@ -544,6 +546,26 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
             raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") \
                 from error
     return tuple(bad)
+
+
+def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
+    """The constants that a chip cannot have as they are, since llmc has rounded the weight of their
+    node: it, the sums of its rows, and what only is there because a norm is in it, which what is
+    calibrated has not.
+    """
+    names = set()
+    for node in graph.nodes:
+        op = op_of(node)
+        if op is None or op.quantized is None:
+            continue
+        given = operands(node)
+        weight = given[op.quantized.weight]
+        unfolded = weight.name.endswith(NORMED) \
+            and weight.name.removesuffix(NORMED) in chip.quantization
+        if values_of(weight).dtype != np.uint8 and (weight.name in chip.quantization or unfolded):
+            names |= {tensor.name for name, tensor in given.items()
+                      if unfolded or name in (op.quantized.weight, op.quantized.row_sums)}
+    return names
 
 
 def _compare_weight(rank: int, name: str, have: Any, expected: Weight) -> BadWeight | None:

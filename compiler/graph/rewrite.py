@@ -15,7 +15,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
-from llmc.compiler.graph.quantization import Scheme
+from llmc.compiler.graph.quantization import Scheme, Stored
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
@@ -52,6 +52,8 @@ class Settings:
         head_scheme: how the LM head is stored, and with it a table that it shares.
         calibrated: whether weights have been rounded to these already.
         dequantize: whether weights that are stored in fewer bits are read as numbers.
+        group_multiple: of how many columns groups are, which the target's kernels read; 0: they
+            read none.
     """
 
     max_seq_len: int
@@ -65,6 +67,12 @@ class Settings:
     head_scheme: Scheme | None = None
     calibrated: bool = False
     dequantize: bool = False
+    group_multiple: int = 1
+
+    def reads(self, stored: Stored) -> bool:
+        """Whether a form is one that the target's kernels read."""
+        return not self.dequantize and self.group_multiple > 0 \
+            and stored.group_size % self.group_multiple == 0
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,13 @@ from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.norm_gemm.op import OP as NORM_GEMM
 from llmc.plugins.roles import Norm
 
+NORMED = ".normed"  # what the name of such a weight ends in
+
 
 def norm_gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     norms = frozenset(op.name for op in plugins.registry().values() if op.norm is not None)
-    rule = Rule("norm-gemm", norms, lambda node, settings: _check(graph, node), _rewrite)
+    rule = Rule("norm-gemm", norms, lambda node, settings: _check(graph, node, settings), _rewrite)
     apply_rules(graph, [rule], settings, report)
 
 
@@ -49,7 +51,7 @@ class _NormGemm:
     gemm: gs.Node
 
 
-def _check(graph: gs.Graph, node: gs.Node) -> _NormGemm | NoMatch | None:
+def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | NoMatch | None:
     op = op_of(node)
     if op is None or op.norm is None:
         return None  # an op of ONNX with that name
@@ -62,6 +64,9 @@ def _check(graph: gs.Graph, node: gs.Node) -> _NormGemm | NoMatch | None:
                        node if user is None else user)
     if len(operands(user)["weight"].outputs) > 1:  # a table that is the LM head too stays whole
         return NoMatch("the GEMM's weight is another node's too", user)
+    stored = values_of(operands(user)["weight"]).stored
+    if stored is not None and settings.reads(stored):
+        return NoMatch("the GEMM's weight stays in codes, which take no gain", user)
     return _NormGemm(node, op.norm, user)
 
 
@@ -71,16 +76,16 @@ def _rewrite(graph: gs.Graph, match: _NormGemm, settings: Settings) -> None:
     gain = values_of(norm[role.gain]).load().astype(np.float32)
     weight, bias = operands(gemm)["weight"], operand(gemm, "bias")
     matrix = values_of(weight)
-    scaled = matrix.scale_columns(gain).cast(numpy_dtype(settings.dtype))
+    scaled = matrix.scale_columns(gain)
     if role.bias in norm:
         shift = values_of(norm[role.bias]).load().astype(np.float32)
         known = values_of(bias).load() if bias is not None else 0.0
         bias = gs.Constant(f"{weight.name}.bias", Weight.of(
             (matrix.dot(shift) + known).astype(np.float32), f"{weight.name}.bias"))
-    sums = gs.Constant(f"{weight.name}.row_sums", Weight.of(
-        scaled.dot(np.ones(len(gain), np.float32)))) if role.centred else None
+    sums = gs.Constant(f"{weight.name}.row_sums", Weight.of(scaled.cast(numpy_dtype(
+        settings.dtype)).dot(np.ones(len(gain), np.float32)))) if role.centred else None
     replace(graph, NORM_GEMM,
-            {"x": norm[role.x], "weight": gs.Constant(f"{weight.name}.normed", scaled),
+            {"x": norm[role.x], "weight": gs.Constant(f"{weight.name}{NORMED}", scaled),
              "bias": bias, "row_sums": sums}, list(gemm.outputs),
             {"centred": int(role.centred), "gated": int(is_op(gemm, GATED_MLP)),
              "epsilon": fields_of(match.norm)[role.epsilon], "activation": fields["activation"]})

@@ -32,6 +32,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.errors import LlmcError
+from llmc.plugins.norm_gemm.op import OP as NORM_GEMM
 from llmc.plugins.roles import ByVocabulary
 
 _LAST_AXIS = frozenset({"Gather", "Concat", "Slice", "Split", "Softmax"})
@@ -131,12 +132,14 @@ def head_weight(graph: gs.Graph) -> gs.Constant:
     Raises:
         LlmcError: see `lm_head`.
     """
-    return next(iter(row_weights(lm_head(graph)).values()))
+    head = lm_head(graph)
+    return operands(head)["weight"] if is_op(head, NORM_GEMM) \
+        else next(iter(row_weights(head).values()))
 
 
 def lm_head(graph: gs.Graph) -> gs.Node:
-    """The linear layer that makes the logits: above the output, past row-wise nodes and the ranks'
-    AllGather.
+    """The linear layer that makes the logits, perhaps with the norm before it: above the output,
+    past row-wise nodes and the ranks' AllGather.
 
     Raises:
         LlmcError: there is none.
@@ -144,7 +147,7 @@ def lm_head(graph: gs.Graph) -> gs.Node:
     tensor = graph.outputs[0]
     while True:
         node = producer(tensor)
-        if row_weights(node):
+        if node is not None and (row_weights(node) or is_op(node, NORM_GEMM)):
             return node
         computed = [] if node is None else [t for t in node.inputs
                                             if not isinstance(t, gs.Constant)]

@@ -6,7 +6,7 @@ Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_si
          out_features)
 
 What a checkpoint stores is never rounded again. Of our own rounding, tables of embeddings take part
-where the LM head is the same table.
+where the LM head is the same table. Groups that no kernel of the target reads stay numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.quantization import Scheme, Stored, quantize
@@ -59,16 +60,18 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         if scheme is not None and not settings.calibrated:
             refuse_rounded(values)
         if id(values) not in made:
-            if values.dequantized:
-                report.refuse(node, NoMatch("the parts of its weight are stored in different ways, "
-                                            "or in one that no kernel has, so it is read as "
-                                            "numbers", given[role.weight]))
-            stored = _form(values, scheme, given[role.weight].name)
-            if stored is None:
+            stored = _form(values, scheme, given[role.weight].name, settings)
+            if isinstance(stored, NoMatch):
+                report.refuse(node, stored)
+                if values.dequantized or values.stored is not None:
+                    report.count(DEQUANTIZED)
+            if not isinstance(stored, Stored):
                 continue
             made[id(values)] = _Made(values, stored, *_constants(stored, given[role.weight].name))
         known = made[id(values)]
         stored, (out_features, in_features) = known.stored, values.shape
+        if role.row_sums in given:
+            given[role.row_sums] = _row_sums(stored, given[role.row_sums].name)
         node.inputs = arranged(op, {**given, role.weight: known.weight, role.scale: known.scale,
                                     role.zero: known.zero, role.minimum: known.minimum})
         node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
@@ -111,14 +114,30 @@ def dequantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: R
         report.count(DEQUANTIZED, len(weights))
 
 
-def _form(values: Weight, scheme: Scheme | None, name: str) -> Stored | None:
-    """How a weight is stored; None: as it is."""
+def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings) -> \
+        Stored | NoMatch | None:
+    """How a weight is to be stored; None, or why not: as it is."""
+    if values.dequantized:
+        return NoMatch("the parts of its weight are stored in different ways, or in one that no "
+                       "kernel has, so it is read as numbers", values.name)
     stored = values.stored
     if stored is None:
-        return quantize(values, scheme, name) if scheme is not None else None
+        if scheme is None:
+            return None
+        stored = quantize(values, scheme, name)
+    if not settings.reads(stored):
+        return NoMatch(f"its weight has groups of {stored.group_size}, where the target's kernels "
+                       f"read multiples of {settings.group_multiple}, so it is read as numbers",
+                       values.name)
     if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
         return stored.regrouped(math.gcd(stored.group_size, 128))
     return stored
+
+
+def _row_sums(stored: Stored, name: str) -> gs.Constant:
+    """Of the numbers that codes stand for."""
+    ones = np.ones(stored.codes.shape[1], np.float32)
+    return gs.Constant(name, Weight.of(stored.weight(name).dot(ones), name))
 
 
 def _constants(stored: Stored, name: str) -> \

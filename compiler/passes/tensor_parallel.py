@@ -36,6 +36,7 @@ from llmc.compiler.graph.rewrite import (
     shard_of,
     values_of,
 )
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import lm_head
 from llmc.errors import LlmcError
 from llmc.plugins.all_gather.op import OP as ALL_GATHER
@@ -110,15 +111,21 @@ def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Repo
         LlmcError: tp_size is below 1 or above the number of heads.
     """
     ranks = [list(rank) for rank in zip(
-        *partition_all(graphs, settings.tp_size, settings.model, _group_size(settings)),
+        *partition_all(graphs, settings.tp_size, settings.model, _group_size(graphs, settings)),
         strict=True)]
     for op in (ALL_REDUCE, ALL_GATHER):
         report.count(op.name, sum(is_op(node, op) for graph in ranks[0] for node in graph.nodes))
     return ranks
 
 
-def _group_size(settings: Settings) -> int:
-    return 1 if settings.scheme is None else settings.scheme.group_size or SMALLEST_GROUP
+def _group_size(graphs: Sequence[gs.Graph], settings: Settings) -> int:
+    """Columns that stay on one rank, so that what is in groups stays in such as kernels read."""
+    if settings.scheme is not None and settings.scheme.group_size:
+        return settings.scheme.group_size
+    stored = any(isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)
+                 and tensor._values.stored is not None
+                 for graph in graphs for tensor in graph.tensors().values())
+    return max(SMALLEST_GROUP, settings.group_multiple) if settings.scheme or stored else 1
 
 
 def max_tp_size(graph: gs.Graph) -> int:

@@ -28,6 +28,7 @@ from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Ta
 KIND = "cpu"
 DTYPES = ("float32",)
 WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
+GROUP_MULTIPLE = 1
 
 
 def describe(options: Options) -> Target:

@@ -30,12 +30,13 @@ from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, values_of
 from llmc.compiler.targets import Options
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import Chip, DTypeName, FileEntry, Target
+from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.runtime.schedule import (
     ELEMENTWISE,
     ENCODER_SCHEDULE_NAME,
     SCHEDULE_NAME,
     Schedule,
+    ScheduledDType,
     ScheduledNode,
     ScheduledTensor,
 )
@@ -43,6 +44,8 @@ from llmc.runtime.schedule import (
 KIND = "cuda"
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("float8_e4m3fn",)
+WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
+GROUP_MULTIPLE = 32  # of columns, which csrc/kernels/packed_gemv.cu takes at once
 # What the engine reads and what ONNX Runtime does; of a model, and of an encoder.
 _FILES = ((SCHEDULE_NAME, "graph.onnx"), (ENCODER_SCHEDULE_NAME, "encoder.onnx"))
 _ALIGNMENT = 16
@@ -158,8 +161,8 @@ def _describe(tensor: gs.Tensor, is_cache: bool, offsets: dict[int, int], dtype:
                            per_logit=shape[0] == "num_logits")
 
 
-def _name(dtype: np.dtype | type | str) -> DTypeName:
-    return cast(DTypeName, np.dtype(dtype).name)  # the schedule refuses any other
+def _name(dtype: np.dtype | type | str) -> ScheduledDType:
+    return cast(ScheduledDType, np.dtype(dtype).name)  # the schedule refuses any other
 
 
 def _plan(graph: gs.Graph, kept: set[int], memory: Sequence[gs.Tensor], dtype: str) -> \

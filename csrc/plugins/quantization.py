@@ -48,11 +48,12 @@ _KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
 _INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
 
 
-def quantizable(op: Op, weight: str = "weight") -> Op:
-    """`op`, whose input `weight` may be in fewer bits. Its bodies take the product from `product`
-    or `cpu_product`, or the matrix from `dequantize`.
+def quantizable(op: Op, weight: str = "weight", row_sums: str = "") -> Op:
+    """`op`, whose input `weight` may be in fewer bits, and whose input `row_sums`, if there is one,
+    has the sums of its rows. Its bodies take the product from `product` or `cpu_product`, or the
+    matrix from `dequantize`.
     """
-    role = Quantized(weight)
+    role = Quantized(weight, row_sums=row_sums)
 
     def dims(fields: Fields, present: frozenset[str]) -> Mapping[str, Shape]:
         assert op.dims is not None and op.samples is not None and op.reference is not None

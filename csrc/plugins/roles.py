@@ -113,12 +113,14 @@ class Quantized:
         scale: the input of its groups' scales.
         zero: the input of its groups' zeros.
         minimum: the input of its groups' minima, in place of zeros.
+        row_sums: the input of the sums of its rows, as numbers; "": there is none.
     """
 
     weight: str = "weight"
     scale: str = "weight_scale"
     zero: str = "weight_zero"
     minimum: str = "weight_min"
+    row_sums: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,17 @@ ONNX_DTYPES = {"float32": (onnx.TensorProto.FLOAT, 1e-5),
                "bfloat16": (onnx.TensorProto.BFLOAT16, 3e-2)}
 
 
-@pytest.mark.parametrize(("family", "dtype"), [
-    ("llama", "float32"), ("gpt2", "float32"), ("llama", "float16"), ("gpt2", "bfloat16"),
-    ("gemma2", "float16"), ("gemma2", "bfloat16")])
-def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, tmp_path):
+@pytest.mark.parametrize(("family", "dtype", "quantize"), [
+    ("llama", "float32", ""), ("gpt2", "float32", ""), ("llama", "float16", ""),
+    ("gpt2", "bfloat16", ""), ("gemma2", "float16", ""), ("gemma2", "bfloat16", ""),
+    ("llama", "float16", "int8"), ("gpt2", "bfloat16", "int8"), ("llama", "bfloat16", "fp8")])
+def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quantize, tmp_path):
     kind, tolerance = ONNX_DTYPES[dtype]
+    tolerance += {"": 0, "int8": 0.02, "fp8": 0.05}[quantize]
     model = families.tiny_model(family)
     case = tmp_path / "case"
-    manifest = llmc.compile(families.save(model, tmp_path / "hf"), case, target="cuda", dtype=dtype)
+    manifest = llmc.compile(families.save(model, tmp_path / "hf"), case, target="cuda", dtype=dtype,
+                            quantize=quantize)
     path = case / "chip0" / "graph.onnx"
     assert "chip0/graph.onnx" in {entry.path for entry in manifest.files}
     onnx.checker.check_model(path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from schedule_interpreter import Interpreter
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -138,14 +139,16 @@ def test_blocks_of_every_kind_hold_the_numbers_that_gguf_reads(kind, dtype, size
         assert np.array_equal(merged.weight("w").load(), np.concatenate([truth, below])), other
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_a_compiled_file_keeps_its_blocks(kind, tmp_path, monkeypatch):
+def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
     """The embedding is the LM head's table, in fewer bits too."""
     path = write(tmp_path / "m.gguf", File(kind=kind))
     monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
     (tmp_path / "case").mkdir()
-    api.write(raw, lower(raw, Options()), Target(kind="cpu"), Options(), tmp_path / "case")
+    options = Options(target=target)
+    api.write(raw, lower(raw, options), Target(kind=target), options, tmp_path / "case")
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {(form.dtype, form.group_size) for form in forms.values()} \
         == {("uint4" if kind == "Q4_1" else "int8", 32)}
@@ -154,9 +157,13 @@ def test_a_compiled_file_keeps_its_blocks(kind, tmp_path, monkeypatch):
     model.load_state_dict({name: torch.tensor(tensor.load()) for name, tensor in tensors.items()},
                           strict=False)
     model.tie_weights()
-    with llmc.LLM(tmp_path / "case") as llm:
-        families.assert_close(llm.logits(list(range(3, 20))), families.reference_logits(
-            model, list(range(3, 20))))
+    tokens = list(range(3, 20))
+    if target == "cuda":
+        logits = Interpreter(tmp_path / "case").run(tokens, 0)
+    else:
+        with llmc.LLM(tmp_path / "case") as llm:
+            logits = llm.logits(tokens)
+    families.assert_close(logits, families.reference_logits(model, tokens))
 
 
 def test_what_a_file_has_in_fewer_bits_is_not_rounded_again(tmp_path):

@@ -4,6 +4,7 @@ the bytes on disk. The decoders here take a number at a time.
 
 import json
 import shutil
+from pathlib import Path
 
 import families
 import ml_dtypes
@@ -11,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.frontend.checkpoint import open_checkpoint
 from llmc.compiler.frontend.quantized import read_quantized
-from llmc.compiler.targets import cpu
+from llmc.compiler.targets import cpu, tensorrt
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import read_manifest
+from llmc.runtime.step import Step
 
 TOKENS = np.random.default_rng(3).integers(3, 100, 20).tolist()
+STEP = Step.of([TOKENS], [0], [list(range(8))], [0], logits="all")
 RNG = np.random.default_rng(11)
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
@@ -109,18 +113,18 @@ def pack_quantized(bits=4, zeros="middle", group=32, order=False):
                       group_size=group, symmetric=zeros == "middle"), make
 
 
-def float8(strategy, suffix="weight_scale", said=None):
+def float8(strategy, suffix="weight_scale", said=None, side=48):
     def make(name, weight):
         stem, (rows, width) = name.removesuffix(".weight"), weight.shape
         codes = (weight * 100).astype(ml_dtypes.float8_e4m3fn)
         shape = {"tensor": (1,), "channel": (rows, 1),
-                 "block": (-(-rows // 48), -(-width // 48))}[strategy]
+                 "block": (-(-rows // side), -(-width // side))}[strategy]
         scales = RNG.uniform(0.001, 0.02, shape).astype(np.float32)
         full = scales.reshape(-1, 1) if strategy != "block" else np.array(
-            [[scales[i // 48, j // 48] for j in range(width)] for i in range(rows)])
+            [[scales[i // side, j // side] for j in range(width)] for i in range(rows)])
         return {name: codes, f"{stem}.{suffix}": scales}, codes.astype(np.float32) * full
     return said or compressed("float-quantized", num_bits=8, type="float", strategy=strategy,
-                              block_structure=[48, 48] if strategy == "block" else None), make
+                              block_structure=[side, side] if strategy == "block" else None), make
 
 
 def int8(zeros=False):
@@ -246,16 +250,46 @@ def test_the_cpu_s_own_kernels_read_them(plain_hf, tmp_path):
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 0.03)
 
 
-def test_cuda_reads_them_as_numbers_and_says_so(plain_hf, tmp_path):
-    from schedule_interpreter import Interpreter
+BLOCKS = float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_block_size=[32, 32]),
+                side=32)
 
-    directory, truth = write(plain_hf, tmp_path / "hf", "w4a16")
-    said = []
-    llmc.compile(directory, tmp_path / "case", target="cuda", progress=said.append)
-    assert any("no kernels for weights in fewer bits yet: " in text and "become float32" in text
-               for text in said)
-    families.assert_close(Interpreter(tmp_path / "case").run(TOKENS, 0),
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["gptq", "gptq-zero-16", "awq", "w4a16", "w4a16-channel", "w8a16",
+                                  "fp8-tensor", BLOCKS, "w8a8", "w8a8-asymmetric"],
+                         ids=lambda kind: kind if isinstance(kind, str) else "fp8-blocks-of-32")
+def test_cuda_s_schedule_keeps_them_too(kind, tp_size, plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    llmc.compile(directory, tmp_path / "case", target="cuda", tp_size=tp_size)
+    families.assert_close(Interpreters(tmp_path / "case").compute(STEP),
                           transformers_logits(plain_hf, truth), 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    dtype = FORMATS[kind][1] if isinstance(kind, str) else "float8_e4m3fn"
+    assert {form.dtype for form in forms.values()} == {dtype}
+    merged = [name for name in forms if "qkv" in name or "gate_up" in name]
+    assert len(merged) == 4 and not any(name.endswith(".normed") for name in forms)
+
+
+def build_nothing(work, options):
+    if "plan" in work:
+        Path(work["plan"]).touch()
+    return {"version": "8.6.0", "gpu": "a GPU", "compute_capability": "9.0"}
+
+
+@pytest.mark.parametrize(("target", "kind"), [("cuda", "nvfp4"), ("tensorrt", "w4a16")])
+def test_what_a_gpu_s_kernels_do_not_read_becomes_numbers_and_that_is_said(
+        target, kind, plain_hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorrt, "_build", build_nothing)
+    monkeypatch.setattr(tensorrt, "plugin_library", lambda: "")
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    said = []
+    llmc.compile(directory, tmp_path / "case", target=target, progress=said.append)
+    assert any(f"the {target} target has no kernels for 8 of the checkpoint's weights in fewer "
+               f"bits: they become float32" in text for text in said)
+    assert read_manifest(tmp_path / "case").quantization is None
+    if target == "cuda":
+        families.assert_close(Interpreters(tmp_path / "case").compute(STEP),
+                              transformers_logits(plain_hf, truth), 1e-5)
 
 
 def test_numbers_are_read_in_place_of_the_form_where_that_is_asked_for(plain_hf, tmp_path):

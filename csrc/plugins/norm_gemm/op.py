@@ -74,4 +74,4 @@ OP = quantizable(Op(
     float32_inputs=frozenset({"row_sums"}),
     reference=_reference,
     samples=_samples,
-))
+), row_sums="row_sums")
