@@ -13,6 +13,9 @@ of 32, the first code in the lowest bits:
     FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
+    MXFP4               numbers as NVFP4's; in weight_packed, with weight_scale [out, in / 32], or in
+                        weight_blocks uint8 [out, in / 32, 16], with weight_scales; a scale is the
+                        bits of an exponent, 127 for 1
 """
 
 from __future__ import annotations
@@ -116,6 +119,19 @@ class _Decoder:
                 raise LlmcError(f"'{name}' in '{self.origin}' has a scale that is NaN, infinite or "
                                 f"0; the checkpoint is damaged")
             return block
+
+        return Weight(tensor.shape, np.float32, rows, name)
+
+    def powers(self, name: str, shape: Sequence[int]) -> Weight:
+        """Scales that are stored as the bits of an exponent (e8m0), float32; NaN is refused."""
+        tensor = self.take(name, shape, "u")
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = tensor.rows(start, stop)
+            if (block == 255).any():
+                raise LlmcError(f"'{name}' in '{self.origin}' has a scale that is NaN; the "
+                                f"checkpoint is damaged")
+            return np.ldexp(np.float32(1), block.astype(np.int32) - 127)
 
         return Weight(tensor.shape, np.float32, rows, name)
 
@@ -306,7 +322,8 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     forms = {str(group.get("format") or said.get("format")) for group in groups}
     weights = [group.get("weights") or {} for group in groups]
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
-                                   "naive-quantized", "nvfp4-pack-quantized"}:
+                                   "naive-quantized", "nvfp4-pack-quantized",
+                                   "mxfp4-pack-quantized"}:
         return False
     if any(arguments.get("num_bits") not in (4, 8) for arguments in weights):
         return False
@@ -316,8 +333,10 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                   if arguments.get("strategy") == "block"), None)
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_packed" in decoder.left:
-            if decoder.left[f"{module}.weight_packed"].dtype == np.uint8:
+            if f"{module}.weight_global_scale" in decoder.left:
                 _nvfp4(decoder, module)
+            elif decoder.left[f"{module}.weight_packed"].dtype == np.uint8:
+                _packed_mxfp4(decoder, module)
             else:
                 _packed(decoder, module)
         elif f"{module}.weight" in decoder.left \
@@ -387,16 +406,48 @@ def _nvfp4(decoder: _Decoder, module: str) -> None:
     packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
     whole = decoder.scales(f"{module}.weight_global_scale", (1,)).load()[0]
     fine = decoder.scales(f"{module}.weight_scale", (rows, 2 * half // 16))
+    _keep_fp4(decoder, module, packed, _map(fine, fine.shape, np.float32,
+                                            lambda block: block / whole), "NVFP4")
+
+
+def _packed_mxfp4(decoder: _Decoder, module: str) -> None:
+    rows, half = decoder.left[f"{module}.weight_packed"].shape
+    packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
+    _keep_fp4(decoder, module, packed, decoder.powers(
+        f"{module}.weight_scale", (rows, 2 * half // 32)), "MXFP4")
+
+
+def _mxfp4(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    """As gpt-oss has it, of linear layers."""
+    modules = [name.removesuffix("_blocks") for name in decoder.left if name.endswith("_blocks")]
+    if not modules or any(not module.endswith(".weight")
+                          or len(decoder.left[f"{module}_blocks"].shape) != 3
+                          for module in modules):
+        return False
+    for name in modules:
+        rows, groups, size = decoder.left[f"{name}_blocks"].shape
+        blocks = decoder.take(f"{name}_blocks", (rows, groups, 16), "u")
+        packed = _map(blocks, (rows, groups * size), np.uint8,
+                      lambda block: block.reshape(len(block), -1))
+        _keep_fp4(decoder, name.removesuffix(".weight"), packed,
+                  decoder.powers(f"{name}_scales", (rows, groups)), "MXFP4")
+    return True
+
+
+def _keep_fp4(decoder: _Decoder, module: str, packed: Weight, scales: Weight, kind: str) -> None:
+    """Numbers of 4 bits, e2m1, two in a byte; the first in the low bits."""
+    rows, half = packed.shape
 
     def codes(block: np.ndarray) -> np.ndarray:
         pairs = np.stack([block & 15, block >> 4], -1).reshape(len(block), -1)
         return _FP4_TWICE[pairs].astype(np.uint8)
 
-    decoder.note("numbers of NVFP4 are kept exactly as int8, twice their memory", module)
+    decoder.note(f"numbers of {kind} are kept exactly as int8, twice their memory", module)
     decoder.keep(module, Stored(
         "int8", _map(packed, (rows, 2 * half), np.uint8, codes),
-        _map(fine, fine.shape, np.float32, lambda block: block / whole / np.float32(2))))
+        _map(scales, scales.shape, np.float32, lambda block: block / np.float32(2))))
 
 
 _READERS: Mapping[str, Callable[[_Decoder, Mapping[str, Any]], bool]] = {
-    "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed}
+    "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed,
+    "mxfp4": _mxfp4}

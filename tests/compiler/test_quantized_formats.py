@@ -153,6 +153,22 @@ def nvfp4():
     return compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), make
 
 
+def mxfp4(blocks):
+    def make(name, weight):
+        rows, width = weight.shape
+        codes = RNG.integers(0, 16, weight.shape).astype(np.uint8)
+        bits = RNG.integers(118, 123, (rows, width // 32)).astype(np.uint8)
+        bits[0] = 0, *bits[0, 1:]  # 2^-127, which is no normal number
+        numbers = np.array([*FP4, *(-n for n in FP4)], np.float32)[codes]
+        scales = np.array([[2.0 ** (int(b) - 127) for b in row] for row in bits], np.float32)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        tensors = {f"{name}_packed": packed, f"{name}_scale": bits} if not blocks else \
+            {f"{name}_blocks": packed.reshape(rows, -1, 16), f"{name}_scales": bits}
+        return tensors, numbers * scales.repeat(32, 1)
+    return dict(quant_method="mxfp4") if blocks else compressed(
+        "mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), make
+
+
 # How a weight is stored afterwards, "" where it is read as numbers.
 FORMATS = {
     "gptq": (gptq(), "uint4"), "gptq-symmetric": (gptq(zeros="middle"), "int4"),
@@ -170,6 +186,7 @@ FORMATS = {
                          dict(quant_method="fp8", weight_block_size=[48, 48])), "float8_e4m3fn"),
     "fbgemm": (float8("channel", said=dict(quant_method="fbgemm_fp8")), "float8_e4m3fn"),
     "w8a8": (int8(), "int8"), "w8a8-asymmetric": (int8(True), "uint8"), "nvfp4": (nvfp4(), "int8"),
+    "mxfp4": (mxfp4(False), "int8"), "mxfp4-blocks": (mxfp4(True), "int8"),
 }
 
 
@@ -228,7 +245,8 @@ def transformers_logits(plain, truth):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "fp8-tensor", "fp8-block", "w8a8"])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "fp8-tensor", "fp8-block", "w8a8",
+                                  "mxfp4-blocks"])
 def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_hf, tmp_path,
                                                           monkeypatch):
     """Queries, keys and values have one weight, as gate and up have."""
@@ -256,7 +274,7 @@ BLOCKS = float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_blo
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["gptq", "gptq-zero-16", "awq", "w4a16", "w4a16-channel", "w8a16",
-                                  "fp8-tensor", BLOCKS, "w8a8", "w8a8-asymmetric"],
+                                  "fp8-tensor", BLOCKS, "w8a8", "w8a8-asymmetric", "mxfp4"],
                          ids=lambda kind: kind if isinstance(kind, str) else "fp8-blocks-of-32")
 def test_cuda_s_schedule_keeps_them_too(kind, tp_size, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
@@ -334,6 +352,8 @@ Q = "model.layers.1.self_attn.q_proj"
      r"expected \[2, 2\]"),
     ("fp8-channel", lambda t: t[f"{Q}.weight"].view(np.uint8).__setitem__((5, 0), 127),
      "has NaN among its weights"),
+    ("mxfp4", lambda t: t[f"{Q}.weight_scale"].__setitem__((5, 0), 255), "a scale that is NaN"),
+    ("mxfp4-blocks", lambda t: t.pop(f"{Q}.weight_scales"), "has no tensor '.*weight_scales'"),
     ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].__setitem__(3, 99), "does not say for each of"),
     ("w4a16", lambda t: [t.pop(name) for name in list(t) if "weight_scale" in name],
      "no tensor that ends in '.weight_scale'"),
