@@ -112,9 +112,11 @@ def run_llmc(arguments: argparse.Namespace) -> None:
         print(f"| {rate:g} requests/s | first token p50 {first.p50 * 1e3:.1f} p99 "
               f"{first.p99 * 1e3:.1f}, between tokens p50 {between.p50 * 1e3:.2f} p90 "
               f"{between.p90 * 1e3:.2f} p99 {between.p99 * 1e3:.2f} |", flush=True)
-    static(lambda prompts, count: llm.generate(prompts, params(count)), arguments.rounds,
-           arguments.static)
     llm.close()
+    with llmc.LLM(case, prefix_reuse=False,
+                  **options | {"max_num_batched_tokens": arguments.static_tokens}) as llm:
+        static(lambda prompts, count: llm.generate(prompts, params(count)), arguments.rounds,
+               arguments.static)
     with llmc.LLM(case, **options) as llm:
         prompts, outputs = crowd(512)
         for run in range(2):  # the second finds all of it
@@ -220,6 +222,8 @@ def main() -> None:
         default=STATIC)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max_num_batched_tokens", type=int, default=2048)
+    parser.add_argument("--static_tokens", type=int, default=8192,
+                        help="llmc: max_num_batched_tokens of the static batches.")
     parser.add_argument("--prefix", action="store_true", help="vLLM: the shared prefix alone.")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -98,8 +98,9 @@ def measure_traffic(llm: LLM, traffic: Traffic,
     before = llm.metrics()
     latest: dict[tuple[int, int], float] = defaultdict(lambda: -1.0)
     first, between = [], []
-    start = now = time.perf_counter()
-    for piece in llm.stream(traffic.prompts, traffic.params, arrivals=traffic.arrivals):
+    pieces = llm.stream(traffic.prompts, traffic.params, arrivals=traffic.arrivals)
+    start = now = time.perf_counter()  # arrivals count from the first piece that is asked for
+    for piece in pieces:
         now = time.perf_counter() - start
         key = piece.index, piece.sample
         if latest[key] < 0:

@@ -176,10 +176,21 @@ int64_t Engine::measure(double utilization) const {
   return std::max<int64_t>(static_cast<int64_t>(room / static_cast<double>(program_.block_bytes())) - 1, 0);
 }
 
+void Engine::prepare_weights() {
+  std::set<const void*> done;
+  for (const auto* nodes : {&program_.nodes(), &program_.encoder_nodes()})
+    for (const Node& node : *nodes) {
+      std::vector<Tensor> inputs;
+      for (int tensor : node.inputs) inputs.push_back(resolve(tensor, Step{1, 1, 1}));
+      node.plugin->prepare(inputs, done, stream_.handle);
+    }
+}
+
 void Engine::allocate(int num_blocks) {
   if (program_.limits().num_blocks > 0) throw Error("the KV cache is there already");
   if (num_blocks < 1) throw Error("a KV cache of " + std::to_string(num_blocks) + " blocks has none");
   use_device();
+  prepare_weights();
   program_.set_num_blocks(num_blocks);
   std::vector<kernels::CacheBlocks> caches;
   for (size_t i = 0; i < places_.size(); ++i) {

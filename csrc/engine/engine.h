@@ -112,6 +112,7 @@ class Engine {
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const std::vector<Node>& nodes, const Step& step);
   void use_device() const;
+  void prepare_weights();
   bool watches() const { return !watched_.empty() || watcher_ != nullptr; }
 
   // Parts of submit. Where the host's arrays of a step are that prepare() takes, in what is sent.

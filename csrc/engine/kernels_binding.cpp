@@ -98,9 +98,10 @@ float timed(Launch&& launch, int repeats, const char* what) {
   return time_on(nullptr, repeats - 1, [&] { check(launch(), what); });
 }
 
-// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first.
+// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first. `firsts`: see Gemm::decide.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
-             const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest, int reach) {
+             const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest, int reach,
+             const std::vector<bool>& firsts) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
   static Sdpa* sdpa = new Sdpa(/*always=*/true);
   const auto plugin = make_plugin(name, fields);
@@ -108,6 +109,8 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   const std::vector<Dims> made = plugin->shapes(dims_of(in)), given = dims_of(out);
   for (size_t i = 0; i < made.size(); ++i)
     expect("output " + std::to_string(i) + " of " + name, i < given.size() ? given[i] : Dims{0}, made[i]);
+  std::set<const void*> done;
+  plugin->prepare(in, done, nullptr);
   const int64_t bytes = plugin->workspace(in);
   DeviceBuffer workspace(bytes, "scratch");
   check(cudaMemset(workspace.data, 0xff, bytes), "scratch");
@@ -115,6 +118,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   check(cudaMemset(counters.data, 0, kCounters * sizeof(int32_t)), "counters");
   Context context;
   context.gemm = gemm;
+  gemm->decide(firsts);
   context.counters = static_cast<int32_t*>(counters.data);
   context.num_decode = num_decode;
   context.sdpa = sdpa;
@@ -211,7 +215,8 @@ void bind_kernels(nb::module_& m) {
     return made;
   }, nb::arg("op"), nb::arg("fields"), nb::arg("inputs"));
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
-        nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0);
+        nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0,
+        nb::arg("firsts") = std::vector<bool>());
   // The kernels that choose tokens: see kernels/launch.h.
   m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
         nb::arg("repeats") = 1);

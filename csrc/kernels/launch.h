@@ -81,8 +81,18 @@ struct GemvParams {
   Packing packing = {};
 };
 cudaError_t gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+// Brings codes of `count` numbers in rows of `in`, as csrc/plugins/quantization.py stores them, into the order that the
+// kernels read, in place; once.
+cudaError_t repack(void* weight, Codes codes, int64_t count, int in, cudaStream_t stream);
+// to [columns, rows] = from [rows, columns]
+cudaError_t transpose(float* to, const float* from, int rows, int columns, cudaStream_t stream);
 // The same of a packed weight, whose groups are multiples of 32 columns.
 cudaError_t packed_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+// The same of such a weight for more rows, and without norm. Scratch: packed_gemm_scratch() bytes. Counters:
+// kPackedGemmBlocks, zero before and after.
+constexpr int kPackedGemmBlocks = 512;
+int64_t packed_gemm_scratch(int rows);
+cudaError_t packed_gemm(DType dtype, const GemvParams& params, void* scratch, int32_t* counters, cudaStream_t stream);
 // T [out, in] of such a weight, of any `in` and groups that are whole; rounded to T.
 cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& packing, int out, int in,
                    cudaStream_t stream);

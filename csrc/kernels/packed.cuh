@@ -8,6 +8,12 @@ namespace llmc::device {
 using kernels::Codes;
 using kernels::Packing;
 
+// Where a row has whole units of 8 codes, these lie in the order in which pairs of columns are taken from them: of the
+// columns of a unit the even ones first. `repack` brings them to it.
+__host__ __device__ constexpr int place_of(int column, int in) {
+  return in % 8 == 0 ? column / 8 * 8 + column % 8 / 2 + column % 2 * 4 : column;
+}
+
 template <Codes kCodes>
 constexpr int kBits = kCodes == Codes::kFour ? 4 : 8;
 
@@ -32,6 +38,13 @@ __device__ __forceinline__ uint32_t product(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
+template <typename T>
+__device__ __forceinline__ uint32_t product_and_sum(uint32_t a, uint32_t b, uint32_t c) {
+  const Pair<T> result = __hfma2(*reinterpret_cast<const Pair<T>*>(&a), *reinterpret_cast<const Pair<T>*>(&b),
+                                 *reinterpret_cast<const Pair<T>*>(&c));
+  return *reinterpret_cast<const uint32_t*>(&result);
+}
+
 // A code becomes a number by standing in the low bits of one that is so large that they count by one: what is to be
 // taken off then, for codes with this zero.
 template <typename T, Codes kCodes>
@@ -41,7 +54,7 @@ __device__ __forceinline__ uint32_t offset_of(int zero) {
   return pack<T>(base, base);
 }
 
-// Codes 0 to 7 of `words` (4 bits: the first word alone), less their zero: pairs (0, 4), (1, 5), (2, 6) and (3, 7), each
+// A unit of 8 codes (of 4 bits: the first word), less their zero: pairs of columns (0, 1), (2, 3), (4, 5) and (6, 7), each
 // exact in T. Of kFloat8, the numbers that the bits stand for.
 template <typename T, Codes kCodes>
 __device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, uint32_t offset) {
@@ -66,32 +79,70 @@ __device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, ui
   }
 }
 
-// The zero of a row's group.
+// Integers stand in the mantissa of 128 (half: of 64), four bits at a time, where they count by one: numbers that are so much
+// more. Those from bits `from` and from + 16 of a word on.
+template <typename T>
+constexpr float kBase = std::is_same_v<T, __half> ? 64.f : 128.f;
+template <typename T>
+__device__ __forceinline__ uint32_t stand(uint32_t word, int from) {
+  if constexpr (std::is_same_v<T, __half>)
+    return masked(from < 4 ? word << (4 - from) : word >> (from - 4), 0x00f000f0, 0x54005400);
+  else
+    return masked(word >> from, 0x000f000f, 0x43004300);
+}
+
+// A unit of 8 codes as such pairs; of 8 bits the low and the high four apart.
+template <typename T, Codes kCodes, int kPlanes>
+__device__ __forceinline__ void pairs_of(uint32_t (&pairs)[kPlanes][4], uint2 words) {
+  if constexpr (kCodes == Codes::kFloat8) {
+    numbers_of<T, kCodes>(pairs[0], words, 0);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if constexpr (kCodes == Codes::kFour) {
+        pairs[0][k] = stand<T>(words.x, 4 * k);
+      } else {
+        const uint32_t both = __byte_perm(words.x, words.y, k | (k + 4) << 8);
+        pairs[0][k] = stand<T>(both, 0);
+        pairs[1][k] = stand<T>(both, 4);
+      }
+    }
+  }
+}
+
+// Brings the line that p is in to the cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+
+// The zero where groups have none of their own.
+template <Codes kCodes>
+constexpr int kMiddle = kCodes == Codes::kFour ? 8 : kCodes == Codes::kEight ? 128 : 0;
+
+// The zero of a row's group; scales and minima lie with the rows of a group side by side, [in / group_size, out].
 template <Codes kCodes>
 __device__ __forceinline__ int zero_of(const Packing& p, int64_t row, int group, int groups) {
   if (p.minimum != nullptr || kCodes == Codes::kFloat8) return 0;
-  if (p.zero == nullptr) return kCodes == Codes::kFour ? 8 : 128;
+  if (p.zero == nullptr) return kMiddle<kCodes>;
   if constexpr (kCodes == Codes::kFour)
     return __ldg(p.zero + row * ((groups + 1) / 2) + group / 2) >> group % 2 * 4 & 15;
   return __ldg(p.zero + row * groups + group);
 }
 
-// One number of a weight [out, in]; a group may begin at any column.
+// One number of a repacked weight [out, in]; a group may begin at any column.
 template <Codes kCodes>
-__device__ __forceinline__ float number_at(const Packing& p, const uint8_t* codes, int64_t row, int column, int in) {
+__device__ __forceinline__ float number_at(const Packing& p, const uint8_t* codes, int64_t row, int column, int out, int in) {
   const int group = column / p.group_size, groups = in / p.group_size;
+  const int64_t place = row * in + place_of(column, in);
   float number;
   if constexpr (kCodes == Codes::kFloat8) {
     Float8 bits;
-    bits.__x = codes[row * in + column];
+    bits.__x = codes[place];
     number = to_float(bits);
   } else {
-    const int code = kCodes == Codes::kFour ? codes[(row * in + column) / 2] >> column % 2 * 4 & 15
-                                            : codes[row * in + column];
+    const int code = kCodes == Codes::kFour ? codes[place / 2] >> place % 2 * 4 & 15 : codes[place];
     number = static_cast<float>(code - zero_of<kCodes>(p, row, group, groups));
   }
-  const float least = p.minimum != nullptr ? p.minimum[row * groups + group] : 0.f;
-  return fmaf(number, p.scale[row * groups + group], least);
+  const int64_t at = static_cast<int64_t>(group) * out + row;
+  return fmaf(number, p.scale[at], p.minimum != nullptr ? p.minimum[at] : 0.f);
 }
 
 // Calls f with a constant of Codes.

@@ -1,14 +1,17 @@
 // y = act(norm(x) · weightᵀ + bias) + residual for few rows of x, the weight in codes of 4 or 8 bits: gemv.cu with less to
 // read and more to do.
 //
-// A step is 32 columns, a thread's 8 of rows g and g + 8 in a tile of 16: of 4 bits a word, of 8 bits two. Codes become
-// exact numbers of 16 bits in registers (packed.cuh), in pairs of columns 4 apart, for which x is brought in the same
-// order; the tensor core sums up a group of columns, and its scale multiplies that sum, in float32. So nothing is rounded
-// but x and y. Where groups have minima, these multiply the sums of x's groups, which the tensor core makes of ones.
+// A warp takes kM tiles at once, each 16 rows of the weight, of which a thread has rows g and g + 8; a vector is 64 bytes of
+// a row, a quarter of them each thread's; a step is two products of the tensor core, for 8 columns of each thread. Codes become numbers of 16 bits in
+// registers, in pairs of columns side by side. The tensor core sums up a group of
+// columns, and its scale multiplies that sum, in float32. Integers come four bits at a time, standing in numbers that are 128
+// more; what that, and the zeros or minima of groups, come to is a factor of the sum of x in a group, which the tensor core
+// makes of ones. So nothing is rounded but x and y.
 //
-// A chunk is 256 bytes of each row, kStages of which are under way to shared memory all the time, past L1. Threads copy
-// 16 bytes and read others' words, from places where no two rows share a bank. Reads out · in weights once, and a scale
-// of 4 bytes per group (of 128 columns at 4 bits: 6 % more); writes y.
+// Chunks of kVectors vectors are under way to shared memory all the time, past L1, kStages of each warp. A group of whole
+// vectors mixes the columns of a vector as they lie with threads; where groups are smaller, a step has 32 columns that follow
+// one another, and threads read others' words, from places where no two rows share a bank. Reads out · in weights once, and a
+// scale of 4 bytes per group (of 128 columns at 4 bits: 6 % more); writes y.
 #include "gemv.cuh"
 #include "packed.cuh"
 
@@ -17,53 +20,78 @@ namespace {
 
 using namespace device;
 
-constexpr int kVectors = 4;  // of 16 bytes that a thread copies of a row in a chunk
+constexpr int kVectors = 2;  // in a chunk
 constexpr int kStages = 3;   // chunks under way
-constexpr int kRowBytes = kVectors * 4 * 16;
+constexpr int kRowBytes = kVectors * 64;
+constexpr unsigned kManyPairs = 2;  // of tiles, for each multiprocessor
+template <int kWarps, int kM>
+constexpr size_t kRing = sizeof(uint4) * kStages * kVectors * 2 * kM * kWarps * 32;
 
-// What a row's group is multiplied with.
 struct Group {
   float scale, minimum;
-  uint32_t offset;
+  int zero;
 };
 
-// kTiles: groups of 8 rows of x.
-template <typename T, Codes kCodes, int kWarps, int kTiles>
-__global__ void __launch_bounds__(kWarps * 32) packed_gemv_kernel(GemvParams p) {
-  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodes>, kChunk = kRowBytes * 8 / kBit, kPerVector = kBit == 4 ? 4 : 2;
-  extern __shared__ uint4 ring[];  // [kStages][kVectors][2][kThreads]
-  __shared__ float partial[kWarps][16][kTiles * 8 + 1];
+// kM: tiles at once. kTiles: groups of 8 rows of x. kShift: groups are of 1 << shift vectors; otherwise of whole steps.
+// kUneven: groups have zeros or minima.
+template <typename T, Codes kCodes, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
+__global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 && kShift ? 24 : 16) / kWarps)
+    packed_gemv_kernel(GemvParams p, int shift) {
+  constexpr bool kInteger = kCodes != Codes::kFloat8;
+  constexpr int kThreads = kWarps * 32, kBit = kBits<kCodes>, kSteps = kBit == 4 ? 4 : 2;  // of a vector
+  constexpr int kColumns = kSteps * 32, kChunk = kVectors * kColumns, kGroups = kShift ? 1 : kSteps;
+  constexpr int kPlanes = kCodes == Codes::kEight ? 2 : 1;  // of four bits
+  constexpr int kRows = 2 * kM;  // of the weight, that a thread has
+  extern __shared__ uint4 ring[];  // [kStages][kVectors][kRows][kThreads]
+  __shared__ float partial[kM][kWarps][16][kTiles * 8 + 1];
   __shared__ float measured[kWarps][kTiles * 8][2];
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int height = p.gated ? 8 : 16, tiles = (p.out + height - 1) / height, chunks = chunks_of<kWarps, kChunk>(p.in);
+  const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
+  const int chunks = chunks_of<kWarps, kChunk>(p.in);
   const int begin = warp * chunks * kChunk;
   const int64_t row_bytes = static_cast<int64_t>(p.in) * kBit / 8;
   // Where a thread's vector of a row goes: rows g and g + 2 would share banks.
-  const int swizzle = kBit == 4 ? g / 2 % 4 : g / 2 % 2 * 2;
+  const int swizzle = kShift ? 0 : kBit == 4 ? g / 2 % 4 : g / 2 % 2 * 2;
   // Rows beyond the last repeat it; their sums are not written.
-  auto low_row = [&](int tile) { return min(tile * height + g, p.out - 1); };
-  auto high_row = [&](int tile) { return p.gated ? p.out + low_row(tile) : min(tile * height + 8 + g, p.out - 1); };
+  auto row_of = [&](int tile, int row) {
+    const int low = (tile * kM + row / 2) * height + g;
+    return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
+  };
+
+  const Packing& packing = p.packing;
+  const int groups = p.in / packing.group_size, all_rows = p.gated ? 2 * p.out : p.out;
+  const float per_group = 1.f / packing.group_size;
+  const bool has_minima = kUneven && packing.minimum != nullptr;
+  auto group_of = [&](int column) {
+    return min(kShift ? column / kColumns >> shift : static_cast<int>((column + 0.5f) * per_group), groups - 1);
+  };
 
   // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
   struct {
     int tile, chunk, slot;
-    const uint8_t *low, *high;
-  } ahead{static_cast<int>(blockIdx.x), 0, 0, nullptr, nullptr};
+    const uint8_t* rows[kRows];
+  } ahead{static_cast<int>(blockIdx.x), 0, 0, {}};
   auto find_rows = [&] {
-    const auto* codes = static_cast<const uint8_t*>(p.weight);
-    ahead.low = codes + low_row(ahead.tile) * row_bytes;
-    ahead.high = codes + high_row(ahead.tile) * row_bytes;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      ahead.rows[row] = static_cast<const uint8_t*>(p.weight) + row_of(ahead.tile, row) * row_bytes + 16 * t;
   };
   auto copy_chunk = [&] {
     if (ahead.tile < tiles) {
-      const int64_t first = static_cast<int64_t>(begin) * kBit / 8 + ahead.chunk * kRowBytes + 16 * t;
-      uint4* to = ring + ahead.slot * kVectors * 2 * kThreads + warp * 32 + g * 4 + (t ^ swizzle);
+      const int column = begin + ahead.chunk * kChunk;
+      const int64_t first = static_cast<int64_t>(column) * kBit / 8;
+      uint4* to = ring + ahead.slot * kVectors * kRows * kThreads + warp * 32 + g * 4 + (t ^ swizzle);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = first + 64 * v;
-        const bool there = at < row_bytes;
-        start_copy(to + 2 * v * kThreads, ahead.low + (there ? at : 0), there);
-        start_copy(to + (2 * v + 1) * kThreads, ahead.high + (there ? at : 0), there);
+        const bool there = first + 64 * v + 16 * t < row_bytes;
+        const int64_t at = there ? first + 64 * v : -16 * t;
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) start_copy(to + (kRows * v + row) * kThreads, ahead.rows[row] + at, there);
+      }
+      if (t < kRows && g == 0) {  // what belongs to the groups comes to the cache meanwhile
+        const int row = row_of(ahead.tile, t), group = group_of(column);
+        prefetch(packing.scale + group * all_rows + row);
+        if (has_minima) prefetch(packing.minimum + group * all_rows + row);
       }
       ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
       if (++ahead.chunk == chunks) {
@@ -77,121 +105,161 @@ __global__ void __launch_bounds__(kWarps * 32) packed_gemv_kernel(GemvParams p) 
   find_rows();
   for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
 
-  const Packing& packing = p.packing;
-  const int groups = p.in / packing.group_size, first_group = begin / packing.group_size;
-  const bool has_minima = packing.minimum != nullptr;
-  auto group_of = [&](int64_t row, int group) {
-    Group found{};
-    if (group >= groups) return found;
-    found.scale = __ldg(packing.scale + row * groups + group);
-    if (has_minima) found.minimum = __ldg(packing.minimum + row * groups + group);
-    found.offset = offset_of<T, kCodes>(zero_of<kCodes>(packing, row, group, groups));
-    return found;
+  Group next[kGroups][kRows];  // of a vector
+  int rows[kRows];
+  auto begin_tile = [&](int tile) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) rows[row] = row_of(tile, row);
   };
-  Group next_low = group_of(low_row(blockIdx.x), first_group), next_high = group_of(high_row(blockIdx.x), first_group);
+  auto load_next = [&](int column) {
+#pragma unroll
+    for (int k = 0; k < kGroups; ++k) {
+      const int group = group_of(column + k * 32), first = group * all_rows;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+        next[k][row] = {__ldg(packing.scale + first + rows[row]),
+                        has_minima ? __ldg(packing.minimum + first + rows[row]) : 0.f,
+                        kUneven ? zero_of<kCodes>(packing, rows[row], group, groups) : kMiddle<kCodes>};
+    }
+  };
+  begin_tile(blockIdx.x);
+  load_next(begin);
   wait_for_inputs();
   let_next_start();
 
-  const T* x = static_cast<const T*>(p.x);
+  // Rows of x beyond the last repeat it, and lead to columns that are not written.
+  const T* of_row[kTiles];
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+    of_row[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in +
+                (kShift ? kSteps : 1) * 8 * t;
   const uint32_t one = pack<T>(1.f, 1.f), ones[4] = {one, one, one, one};
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
-    const int64_t low = low_row(tile), high = high_row(tile);
-    float total[kTiles][4] = {}, sum[kTiles][4] = {}, of_group[kTiles][4] = {}, of_x[kTiles][2] = {};
-    Group of_low = next_low, of_high = next_high;
-    int group = first_group, left = (packing.group_size - begin % packing.group_size) / 32;  // steps of the group
-    next_low = group_of(low, group + 1), next_high = group_of(high, group + 1);
-    auto end_of_group = [&] {
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          total[n][c] = fmaf(sum[n][c], c < 2 ? of_low.scale : of_high.scale, total[n][c]);
-          if (has_minima) total[n][c] = fmaf(of_group[n][c], c < 2 ? of_low.minimum : of_high.minimum, total[n][c]);
-          sum[n][c] = of_group[n][c] = 0;
-        }
-    };
+    float total[kM][kTiles][4] = {}, squares[kTiles][4] = {}, of_x[kTiles][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int column = begin + chunk * kChunk + 8 * t;
+      const int column = begin + chunk * kChunk;
       wait_for_group<kStages - 1>();
-      __syncwarp();
-      const uint4* from = ring + slot * kVectors * 2 * kThreads + warp * 32 + g * 4;
+      if (!kShift) __syncwarp();
+      const uint4* from = ring + slot * kVectors * kRows * kThreads + warp * 32 + g * 4;
       slot = slot + 1 == kStages ? 0 : slot + 1;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        uint4 b[kPerVector][kTiles];
+        const int vector = column + v * kColumns;
+        Group now[kGroups][kRows];
 #pragma unroll
-        for (int j = 0; j < kPerVector; ++j)
+        for (int k = 0; k < kGroups; ++k)
+#pragma unroll
+          for (int row = 0; row < kRows; ++row) now[k][row] = next[k][row];
+        if (v + 1 == kVectors && chunk + 1 == chunks && tile + gridDim.x < tiles) begin_tile(tile + gridDim.x);
+        load_next(v + 1 < kVectors ? vector + kColumns : chunk + 1 < chunks ? column + kChunk : begin);
+        if (vector >= p.in) continue;
+
+        uint4 b[kSteps][kTiles];
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
-            const int row = n * 8 + g, at = column + (v * kPerVector + j) * 32;
-            b[j][n] = row < p.rows && at < p.in ? *reinterpret_cast<const uint4*>(x + static_cast<int64_t>(row) * p.in + at)
-                                                : make_uint4(0, 0, 0, 0);
-            if (p.norm && turn == 0) measure<T>(of_x[n], b[j][n]);
+            const int at = vector + j * (kShift ? 8 : 32);
+            b[j][n] = kShift || at < p.in ? *reinterpret_cast<const uint4*>(of_row[n] + at) : make_uint4(0, 0, 0, 0);
           }
+        if (p.norm && turn == 0)
 #pragma unroll
-        for (int j = 0; j < kPerVector; ++j) {
-          auto words = [&](int half) {
-            const uint4* row = from + (2 * v + half) * kThreads;
-            if constexpr (kBit == 4) return make_uint2(reinterpret_cast<const uint32_t*>(row + (j ^ swizzle))[t], 0);
-            else return reinterpret_cast<const uint2*>(row + ((2 * j + t / 2) ^ swizzle))[t % 2];
-          };
-          uint32_t of_rows[2][4];
-          numbers_of<T, kCodes>(of_rows[0], words(0), of_low.offset);
-          numbers_of<T, kCodes>(of_rows[1], words(1), of_high.offset);
+          for (int j = 0; j < kSteps; ++j)
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const uint4& natural = b[j][n];
+            for (int n = 0; n < kTiles; ++n) {
+              const uint4& x = b[j][n];  // with itself it gives squares on the diagonal, with ones its sum
+              const uint32_t low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
+              multiply<T>(squares[n], low, x.x, x.y);
+              multiply<T>(squares[n], high, x.z, x.w);
+              if (p.row_sums != nullptr) {
+                multiply<T>(of_x[n], ones, x.x, x.y);
+                multiply<T>(of_x[n], ones, x.z, x.w);
+              }
+            }
+        uint32_t own[kRows][4] = {};
+        if constexpr (kShift)
+#pragma unroll
+          for (int row = 0; row < kRows; ++row) {
+            const uint4 bytes = from[(kRows * v + row) * kThreads + t];
+            own[row][0] = bytes.x, own[row][1] = bytes.y, own[row][2] = bytes.z, own[row][3] = bytes.w;
+          }
+        auto words = [&](int of, int j) {
+          const uint4* row = from + (kRows * v + of) * kThreads;
+          if constexpr (kBit == 4)
+            return make_uint2(kShift ? own[of][j] : reinterpret_cast<const uint32_t*>(row + (j ^ swizzle))[t], 0);
+          else if constexpr (kShift) return make_uint2(own[of][2 * j], own[of][2 * j + 1]);
+          else return reinterpret_cast<const uint2*>(row + ((2 * j + t / 2) ^ swizzle))[t % 2];
+        };
+        float sum[kM][kPlanes][kTiles][4] = {}, sum_of_x[kTiles][4] = {};
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+          uint32_t pairs[kRows][kPlanes][4];
+#pragma unroll
+          for (int row = 0; row < kRows; ++row) pairs_of<T, kCodes>(pairs[row], words(row, j));
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
 #pragma unroll
             for (int k = 0; k < 4; k += 2) {
-              const uint32_t first = k == 0 ? natural.x : natural.y, second = k == 0 ? natural.z : natural.w;
-              const uint32_t b0 = __byte_perm(first, second, 0x5410), b1 = __byte_perm(first, second, 0x7632);
-              const uint32_t a[4] = {of_rows[0][k], of_rows[1][k], of_rows[0][k + 1], of_rows[1][k + 1]};
-              multiply<T>(sum[n], a, b0, b1);
-              if (has_minima) multiply<T>(of_group[n], ones, b0, b1);
+              const uint32_t b0 = k == 0 ? b[j][n].x : b[j][n].z, b1 = k == 0 ? b[j][n].y : b[j][n].w;
+#pragma unroll
+              for (int m = 0; m < kM; ++m)
+#pragma unroll
+                for (int plane = 0; plane < kPlanes; ++plane) {
+                  const auto &low = pairs[2 * m][plane], &high = pairs[2 * m + 1][plane];
+                  const uint32_t a[4] = {low[k], high[k], low[k + 1], high[k + 1]};
+                  multiply<T>(sum[m][plane][n], a, b0, b1);
+                }
+              if (kInteger) multiply<T>(sum_of_x[n], ones, b0, b1);
             }
-          }
-          if (--left == 0) {
-            end_of_group();
-            ++group;
-            left = packing.group_size / 32;
-            of_low = next_low, of_high = next_high;
-            next_low = group_of(low, group + 1), next_high = group_of(high, group + 1);
-          }
+          if (kShift && j + 1 < kSteps) continue;
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+#pragma unroll
+              for (int m = 0; m < kM; ++m) {
+                const Group& group = now[kShift ? 0 : j][2 * m + c / 2];
+                float own_sum = sum[m][0][n][c];
+                if (kPlanes == 2) own_sum = fmaf(sum[m][kPlanes - 1][n][c], 16.f, own_sum);
+                float& of_tile = total[m][n][c];
+                of_tile = fmaf(own_sum, group.scale, of_tile);
+                const float standing = kBase<T> * (kPlanes == 2 ? 17 : 1) + group.zero;
+                if (kInteger) of_tile = fmaf(sum_of_x[n][c], fmaf(-standing, group.scale, group.minimum), of_tile);
+                sum[m][0][n][c] = sum[m][kPlanes - 1][n][c] = 0;
+              }
+              sum_of_x[n][c] = 0;
+            }
         }
       }
-      __syncwarp();  // the chunk has been read
+      if (!kShift) __syncwarp();  // the chunk has been read
       copy_chunk();
-    }
-    end_of_group();
-    if (tile + gridDim.x < tiles) {
-      next_low = group_of(low_row(tile + gridDim.x), first_group);
-      next_high = group_of(high_row(tile + gridDim.x), first_group);
     }
     if (turn > 0) __syncthreads();  // partial may still be read
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int row = n * 8 + 2 * t;
-      partial[warp][g][row] = total[n][0], partial[warp][g][row + 1] = total[n][1];
-      partial[warp][g + 8][row] = total[n][2], partial[warp][g + 8][row + 1] = total[n][3];
-      if (p.norm && turn == 0)
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          of_x[n][k] += __shfl_xor_sync(~0u, of_x[n][k], 1);
-          of_x[n][k] += __shfl_xor_sync(~0u, of_x[n][k], 2);
-          if (t == 0) measured[warp][n * 8 + g][k] = of_x[n][k];
-        }
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) partial[m][warp][g + c / 2 * 8][row + c % 2] = total[m][n][c];
+      if (p.norm && turn == 0 && g / 2 == t) {
+        measured[warp][n * 8 + g][0] = g % 2 == 0 ? of_x[n][0] : of_x[n][1];
+        measured[warp][n * 8 + g][1] = g % 2 == 0 ? squares[n][0] : squares[n][1];
+      }
     }
     __syncthreads();
-    finish_tile<T>(p, partial, measured, tile, turn, p.gated ? Tile::kGated : Tile::kWide, p.norm);
+#pragma unroll 1
+    for (int m = 0; m < kM; ++m)
+      finish_tile<T>(p, partial[m], measured, tile * kM + m, turn * kM + m, p.gated ? Tile::kGated : Tile::kWide, p.norm);
   }
 }
 
 // As many blocks as are resident at once.
-template <typename T, Codes kCodes, int kWarps, int kTiles>
-cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
-  constexpr size_t kShared = sizeof(uint4) * kStages * kVectors * 2 * kWarps * 32;
-  auto kernel = packed_gemv_kernel<T, kCodes, kWarps, kTiles>;
+template <typename T, Codes kCodes, int kWarps, int kM, int kTiles, bool kShift, bool kUneven>
+cudaError_t run_groups(const GemvParams& p, int shift, cudaStream_t stream) {
+  constexpr size_t kShared = kRing<kWarps, kM>;
+  auto kernel = packed_gemv_kernel<T, kCodes, kWarps, kM, kTiles, kShift, kUneven>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
@@ -200,8 +268,36 @@ cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kShared);
     return std::max(blocks, 1) * static_cast<int>(multiprocessors());
   }();
-  const int tiles = static_cast<int>(blocks_for(p.out, p.gated ? 8 : 16));
-  return launch(kernel, std::min(tiles, resident), kWarps * 32, kShared, stream, p);
+  const int tiles = static_cast<int>(blocks_for(p.out, (p.gated ? 8 : 16) * kM));
+  return launch(kernel, std::min(tiles, resident), kWarps * 32, kShared, stream, p, shift);
+}
+
+// Two tiles at once where there are enough for all multiprocessors, and room for their rings beside the sums.
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kShift, bool kUneven>
+cudaError_t run_pairs(const GemvParams& p, int shift, cudaStream_t stream) {
+  constexpr int kSums = 20 << 10;
+  const bool has_room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= static_cast<int>(kRing<8, 2>) + kSums;
+  if constexpr (kShift && kWarps == 8)
+    if (has_room && blocks_for(p.out, p.gated ? 16 : 32) >= kManyPairs * multiprocessors())
+      return run_groups<T, kCodes, kWarps, 2, kTiles, kShift, kUneven>(p, shift, stream);
+  return run_groups<T, kCodes, kWarps, 1, kTiles, kShift, kUneven>(p, shift, stream);
+}
+
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kShift>
+cudaError_t run_zeros(const GemvParams& p, int shift, cudaStream_t stream) {
+  if constexpr (kCodes != Codes::kFloat8)
+    if (p.packing.zero != nullptr || p.packing.minimum != nullptr)
+      return run_pairs<T, kCodes, kWarps, kTiles, kShift, true>(p, shift, stream);
+  return run_pairs<T, kCodes, kWarps, kTiles, kShift, false>(p, shift, stream);
+}
+
+template <typename T, Codes kCodes, int kWarps, int kTiles>
+cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
+  constexpr int kVector = 512 / kBits<kCodes>;
+  int shift = 0;
+  while (kVector << shift < p.packing.group_size) ++shift;
+  return kVector << shift == p.packing.group_size ? run_zeros<T, kCodes, kWarps, kTiles, true>(p, shift, stream)
+                                                  : run_zeros<T, kCodes, kWarps, kTiles, false>(p, 0, stream);
 }
 
 template <typename T, Codes kCodes, int kWarps>
@@ -211,16 +307,39 @@ cudaError_t run_warps(const GemvParams& p, cudaStream_t stream) {
 
 template <typename T, Codes kCodes>
 cudaError_t run_codes(const GemvParams& p, cudaStream_t stream) {
-  constexpr int kRings = kStages * kVectors * 2 * 32 * sizeof(uint4) * 8, kSums = 12 << 10;
-  const unsigned wanted = blocks_for(p.in, kRowBytes * 8 / kBits<kCodes>);
-  if (wanted > 4 && device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= kRings + kSums)
-    return run_warps<T, kCodes, 8>(p, stream);
-  return wanted > 2 ? run_warps<T, kCodes, 4>(p, stream) : run_warps<T, kCodes, 2>(p, stream);
+  return blocks_for(p.in, kRowBytes * 8 / kBits<kCodes>) > 4 ? run_warps<T, kCodes, 8>(p, stream)
+                                                             : run_warps<T, kCodes, 4>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   return with_codes(p.packing.codes, [&](auto codes) { return run_codes<T, codes.value>(p, stream); });
+}
+
+// A unit of 8 codes a thread, of kWords.
+template <int kWords>
+__global__ void __launch_bounds__(256) repack_kernel(uint32_t* weight, int64_t units) {
+  wait_for_inputs();
+  let_next_start();
+  const int64_t unit = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (unit >= units) return;
+  constexpr int kBit = kWords * 4;
+  auto* words = reinterpret_cast<Vec<uint32_t, kWords>*>(weight) + unit;
+  const Vec<uint32_t, kWords> natural = *words;
+  Vec<uint32_t, kWords> packed{};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int from = i * kBit, to = place_of(i, 8) * kBit;
+    packed.data[to / 32] |= (natural.data[from / 32] >> from % 32 & ((1u << kBit) - 1)) << to % 32;
+  }
+  *words = packed;
+}
+
+__global__ void __launch_bounds__(256) transpose_kernel(float* to, const float* from, int rows, int columns) {
+  wait_for_inputs();
+  let_next_start();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (i < static_cast<int64_t>(rows) * columns) to[i] = from[i % rows * columns + i / rows];
 }
 
 // Eight columns a thread.
@@ -236,11 +355,11 @@ __global__ void __launch_bounds__(256) unpack_kernel(T* y, const uint8_t* weight
     Vec<T, 8> numbers;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      numbers.data[i] = from_float<T>(number_at<kCodes>(packing, weight, row, first + i, in));
+      numbers.data[i] = from_float<T>(number_at<kCodes>(packing, weight, row, first + i, out, in));
     store(y + row * in + first, numbers);
   } else {
     for (int column = first; column < min(first + 8, in); ++column)
-      y[row * in + column] = from_float<T>(number_at<kCodes>(packing, weight, row, column, in));
+      y[row * in + column] = from_float<T>(number_at<kCodes>(packing, weight, row, column, out, in));
   }
 }
 
@@ -253,6 +372,17 @@ cudaError_t packed_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, stream);
   return cudaErrorInvalidValue;
+}
+
+cudaError_t repack(void* weight, Codes codes, int64_t count, int in, cudaStream_t stream) {
+  if (in % 8 != 0) return cudaSuccess;
+  const auto blocks = blocks_for(count / 8, 256);
+  return codes == Codes::kFour ? launch(repack_kernel<1>, blocks, 256, 0, stream, static_cast<uint32_t*>(weight), count / 8)
+                               : launch(repack_kernel<2>, blocks, 256, 0, stream, static_cast<uint32_t*>(weight), count / 8);
+}
+
+cudaError_t transpose(float* to, const float* from, int rows, int columns, cudaStream_t stream) {
+  return launch(transpose_kernel, blocks_for(static_cast<int64_t>(rows) * columns, 256), 256, 0, stream, to, from, rows, columns);
 }
 
 cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& packing, int out, int in,

@@ -24,7 +24,7 @@ __global__ void embedding_kernel(EmbeddingParams p) {
       Vec<float, kWidth> numbers;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k)
-        numbers.data[k] = number_at<kCodes>(p.packing, static_cast<const uint8_t*>(p.table), mine ? row : 0, i + k, p.hidden);
+        numbers.data[k] = number_at<kCodes>(p.packing, static_cast<const uint8_t*>(p.table), mine ? row : 0, i + k, p.rows, p.hidden);
       return numbers;
     }
   };

@@ -1,6 +1,8 @@
 // y = act(x · weightᵀ + bias) + residual, gated or not, by the kernels for few rows or by cuBLASLt.
 #pragma once
 
+#include <algorithm>
+
 #include "quantized.h"
 
 namespace llmc {
@@ -27,10 +29,15 @@ inline int64_t gates_workspace(const Tensor& x, int64_t out, bool gated) {
   return gated ? (x.shape[0] * out * width(x.dtype) + 255) / 256 * 256 : 0;
 }
 
-// Bytes for those, and for a weight in fewer bits as numbers.
+// Rows for which a weight in fewer bits may be multiplied as it is; there are many enough for it to be made numbers beyond.
+constexpr int kPackedRows = 256;
+
+// Bytes for those, and for a weight in fewer bits as numbers, or for the kernel that takes it as it is.
 inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, const Quantized& quantized, bool gated) {
   const int64_t out = quantized ? quantized.out() : weight.shape[0];
-  return gates_workspace(x, out, gated) + (quantized ? out * quantized.in() * width(x.dtype) : 0);
+  const int64_t packed = quantized ? std::max(out * quantized.in() * width(x.dtype),
+                                              kernels::packed_gemm_scratch(kPackedRows)) : 0;
+  return gates_workspace(x, out, gated) + packed;
 }
 
 // The shape of y; throws Error where x or the weight is no matrix, or the inputs do not fit together.
@@ -76,25 +83,46 @@ inline void gemm(const Linear& l, void* workspace, const Context& context) {
   }
 }
 
-// Whether the kernels for few rows can serve x and such a weight.
-inline bool has_few_rows(const Tensor& x, const kernels::Packing& packing) {
-  return can_gemv(x) && (packing.codes == kernels::Codes::kNone ||
-                         (x.shape[1] % 32 == 0 && packing.group_size % 32 == 0));
+// Whether kernels can serve such a weight as it is.
+inline bool has_steps(const Tensor& x, const kernels::Packing& packing) {
+  return x.shape[1] % 32 == 0 && packing.group_size % 32 == 0;
 }
 
-// By the kernel for few rows, or otherwise, which is cuBLASLt and what else it needs: whichever is the faster. It is that
-// kernel where the weight is in fewer bits, of which there are many more as numbers.
+// Whether the kernels for few rows can serve x and such a weight.
+inline bool has_few_rows(const Tensor& x, const kernels::Packing& packing) {
+  return can_gemv(x) && (packing.codes == kernels::Codes::kNone || has_steps(x, packing));
+}
+
+// What a choice between two ways depends on.
+inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p, bool many) {
+  const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr) + 8 * many +
+                       16 * static_cast<int64_t>(p.packing.codes);
+  return {static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows};
+}
+
+// By cuBLASLt, or of a weight in fewer bits as it is: whichever is the faster.
+inline void gemm_of_many(const Linear& l, void* workspace, const Context& context) {
+  const auto otherwise = [&] { gemm(l, workspace, context); };
+  if (l.packing.codes == kernels::Codes::kNone || l.x.dtype == DType::kFloat32 || l.x.shape[0] > kPackedRows ||
+      !has_steps(l.x, l.packing))
+    return otherwise();
+  const kernels::GemvParams p = gemv_params(l);
+  void* scratch = static_cast<char*>(workspace) + gates_workspace(l.x, l.out, l.gated);
+  context.gemm->choose(way_shape(l.x.dtype, p, true), context.stream, [&] {
+    check(kernels::packed_gemm(l.x.dtype, p, scratch, context.counters, context.stream), "a GEMM of a weight in fewer bits");
+  }, otherwise);
+}
+
+// By the kernel for few rows, or otherwise, which is one for many and what else it needs: whichever is the faster.
 inline void choose_gemv(DType dtype, const kernels::GemvParams& p, const Context& context, const Gemm::Way& otherwise) {
-  if (p.packing.codes != kernels::Codes::kNone)
-    return check(kernels::packed_gemv(dtype, p, context.stream), "a GEMV of a weight in fewer bits");
-  const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr);
-  context.gemm->choose({static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows}, context.stream,
-                       [&] { check(kernels::gemv(dtype, p, context.stream), "a GEMV"); }, otherwise);
+  const auto kernel = p.packing.codes == kernels::Codes::kNone ? kernels::gemv : kernels::packed_gemv;
+  context.gemm->choose(way_shape(dtype, p, false), context.stream, [&] { check(kernel(dtype, p, context.stream), "a GEMV"); },
+                       otherwise);
 }
 
 inline void linear(const Linear& l, void* workspace, const Context& context) {
-  if (!has_few_rows(l.x, l.packing)) return gemm(l, workspace, context);
-  choose_gemv(l.x.dtype, gemv_params(l), context, [&] { gemm(l, workspace, context); });
+  if (!has_few_rows(l.x, l.packing)) return gemm_of_many(l, workspace, context);
+  choose_gemv(l.x.dtype, gemv_params(l), context, [&] { gemm_of_many(l, workspace, context); });
 }
 
 }  // namespace llmc

@@ -5,9 +5,12 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include <algorithm>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -111,6 +114,8 @@ class Gemm {
   // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first.
   using Way = std::function<void()>;
   void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second);
+  // Of the next choices, one after the other, whether they are the first way: for tests.
+  void decide(const std::vector<bool>& firsts) { decided_ = {firsts.begin(), firsts.end()}; }
 
  private:
   struct Plan;
@@ -122,11 +127,12 @@ class Gemm {
   std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
   std::map<std::vector<int64_t>, cublasLtMatmulAlgo_t> best_;  // by shape, the rows last
   std::map<std::vector<int64_t>, bool> first_;                 // of two ways, by shape
+  std::deque<bool> decided_;
   bool times_ = true;
   void* swept_ = nullptr;
 };
 
-constexpr int kCounters = kernels::kAttentionCounters;
+constexpr int kCounters = std::max(kernels::kAttentionCounters, kernels::kPackedGemmBlocks);
 
 // Told of a tensor that an op inside a node made, right after its kernels are enqueued: its name, where it lies on
 // the device, dtype ("float16") and shape. What is to be read of it is to be enqueued on `stream` before it returns.
@@ -161,6 +167,9 @@ class Plugin {
   virtual int64_t workspace(const std::vector<Tensor>&) const { return 0; }
   virtual void enqueue(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                        void* workspace, const Context& context) const = 0;
+  // Before the first run: brings weights into the order in which its kernels read them, in place, those whose data is not
+  // `done` yet. Waits for the stream.
+  virtual void prepare(const std::vector<Tensor>&, std::set<const void*>& /* done */, cudaStream_t) const {}
   // Whether it works with other ranks, and so not without a communicator.
   virtual bool collective() const { return false; }
   // Whether in such a step the output is the first input as it is, and a host may pass that on instead.
@@ -169,8 +178,9 @@ class Plugin {
 
 // An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
 // "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
-// names, if that names one, "name: weight_dtype" where it is of bytes if that field names one, "name: number" where it may also be one float32 number instead, "name = input" where an
-// output is that input's memory, in which the op writes.
+// names, if that names one, "name: weight_dtype" where it is of bytes if that field names one, "name: number" where
+// it may also be one float32 number instead, "name = input" where an output is that input's memory, in which the op
+// writes.
 struct Port {
   Port(const char* declared);
   std::string text() const { return name + (optional ? "?" : ""); }

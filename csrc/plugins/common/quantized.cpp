@@ -43,4 +43,24 @@ kernels::Packing Quantized::packing(const std::vector<Tensor>& in) const {
   return made;
 }
 
+void Quantized::prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done,
+                        cudaStream_t stream) const {
+  if (!*this || !done.insert(in[weight].data).second) return;
+  check(kernels::repack(in[weight].data, packing_.codes, static_cast<int64_t>(out_) * in_, in_, stream), "repacking");
+  for (size_t port : {first_, first_ + 2}) {
+    const Tensor* numbers = optional(in, port);
+    if (numbers == nullptr) continue;
+    const int64_t bytes = numbers->size() * width(numbers->dtype);
+    void* before = nullptr;
+    check(cudaMalloc(&before, bytes), "repacking");
+    cudaError_t error = cudaMemcpyAsync(before, numbers->data, bytes, cudaMemcpyDeviceToDevice, stream);
+    if (error == cudaSuccess)
+      error = kernels::transpose(static_cast<float*>(numbers->data), static_cast<const float*>(before), out_,
+                                 in_ / packing_.group_size, stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+    cudaFree(before);
+    check(error, "repacking");
+  }
+}
+
 }  // namespace llmc

@@ -26,6 +26,8 @@ class Quantized {
   // [out, in] of the weight. Throws Error where it, or its scales, zeros and minima, are not as the fields say.
   Dims matrix(const std::vector<Dims>& in, size_t weight) const;
   kernels::Packing packing(const std::vector<Tensor>& in) const;
+  // See Plugin::prepare: codes as the kernels read them, scales and minima with the rows of a group side by side.
+  void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
   int out() const { return out_; }
   int in() const { return in_; }
   // Rows of the weight, whatever its form.

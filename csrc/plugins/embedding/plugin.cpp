@@ -21,6 +21,10 @@ class Embedding : public Plugin {
     return {y};
   }
 
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+    quantized_.prepare(in, 1, done, stream);
+  }
+
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
     const bool placed = in.size() > 3 && in[3].data != nullptr;

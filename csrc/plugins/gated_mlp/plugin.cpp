@@ -15,6 +15,10 @@ class GatedMLP : public Plugin {
     return linear_workspace(in[0], in[1], quantized_, true);
   }
 
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+    quantized_.prepare(in, 1, done, stream);
+  }
+
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,

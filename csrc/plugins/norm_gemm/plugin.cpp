@@ -24,6 +24,10 @@ class NormGemm : public Plugin {
     return normed_bytes(in[0]) + linear_workspace(in[0], in[1], quantized_, gated_);
   }
 
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+    quantized_.prepare(in, 1, done, stream);
+  }
+
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     const Tensor& x = in[0];
@@ -50,7 +54,7 @@ class NormGemm : public Plugin {
     p.epsilon = epsilon_;
     p.centred = centred_;
     norm(x.dtype, p, "NormGemm", context.stream);
-    gemm({normed, l.weight, l.packing, l.out, l.bias, nullptr, l.y, l.activation, l.gated},
+    gemm_of_many({normed, l.weight, l.packing, l.out, l.bias, nullptr, l.y, l.activation, l.gated},
          static_cast<char*>(workspace) + normed_bytes(x), context);
   }
 

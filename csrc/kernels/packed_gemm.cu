@@ -1,0 +1,404 @@
+// y = act(x · weightᵀ + bias) + residual for 9 to some hundred rows of x, the weight in codes of 4 or 8 bits: between
+// packed_gemv.cu, for which x costs nothing, and cuBLASLt, for which the weight has to be made numbers first.
+//
+// A tile is 128 rows of the weight for kTokens rows of x; a warp takes 32 of them (gated: 16 gates and their 16 ups) for
+// all of x, or for half of it where there are eight. 64 bytes of each row of the weight and the x that belongs there are a
+// stage, kStages of which are under way to shared memory. Codes become numbers of 16 bits in registers, rounded as
+// `unpack` rounds them but that their scales are rounded first, and the tensor core takes these. Which columns are whose is
+// as in packed_gemv.cu.
+//
+// As many blocks as are resident share out all stages of all tiles evenly, so a tile's columns may be the work of
+// several. Each then leaves what it summed up; the one that comes last adds all of it, in the order of the columns
+// whichever it is, so that the same x gives the same y. Reads the weight once for each kTokens rows of x, and x once for
+// each tile, from the cache.
+#include <algorithm>
+
+#include "gemv.cuh"
+#include "packed.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kRowBytes = 64;  // of a row of the weight in a stage
+constexpr int kOut = 128;      // rows of the weight in a tile
+constexpr int kStages = 3;
+constexpr int kMostShares = 4;  // of a tile, unless there are few
+
+template <Codes kCodes>
+constexpr int kColumns = kRowBytes * 8 / kBits<kCodes>;  // of a stage
+
+struct Shares {
+  int tiles, out_tiles, stages;  // stages of a tile
+  float* partial;                // [blocks, 2, a tile]
+  int32_t* counters;             // [blocks]
+
+  __host__ __device__ int begin(int block, int blocks) const {
+    return static_cast<int>(static_cast<int64_t>(tiles) * stages * block / blocks);
+  }
+};
+
+// Of a row's group, each in both halves of a word.
+struct Group {
+  uint32_t scale, minimum, offset;
+};
+
+// kTiles: groups of 8 rows of x that a warp takes; kSides: warps that share rows of the weight. kWhole: groups are of whole
+// stages; otherwise of whole steps, and may have minima.
+template <typename T, Codes kCodes, int kTiles, int kSides, bool kWhole>
+__global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm_kernel(GemvParams p, Shares shares) {
+  constexpr bool kMinima = !kWhole && kCodes != Codes::kFloat8;
+  constexpr int kThreads = 128 * kSides, kTokens = kTiles * 8 * kSides, kBit = kBits<kCodes>;
+  constexpr int kStageColumns = kColumns<kCodes>, kSteps = kStageColumns / 32;
+  constexpr int kVectors = kStageColumns / 8;  // of 16 bytes in a stage of a row of x
+  constexpr int kWeights = kOut * kRowBytes / 16, kX = kTokens * kVectors;  // vectors of a stage
+  extern __shared__ uint4 ring[];  // [kStages][kWeights + kX]
+  __shared__ bool is_last;
+  const int warp = threadIdx.x / 32 % 4, side = threadIdx.x / 128, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int tile_out = p.gated ? kOut / 2 : kOut, blocks = gridDim.x, block = blockIdx.x;
+  const int64_t row_bytes = static_cast<int64_t>(p.in) * kBit / 8;
+  const int first = shares.begin(block, blocks), last = shares.begin(block + 1, blocks);
+
+  const Packing& packing = p.packing;
+  const int groups = p.in / packing.group_size, all_rows = p.gated ? 2 * p.out : p.out;
+  const float per_group = 1.f / packing.group_size;
+  const bool has_minima = kMinima && packing.minimum != nullptr;
+  auto group_of = [&](int column) { return min(static_cast<int>((column + 0.5f) * per_group), groups - 1); };
+
+  // Place `row` of a tile in the weight. Rows beyond the last repeat it; their sums are not written.
+  auto weight_row = [&](int tile, int row) {
+    const int of_gated = min(tile * tile_out + row / 32 * 16 + row % 16, p.out - 1);
+    return p.gated ? row / 16 % 2 * p.out + of_gated : min(tile * tile_out + row, p.out - 1);
+  };
+  // Where a row's vectors go: rows that are read at once share no banks.
+  auto turned = [](int row) { return kWhole ? 0 : kBit == 4 ? row / 2 % 4 : row / 2 % 2 * 2; };
+  auto place_in_x = [](int row, int vector) {
+    return kVectors == 16 ? vector ^ vector / 8 ^ row % 2 * 2 : vector ^ row % 2;
+  };
+
+  // The copies are ahead of the products: their own place in the sequence of tiles and stages.
+  constexpr int kRowsOfX = kThreads / kVectors, kVectorsOfX = kX / kThreads, kVectorsOfWeights = kWeights / kThreads;
+  struct {
+    int at, stage, slot;
+    const uint8_t* rows[kVectorsOfWeights];
+    const float* scale;
+    const T* x;
+    int tokens;  // of x, from this thread's first on
+  } ahead{first, first % shares.stages, 0, {}, nullptr, nullptr, 0};
+  const int part = threadIdx.x % 4, part_of_x = threadIdx.x % kVectors, row_of_x = threadIdx.x / kVectors;
+  auto find_rows = [&] {
+    const int index = ahead.at / shares.stages, tile = index % shares.out_tiles;
+    const int token = index / shares.out_tiles * kTokens + row_of_x;
+#pragma unroll
+    for (int i = 0; i < kVectorsOfWeights; ++i)
+      ahead.rows[i] = static_cast<const uint8_t*>(p.weight) + 16 * part +
+                      weight_row(tile, (i * kThreads + threadIdx.x) / 4) * row_bytes;
+    ahead.x = static_cast<const T*>(p.x) + static_cast<int64_t>(token) * p.in + 8 * part_of_x;
+    ahead.tokens = p.rows - token;
+    ahead.scale = packing.scale + weight_row(tile, threadIdx.x % 16 * 8);
+  };
+  auto copy_weights = [&](uint4* to, int stage) {
+    const bool there = stage * kRowBytes + 16 * part < row_bytes;
+    const int64_t from = there ? stage * kRowBytes : -16 * part;
+#pragma unroll
+    for (int i = 0; i < kVectorsOfWeights; ++i) {
+      const int row = (i * kThreads + threadIdx.x) / 4;
+      start_copy(to + row * 4 + (part ^ turned(row)), ahead.rows[i] + from, there);
+    }
+    // What belongs to the groups comes to the cache meanwhile.
+    if (threadIdx.x < 16) prefetch(ahead.scale + static_cast<int64_t>(group_of(stage * kStageColumns)) * all_rows);
+  };
+  auto copy_x = [&](uint4* to, int stage) {
+    const bool there = stage * kStageColumns + 8 * part_of_x < p.in;
+    const T* from = ahead.x + stage * kStageColumns;
+#pragma unroll
+    for (int i = 0; i < kVectorsOfX; ++i) {
+      const int row = i * kRowsOfX + row_of_x;
+      const bool own = there && i * kRowsOfX < ahead.tokens;
+      start_copy(to + row * kVectors + place_in_x(row, part_of_x),
+                 own ? from + static_cast<int64_t>(i * kRowsOfX) * p.in : static_cast<const T*>(p.x), own);
+    }
+  };
+  auto go_on = [&] {
+    ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
+    ++ahead.at;
+    if (++ahead.stage < shares.stages) return;
+    ahead.stage = 0;
+    find_rows();
+  };
+  // Weights do not depend on the kernel before.
+  const auto start = [&] { ahead.at = first, ahead.stage = first % shares.stages, ahead.slot = 0, find_rows(); };
+  start();
+  for (int i = 0; i < kStages - 1 && ahead.at < last; ++i) {
+    copy_weights(ring + ahead.slot * (kWeights + kX), ahead.stage);
+    go_on();
+  }
+  wait_for_inputs();
+  let_next_start();
+  start();
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (ahead.at < last) copy_x(ring + ahead.slot * (kWeights + kX) + kWeights, ahead.stage), go_on();
+    end_group();
+  }
+
+  float total[2][kTiles][4];
+  Group now[2][2], next[2][2];
+  int rows[2][2];
+  auto begin_tile = [&](int tile) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) rows[m][h] = weight_row(tile, warp * 32 + m * 16 + h * 8 + g);
+  };
+  auto load_next = [&](int column) {
+    const int group = group_of(column);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int64_t at = static_cast<int64_t>(group) * all_rows + rows[m][h];
+        const int zero = zero_of<kCodes>(packing, rows[m][h], group, groups);
+        const float scale = __ldg(packing.scale + at), minimum = has_minima ? __ldg(packing.minimum + at) : 0.f;
+        next[m][h] = {pack<T>(scale, scale), pack<T>(minimum, minimum), offset_of<T, kCodes>(zero)};
+      }
+  };
+  auto clear = [](auto& sums) {
+#pragma unroll
+    for (auto& row : sums)
+#pragma unroll
+      for (auto& value : row) value = 0;
+  };
+  int begun = first;  // where what is in `total` begins
+  int stage = first % shares.stages, tile = first / shares.stages % shares.out_tiles, slot = 0;
+  begin_tile(tile);
+  load_next(stage * kStageColumns);
+  for (int at = first; at < last; ++at) {
+    if (at == begun) clear(total[0]), clear(total[1]);
+    auto next_group = [&](int steps) {  // that of so many steps ahead will be the next
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) now[m][h] = next[m][h];
+      const bool turns = steps == kSteps && stage + 1 == shares.stages;
+      if (turns) begin_tile((tile + 1) % shares.out_tiles);
+      load_next(turns ? 0 : stage * kStageColumns + steps * 32);
+    };
+    if (kWhole) next_group(kSteps);
+    wait_for_group<kStages - 2>();
+    __syncthreads();
+    if (ahead.at < last) {
+      uint4* to = ring + ahead.slot * (kWeights + kX);
+      copy_weights(to, ahead.stage);
+      copy_x(to + kWeights, ahead.stage);
+      go_on();
+    }
+    end_group();
+
+    uint4* here = ring + slot * (kWeights + kX);
+    const uint4 *weights = here, *x = here + kWeights + (side * kTiles * 8 + g) * kVectors;
+    uint4 own[2][2] = {};
+    if (kWhole)
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) own[m][h] = weights[(warp * 32 + m * 16 + h * 8 + g) * 4 + t];
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      if (!kWhole) next_group(j + 1);
+      uint32_t a[2][2][4];  // pairs of columns
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint4* row = weights + (warp * 32 + m * 16 + h * 8 + g) * 4;
+          const uint4& bytes = own[m][h];
+          uint2 words{};
+          if constexpr (kBit == 4) {
+            words.x = !kWhole ? reinterpret_cast<const uint32_t*>(row + (j ^ turned(g)))[t]
+                              : j == 0 ? bytes.x : j == 1 ? bytes.y : j == 2 ? bytes.z : bytes.w;
+          } else if constexpr (kWhole) {
+            words = j == 0 ? make_uint2(bytes.x, bytes.y) : make_uint2(bytes.z, bytes.w);
+          } else {
+            words = reinterpret_cast<const uint2*>(row + ((2 * j + t / 2) ^ turned(g)))[t % 2];
+          }
+          numbers_of<T, kCodes>(a[m][h], words, now[m][h].offset);
+#pragma unroll
+          for (uint32_t& pair : a[m][h])
+            pair = has_minima ? product_and_sum<T>(pair, now[m][h].scale, now[m][h].minimum) : product<T>(pair, now[m][h].scale);
+        }
+      // Four at a time, so that a product is under way while three others are begun.
+#pragma unroll
+      for (int first = 0; first < kTiles; first += 4) {
+        uint4 own_x[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) own_x[n] = x[(first + n) * 8 * kVectors + place_in_x(g, kWhole ? kSteps * t + j : 4 * j + t)];
+#pragma unroll
+        for (int k = 0; k < 4; k += 2)
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            const uint32_t b0 = k == 0 ? own_x[n].x : own_x[n].z, b1 = k == 0 ? own_x[n].y : own_x[n].w;
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              const uint32_t of_rows[4] = {a[m][0][k], a[m][1][k], a[m][0][k + 1], a[m][1][k + 1]};
+              multiply<T>(total[m][first + n], of_rows, b0, b1);
+            }
+          }
+      }
+    }
+    const int of_tile = stage, out_tile = tile;
+    if (++stage == shares.stages) stage = 0, tile = tile + 1 == shares.out_tiles ? 0 : tile + 1;
+    if (stage != 0 && at + 1 < last) continue;
+
+    // The end of what this block has of the tile.
+    const int tile_begin = at - of_tile, mine = 2 * block + (begun == tile_begin);
+    const bool whole = begun == tile_begin && stage == 0;
+    begun = at + 1;
+    if (!whole) {
+      constexpr int kNumbers = 2 * kTiles * 4;
+      auto place = [&](int slot, int i) {
+        return shares.partial + (static_cast<int64_t>(slot) * kNumbers + i) * kThreads + threadIdx.x;
+      };
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) *place(mine, i) = total[i / (kTiles * 4)][i / 4 % kTiles][i % 4];
+      __threadfence();
+      __syncthreads();
+      // Who begins the tile, and who ends it.
+      auto owner = [&](int of) {
+        int found = static_cast<int>(static_cast<int64_t>(of) * blocks / (static_cast<int64_t>(shares.tiles) * shares.stages));
+        while (shares.begin(found + 1, blocks) <= of) ++found;
+        while (shares.begin(found, blocks) > of) --found;
+        return found;
+      };
+      const int from = owner(tile_begin), to = owner(tile_begin + shares.stages - 1);
+      if (threadIdx.x == 0) {
+        is_last = atomicAdd(shares.counters + from, 1) == to - from;
+        if (is_last) shares.counters[from] = 0;
+      }
+      __syncthreads();
+      if (!is_last) continue;
+      __threadfence();
+      clear(total[0]), clear(total[1]);
+      for (int other = from; other <= to; ++other) {
+        const int slot = 2 * other + (other == from);
+#pragma unroll
+        for (int i = 0; i < kNumbers; ++i) total[i / (kTiles * 4)][i / 4 % kTiles][i % 4] += __ldcg(place(slot, i));
+      }
+    }
+    // Through the stage that has been read, as many rows of x at a time as it has room for, so that outputs lie side by
+    // side. A thread's outputs are of one row of the weight first, then of 16 bytes of y.
+    constexpr int kParts = kTokens * kOut / 2 > (kWeights + kX) * 4 ? 4 : 2, kTilesOfPart = kTiles / kParts;
+    constexpr int kPart = kTokens / kParts, kWide = 8;
+    float* sums = reinterpret_cast<float*>(here);  // [kPart][kOut]
+    const int column = threadIdx.x % tile_out, output = out_tile * tile_out + column;
+    auto bias_of = [&](int of) { return p.bias == nullptr ? 0.f : to_float(static_cast<const T*>(p.bias)[of]); };
+    const bool there = output < p.out, changes = p.gated || p.bias != nullptr || p.activation != Activation::kNone;
+    const float bias = there ? bias_of(output) : 0.f, of_up = there && p.gated ? bias_of(p.out + output) : 0.f;
+    for (int part = 0; part < kParts; ++part) {
+      __syncthreads();
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c)
+            if (n / kTilesOfPart == part) {
+              // Gates come first, then their ups.
+              const int row = p.gated ? m * (kOut / 2) + warp * 16 + c / 2 * 8 + g : warp * 32 + m * 16 + c / 2 * 8 + g;
+              sums[((side * kTilesOfPart + n % kTilesOfPart) * 8 + 2 * t + c % 2) * kOut + row] = total[m][n][c];
+            }
+      __syncthreads();
+      if (changes) {
+        for (int place = threadIdx.x / tile_out; place < kPart; place += kThreads / tile_out) {
+          float& value = sums[place * kOut + column];
+          value = device::activate(value + bias, p.activation);
+          if (p.gated) value *= sums[place * kOut + kOut / 2 + column] + of_up;
+        }
+        __syncthreads();
+      }
+      const int first_token = at / shares.stages / shares.out_tiles * kTokens + part * kTilesOfPart * 8;
+      auto write = [&](auto width) {
+        constexpr int kWidth = width.value;
+        const int vectors = tile_out / kWidth;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < kPart * vectors; i += kThreads) {
+          const int place = i / vectors, first_output = i % vectors * kWidth;
+          const int row = first_token + place / (kTilesOfPart * 8) * kTiles * 8 + place % (kTilesOfPart * 8);
+          if (out_tile * tile_out + first_output >= p.out || row >= p.rows) continue;
+          const int64_t to = static_cast<int64_t>(row) * p.out + out_tile * tile_out + first_output;
+          Vec<T, kWidth> result{};
+          if (p.residual != nullptr) result = *reinterpret_cast<const Vec<T, kWidth>*>(static_cast<const T*>(p.residual) + to);
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k)
+            result.data[k] = from_float<T>(sums[place * kOut + first_output + k] + to_float(result.data[k]));
+          *reinterpret_cast<Vec<T, kWidth>*>(static_cast<T*>(p.y) + to) = result;
+        }
+      };
+      if (p.out % kWide == 0) write(std::integral_constant<int, kWide>());
+      else write(std::integral_constant<int, 1>());
+    }
+  }
+}
+
+// Rows of x that a tile takes.
+int tokens_of(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
+
+template <typename T, Codes kCodes, int kTiles, int kSides, bool kWhole>
+cudaError_t run_tiles(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+  constexpr int kTokens = kTiles * 8 * kSides, kStageColumns = kColumns<kCodes>;
+  constexpr size_t kShared = kStages * (kOut * kRowBytes + sizeof(T) * kTokens * kStageColumns);
+  if constexpr (kSides == 2)
+    if (device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < static_cast<int>(kShared))
+      return run_tiles<T, kCodes, kTiles, 1, kWhole>(p, scratch, counters, stream);
+  auto kernel = packed_gemm_kernel<T, kCodes, kTiles, kSides, kWhole>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
+  if (error != cudaSuccess) return error;
+  static const int resident = [kernel] {
+    int blocks = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128 * kSides, kShared);
+    return std::max(blocks, 1) * static_cast<int>(multiprocessors());
+  }();
+  const int out_tiles = static_cast<int>(blocks_for(p.out, p.gated ? kOut / 2 : kOut));
+  const int tiles = out_tiles * static_cast<int>(blocks_for(p.rows, kTokens));
+  const int stages = static_cast<int>(blocks_for(p.in, kStageColumns));
+  const int blocks = std::min({resident, tiles * std::min(stages, kMostShares), kPackedGemmBlocks});
+  return launch(kernel, blocks, 128 * kSides, kShared, stream, p,
+                Shares{tiles, out_tiles, stages, static_cast<float*>(scratch), counters});
+}
+
+template <typename T, Codes kCodes, bool kWhole>
+cudaError_t run_rows(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+  switch (tokens_of(p.rows)) {
+    case 32: return run_tiles<T, kCodes, 4, 1, kWhole>(p, scratch, counters, stream);
+    case 64: return run_tiles<T, kCodes, 8, 1, kWhole>(p, scratch, counters, stream);
+    default: return run_tiles<T, kCodes, 8, 2, kWhole>(p, scratch, counters, stream);
+  }
+}
+
+template <typename T>
+cudaError_t run_type(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+  return with_codes(p.packing.codes, [&](auto codes) {
+    const bool whole = p.packing.group_size % kColumns<codes.value> == 0 && p.packing.minimum == nullptr;
+    return whole ? run_rows<T, codes.value, true>(p, scratch, counters, stream)
+                 : run_rows<T, codes.value, false>(p, scratch, counters, stream);
+  });
+}
+
+}  // namespace
+
+int64_t packed_gemm_scratch(int rows) {
+  return static_cast<int64_t>(kPackedGemmBlocks) * 2 * kOut * tokens_of(rows) * sizeof(float);
+}
+
+cudaError_t packed_gemm(DType dtype, const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+  const int group = p.packing.group_size;
+  if (p.norm || p.rows < 1 || p.in % 32 != 0 || group < 32 || group % 32 != 0 || p.in % group != 0)
+    return cudaErrorInvalidValue;
+  if (dtype == DType::kFloat16) return run_type<__half>(p, scratch, counters, stream);
+  if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, scratch, counters, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace llmc::kernels

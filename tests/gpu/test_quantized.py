@@ -1,0 +1,66 @@
+"""Models with weights in fewer bits: their logits, by every way in which rows are multiplied."""
+
+from dataclasses import replace
+
+import families
+import numpy as np
+import pytest
+from schedule_interpreter import LIMITS as SMALL
+from schedule_interpreter import Interpreters
+from stepping import load
+
+import llmc
+from llmc.runtime.step import Step
+
+ROWS = (1, 4, 9, 16, 17, 40, 100, 300)  # few, many, and so many that a weight becomes numbers
+FAMILIES = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192},
+            "qwen3": {"intermediate_size": 192}, "gemma2": {"intermediate_size": 192},
+            "gpt_neox": {"intermediate_size": 192}}  # whole groups
+LIMITS = replace(SMALL, num_blocks=64, block_size=16, max_tokens=512)
+ROOM = dict(max_batch_size=4, max_tokens=512, kv_cache_tokens=2**12)
+
+
+def steps():
+    rng = np.random.default_rng(5)
+    for rows in ROWS:
+        blocks = list(range(-(-rows // 16)))
+        yield Step.of([rng.integers(3, families.VOCAB, rows).tolist()], [0], [blocks], [0],
+                      logits="all")
+
+
+def on_gpu(case):
+    engine = load(case, **ROOM)
+    made = [engine.collect(engine.submit(step)).logits for step in steps()]
+    engine.close()
+    return made
+
+
+def truth(case):
+    interpreters = Interpreters(case, LIMITS)
+    return [interpreters.compute(step) for step in steps()]
+
+
+def off(actual, expected):
+    """The largest difference, of the range."""
+    return max(np.abs(own - right).max() / np.ptp(right)
+               for own, right in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(extension, family, scheme, tmp_path):
+    model = families.tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
+    hf = families.save(model, tmp_path / "hf")
+
+    def compiled(dtype, quantize):
+        case = tmp_path / f"{dtype}-{quantize}"
+        llmc.compile(hf, case, target="cuda", dtype=dtype, quantize=quantize, group_size=32,
+                     quantize_lm_head=quantize if quantize != "none" else "", max_seq_len=512)
+        return case
+
+    exact = compiled("float32", scheme)
+    right, plain = truth(exact), truth(compiled("float32", "none"))
+    assert off(on_gpu(exact), right) < 1e-4
+    for dtype in ("float16", "bfloat16"):
+        allowed = 3 * off(on_gpu(compiled(dtype, "none")), plain)
+        assert off(on_gpu(compiled(dtype, scheme)), right) <= allowed, dtype
