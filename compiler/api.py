@@ -21,7 +21,6 @@ from llmc.compiler.passes.quantize import DEQUANTIZED
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
-from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
     PAGED,
@@ -123,9 +122,6 @@ def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress)
     assert options.scheme is not None
     tokens = read_text(text, raw)
     fused = fuse(raw, options)
-    if len(fused.graphs) > 1:
-        raise LlmcError(f"'{raw.architecture}' is an encoder-decoder model, which --calibrate does "
-                        f"not know; leave it out")
     calibrate(fused.graphs[0], tokens, options.scheme, options.head_scheme,
               fused.settings.max_seq_len, progress)
     return divide(fused, options)

@@ -187,11 +187,13 @@ def divide(fused: Fused, options: Options) -> Lowered:
     Raises:
         LlmcError: see `lower`.
     """
+    target = TARGETS[options.target]
     settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
                        kv_dtype=options.kv_dtype, scheme=options.scheme,
                        head_scheme=options.head_scheme, calibrated=options.calibrated,
                        dequantize=options.dequantize,
-                       group_multiple=getattr(TARGETS[options.target], "GROUP_MULTIPLE", 0))
+                       group_multiple=getattr(target, "GROUP_MULTIPLE", 0),
+                       orders_columns=getattr(target, "ORDERS_COLUMNS", False))
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

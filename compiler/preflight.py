@@ -207,6 +207,13 @@ def _encoder(options: Options, about: About) -> str | None:
     return None
 
 
+def _calibrated(options: Options, about: About) -> str | None:
+    if not about.has_encoder or not options.calibrated:
+        return None
+    return (f"'{about.name}' is an encoder-decoder model, which --calibrate does not know: a text "
+            f"is no pair of a prompt and its answer; leave it out")
+
+
 def _decoder_start(options: Options, about: About) -> str | None:
     if not about.has_encoder or any(token_ids(key, about.config, about.generation)
                                     for key in ("decoder_start_token_id", "bos_token_id")):
@@ -254,6 +261,7 @@ OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
 MODEL_CHECKS: dict[str, Callable[[Options, About], str | None]] = {
     "quantized already": _quantized_already,
     "encoder": _encoder,
+    "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "heads": _heads,
     "positions": _positions,

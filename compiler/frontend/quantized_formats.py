@@ -13,8 +13,8 @@ of 32, the first code in the lowest bits:
     FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
-    MXFP4               numbers as NVFP4's; in weight_packed, with weight_scale [out, in / 32], or in
-                        weight_blocks uint8 [out, in / 32, 16], with weight_scales; a scale is the
+    MXFP4               numbers as NVFP4's; weight_packed with weight_scale [out, in / 32], or
+                        weight_blocks uint8 [out, in / 32, 16] with weight_scales; a scale is the
                         bits of an exponent, 127 for 1
 """
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -221,7 +221,14 @@ def _with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> 
 
 
 def _keep_ordered(decoder: _Decoder, module: str, stored: Stored, belongs: np.ndarray) -> None:
-    """A weight whose columns belong to groups in no order: read as numbers."""
+    """A weight whose columns belong to groups in no order: in the groups' order, where these are
+    all of one size, else read as numbers.
+    """
+    counts = np.bincount(belongs, minlength=stored.scales.shape[1])
+    if (counts == counts[0]).all() and counts[0] >= SMALLEST_GROUP:
+        order = np.argsort(belongs, kind="stable")
+        decoder.keep(module, replace(stored, codes=stored.codes.take_columns(order), order=order))
+        return
     codes, scales, zeros = stored.codes, stored.scales, stored.zeros
     fixed = np.float32(2 ** (stored.bits - 1))
 
@@ -231,8 +238,8 @@ def _keep_ordered(decoder: _Decoder, module: str, stored: Stored, belongs: np.nd
             * scales.rows(start, stop)[:, belongs]
         return numbers
 
-    decoder.note("columns are grouped in the order of activations, which no kernel reads: they "
-                 "are read as float32, at four to eight times the memory", module)
+    decoder.note("columns are in groups of several sizes, which no kernel reads: they are read as "
+                 "float32, at four to eight times the memory", module)
     weight = Weight(codes.shape, np.float32, rows, f"{module}.weight")
     weight.dequantized = True
     decoder.made[f"{module}.weight"] = weight

@@ -59,6 +59,7 @@ class Stored:
         zeros: uint8 [out, in / group_size] where the dtype has them.
         minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them, whose codes
             and scales have at most 24 bits together, so that a zero times a scale is exact.
+        order: int64 [in], which column of the matrix each column of `codes` is; None: the same.
     """
 
     dtype: str
@@ -66,6 +67,7 @@ class Stored:
     scales: Weight
     zeros: Weight | None = None
     minima: Weight | None = None
+    order: np.ndarray | None = None
 
     @property
     def bits(self) -> int:
@@ -93,7 +95,10 @@ class Stored:
         numbers = decode(codes.reshape(*scales.shape, -1), scales, zeros, self.dtype)
         if self.minima is not None:
             numbers += self.minima.rows(start, stop)[:, :, None]
-        return numbers.reshape(codes.shape)
+        numbers = numbers.reshape(codes.shape)
+        if self.order is not None:
+            numbers[:, self.order] = numbers.copy()
+        return numbers
 
     def take_rows(self, index: np.ndarray) -> Stored:
         """Rows `index`, in that order."""
@@ -117,6 +122,8 @@ class Stored:
         """Columns `index`, in that order, in groups as large as that leaves; None where they are
         no groups of a size that kernels have.
         """
+        if self.order is not None:
+            return None
         size = math.gcd(self.group_size, len(index))
         while size >= SMALLEST_GROUP:
             runs = index.reshape(-1, size)
@@ -146,6 +153,8 @@ class Stored:
         with zeros or minima if one has them; None where that is no form.
         """
         parts = [self, *others]
+        if len({None if part.order is None else part.order.tobytes() for part in parts}) > 1:
+            return None
         size = math.gcd(*(part.group_size for part in parts))
         if len({part.dtype == _FLOAT8 for part in parts}) > 1 or (
                 size < SMALLEST_GROUP and len({part.group_size for part in parts}) > 1):
@@ -162,7 +171,7 @@ class Stored:
         return Stored(parts[0].dtype, Weight.concat([part.codes for part in parts]),
                       Weight.concat([part.scales for part in parts]),
                       stacked([part.zeros for part in parts]),
-                      stacked([part.minima for part in parts]))
+                      stacked([part.minima for part in parts]), self.order)
 
     def _widened(self, bits: int, minima: bool) -> Stored:
         """The same numbers in codes of so many bits without a fixed zero."""
@@ -170,7 +179,7 @@ class Stored:
         if fixed is not None:
             zeros = Weight(self.scales.shape, np.uint8, lambda start, stop: np.full(
                 (stop - start, self.scales.shape[1]), fixed, np.uint8), "zeros")
-        made = Stored(f"uint{bits}", self.codes, self.scales, zeros, self.minima)
+        made = replace(self, dtype=f"uint{bits}", zeros=zeros)
         if not minima or zeros is None:
             return made
         known = zeros

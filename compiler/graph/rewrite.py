@@ -54,6 +54,7 @@ class Settings:
         dequantize: whether weights that are stored in fewer bits are read as numbers.
         group_multiple: of how many columns groups are, which the target's kernels read; 0: they
             read none.
+        orders_columns: whether the target brings activations in an order of columns.
     """
 
     max_seq_len: int
@@ -68,11 +69,13 @@ class Settings:
     calibrated: bool = False
     dequantize: bool = False
     group_multiple: int = 1
+    orders_columns: bool = True
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""
         return not self.dequantize and self.group_multiple > 0 \
-            and stored.group_size % self.group_multiple == 0
+            and stored.group_size % self.group_multiple == 0 \
+            and (self.orders_columns or stored.order is None)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ Given:   GemmBiasAct(x, W), W float32 [out, in], with the form that its checkpoi
 Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_size, in_features,
          out_features)
 
-What a checkpoint stores is never rounded again. Of our own rounding, tables of embeddings take part
-where the LM head is the same table. Groups that no kernel of the target reads stay numbers.
+Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
+never rounded again. Of our own rounding, tables of embeddings take part where the LM head is the
+same table. Groups that no kernel of the target reads stay numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         return
     head = id(values_of(head_weight(graphs[0])))
     made: dict[int, _Made] = {}
-    for node in (node for graph in graphs for node in graph.nodes):
+    for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
         if op is None or op.quantized is None:
             continue
@@ -70,6 +71,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
             made[id(values)] = _Made(values, stored, *_constants(stored, given[role.weight].name))
         known = made[id(values)]
         stored, (out_features, in_features) = known.stored, values.shape
+        if stored.order is not None:
+            given["x"] = _ordered(owner, node, given["x"], stored.order)
         if role.row_sums in given:
             given[role.row_sums] = _row_sums(stored, given[role.row_sums].name)
         node.inputs = arranged(op, {**given, role.weight: known.weight, role.scale: known.scale,
@@ -126,12 +129,22 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings) 
             return None
         stored = quantize(values, scheme, name)
     if not settings.reads(stored):
-        return NoMatch(f"its weight has groups of {stored.group_size}, where the target's kernels "
-                       f"read multiples of {settings.group_multiple}, so it is read as numbers",
-                       values.name)
+        why = f"groups of {stored.group_size}, where the target's kernels read multiples of " \
+              f"{settings.group_multiple}" if stored.order is None else \
+              "columns in the order of activations, which the target does not bring in it"
+        return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
     if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
         return stored.regrouped(math.gcd(stored.group_size, 128))
     return stored
+
+
+def _ordered(graph: gs.Graph, node: gs.Node, x: gs.Tensor, order: np.ndarray) -> gs.Tensor:
+    """The columns of x in the order in which a weight has its."""
+    made = gs.Variable(f"{node.outputs[0].name}.columns", x.dtype, x.shape)
+    index = gs.Constant(f"{made.name}.order", order)
+    place = next(place for place, other in enumerate(graph.nodes) if other is node)
+    graph.nodes.insert(place, gs.Node("Gather", made.name, {"axis": 1}, [x, index], [made]))
+    return made
 
 
 def _row_sums(stored: Stored, name: str) -> gs.Constant:

@@ -345,7 +345,7 @@ class _Shards:
         key = (id(tensor._values), str(axis), index.tobytes())
         if key not in self._made:
             shard = values.take_rows(index) if axis == 0 else values.take_columns(index)
-            if values.stored is not None and shard.stored is None:
+            if values.stored is not None and values.stored.order is None and shard.stored is None:
                 raise LlmcError(f"'{tensor.name}' is stored in groups of "
                                 f"{values.stored.group_size} along its rows of {values.shape[1]}, "
                                 f"which this tp_size would cut; give another, such as 1")

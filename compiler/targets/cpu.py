@@ -29,6 +29,7 @@ KIND = "cpu"
 DTYPES = ("float32",)
 WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
 GROUP_MULTIPLE = 1
+ORDERS_COLUMNS = True
 
 
 def describe(options: Options) -> Target:

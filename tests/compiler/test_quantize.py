@@ -319,6 +319,15 @@ def test_a_text_that_is_too_short_is_told(content, said, talkative, tmp_path):
         llmc.compile(talkative[1], tmp_path / "case", calibrate=tmp_path / "text")
 
 
+def test_an_encoder_decoder_is_not_calibrated_and_that_is_told_before_its_export(tmp_path):
+    hf = families.save(families.tiny_encoder_decoder("t5"), tmp_path / "hf")
+    said = []
+    with pytest.raises(LlmcError, match="is an encoder-decoder model, which --calibrate does not"):
+        llmc.compile(hf, tmp_path / "case", quantize="int8", calibrate=tmp_path / "no text",
+                     progress=said.append)
+    assert "passes" not in said
+
+
 def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
     _, hf, text = talkative
     llmc.compile(hf, tmp_path / "case", quantize="int8", group_size=32)

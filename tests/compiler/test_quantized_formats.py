@@ -65,15 +65,17 @@ def gptq(bits=4, zeros="any", form="gptq", order=False, group=32):
         if form == "gptq":
             zero = np.maximum(zero, 1)  # 0 is stored as -1
         belongs = np.arange(width) // group
-        if order:
-            belongs = RNG.permutation(belongs)
+        if order:  # of a layer's own, which weights that read the same activations share
+            belongs = np.random.default_rng([width, *stem[13:15].encode()]).permutation(belongs)
+        if order == "odd":
+            belongs[belongs == 1] = 0
         scales = scales.astype(np.float16)
         return {f"{stem}.qweight": np.ascontiguousarray(words(codes, bits).T),
                 f"{stem}.qzeros": words(zero.T - (form == "gptq"), bits),
                 f"{stem}.scales": np.ascontiguousarray(scales.T),
                 f"{stem}.g_idx": belongs.astype(np.int32)}, affine(codes, zero, scales, belongs)
     return dict(quant_method="gptq", bits=bits, group_size=group, checkpoint_format=form,
-                desc_act=order), make
+                desc_act=bool(order)), make
 
 
 def awq(group=32):
@@ -173,12 +175,13 @@ def mxfp4(blocks):
 FORMATS = {
     "gptq": (gptq(), "uint4"), "gptq-symmetric": (gptq(zeros="middle"), "int4"),
     "gptq-zero-16": (gptq(zeros="past"), "uint8"), "gptq-8-bits": (gptq(8), "uint8"),
-    "gptq-v2": (gptq(form="gptq_v2"), "uint4"), "gptq-act-order": (gptq(order=True), ""),
+    "gptq-v2": (gptq(form="gptq_v2"), "uint4"), "gptq-act-order": (gptq(order=True), "uint4"),
     "awq": (awq(), "uint4"),
     "w4a16": (pack_quantized(), "int4"), "w4a16-asymmetric": (pack_quantized(zeros="any"), "uint4"),
     "w4a16-channel": (pack_quantized(group=0), "int4"), "w8a16": (pack_quantized(8), "int8"),
     "w8a16-channel": (pack_quantized(8, "any", 0), "uint8"),
-    "w4a16-g-idx": (pack_quantized(order=True), ""),
+    "w4a16-g-idx": (pack_quantized(order=True), "int4"),
+    "gptq-odd-groups": (gptq(order="odd"), ""),
     "fp8-tensor": (float8("tensor"), "float8_e4m3fn"),
     "fp8-channel": (float8("channel"), "float8_e4m3fn"),
     "fp8-block-compressed": (float8("block"), "float8_e4m3fn"),
@@ -233,7 +236,8 @@ def test_numbers_are_bit_for_bit_the_format_s(kind, plain_hf, tmp_path):
         assert tensor.load().tobytes() == expected.tobytes(), name
         assert np.concatenate(list(tensor.blocks(5000))).tobytes() == expected.tobytes(), name
         assert (tensor.stored.dtype if tensor.stored else "") == FORMATS[kind][1]
-    assert any("order of activations" in note for note in found.notes) == (FORMATS[kind][1] == "")
+    assert any("groups of several sizes" in note for note in found.notes) \
+        == (FORMATS[kind][1] == "")
 
 
 def transformers_logits(plain, truth):
@@ -259,6 +263,26 @@ def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_h
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {form.dtype for form in forms.values()} == {FORMATS[kind][1]}
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+@pytest.mark.parametrize(("target", "tp_size", "kept"), [
+    ("cpu", 1, 8), ("cpu", 2, 4), ("cuda", 1, 0)])
+def test_columns_in_the_order_of_activations_are_brought_in_it_where_they_are_not_divided(
+        target, tp_size, kept, plain_hf, tmp_path, monkeypatch):
+    directory, truth = write(plain_hf, tmp_path / "hf", "gptq-act-order")
+    monkeypatch.setattr(cpu, "KIND", "")
+    said = []
+    llmc.compile(directory, tmp_path / "case", target=target, tp_size=tp_size,
+                 progress=said.append)
+    assert len(read_manifest(tmp_path / "case").chips[0].quantization) == kept
+    assert any(f"no kernels for {8 - kept} of" in text for text in said) == (kept < 8)
+    expected = transformers_logits(plain_hf, truth)
+    if target == "cuda":
+        found = Interpreters(tmp_path / "case").compute(STEP)
+    else:
+        with llmc.LLM(tmp_path / "case") as llm:
+            found = llm.logits(TOKENS)
+    families.assert_close(found, expected, 1e-5)
 
 
 def test_the_cpu_s_own_kernels_read_them(plain_hf, tmp_path):
