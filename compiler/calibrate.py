@@ -1,10 +1,13 @@
-"""Round weights so that what layers make of a text changes least: GPTQ's correction.
+"""Round weights so that what layers make of a text changes least: AWQ's scales, then GPTQ's
+correction.
 
-The fused graph of the whole model is run on the text, a node at a time. Before a linear layer is
-run its weight is rounded column by column; what a column loses is taken back by the columns behind
-it, as far as the layer's inputs on the text say that they can (Frantar et al., 2022, without the
-reordering of columns). Then the layer is run with what it has become, so that later layers
-see, and correct, what earlier ones have lost. In memory are the text's activations and one weight.
+The fused graph of the whole model is run on the text, a node at a time. Before a node is run that
+makes what one linear layer alone reads, the two are scaled (compiler/channel_scales.py). Before a
+linear layer is run its weight is rounded column by column; what a column loses is taken back by the
+columns behind it, as far as the layer's inputs on the text say that they can (Frantar et al., 2022,
+without the reordering of columns). Then the layer is run with what it has become, so that later
+layers see, and correct, what earlier ones have lost. In memory are the text's activations and one
+weight.
 
 The inputs' products are summed as the processor's libraries do it, so unlike rounding to nearest
 this gives the same bytes on the same machine only.
@@ -20,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.channel_scales import find_pair, scale_channels
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.quantization import Scheme, Stored, decode, encode, quantize, scales_of
@@ -75,34 +79,41 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
     Raises:
         LlmcError: a weight cannot be rounded as asked for.
     """
-    head = values_of(head_weight(graph))
-    constants: dict[int, list[gs.Constant]] = {}
-    for tensor in graph.tensors().values():
-        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
-            constants.setdefault(id(tensor._values), []).append(tensor)
+    head = head_weight(graph)
+    constants = [tensor for tensor in graph.tensors().values() if isinstance(tensor, gs.Constant)]
+
+    def wanted(tensor: gs.Tensor) -> Scheme | None:
+        return head_scheme if values_of(tensor) is values_of(head) else scheme
+
     values: dict[str, np.ndarray] = _feeds(graph, tokens, max_seq_len)
-    last_use = {tensor.name: step for step, node in enumerate(graph.nodes)
+    last_use = {id(tensor): step for step, node in enumerate(graph.nodes)
                 for tensor in node.inputs}
     space = _Space()
     for step, node in enumerate(graph.nodes):
+        pair = find_pair(graph, node)
+        if pair is not None:
+            own = wanted(pair.weight)
+            if own is not None:
+                scale_channels(pair, _run(node, values)[pair.made.name], own)
         op = op_of(node)
         if op is not None and op.quantized is not None \
                 and not any(isinstance(way, ByVocabulary) for way in op.shard):
             tensor = operands(node)[op.quantized.weight]
             weight = values_of(tensor)
-            wanted = head_scheme if weight is head else scheme
-            if wanted is not None:
+            own = wanted(tensor)
+            if own is not None:
                 refuse_rounded(weight)
                 progress(f"calibrate {tensor.name}")
-                stored = space.keep(_round(weight, values[operands(node)["x"].name], wanted,
+                stored = space.keep(_round(weight, values[operands(node)["x"].name], own,
                                            tensor.name))
-                for constant in constants[id(weight)]:
-                    constant._values = stored.weight(weight.name)
+                for constant in constants:
+                    if constant._values is weight:
+                        constant._values = stored.weight(weight.name)
         if any(t.name == "logits" for t in node.outputs):
             return  # nothing comes behind the head
         values.update(_run(node, values))
         for tensor in (*node.inputs, *node.outputs):
-            if last_use.get(tensor.name, -1) <= step:
+            if last_use.get(id(tensor), -1) <= step:
                 values.pop(tensor.name, None)
 
 

@@ -62,7 +62,7 @@ from llmc.compiler.check.reference import (
 )
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
 from llmc.compiler.frontend import RawModel, load
-from llmc.compiler.graph.names import HIDDEN_STATE
+from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import lower
@@ -536,7 +536,7 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
                 rounded = _rounded(graph, manifest.chips[rank])
                 for tensor in graph.tensors().values():
                     if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
-                        if tensor.name in rounded:
+                        if tensor.name in rounded or f"{tensor.name}{SCALED}" in names:
                             continue
                         have = file.get_slice(tensor.name) if tensor.name in names else None
                         found = _compare_weight(rank, tensor.name, have, tensor._values)

