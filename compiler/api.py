@@ -19,7 +19,7 @@ from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import DEQUANTIZED
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
-from llmc.compiler.targets import Options
+from llmc.compiler.targets import Options, cuda
 from llmc.compiler.windows import check_windows
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.runtime.manifest import (
@@ -72,7 +72,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             32 and 16 that the row is whole groups of, with fp8 the row.
         quantize_lm_head: likewise, of the LM head, and with it the embedding where the two are
             tied; none: not at all; "": int8 where the rest has 4 bits, which lose most there.
-        calibrate: a UTF-8 text of at least 1024 tokens, on which what is rounded is corrected.
+        calibrate: a UTF-8 text of at least 1024 tokens, for which what is rounded is scaled and
+            corrected.
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use, at most the model's; by default all of them for
@@ -106,7 +107,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         lowered = _calibrated(raw, options, Path(str(calibrate)), progress)
     else:
         lowered = lower(raw, options)
-    _say_dequantized(lowered, options, progress)
+    _say_conversions(lowered, options, progress)
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
     with new_directory(output) as directory:
@@ -140,8 +141,13 @@ def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
     return dict(sorted(used.items()))
 
 
-def _say_dequantized(lowered: Lowered, options: Options, progress: Progress) -> None:
+def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> None:
+    """Say which weights in fewer bits become others, here or in every step."""
     for report in lowered.reports if not options.dequantize else ():
+        if options.target == cuda.KIND and any(
+                name.startswith(_DTYPES["fp8"]) for name in report.matches):
+            progress(f"weights in FP8 are converted to {options.dtype} as they are read, on GPUs "
+                     f"that multiply FP8 too")
         count = report.matches.get(DEQUANTIZED, 0)
         if count:
             progress(f"the {options.target} target has no kernels for {count} of the checkpoint's "

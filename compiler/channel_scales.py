@@ -82,7 +82,8 @@ def scale_channels(pair: Pair, x: np.ndarray, scheme: Scheme) -> None:
 def _times_rows(weight: Weight, factors: np.ndarray) -> Weight:
     def rows(start: int, stop: int) -> np.ndarray:
         block = weight.rows(start, stop).astype(np.float32)
-        return block * factors[start:stop].reshape(-1, *[1] * (block.ndim - 1))
+        block *= factors[start:stop].reshape(-1, *[1] * (block.ndim - 1))
+        return block
 
     return Weight(weight.shape, np.float32, rows, weight.name)
 
@@ -104,7 +105,9 @@ def _search(weight: Weight, x: np.ndarray, scheme: Scheme) -> np.ndarray | None:
 
 def _centred(scales: np.ndarray) -> np.ndarray:
     """Around 1."""
-    return np.divide(scales, np.sqrt(scales.max() * scales.min()), dtype=np.float32)
+    middle = np.sqrt(scales.max() * scales.min())
+    centred: np.ndarray = (scales / middle).astype(np.float32)
+    return centred
 
 
 def _loss(matrix: np.ndarray, scales: np.ndarray, x: np.ndarray, size: int, dtype: str) -> float:

@@ -249,6 +249,13 @@ def test_the_same_model_and_options_give_the_same_bytes(root, tmp_path):
     assert len(digests) == 1
 
 
+def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
+    said = []
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16", quantize="fp8",
+                 compute_capability="8.0", progress=said.append)
+    assert any("weights in FP8 are converted to bfloat16 as they are read" in text for text in said)
+
+
 @pytest.mark.parametrize(("options", "said"), [
     ({"quantize": "int5"}, "cannot be quantised to 'int5'; there are: int8, int4, uint4, fp8"),
     ({"quantize": "int4", "target": "tensorrt"}, "target 'tensorrt' has no kernels for weights"),
