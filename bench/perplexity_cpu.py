@@ -14,7 +14,6 @@ half. Speed is a median of runs in turn: prompt 16, generate 64, batch 1.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import sys
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from unittest import mock
 
 import bench_model
 import numpy as np
-from quantized_cpu import NEW, PROMPT, Run, of_llama_cpp, of_llmc
+from quantized_cpu import NEW, PROMPT, Run, llama_cpp_files, of_llama_cpp, of_llmc
 
 import llmc
 from llmc.compiler.check import evaluate
@@ -51,7 +50,6 @@ HALVES = {
 }
 CALIBRATED = [("int4, 32", "GPTQ"), ("int4, 32", "AWQ"), ("int4, 32", "both"),
               ("int4, 32, head int4", "both"), ("uint4, 32", "both")]
-LLAMA_CPP = {"Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_1": "", "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
 
 
 def write_text(case: Path, path: Path) -> Path:
@@ -86,22 +84,6 @@ def compile_all(hf: Path, gguf: Path, work: Path) -> dict[str, Path]:
             add(f"{name}, {'calibrated' if half == 'both' else half}", hf, **OWN[name],
                 calibrate=text)
     return cases
-
-
-def llama_cpp_files(gguf: Path, work: Path) -> dict[str, Path]:
-    """llama.cpp's own, made of the file that the weights come from."""
-    import llama_cpp
-
-    files = {}
-    for name, kind in LLAMA_CPP.items():
-        files[name] = work / f"{name}.gguf" if kind else gguf
-        if not files[name].is_file():
-            params = llama_cpp.llama_model_quantize_default_params()
-            params.ftype, params.allow_requantize = getattr(llama_cpp, kind), True
-            failed = llama_cpp.llama_model_quantize(
-                str(gguf).encode(), str(files[name]).encode(), ctypes.byref(params))
-            assert not failed, name
-    return files
 
 
 def llama_cpp_perplexity(file: Path, ids: list[int]) -> tuple[float, np.ndarray]:

