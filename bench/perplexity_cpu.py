@@ -6,9 +6,10 @@ with and without calibration, and llama.cpp's files of it.
     PYTHONPATH=LIBS python bench/perplexity_cpu.py WORK_DIR
 
 Perplexity is `llmc eval`'s, of the text that comes with llmc in windows of 1,024 tokens, stride
-512; llama.cpp scores the same tokens in the same windows. Calibration's text is what the float32
-model itself writes, sampled with a seed. AWQ and GPTQ alone are `--calibrate` without its other
-half. Speed is a median of runs in turn: prompt 16, generate 64, batch 1.
+512; llama.cpp scores the same tokens in the same windows. "Choices kept" counts of the first 1,000
+tokens those whose likeliest is float32's. Calibration's text is what the float32 model itself
+writes, sampled with a seed. AWQ and GPTQ alone are `--calibrate` without its other half. Speed is a
+median of runs in turn: prompt 16, generate 64, batch 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +51,7 @@ HALVES = {
     "both": None,
 }
 CALIBRATED = [("int4, 32", "GPTQ"), ("int4, 32", "AWQ"), ("int4, 32", "both"),
-              ("int4, 32, head int4", "both"), ("uint4, 32", "both")]
+              ("uint4, 32", "both")]
 
 
 def write_text(case: Path, path: Path) -> Path:
@@ -86,8 +88,13 @@ def compile_all(hf: Path, gguf: Path, work: Path) -> dict[str, Path]:
     return cases
 
 
-def llama_cpp_perplexity(file: Path, ids: list[int]) -> tuple[float, np.ndarray]:
-    """As `evaluate.perplexity` has it; and the likeliest token at each place."""
+def score(logits: Callable[[list[int]], np.ndarray], ids: list[int]) -> tuple[float, np.ndarray]:
+    """Perplexity, and the likeliest token at each place."""
+    return evaluate._perplexity(logits, ids, list(evaluate._windows(len(ids), 1024, 512)),
+                                lambda done: None)
+
+
+def llama_cpp_score(file: Path, ids: list[int]) -> tuple[float, np.ndarray]:
     from llama_cpp import Llama
 
     model = Llama(str(file), n_ctx=1024, n_batch=1024, logits_all=True, verbose=False)
@@ -97,8 +104,7 @@ def llama_cpp_perplexity(file: Path, ids: list[int]) -> tuple[float, np.ndarray]
         model.eval(tokens)
         return model.scores[:len(tokens)]
 
-    windows = list(evaluate._windows(len(ids), 1024, 512))
-    return evaluate._perplexity(logits, ids, windows, lambda done: None)
+    return score(logits, ids)
 
 
 def weight_bytes(case: Path) -> int:
@@ -118,22 +124,24 @@ def main() -> None:
     gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
     cases = compile_all(hf, gguf, work)
     sides: dict[str, tuple[float, int, int, Run]] = {}
+    wanted, ids = np.empty(0, np.int64), list[int]()
+
+    def add(name: str, found: tuple[float, np.ndarray], size: int, run: Run) -> None:
+        sides[name] = found[0], int((found[1] == wanted)[:1000].sum()), size, run
+        print(name, f"{found[0]:.2f}", file=sys.stderr)
+
     for name, case in cases.items():
-        report = evaluate.perplexity(case, hf_dir=hf)
-        assert report.kept is not None
-        sides[name] = (report.scores[0].llmc, report.kept[0], weight_bytes(case), of_llmc(case))
-        print(name, f"{sides[name][0]:.2f}", file=sys.stderr)
+        with llmc.LLM(case, max_batch_size=1) as llm:
+            ids = ids or evaluate._tokenizer(llm).encode(evaluate._read_text(None)).ids
+            found = score(llm.logits, ids)
+        wanted = wanted if wanted.size else found[1]  # float32 comes first
+        add(name, found, weight_bytes(case), of_llmc(case))
     packages = []
     if find_spec("llama_cpp"):
         packages.append("llama-cpp-python")
-        with llmc.LLM(cases["float32"], max_batch_size=1) as llm:
-            ids = evaluate._tokenizer(llm).encode(evaluate._read_text(None)).ids
-            windows = list(evaluate._windows(len(ids), 1024, 512))
-            _, wanted = evaluate._perplexity(llm.logits, ids, windows, lambda done: None)
         for name, file in llama_cpp_files(gguf, work).items():
-            found, choices = llama_cpp_perplexity(file, ids)
-            kept = int((choices[:1000] == wanted[:1000]).sum())
-            sides[f"llama.cpp {name}"] = found, kept, file.stat().st_size, of_llama_cpp(file)
+            add(f"llama.cpp {name}", llama_cpp_score(file, ids), file.stat().st_size,
+                of_llama_cpp(file))
     prompts = np.random.default_rng(0).integers(3, 49000, (1, PROMPT))
     for *_, run in sides.values():
         run(prompts)

@@ -18,7 +18,7 @@ from schedule_interpreter import Interpreters
 import llmc
 from llmc.compiler import api
 from llmc.compiler.channel_scales import find_pair, scale_channels
-from llmc.compiler.check.diff import diff
+from llmc.compiler.check.diff import _compare_weights, diff
 from llmc.compiler.check.evaluate import perplexity
 from llmc.compiler.frontend import load
 from llmc.compiler.graph.quantization import Scheme
@@ -367,6 +367,29 @@ def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
     compared = diff(tmp_path / "case", hf, tokens=24)
     assert compared.verdict is None, compared.verdict
     assert "as weights are in int8" in compared.allowed and len(compared.tokens) == 24
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("gpt2", "int8"), ("llama", "int4")])
+def test_diff_holds_the_weights_of_a_schedule_that_llmc_has_not_rounded(family, scheme, root,
+                                                                        tmp_path):
+    case = compiled(family, root, tmp_path / "case", quantize=scheme, target="cuda", head="")
+    _, raw = model_and_raw(family, root)
+    manifest = read_manifest(case)
+    assert not _compare_weights(families.copy_raw(raw), manifest, case)
+    name = next(name for name in load_file(case / "chip0" / "weights.safetensors")
+                if "lm_head" in name)
+    families.plant(case, 0, name, 1.0)
+    found, = _compare_weights(families.copy_raw(raw), manifest, case)
+    assert found.name == name
+
+
+def test_diff_knows_what_calibration_has_scaled_and_left_unfolded(talkative, tmp_path):
+    _, hf, text = talkative
+    llmc.compile(hf, tmp_path / "case", quantize="int4", calibrate=text, target="cuda")
+    manifest = read_manifest(tmp_path / "case")
+    assert not _compare_weights(load(hf), manifest, tmp_path / "case")
+    names = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    assert any(name.endswith(".scaled") for name in names)
 
 
 def test_weights_that_are_no_numbers_are_named(tiny_hf, tmp_path):
