@@ -66,6 +66,8 @@ class Op:
         attention: what it is, if it is attention.
         quantized: which input may be in fewer bits, as the field `weight_dtype` then says.
         collective: what the ranks do together, if it is that.
+        output_dtypes: outputs that have a dtype of their own, whatever that of the others.
+        has_core: whether csrc has a core for it, which the engines of GPUs need.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
@@ -99,6 +101,8 @@ class Op:
     float32_inputs: frozenset[str] = frozenset()
     integer_inputs: frozenset[str] = frozenset()
     cache_inputs: frozenset[str] = frozenset()
+    output_dtypes: Mapping[str, str] = field(default_factory=dict)
+    has_core: bool = True
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5
     samples: Callable[[Any], Sequence[Sample]] | None = None
@@ -209,7 +213,8 @@ class Op:
         return _cast_borders(
             function,
             given - self.float32_inputs - self.integer_inputs - caches - self.packed(fields),
-            [name for name in self.outputs if name.removesuffix("_out") not in caches], dtype)
+            [name for name in self.outputs
+             if name.removesuffix("_out") not in caches and name not in self.output_dtypes], dtype)
 
 
 def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], outputs: Sequence[str],

@@ -88,7 +88,40 @@ class ByElements:
     x: str = "x"
 
 
-Shard = ByRows | ByColumns | ByHeads | ByVocabulary | ByElements
+@dataclass(frozen=True)
+class ByInner:
+    """A rank has some of the columns between two products of each expert, and makes a term of the
+    output, which is their sum.
+
+    Args:
+        up: cut along axis 1, where the rows of a column follow one another.
+        down: cut along axis 2.
+        paired: the field that is 1 where a column has two rows in `up`, else 0.
+        added: what is added to the second product; one rank adds it for all.
+    """
+
+    up: tuple[str, ...]
+    down: str
+    paired: str
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ByExperts:
+    """A rank has some experts and gives zeros for all others, so that the output is a sum.
+
+    Args:
+        inputs: cut along axis 0.
+        start: the field for the first expert that a rank has.
+        sharded: the field that is 1 where experts are cut.
+    """
+
+    inputs: tuple[str, ...]
+    start: str
+    sharded: str
+
+
+Shard = ByRows | ByColumns | ByHeads | ByVocabulary | ByElements | ByInner | ByExperts
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,262 @@
+"""y = for each token the sum over its experts of score · down(act(gate) · up), an MLP each.
+
+    x             [num_tokens, hidden]
+    experts       int64 [num_tokens, top_k], as Route gives them
+    scores        float32 [num_tokens, top_k]
+    gate_up       [num_experts, 2 * inner, hidden]; row 2j is the gate of column j, row 2j + 1 what it
+                  gates: both are there when a kernel's epilogue wants them, a share of the columns is
+                  consecutive rows, and com.microsoft.MoE reads it as it lies. Where nothing is
+                  `gated`, [num_experts, inner, hidden]
+    down          [num_experts, hidden, inner]
+    gate_up_bias  [num_experts, 2 * inner] or [num_experts, inner], in the order of gate_up's rows
+    down_bias     [num_experts, hidden]
+    y             [num_tokens, hidden]
+
+act is `activation`, where silu is z · sigmoid(`alpha` · z), and up is `up_offset` more than its row
+gives. A `limit` other than 0 bounds gates from above and what they gate both ways. `scale_input`
+multiplies x by the score, not the result. With `sharded`, these are experts `first_expert` on of the
+model's, and others add nothing.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.roles import ByExperts, ByInner
+
+
+def _inner(fields: Fields, present: frozenset[str], both: str) -> str:
+    """ONNX text for `mid` [rows, inner] from `both` [rows, 2 * inner]."""
+    if not fields["gated"]:
+        return _activated(fields, both, "mid")
+    lines = ["pairs_shape = Constant<value_ints=[0, -1, 2]>()",
+             f"pairs = Reshape({both}, pairs_shape)",
+             "first = Constant<value_int=0>()", "second = Constant<value_int=1>()",
+             "gate_all = Gather<axis=2>(pairs, first)", "up_all = Gather<axis=2>(pairs, second)"]
+    gate, up = "gate_all", "up_all"
+    if fields["limit"]:
+        lines += [f"limit = Constant<value_float={fields['limit']!r}>()", "least = Neg(limit)",
+                  "gate = Min(gate_all, limit)", "up_bounded = Clip(up_all, least, limit)"]
+        gate, up = "gate", "up_bounded"
+    if fields["up_offset"]:
+        lines += [f"offset = Constant<value_float={fields['up_offset']!r}>()",
+                  f"up = Add({up}, offset)"]
+        up = "up"
+    return "\n".join([*lines, _activated(fields, gate, "active"), f"mid = Mul(active, {up})"])
+
+
+def _activated(fields: Fields, x: str, y: str) -> str:
+    if fields["activation"] == "silu" and fields["alpha"] != 1.0:
+        return "\n".join([f"{y}_alpha = Constant<value_float={fields['alpha']!r}>()",
+                          f"{y}_steep = Mul({x}, {y}_alpha)", f"{y}_gate = Sigmoid({y}_steep)",
+                          f"{y} = Mul({x}, {y}_gate)"])
+    return activation_text(fields["activation"], x, y)
+
+
+def _body(fields: Fields, present: frozenset[str]) -> str:
+    """A loop over the experts that any token has chosen."""
+    biases = [f"{name}_own = Gather<axis=0>({name}, e)" if name in present else ""
+              for name in ("gate_up_bias", "down_bias")]
+    scaled_rows = ["column = Unsqueeze(score, last)", "rows = Mul(x_own, column)"]
+    loop = "\n".join(filter(None, [
+        "again = Identity(condition)",
+        "e = Gather<axis=0>(hit, i)",
+        "mine = Equal(flat_experts, e)",
+        "places = NonZero(mine)",
+        "place = Squeeze(places, first_axis)",  # in [num_tokens * top_k]
+        "token = Div(place, top_k)",
+        "x_own = Gather<axis=0>(x_rows, token)",
+        "score = Gather<axis=0>(flat_scores, place)",
+        *(scaled_rows if fields["scale_input"] else ["rows = Identity(x_own)"]),
+        "gate_up_own = Gather<axis=0>(gate_up, e)",
+        "down_own = Gather<axis=0>(down, e)",
+        *biases,
+        f"both = Gemm<transB=1>(rows, gate_up_own"
+        f"{', gate_up_bias_own' if 'gate_up_bias' in present else ''})",
+        _inner(fields, present, "both"),
+        f"made = Gemm<transB=1>(mid, down_own"
+        f"{', down_bias_own' if 'down_bias' in present else ''})",
+        *(["weighted = Identity(made)"] if fields["scale_input"] else
+          ["column = Unsqueeze(score, last)", "weighted = Mul(made, column)"]),
+        "token_column = Unsqueeze(token, last)",
+        'sum_out = ScatterND<reduction="add">(sum_in, token_column, weighted)',
+    ]))
+    return "\n".join([
+        # Any leading dimensions become rows, and come back at the end.
+        "last = Constant<value_ints=[-1]>()",
+        "first_axis = Constant<value_ints=[0]>()",
+        "width = Shape<start=-1>(x)",
+        "rows_shape = Concat<axis=0>(last, width)",
+        "x_rows = Reshape(x, rows_shape)",
+        "all_experts = Reshape(experts, last)",
+        "flat_scores = Reshape(scores, last)",
+        f"top_k = Constant<value_int={fields['top_k']}>()",
+        *_local(fields),
+        "hit, hit_first, hit_inverse, hit_counts = Unique(there)",
+        "count = Size(hit)",
+        "true = Constant<value = bool {1}>()",
+        "nothing = Constant<value_float=0.0>()",
+        "x_shape = Shape(x_rows)",
+        "none = Expand(nothing, x_shape)",
+        "sum = Loop(count, true, none) <body = each (int64 i, bool condition, float[n, h] sum_in) "
+        f"=> (bool again, float[n, h] sum_out) {{\n{loop}\n}}>",
+        "y_shape = Shape(x)",
+        "y = Reshape(sum, y_shape)",
+    ])
+
+
+def _local(fields: Fields) -> list[str]:
+    """`flat_experts`, counted from this rank's first, and those of them that it has, `there`."""
+    if not fields["sharded"]:
+        return ["flat_experts = Identity(all_experts)", "there = Identity(all_experts)"]
+    return [f"start = Constant<value_int={fields['first_expert']}>()",
+            "zero = Constant<value_int=0>()",
+            "flat_experts = Sub(all_experts, start)",
+            "count_one = Shape<end=1>(down)",
+            "not_before = GreaterOrEqual(flat_experts, zero)",
+            "not_behind = Less(flat_experts, count_one)",
+            "inside = And(not_before, not_behind)",
+            "there = Compress<axis=0>(flat_experts, inside)"]
+
+
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
+    """com.microsoft.MoE, which reads each expert's weights where they are.
+
+    It chooses by itself, from the softmax of the top_k of what it is given. So it is given the
+    logarithms of the scores, and their sum is put back.
+    """
+    if fields["activation"] != "silu" or not fields["gated"] or fields["scale_input"] \
+            or fields["sharded"]:
+        return None
+    first, second = (name if name in present else "" for name in ("gate_up_bias", "down_bias"))
+    limit = f", swiglu_limit={fields['limit']!r}" if fields["limit"] else ""
+    return "\n".join([
+        "last = Constant<value_ints=[-1]>()",
+        "width = Shape<start=-1>(x)",
+        "rows_shape = Concat<axis=0>(last, width)",
+        "rows = Reshape(x, rows_shape)",
+        f"chosen_shape = Constant<value_ints=[-1, {fields['top_k']}]>()",
+        "chosen = Reshape(experts, chosen_shape)",
+        "weights = Reshape(scores, chosen_shape)",
+        "least = Constant<value_float=1e-30>()",
+        "positive = Max(weights, least)",
+        "logits = Log(positive)",
+        "num_tokens = Shape<end=1>(rows)",
+        "num_experts = Shape<end=1>(down)",
+        "grid = Concat<axis=0>(num_tokens, num_experts)",
+        "never = Constant<value_float=-1e30>()",
+        "nowhere = Expand(never, grid)",
+        "router = ScatterElements<axis=-1>(nowhere, chosen, logits)",
+        f"mean = com.microsoft.MoE<k={fields['top_k']}, normalize_routing_weights=1, "
+        f'activation_type="swiglu", swiglu_fusion=1, activation_alpha={fields["alpha"]!r}, '
+        f"activation_beta={fields['up_offset']!r}{limit}>"
+        f"(rows, router, gate_up, {first}, down{f', {second}' if second else ''})",
+        "total = ReduceSum<keepdims=1>(weights, last)",
+        "sum = Mul(mean, total)",
+        "y_shape = Shape(x)",
+        "y = Reshape(sum, y_shape)",
+    ])
+
+
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
+    both = "2 * inner" if fields["gated"] else "inner"
+    return {"x": ("num_tokens", "hidden"), "experts": ("num_tokens", "top_k"),
+            "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, "hidden"),
+            "down": ("experts", "hidden", "inner"), "gate_up_bias": ("experts", both),
+            "down_bias": ("experts", "hidden")}
+
+
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    wide = {name: array.astype(np.float64) for name, array in inputs.items() if name != "experts"}
+    shape = wide["x"].shape
+    x, experts, scores = (array.reshape(-1, array.shape[-1]) for array in (
+        wide["x"], inputs["experts"], wide["scores"]))
+    y = np.zeros(x.shape)
+    for (token, slot), expert in np.ndenumerate(experts):
+        own = expert - fields["first_expert"] * fields["sharded"]
+        if not 0 <= own < len(wide["down"]):
+            continue
+        score = scores[token, slot]
+        row = x[token] * score if fields["scale_input"] else x[token]
+        both = wide["gate_up"][own] @ row
+        if "gate_up_bias" in wide:
+            both = both + wide["gate_up_bias"][own]
+        made = wide["down"][own] @ _inner_reference(fields, both)
+        if "down_bias" in wide:
+            made = made + wide["down_bias"][own]
+        y[token] += made if fields["scale_input"] else score * made
+    return [y.reshape(shape)]
+
+
+def _inner_reference(fields: Fields, both: np.ndarray) -> np.ndarray:
+    def act(z: np.ndarray) -> np.ndarray:
+        if fields["activation"] == "silu":
+            return np.asarray(z / (1 + np.exp(-fields["alpha"] * z)))
+        return REFERENCE[fields["activation"]](z)
+
+    if not fields["gated"]:
+        return act(both)
+    gate, up = both[::2], both[1::2]
+    if fields["limit"]:
+        gate, up = np.minimum(gate, fields["limit"]), np.clip(up, -fields["limit"], fields["limit"])
+    return np.asarray(act(gate) * (up + fields["up_offset"]))
+
+
+def _samples(rng: np.random.Generator) -> list[Sample]:
+    def sample(tokens: int, num_experts: int, top_k: int, biases: str = "",
+               others: int = 0, **fields: int | float | str) -> Sample:
+        """`others` experts are other ranks'."""
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        hidden, inner = 16, 8
+        both = inner * (1 + int(fields.get("gated", 1)))
+        experts = np.stack([rng.permutation(num_experts + others)[:top_k] for _ in range(tokens)])
+        inputs = {"x": normal(tokens, hidden), "experts": experts,
+                  "scores": rng.uniform(0.1, 1.5, (tokens, top_k)).astype(np.float32),
+                  "gate_up": normal(num_experts, both, hidden),
+                  "down": normal(num_experts, hidden, inner)}
+        if "up" in biases:
+            inputs["gate_up_bias"] = normal(num_experts, both)
+        if "down" in biases:
+            inputs["down_bias"] = normal(num_experts, hidden)
+        return Sample({"top_k": top_k, **fields}, inputs)
+
+    return [
+        sample(1, 4, 2),
+        sample(9, 4, 2),
+        sample(5, 6, 6, "up down"),
+        sample(7, 5, 3, "up down", alpha=1.702, limit=1.5, up_offset=1.0),
+        sample(4, 8, 1, "down", activation="gelu_tanh"),
+        sample(6, 4, 2, activation="relu2", gated=0),
+        sample(3, 4, 2, "up", gated=0, activation="gelu"),
+        sample(5, 4, 1, scale_input=1),
+        sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1),
+        sample(2, 3, 2, others=4, first_expert=4, sharded=1),
+    ]
+
+
+OP = Op(
+    name="Experts",
+    version=1,
+    inputs=("x", "experts", "scores", "gate_up", "down", "gate_up_bias?", "down_bias?"),
+    outputs=("y",),
+    fields={"top_k": 0, "activation": "silu", "gated": 1, "alpha": 1.0, "limit": 0.0, "up_offset": 0.0,
+            "scale_input": 0, "first_expert": 0, "sharded": 0},
+    required=("top_k",),
+    choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
+             "sharded": (0, 1)},
+    shapes=lambda shapes, fields: [shapes["x"]],
+    dims=_dims,
+    shard=(ByExperts(("gate_up", "down", "gate_up_bias", "down_bias"), "first_expert", "sharded"),
+           ByInner(("gate_up", "gate_up_bias"), "down", paired="gated", added=("down_bias",))),
+    body=_body,
+    bodies={"cpu": _cpu},
+    integer_inputs=frozenset({"experts"}),
+    float32_inputs=frozenset({"scores"}),
+    has_core=False,
+    reference=_reference,
+    samples=_samples,
+)
