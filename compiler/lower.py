@@ -26,6 +26,7 @@ from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
+from llmc.compiler.passes.experts import experts
 from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.norm import add_norm, norm
@@ -33,6 +34,7 @@ from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, narrow_indices
 from llmc.compiler.passes.quantize import dequantize_weights, quantize_weights
+from llmc.compiler.passes.route import route
 from llmc.compiler.passes.sdpa import sdpa
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import TARGETS, About, limit_seq_len
@@ -90,6 +92,8 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("fold", fold),
     GraphPass("norm", norm),            # before attention, which looks for per-head norms
     GraphPass("embedding", embedding),  # before add_norm, which would take the positions' Add
+    GraphPass("experts", experts),      # before route, which looks for them
+    GraphPass("route", route),          # before gemm: the router's linear layer is its border
     GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs
     GraphPass("sdpa", sdpa),
     GraphPass("attention", attention),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +11,14 @@ import onnx_graphsurgeon as gs
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from llmc.compiler.frontend.parts import ROOT, text_config
 from llmc.compiler.graph.weights import Weight
@@ -71,14 +78,30 @@ class Checkpoint:
 
     Attributes:
         names: in the checkpoint, by those of today.
+        tensors: the checkpoint's, by its own names.
+        merged: tensors of today that are made of several, by name; read when they are.
+        parts: what each of these is made of, by the checkpoint's names.
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
         transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        mergers = [t for t in transforms if isinstance(t, WeightConverter) and _merges(t)]
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        self.names = {rename_source_key(name, renamings, [])[0]: name for name in tensors}
         self.tensors = tensors
+        self.names: dict[str, str] = {}
+        self.parts: dict[str, list[str]] = {}
+        sources: dict[str, dict[str, list[Weight]]] = {}
+        for name in sorted(tensors, key=dot_natural_key) if mergers else tensors:
+            own, pattern = rename_source_key(name, renamings, mergers)
+            if pattern is None:
+                self.names[own] = name
+                continue
+            self.parts.setdefault(own, []).append(name)
+            sources.setdefault(own, {}).setdefault(pattern, []).append(tensors[name])
+        converters = {pattern: t for t in mergers for pattern in t.source_patterns}
+        self.merged = {own: _merge(own, found, converters[next(iter(found))])
+                       for own, found in sources.items()}
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """A name with and without the base model's prefix, which checkpoints may leave out."""
@@ -87,12 +110,48 @@ class Checkpoint:
     @property
     def spelled(self) -> Set[str]:
         """The names of today, with prefixes and without."""
-        return {spelling for name in self.names for spelling in self.spellings(name)}
+        return {spelling for name in (*self.names, *self.merged)
+                for spelling in self.spellings(name)}
 
     def get(self, name: str) -> Weight | None:
         """The tensor of a parameter or buffer."""
-        return next((self.tensors[self.names[spelling]] for spelling in self.spellings(name)
-                     if spelling in self.names), None)
+        for spelling in self.spellings(name):
+            if spelling in self.names:
+                return self.tensors[self.names[spelling]]
+            if spelling in self.merged:
+                return self.merged[spelling]
+        return None
+
+
+def _merges(converter: WeightConverter) -> bool:
+    """Whether it stacks tensors of one expert each, perhaps one above the other first."""
+    kinds = [(type(operation), operation.dim) for operation in converter.operations
+             if isinstance(operation, MergeModulelist | Concatenate)]
+    return len(kinds) == len(converter.operations) and kinds in (
+        [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+
+def _merge(name: str, sources: Mapping[str, Sequence[Weight]], converter: WeightConverter) -> \
+        Weight:
+    """The stack [num_experts, rows, columns] of experts' tensors, of which a block is read when a
+    block of it is.
+
+    Raises:
+        LlmcError: experts differ in shape or dtype, or some have not all tensors.
+    """
+    lists = [sources.get(pattern, ()) for pattern in converter.source_patterns]
+    if len({len(weights) for weights in lists}) > 1:
+        raise LlmcError(f"'{name}' is made of {' and '.join(str(len(weights)) for weights in lists)}"
+                        f" tensors ({', '.join(converter.source_patterns)}), as many of each are "
+                        f"expected; the checkpoint is not whole")
+    for weights in lists:
+        odd = next((weight for weight in weights
+                    if (weight.shape, weight.dtype) != (weights[0].shape, weights[0].dtype)), None)
+        if odd is not None:
+            raise LlmcError(f"tensor '{odd.name}' is {odd.dtype} {list(odd.shape)}, but "
+                            f"'{weights[0].name}' of the first expert {weights[0].dtype} "
+                            f"{list(weights[0].shape)}")
+    return Weight.stack([Weight.concat(own) for own in zip(*lists, strict=True)])
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -130,13 +189,16 @@ def check_all_used(model: torch.nn.Module, checkpoint: Checkpoint, names: Mappin
         LlmcError: there is one that neither is used nor has a reason not to be.
     """
     tensors = checkpoint.tensors
-    left = [name for name, tensor in tensors.items()
-            if not (tensor.is_floating and id(tensor.cast(np.float32)) in names)]
+    merged = {part for own, parts in checkpoint.parts.items() for part in parts
+              if id(checkpoint.merged[own].cast(np.float32)) in names}
+    left = [name for name, tensor in tensors.items() if name not in merged
+            and not (tensor.is_floating and id(tensor.cast(np.float32)) in names)]
     if not left:
         return
     own_names = {name: own for own, name in checkpoint.names.items()}
+    own_names |= {part: own for own, parts in checkpoint.parts.items() for part in parts}
     used = {names[id(tensor.cast(np.float32))]: tensor for name, tensor in tensors.items()
-            if name not in left}
+            if name not in left and name not in merged}
     unknown = [name for name in left
                if not _is_model_s(own_names[name], tensors[name], model, checkpoint, used,
                                   with_buffers)

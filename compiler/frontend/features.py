@@ -50,8 +50,6 @@ class Feature:
 
 
 FEATURES = (
-    Feature("a mixture of experts", r"Experts$|M[oO][eE]$|M[oO][eE](Block|Layer)$",
-            keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")),
     Feature("linear attention, which keeps a state instead of keys and values",
             r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$"),
     Feature("state-space layers (Mamba)", r"Mamba\w*Mixer$|^(Bamba|FalconH1)Mixer$",

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from llmc.errors import LlmcError
 
 ATTENTION = "llmc"  # our entry in transformers' attention interface
+EXPERTS = "llmc"  # and in its experts interface
 ROOT = "model."  # the wrapper's name for the model, in front of every parameter's own name
 
 

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
+from llmc.compiler.frontend.experts import use_experts
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate
 from llmc.compiler.frontend.parts import (
@@ -110,6 +111,7 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> ir.Model:
     functions: list[MaskFunction] = []
     AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
     _freeze_rotary(model)
+    use_experts(model)
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}

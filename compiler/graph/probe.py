@@ -20,7 +20,14 @@ from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
 from llmc.compiler.graph.names import ENCODER_OUTPUT
-from llmc.compiler.graph.rewrite import CannotEvaluate, NoMatch, is_llmc, op_of, producer
+from llmc.compiler.graph.rewrite import (
+    CannotEvaluate,
+    NoMatch,
+    is_llmc,
+    op_of,
+    producer,
+    scalar,
+)
 from llmc.compiler.graph.weights import Weight
 
 # Row-wise functions of one element, and of several tensors element by element.
@@ -233,6 +240,12 @@ def closed_regions(graph: gs.Graph, source: gs.Tensor, seeds: Sequence[gs.Node],
             yield Piece(tuple(inside.values()), (source, *weights.values()), (leaving[0],))
         for tensor in node.outputs:
             queue.extend(user for user in tensor.outputs if id(user) not in inside)
+
+
+def scalars(piece: Piece) -> set[float]:
+    """The numbers that the piece's nodes have as constants of one element."""
+    return {value for node in piece.nodes for tensor in node.inputs
+            if (value := scalar(tensor)) is not None}
 
 
 def close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
+from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
 from llmc.compiler.graph.quantization import Scheme, Stored
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
@@ -23,6 +24,8 @@ from llmc.plugins import Op
 from llmc.plugins.roles import ByRows, Shard
 
 _Shard = TypeVar("_Shard", bound=Shard)
+# Ops that passes make of others before anything is written.
+_PASSING = {op.name: op for op in (SDPA, EXPERTS_UP, EXPERTS_DOWN)}
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ def op_of(node: gs.Node | None) -> Op | None:
     """The op that a node is; None for ONNX's own."""
     if not is_llmc(node):
         return None
-    return SDPA if node.op == SDPA.name else plugins.registry().get(node.op)
+    return _PASSING.get(node.op) or plugins.registry().get(node.op)
 
 
 def is_op(node: gs.Node | None, *ops: Op) -> TypeGuard[gs.Node]:

@@ -104,11 +104,18 @@ class Weight(LazyValues):
                       lambda start, stop: array[start:stop] if array.ndim else array, name)
 
     def transpose(self) -> Weight:
-        """The transpose of a matrix; of a transposed one, the original.
+        """The transpose of a matrix, or of each of a stack of them; of a transposed one, the
+        original.
 
-        Reads the whole source for each block of its rows, but holds no more than a block of it.
+        Reads a whole matrix for each block of its rows, but holds no more than a block of it.
         """
-        assert len(self.shape) == 2
+        if self._transposed is None and len(self.shape) == 3:
+            count, height, width = self.shape
+            self._transposed = self._derived(
+                (count, width, height), self.dtype,
+                lambda start, stop: self.rows(start, stop).swapaxes(1, 2))
+            self._transposed._transposed = self
+        assert len(self.shape) in (2, 3)
         if self._transposed is None:
 
             def rows(start: int, stop: int) -> np.ndarray:
@@ -148,6 +155,19 @@ class Weight(LazyValues):
         return self._derived((self.shape[0], len(index)), self.dtype,
                              lambda start, stop: self.rows(start, stop)[:, index],
                              self.stored and self.stored.take_columns(index))
+
+    def take(self, index: Sequence[int] | np.ndarray, axis: int) -> Weight:
+        """What is at `index` of an axis, in that order."""
+        if axis == 0:
+            return self.take_rows(index)
+        if len(self.shape) == 2:
+            return self.take_columns(index)
+        index = np.asarray(index, dtype=np.int64)
+        if np.array_equal(index, np.arange(self.shape[axis])):
+            return self
+        shape = (*self.shape[:axis], len(index), *self.shape[axis + 1:])
+        return self._derived(shape, self.dtype,
+                             lambda start, stop: self.rows(start, stop).take(index, axis))
 
     def pad_rows(self, count: int) -> Weight:
         """The weight with zero rows appended up to `count` rows; the same each time."""
@@ -202,6 +222,16 @@ class Weight(LazyValues):
                 self.shape, dtype, lambda start, stop: self.rows(start, stop).astype(dtype),
                 self.stored)
         return self._cast[dtype]
+
+    @staticmethod
+    def stack(weights: Sequence[Weight]) -> Weight:
+        """The weights, all alike, along a new axis 0. Reads one at a time."""
+        first = weights[0]
+        assert all(w.shape == first.shape and w.dtype == first.dtype for w in weights)
+        made = Weight((len(weights), *first.shape), first.dtype, lambda start, stop: np.stack(
+            [weight.load() for weight in weights[start:stop]]), first.name)
+        made.dequantized = any(w.stored is not None or w.dequantized for w in weights)
+        return made
 
     @staticmethod
     def concat(weights: Sequence[Weight]) -> Weight:

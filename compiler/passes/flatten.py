@@ -19,9 +19,12 @@ from llmc.compiler.graph.rewrite import (
     Rule,
     Settings,
     apply_rules,
+    attends,
     constant,
-    op_of,
+    is_llmc,
+    is_op,
 )
+from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.passes.fold import forward
 
 
@@ -74,17 +77,18 @@ def _restore_batch_axis(graph: gs.Graph) -> None:
     batch, its three dimensions.
     """
     for node in graph.nodes:
-        result = node.outputs[0]
-        if (node.op in (*ELEMENTWISE, "MatMul", "Gemm") or _is_norm(node)) \
-                and result.shape is not None and len(result.shape) in (2, 3) and any(
-                    t.inputs and t.shape is not None and len(t.shape) == 3
-                    and list(t.shape[:2]) == ["batch", "seq"] for t in node.inputs):
-            result.shape = ["batch", "seq", result.shape[-1]]
+        if not any(t.inputs and t.shape is not None and len(t.shape) == 3
+                   and list(t.shape[:2]) == ["batch", "seq"] for t in node.inputs):
+            continue
+        if node.op in (*ELEMENTWISE, "MatMul", "Gemm") or _is_row_wise(node):
+            for result in node.outputs:
+                if result.shape is not None and len(result.shape) in (2, 3):
+                    result.shape = ["batch", "seq", result.shape[-1]]
 
 
-def _is_norm(node: gs.Node) -> bool:
-    op = op_of(node)
-    return op is not None and op.norm is not None
+def _is_row_wise(node: gs.Node) -> bool:
+    """Whether a node of ours works on each token by itself."""
+    return is_llmc(node) and not is_op(node, SDPA) and not attends(node)
 
 
 FLATTEN = Rule("flatten", frozenset({"Reshape"}), _flattens, _keep_batch_axis)

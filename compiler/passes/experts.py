@@ -1,0 +1,149 @@
+"""Recognise experts: two products of each token with its own matrices, and an activation between.
+
+Given:   both = ExpertsUp(x, experts, W); inner = act(gate) · up, of halves or of every other column;
+         y = ExpertsDown(inner, experts, scores, D)
+Result:  y = Experts(x, experts, scores, W, D, activation=act)
+
+What lies between is recognised by running it. Rows of W come to lie as llmc::Experts wants them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, close, cone, data_tensors, scalars
+from llmc.compiler.graph.rewrite import (
+    NoMatch,
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    fields_of,
+    is_op,
+    operand,
+    operands,
+    producer,
+    replace,
+    values_of,
+)
+from llmc.compiler.graph.weights import Weight
+from llmc.plugins.activations import REFERENCE as ACTIVATIONS
+from llmc.plugins.experts.op import OP as EXPERTS
+
+_WIDEST = 1e4  # of the numbers in an activation that are tried as its bounds
+
+
+@dataclass(frozen=True)
+class _Experts:
+    up: gs.Node
+    down: gs.Node
+    fields: dict[str, Any]
+    rows: np.ndarray  # of the first weight, in llmc::Experts' order
+
+
+def experts(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    data = data_tensors(graph)
+    known: dict[bytes, tuple[dict[str, Any], np.ndarray] | NoMatch] = {}
+    rule = Rule("experts", frozenset({EXPERTS_DOWN.name}),
+                lambda node, settings: _check(node, data, known), _rewrite)
+    apply_rules(graph, [rule], settings, report)
+
+
+def _check(node: gs.Node, data: set[int],
+           known: dict[bytes, tuple[dict[str, Any], np.ndarray] | NoMatch]) -> _Experts | NoMatch:
+    inner = operands(node)["x"]
+    piece = cone(inner, data, ELEMENTWISE | LAYOUT)
+    if isinstance(piece, NoMatch):
+        return NoMatch(f"between the products of experts {piece.reason}", piece.value)
+    sources = [tensor for tensor in piece.inputs if id(tensor) in data]
+    up = producer(sources[0]) if len(sources) == 1 else None
+    if not is_op(up, EXPERTS_UP) or len(piece.inputs) > 1:
+        return NoMatch("the second product of experts is not of the first alone", inner)
+    if operands(up)["experts"] is not operands(node)["experts"]:
+        return NoMatch("the two products are of different experts", node)
+    both, width = _width(up), _width(node, of_input=True)
+    if piece.key not in known:
+        known[piece.key] = _recognise(piece, sources[0], both, width)
+    found = known[piece.key]
+    if isinstance(found, NoMatch):
+        return found
+    fields, rows = found
+    top_k = operands(node)["experts"].shape[-1]
+    return _Experts(up, node, {"top_k": int(top_k), **fields}, rows)
+
+
+def _width(node: gs.Node, of_input: bool = False) -> int:
+    """The columns of a product, or those of what it multiplies."""
+    axis = 1 + (bool(fields_of(node)["transposed"]) != of_input)
+    return values_of(operands(node)["weight"]).shape[axis]
+
+
+def _recognise(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
+        tuple[dict[str, Any], np.ndarray] | NoMatch:
+    """The fields of llmc::Experts that the piece is, and the order of the first product's columns."""
+    if both not in (width, 2 * width):
+        return NoMatch(f"the products of experts are {both} and {width} wide", piece.output)
+    numbers = {abs(value) for value in scalars(piece) if 0 < abs(value) < _WIDEST}
+    spread = 2 * max([4.5, *numbers])
+    x = np.random.default_rng(0).uniform(-spread, spread, (16, 1, both)).astype(np.float32)
+    actual = piece.run({source.name: x})
+    columns = np.arange(both)
+    orders = [columns] if both == width else [
+        columns, np.roll(columns, width), columns.reshape(-1, 2).T.reshape(-1),
+        columns.reshape(-1, 2)[:, ::-1].T.reshape(-1)]
+    for order, (name, alpha, limit, offset) in itertools.product(
+            orders, _candidates(numbers, both > width)):
+        gate, up = np.split(x[..., order].astype(np.float64), [width], axis=-1)
+        if limit:
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        with np.errstate(over="ignore"):
+            made = gate / (1 + np.exp(-alpha * gate)) if name == "silu" else ACTIVATIONS[name](gate)
+        if close(actual, made * (up + offset) if both > width else made, 1e-5):
+            pairs = order.reshape(-1, width).T.reshape(-1)
+            return {"activation": name, "gated": int(both > width), "alpha": alpha, "limit": limit,
+                    "up_offset": offset}, pairs
+    return NoMatch("what lies between the products of experts is no activation of one half times "
+                   "the other", piece.output)
+
+
+def _candidates(numbers: set[float], gated: bool) -> Iterator[tuple[str, float, float, float]]:
+    """Activations with alpha, limit and offset, the plain ones first."""
+    plain = [name for name in ACTIVATIONS if name != "none"]
+    for name in plain:
+        yield name, 1.0, 0.0, 0.0
+    some = sorted(numbers)
+    for alpha in (1.0, *some):
+        yield "silu", alpha, 0.0, 0.0
+    for limit, offset in itertools.product((0.0, *some), (0.0, *some)) if gated else ():
+        for name in plain:
+            for alpha in (1.0, *some) if name == "silu" else (1.0,):
+                yield name, alpha, limit, offset
+
+
+def _rewrite(graph: gs.Graph, match: _Experts, settings: Settings) -> None:
+    first, second = operands(match.up), operands(match.down)
+    gate_up = _arranged(match.up, match.rows)
+    bias = operand(match.up, "bias")
+    inputs = {"x": first["x"], "experts": first["experts"], "scores": second["scores"],
+              "gate_up": gate_up, "down": _arranged(match.down),
+              "gate_up_bias": None if bias is None else gs.Constant(
+                  bias.name, values_of(bias).take(match.rows, 1)),
+              "down_bias": operand(match.down, "bias")}
+    replace(graph, EXPERTS, inputs, [match.down.outputs[0]], match.fields)
+
+
+def _arranged(node: gs.Node, rows: np.ndarray | None = None) -> gs.Constant:
+    """A product's weight [num_experts, out, in], with its rows in this order."""
+    tensor = operands(node)["weight"]
+    values: Weight = values_of(tensor)
+    if fields_of(node)["transposed"]:
+        values = values.transpose()
+    return gs.Constant(tensor.name, values if rows is None else values.take(rows, 1))
