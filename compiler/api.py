@@ -51,7 +51,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             max_batch_size: int = 64, hf_dir: str | Path | None = None,
             compute_capability: str | None = None, kv_dtype: str = "",
             quantize: str = "", group_size: int = 0, quantize_lm_head: str = "",
-            calibrate: str | Path | None = None,
+            calibrate: str | Path | None = None, expert_parallel: bool = False,
             trust_remote_code: bool = False, allow_pickle: bool = False,
             progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
@@ -74,6 +74,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             tied; none: not at all; "": int8 where the rest has 4 bits, which lose most there.
         calibrate: a UTF-8 text of at least 1024 tokens, for which what is rounded is scaled and
             corrected.
+        expert_parallel: chips have whole experts of a mixture, not some columns of each.
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use, at most the model's; by default all of them for
@@ -93,7 +94,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                       scheme=_scheme(quantize, group_size),
                       head_scheme=_scheme(quantize_lm_head or _HEADS.get(quantize, quantize),
                                           group_size), calibrated=calibrate is not None,
-                      dequantize=quantize == "none")
+                      dequantize=quantize == "none", expert_parallel=expert_parallel)
     check_options(options)
     check_output(output)
     described = TARGETS[target].describe(options)

@@ -19,7 +19,18 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.dims import describe_encoder, describe_model
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.graph.rewrite import Report, Settings, attends, is_op, tidy
+from llmc.compiler.graph.experts import EXPERTS_DOWN
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Settings,
+    attends,
+    describe,
+    is_op,
+    op_of,
+    operands,
+    producer,
+    tidy,
+)
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.passes.attention import attention
@@ -40,6 +51,8 @@ from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import TARGETS, About, limit_seq_len
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt
 from llmc.errors import LlmcError
+from llmc.plugins.experts.op import OP as EXPERTS
+from llmc.plugins.route.op import OP as ROUTE
 from llmc.runtime.manifest import Dims, EncoderInfo
 
 _VOCAB_MULTIPLE = 64
@@ -175,8 +188,11 @@ def fuse(raw: RawModel, options: Options) -> Fused:
         tidy(graph)
     for step in _FUSE:
         run_pass(step, [graphs], settings, options.target, reports)
+        if step.name == "route":
+            _require_routes(graphs, reports)
         if step.name == "attention":
             _require_attention(graphs, reports)
+    _require_cores(graphs, options.target)
     vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
                    if "vocab_size" in report.matches}
     dims = describe_model(raw.graph, raw.architecture, vocab_sizes["pad_vocabulary"])
@@ -195,7 +211,7 @@ def divide(fused: Fused, options: Options) -> Lowered:
     settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
                        kv_dtype=options.kv_dtype, scheme=options.scheme,
                        head_scheme=options.head_scheme, calibrated=options.calibrated,
-                       dequantize=options.dequantize,
+                       dequantize=options.dequantize, expert_parallel=options.expert_parallel,
                        group_multiple=getattr(target, "GROUP_MULTIPLE", 0),
                        orders_columns=getattr(target, "ORDERS_COLUMNS", False))
     ranks, reports = [fused.graphs], list(fused.reports)
@@ -241,6 +257,29 @@ def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settin
         made.append(Report(f"encoder.{step.name}"))
         step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), made[1])
     return made
+
+
+def _require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
+    """Refuse a model whose experts, or what chooses them, were not fused."""
+    nodes = [node for graph in graphs for node in graph.nodes]
+    for report in reports:
+        odd = [node for node in nodes if (report.name == "experts" and is_op(node, EXPERTS_DOWN))
+               or (report.name == "route" and is_op(node, EXPERTS)
+                   and not is_op(producer(operands(node)["experts"]), ROUTE))]
+        if odd and report.refusals:
+            where, _, why = report.refusals[0].partition(": ")
+            raise LlmcError(f"{'experts were' if report.name == 'experts' else 'a router was'} not "
+                            f"recognised: {why} ({where}); llmc compiles the mixtures of experts "
+                            f"that llmc::Route and llmc::Experts describe")
+
+
+def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
+    """Refuse a model with ops that the target's engine does not have."""
+    for node in (node for graph in graphs for node in graph.nodes):
+        op = op_of(node)
+        if op is not None and not op.has_core and target != cpu.KIND:
+            raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name} yet, which "
+                            f"{describe(node)} is; compile for --target cpu")
 
 
 def _require_attention(graphs: Sequence[gs.Graph], reports: list[Report]) -> None:

@@ -175,6 +175,12 @@ def _tp_size(options: Options) -> str | None:
     return None
 
 
+def _expert_parallel(options: Options) -> str | None:
+    if options.expert_parallel and options.tp_size == 1:
+        return "expert_parallel is given with tp_size 1; give more chips, or leave it out"
+    return None
+
+
 def _seq_lens(options: Options) -> str | None:
     for name in ("max_seq_len", "mem_max_seq_len"):
         length = getattr(options, name)
@@ -255,6 +261,7 @@ OPTION_CHECKS: dict[str, Callable[[Options], str | None]] = {
     "schemes": _schemes,
     "compute_capability": _compute_capability,
     "tp_size": _tp_size,
+    "expert_parallel": _expert_parallel,
     "max_seq_len": _seq_lens,
     "max_batch_size": _max_batch_size,
 }

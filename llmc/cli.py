@@ -190,6 +190,8 @@ def main() -> None:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
               help="Case directory to make.")
 @click.option("--tp_size", default=1, help="Chips that share the model.")
+@click.option("--expert_parallel", is_flag=True,
+              help="Chips have whole experts of a mixture, not some columns of each.")
 @click.option("--dtype", default="float32", help="Of weights and activations.")
 @click.option("--kv_dtype", default="", metavar="float8_e4m3fn",
               help="Of the KV caches, for --target cuda or tensorrt.  [default: as --dtype]")

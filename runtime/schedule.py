@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -87,14 +88,14 @@ class ScheduledTensor(_Frozen):
         named = [dim for dim in self.shape if isinstance(dim, str)]
         dims = len(self.shape)
         fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"]),
-                "weight": dims in (1, 2) and not named,
+                "weight": dims in (1, 2, 3) and not named,
                 "cache": dims == 4 and named == ["num_blocks", "block_size"],
                 "memory": dims == 2 and named == ["num_memory_tokens"],
                 "input": self._is_input()}[self.kind]
         if not fits or (named and self.shape[0] != named[0]):
             raise ValueError(f"{self.kind} {self.name!r} is {self.dtype} {list(self.shape)}")
         allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
-                   "weight": (*_FLOATS, "uint8")}
+                   "weight": (*_FLOATS, "uint8"), "value": (*_FLOATS, "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
             raise ValueError(f"{self.kind} {self.name!r} is of dtype {self.dtype}")
         if self.kind != "value" and (self.offset or self.per_logit):
@@ -147,6 +148,14 @@ class Schedule(_Frozen):
     def of_encoder(self) -> bool:
         return self.logits < 0
 
+    @cached_property
+    def exact(self) -> dict[int, str]:
+        """The values that have a dtype of their own, by number."""
+        made = ((number, op.output_dtypes.get(name)) for node in self.nodes
+                if (op := plugins.registry().get(node.op)) is not None
+                for number, name in zip(node.outputs, op.outputs, strict=False))
+        return {number: dtype for number, dtype in made if number >= 0 and dtype}
+
     def named(self, *kinds: str) -> dict[str, ScheduledTensor]:
         """The tensors of these kinds by their names."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind in kinds}
@@ -169,7 +178,12 @@ class Schedule(_Frozen):
         twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"two tensors are named {twice!r}")
-        dtypes = {tensor.dtype for tensor in self.tensors if tensor.kind in ("value", "memory")}
+        for number, dtype in self.exact.items():
+            if self.tensors[number].dtype != dtype:
+                raise ValueError(f"{self.tensors[number].name!r} is of {self.tensors[number].dtype}"
+                                 f", which should be {dtype}")
+        dtypes = {tensor.dtype for number, tensor in enumerate(self.tensors)
+                  if tensor.kind in ("value", "memory") and number not in self.exact}
         if len(dtypes) > 1:
             raise ValueError(f"values are of {' and '.join(sorted(dtypes))}")
         if not self.of_encoder and self.tensors[self.logits].shape[0] != "num_logits":
@@ -265,18 +279,19 @@ class Schedule(_Frozen):
         op.present([tensor.name if tensor else "" for tensor in tensors])
         given = {name: tensor for name, tensor in zip(op.input_names, tensors, strict=False)
                  if tensor is not None}
-        dtype = next((tensor.dtype for tensor in self.tensors if tensor.kind == "value"), "")
+        dtype = next((tensor.dtype for number, tensor in enumerate(self.tensors)
+                      if tensor.kind == "value" and number not in self.exact), "")
         for name, tensor in given.items():
             if name in op.integer_inputs:
-                fits = tensor.kind == "input" and \
-                    tensor.name in _INPUTS.get(name, (name,))
+                fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
+                    or (tensor.kind, tensor.dtype) == ("value", "int64")
             elif name in op.cache_inputs:
                 wanted = node.fields.get("kv_dtype") or dtype
                 fits = tensor.kind == "cache" and tensor.dtype == wanted
             elif name in op.packed(op.complete(node.fields)) - op.float32_inputs:
                 fits = tensor.kind == "weight" and tensor.dtype == "uint8"
             elif name in op.float32_inputs:
-                fits = tensor.kind == "weight" and tensor.dtype == "float32"
+                fits = tensor.kind in ("weight", "value") and tensor.dtype == "float32"
             else:
                 fits = tensor.kind in ("value", "weight", "memory") and tensor.dtype == dtype
             # Rows that are counted in the memory are the memory's.
@@ -449,8 +464,9 @@ def _hold(schedule: Schedule, manifest: Manifest, chip: Chip,
         if (tensor.dtype, tensor.shape) != (wanted[0], tuple(wanted[1])):
             raise ValueError(f"{name!r} is {tensor.dtype} {list(tensor.shape)}, which should be "
                              f"{wanted[0]} {list(wanted[1])}")
-    for tensor in schedule.tensors:
-        if tensor.kind == "value" and tensor.dtype != manifest.dtype:
+    exact = schedule.exact
+    for number, tensor in enumerate(schedule.tensors):
+        if tensor.kind == "value" and number not in exact and tensor.dtype != manifest.dtype:
             raise ValueError(f"value {tensor.name!r} is of {tensor.dtype}, the model of "
                              f"{manifest.dtype}")
     if not schedule.of_encoder and \

@@ -79,6 +79,26 @@ UNPLANNED = {
     "cohere2": {**_LLAMA, "sliding_window": 8, "num_hidden_layers": 4},
     "vaultgemma": {**_HEADS, "sliding_window": 8},
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_LOCAL = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+           "moe_intermediate_size": 40, "n_group": 1, "topk_group": 1,
+           "first_k_dense_replace": 1, "routed_scaling_factor": 1.75}
+MIXTURES = {
+    "qwen2_moe": {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {**_HEADS, **_EXPERTS},
+    "mixtral": _LOCAL,
+    "olmoe": {**_LLAMA, "num_experts": 5, "num_experts_per_tok": 3},
+    "granitemoe": {**_LOCAL, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+                   "attention_multiplier": 0.2, "logits_scaling": 3.0},
+    "glm4_moe": {**_HEADS, **_ROUTED, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+                 "use_qk_norm": True},
+    "minimax_m2": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "ernie4_5_moe": {**_LLAMA, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 40,
+                     "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "dots1": {**_HEADS, **_ROUTED},
+    "phimoe": _LOCAL,
+}
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({
     "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
@@ -141,13 +161,16 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
-    known = {**FAMILIES, **UNPLANNED}.get(family, {})
+    known = {**FAMILIES, **UNPLANNED, **MIXTURES}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.15, generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.15, generator)
     return model
 
 
@@ -164,13 +187,14 @@ def smollm2() -> Path:
     return next(Path(spec.origin).parent.rglob("*.gguf"))
 
 
-def compile_sizes(hf_dir: Path, root: Path, sizes: list[int]) -> dict[int, Path]:
+def compile_sizes(hf_dir: Path, root: Path, sizes: list[int],
+                  expert_parallel: bool = False) -> dict[int, Path]:
     """Case directories for several tp sizes from one export."""
     raw = load(hf_dir)
     fused = fuse(raw, Options(vocab_multiple=192))
     made = {}
     for tp_size in sizes:
-        options = Options(tp_size=tp_size)
+        options = Options(tp_size=tp_size, expert_parallel=expert_parallel)
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
         api.write(raw, divide(fused, options), Target(kind="cpu"), options, made[tp_size])

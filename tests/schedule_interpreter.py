@@ -20,7 +20,7 @@ from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
 from llmc.runtime.step import Limits, Memory, Step
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
-           "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+           "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int64": np.int64}
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide,
                 "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
@@ -42,20 +42,20 @@ class Arena:
     guards.
     """
 
-    def __init__(self, row_bytes: int, count: int, dtype: np.dtype) -> None:
-        self.count, self.dtype = count, dtype
+    def __init__(self, row_bytes: int, count: int) -> None:
+        self.count = count
         self.bytes = np.full(row_bytes * count + 2 * _GUARD, _POISON, np.uint8)
         self.owners = np.full(len(self.bytes), -1)
 
     def _place(self, tensor: ScheduledTensor) -> slice:
         start = _GUARD + tensor.offset * self.count
-        stop = start + self.dtype.itemsize * self.count * tensor.shape[1]
+        stop = start + np.dtype(_DTYPES[tensor.dtype]).itemsize * self.count * tensor.shape[1]
         assert start >= _GUARD and stop <= len(self.bytes) - _GUARD, f"{tensor.name} is outside"
         return slice(start, stop)
 
     def write(self, number: int, tensor: ScheduledTensor, value: np.ndarray) -> None:
         place = self._place(tensor)
-        rows = self.bytes[place].view(self.dtype).reshape(self.count, tensor.shape[1])
+        rows = self.bytes[place].view(_DTYPES[tensor.dtype]).reshape(self.count, tensor.shape[1])
         assert value.shape == rows.shape, f"{tensor.name} is {value.shape}, not {rows.shape}"
         rows[:] = value
         self.owners[place] = number
@@ -63,7 +63,7 @@ class Arena:
     def read(self, number: int, tensor: ScheduledTensor) -> np.ndarray:
         place = self._place(tensor)
         assert (self.owners[place] == number).all(), f"{tensor.name} is not there any more"
-        return self.bytes[place].view(self.dtype).reshape(self.count, tensor.shape[1])
+        return self.bytes[place].view(_DTYPES[tensor.dtype]).reshape(self.count, tensor.shape[1])
 
     def check_guards(self) -> None:
         assert (self.bytes[:_GUARD] == _POISON).all() and (self.bytes[-_GUARD:] == _POISON).all()
@@ -137,8 +137,8 @@ class Interpreter:
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
         sizes = {"num_tokens": step.num_tokens, "num_logits": len(step.logits_indices)}
-        arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"], self.dtype),
-                  True: Arena(schedule.logit_bytes, sizes["num_logits"], self.dtype)}
+        arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"]),
+                  True: Arena(schedule.logit_bytes, sizes["num_logits"])}
         decode = sizes["num_tokens"] == sizes["num_logits"] == step.batch_size
         moved: dict[int, int] = {}  # values that the engine reads where another is
         kept: dict[str, np.ndarray] = {}

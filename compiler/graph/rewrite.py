@@ -53,6 +53,7 @@ class Settings:
         model: what messages call the model.
         scheme: how linear layers are stored; None: as they come.
         head_scheme: how the LM head is stored, and with it a table that it shares.
+        expert_parallel: whether ranks have whole experts, not some columns of each.
         calibrated: whether weights have been rounded to these already.
         dequantize: whether weights that are stored in fewer bits are read as numbers.
         group_multiple: of how many columns groups are, which the target's kernels read; 0: they
@@ -69,6 +70,7 @@ class Settings:
     model: str = ""
     scheme: Scheme | None = None
     head_scheme: Scheme | None = None
+    expert_parallel: bool = False
     calibrated: bool = False
     dequantize: bool = False
     group_multiple: int = 1
@@ -254,6 +256,14 @@ def caches(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
         return []
     return [(node.inputs[op.input_names.index(name)], node.outputs[op.outputs.index(f"{name}_out")])
             for name in op.attention.caches]
+
+
+def exact_outputs(node: gs.Node) -> list[gs.Tensor]:
+    """The outputs of a node of ours that have a dtype of their own."""
+    op = op_of(node)
+    return [] if op is None else [
+        tensor for name, tensor in zip(op.outputs, node.outputs, strict=False)
+        if name in op.output_dtypes]
 
 
 def fields_of(node: gs.Node) -> dict[str, Any]:

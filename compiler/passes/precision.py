@@ -8,7 +8,15 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.dtypes import numpy_dtype
-from llmc.compiler.graph.rewrite import Report, Settings, caches, fields_of, op_of, values_of
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Settings,
+    caches,
+    exact_outputs,
+    fields_of,
+    op_of,
+    values_of,
+)
 from llmc.compiler.graph.weights import Weight
 
 
@@ -19,9 +27,10 @@ def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
     done: dict[tuple[int, str], tuple[Weight, Weight]] = {}
     for graph in graphs:
         report.count("weights", _cast_weights(graph, numpy_dtype(settings.dtype), done))
+        exact = {id(tensor) for node in graph.nodes for tensor in exact_outputs(node)}
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Variable) and tensor.dtype is not None \
-                    and np.dtype(tensor.dtype) == np.float32:
+                    and id(tensor) not in exact and np.dtype(tensor.dtype) == np.float32:
                 tensor.dtype = numpy_dtype(settings.dtype)
                 report.count("activations")
 

@@ -37,7 +37,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 
-_TOKENS = 64
+_TOKENS = 256
 _MAX_NODES = 96
 _LINEAR = frozenset({"MatMul", "Gemm"})
 
@@ -133,11 +133,13 @@ def _recognise(piece: Piece, logits: gs.Tensor, bias: gs.Tensor | None) -> \
         return NoMatch(f"the routing's weight is {list(bias.shape)}, not [{num_experts}]")
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((_TOKENS, num_experts)) * 2).astype(np.float32)
+    rows[::2] -= 10  # so that sigmoids are small enough for an epsilon to show
     given = {"logits": rows}
     feeds = {**token_feeds(1, _TOKENS),
              logits.name: rows if len(logits.shape) == 2 else rows[None]}
     if bias is not None:
-        given["bias"] = rng.standard_normal(num_experts).astype(np.float32)
+        # Small, so that it does not choose alone.
+        given["bias"] = (rng.standard_normal(num_experts) * 0.2).astype(np.float32)
         feeds[bias.name] = given["bias"].reshape(bias.shape)
     try:
         chosen, scores = piece.run_all(feeds)
@@ -191,7 +193,7 @@ def _candidates(top_k: int, num_experts: int, has_bias: bool, numbers: set[float
             for way in ways:
                 for biased in {has_bias, False}:
                     yield {"top_k": top_k, "score": score, **way, **limit}, biased
-    for value in sorted(numbers):
+    for value in sorted(number for number in numbers if 0 < number < 1):
         for jitter in (value, value / 2):
             yield {"top_k": top_k, "score": "sparsemixer", "jitter": jitter}, False
 

@@ -2,7 +2,8 @@
 
 A plan says how each tensor lies over the ranks: the same on all (replicated), cut along its last
 axis (sharded), or as a sum over ranks still to be taken (partial). Attention's projection and the
-first GEMM of an MLP are cut by rows, the GEMM behind them by columns, the vocabulary by tokens. An
+first GEMM of an MLP are cut by rows, the GEMM behind them by columns, the vocabulary by tokens;
+experts by what lies between their two products, or whole experts are dealt out. An
 AllReduce goes in where a partial tensor meets something that needs its value, an AllGather behind
 the LM head, and nothing anywhere else.
 
@@ -41,7 +42,16 @@ from llmc.compiler.passes.packing import lm_head
 from llmc.errors import LlmcError
 from llmc.plugins.all_gather.op import OP as ALL_GATHER
 from llmc.plugins.all_reduce.op import OP as ALL_REDUCE
-from llmc.plugins.roles import ByColumns, ByElements, ByHeads, ByRows, ByVocabulary, Shard
+from llmc.plugins.roles import (
+    ByColumns,
+    ByElements,
+    ByExperts,
+    ByHeads,
+    ByInner,
+    ByRows,
+    ByVocabulary,
+    Shard,
+)
 
 
 @dataclass(frozen=True)
@@ -83,17 +93,21 @@ class Plan:
     Args:
         ways: how each node that is cut is, by its id.
         columns: for a tensor that is cut, per rank the columns of the whole that it holds.
+        own: for experts, per rank those of them, or of their inner columns, that it has.
         shares: for a tensor of heads, and for attention, which heads each rank has.
         partial: ids of tensors that are sums over ranks.
         reduce: ids of partial tensors that an AllReduce must complete.
         gather: ids of the tensors that an AllGather must complete, with their columns in order.
         group_size: columns that stay together, as weights will be stored in groups of so many.
+        expert_parallel: whether ranks have whole experts.
     """
 
     tp_size: int
     group_size: int = 1
+    expert_parallel: bool = False
     ways: dict[int, Shard] = field(default_factory=dict)
     columns: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    own: dict[int, list[np.ndarray]] = field(default_factory=dict)
     shares: dict[int, list[HeadShare]] = field(default_factory=dict)
     partial: set[int] = field(default_factory=set)
     reduce: set[int] = field(default_factory=set)
@@ -111,8 +125,8 @@ def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Repo
         LlmcError: tp_size is below 1 or above the number of heads.
     """
     ranks = [list(rank) for rank in zip(
-        *partition_all(graphs, settings.tp_size, settings.model, _group_size(graphs, settings)),
-        strict=True)]
+        *partition_all(graphs, settings.tp_size, settings.model, _group_size(graphs, settings),
+                       settings.expert_parallel), strict=True)]
     for op in (ALL_REDUCE, ALL_GATHER):
         report.count(op.name, sum(is_op(node, op) for graph in ranks[0] for node in graph.nodes))
     return ranks
@@ -144,7 +158,7 @@ def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
 
 
 def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str,
-                  group_size: int = 1) -> list[list[gs.Graph]]:
+                  group_size: int = 1, expert_parallel: bool = False) -> list[list[gs.Graph]]:
     """For each of a model's graphs, one per rank. What a rank has of a weight, its graphs share.
 
     Raises:
@@ -154,19 +168,27 @@ def partition_all(graphs: Sequence[gs.Graph], tp_size: int, model: str,
     if not 1 <= tp_size <= limit:
         wrong = f"exceeds num_attention_heads {limit} of '{model}'" if tp_size > 1 else "is below 1"
         raise LlmcError(f"tp_size {tp_size} {wrong}; allowed: 1 to {limit}")
+    if expert_parallel and not any(shard_of(node, ByExperts) for graph in graphs
+                                   for node in graph.nodes):
+        raise LlmcError(f"expert_parallel is given, but '{model}' has no experts; leave it out")
     if tp_size == 1:
         return [[graph] for graph in graphs]
     shards = [_Shards() for _ in range(tp_size)]
     parts = []
     for graph in graphs:
-        plan = make_plan(graph, tp_size, group_size)
+        plan = make_plan(graph, tp_size, group_size, expert_parallel)
         parts.append([_rank_graph(graph, plan, rank, shards[rank]) for rank in range(tp_size)])
     return parts
 
 
-def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1) -> Plan:
-    """Decide how each node is divided. See the module's docstring for the rules."""
-    plan = Plan(tp_size, group_size)
+def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
+              expert_parallel: bool = False) -> Plan:
+    """Decide how each node is divided. See the module's docstring for the rules.
+
+    Raises:
+        LlmcError: there are fewer experts, or columns of them, than ranks.
+    """
+    plan = Plan(tp_size, group_size, expert_parallel)
     head = lm_head(graph) if graph.outputs[0].name == "logits" else None
     for node in graph.nodes:
         way = _choose(graph, node, plan, node is head)
@@ -175,7 +197,7 @@ def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1) -> Plan:
     for node in graph.nodes:
         for tensor in node.inputs:
             if id(tensor) in plan.partial and not _adds_partial(graph, node, tensor, plan) \
-                    and not _selects_partial(graph, node, plan):
+                    and not _stays_partial(graph, node, plan):
                 plan.reduce.add(id(tensor))
     plan.reduce.update(id(t) for t in graph.outputs if id(t) in plan.partial)
     return plan
@@ -187,6 +209,10 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
     result = node.outputs[0]
     for way in _ways(node):
         if isinstance(way, ByVocabulary):
+            plan.partial.add(id(result))
+            return way
+        if isinstance(way, ByExperts if plan.expert_parallel else ByInner):
+            plan.own[id(node)] = _deal_out(node, way, plan)
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByColumns) and plan.is_cut(operand(node, way.x)):
@@ -211,7 +237,7 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
             if cut is not None:
                 plan.columns[id(result)] = plan.columns[id(cut)]
                 return way
-    if _selects_partial(graph, node, plan):
+    if _stays_partial(graph, node, plan):
         plan.partial.add(id(result))
     return None
 
@@ -227,6 +253,21 @@ def _ways(node: gs.Node) -> Sequence[Shard]:
 def _is_linear(node: gs.Node, way: ByColumns) -> bool:
     fields = fields_of(node)
     return all(fields[name] == value for name, value in way.only_if.items())
+
+
+def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.ndarray]:
+    """The experts, or the columns between their products, that each rank has.
+
+    Raises:
+        LlmcError: there are not as many as ranks.
+    """
+    shape = values_of(operands(node)[way.inputs[0] if isinstance(way, ByExperts) else way.down]).shape
+    what, count = ("experts", shape[0]) if isinstance(way, ByExperts) else \
+        ("columns in each of its experts", shape[2])
+    if count < plan.tp_size:
+        raise LlmcError(f"{describe(node)} has {count} {what}, which {plan.tp_size} chips cannot "
+                        f"share; give a tp_size of at most {count}")
+    return np.split(np.arange(count), np.cumsum(_balanced(count, plan.tp_size))[:-1])
 
 
 def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
@@ -321,10 +362,18 @@ def _selects_rows(node: gs.Node) -> bool:
         and not isinstance(node.inputs[0], gs.Constant)
 
 
-def _selects_partial(graph: gs.Graph, node: gs.Node, plan: Plan) -> bool:
-    """Whether a node selects rows of a sum that nobody else needs, which the rows then are too."""
-    return _selects_rows(node) and id(node.inputs[0]) in plan.partial \
-        and len(consumers(graph, node.inputs[0])) == 1
+def _stays_partial(graph: gs.Graph, node: gs.Node, plan: Plan) -> bool:
+    """Whether a node is linear in sums that nobody else needs, so that its result is such a sum: it
+    selects rows, adds nothing but sums, or multiplies one with what every rank has.
+    """
+    sums = [tensor for tensor in node.inputs if id(tensor) in plan.partial]
+    if not sums or any(len(consumers(graph, tensor)) > 1 for tensor in sums):
+        return False
+    others = [tensor for tensor in node.inputs if id(tensor) not in plan.partial]
+    return (_selects_rows(node) and sums[0] is node.inputs[0]) \
+        or (node.op == "Add" and not is_llmc(node) and not others) \
+        or (node.op == "Mul" and not is_llmc(node) and len(others) == 1
+            and not plan.is_cut(others[0]))
 
 
 def _adds_partial(graph: gs.Graph, node: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:
@@ -344,7 +393,7 @@ class _Shards:
         values = values_of(tensor)
         key = (id(tensor._values), str(axis), index.tobytes())
         if key not in self._made:
-            shard = values.take_rows(index) if axis == 0 else values.take_columns(index)
+            shard = values.take(index, axis)
             if values.stored is not None and values.stored.order is None and shard.stored is None:
                 raise LlmcError(f"'{tensor.name}' is stored in groups of "
                                 f"{values.stored.group_size} along its rows of {values.shape[1]}, "
@@ -426,6 +475,16 @@ def _cut(node: gs.Node, way: Shard, plan: Plan, rank: int, shards: _Shards) -> \
         cut(way.inputs, 0, np.concatenate([rows + height * i for i in range(way.stacked)]))
     elif isinstance(way, ByColumns):
         cut(way.inputs, 1, plan.columns[id(operands(node)[way.x])][rank])
+    elif isinstance(way, ByInner):
+        own = plan.own[id(node)][rank]
+        rows = np.stack([2 * own, 2 * own + 1], 1).reshape(-1) if fields_of(node)[way.paired] \
+            else own
+        cut(way.up, 1, rows)
+        cut([way.down], 2, own)
+    elif isinstance(way, ByExperts):
+        own = plan.own[id(node)][rank]
+        fields = {way.start: int(own[0]), way.sharded: 1}
+        cut(way.inputs, 0, own)
     elif isinstance(way, ByHeads):
         share = plan.shares[id(node)][rank]
         fields = {"num_heads": share.stop - share.start, "num_kv_heads": len(share.kv_heads)}
@@ -437,7 +496,7 @@ def _cut(node: gs.Node, way: Shard, plan: Plan, rank: int, shards: _Shards) -> \
         cut([way.table], 0, np.arange(start, start + counts[rank]))
     else:
         cut(way.vectors, 0, plan.columns[id(node.outputs[0])][rank])
-    if rank and isinstance(way, ByColumns | ByVocabulary):  # rank 0 adds what comes once
+    if rank and isinstance(way, ByColumns | ByVocabulary | ByInner):  # rank 0 adds what comes once
         for name in way.added:
             tensor = operand(node, name)
             if id(tensor) not in plan.partial or id(tensor) in plan.reduce:

@@ -30,6 +30,7 @@ class Options:
         head_scheme: the same of the LM head's.
         calibrated: whether that has been done before partition, on a text.
         dequantize: whether what a checkpoint has in fewer bits is read as numbers of `dtype`.
+        expert_parallel: whether chips have whole experts, not some columns of each.
         vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
     """
 
@@ -48,3 +49,4 @@ class Options:
     head_scheme: Scheme | None = None
     calibrated: bool = False
     dequantize: bool = False
+    expert_parallel: bool = False

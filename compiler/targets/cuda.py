@@ -9,7 +9,7 @@ made, to a memory that both schedules name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +26,7 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.graph.dtypes import numpy_dtype
-from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, values_of
+from llmc.compiler.graph.rewrite import caches, exact_outputs, fields_of, is_llmc, values_of
 from llmc.compiler.targets import Options
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
@@ -94,14 +94,17 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     memory = outputs if all(t.name != "logits" for t in outputs) else []  # an encoder's
     numbers: dict[int, int] = {}
     tensors: list[ScheduledTensor] = []
-    offsets, sizes = _plan(graph, kept, memory, dtype)
+    dtypes = {id(tensor): _name(tensor.dtype) for node in graph.nodes
+              for tensor in exact_outputs(node)}
+    offsets, sizes = _plan(graph, kept, memory, dtype, dtypes)
 
     def number(tensor: gs.Tensor) -> int:
         if tensor.is_empty() or (id(tensor) in kept and tensor.inputs):
             return -1
         if id(tensor) not in numbers:
             numbers[id(tensor)] = len(tensors)
-            tensors.append(_describe(tensor, id(tensor) in kept, offsets, dtype,
+            tensors.append(_describe(tensor, id(tensor) in kept, offsets,
+                                     dtypes.get(id(tensor), dtype),
                                      any(tensor is t for t in graph.inputs)))
         return numbers[id(tensor)]
 
@@ -165,10 +168,10 @@ def _name(dtype: np.dtype | type | str) -> ScheduledDType:
     return cast(ScheduledDType, np.dtype(dtype).name)  # the schedule refuses any other
 
 
-def _plan(graph: gs.Graph, kept: set[int], memory: Sequence[gs.Tensor], dtype: str) -> \
-        tuple[dict[int, int], dict[bool, int]]:
+def _plan(graph: gs.Graph, kept: set[int], memory: Sequence[gs.Tensor], dtype: str,
+          dtypes: Mapping[int, str]) -> tuple[dict[int, int], dict[bool, int]]:
     """Place each value where no value that lives at the same time is, the largest first. What goes
-    to the memory lives until then.
+    to the memory lives until then. Values are of `dtype`, but for those in `dtypes`.
 
     Returns offsets by tensor, and the arena's size for tokens' values (False) and logits' (True).
     """
@@ -186,7 +189,7 @@ def _plan(graph: gs.Graph, kept: set[int], memory: Sequence[gs.Tensor], dtype: s
               if id(tensor) not in kept and not tensor.is_empty()]
 
     def size(tensor: gs.Tensor) -> int:
-        width = int(tensor.shape[-1]) * numpy_dtype(dtype).itemsize
+        width = int(tensor.shape[-1]) * numpy_dtype(dtypes.get(id(tensor), dtype)).itemsize
         return -(-width // _ALIGNMENT) * _ALIGNMENT
 
     offsets: dict[int, int] = {}

@@ -11,14 +11,15 @@ PREFILL, STEPS = 12, 16
 
 def limits(family):
     """tp sizes that make sense: up to 4 heads."""
-    config = {**families.FAMILIES, **families.UNPLANNED}[family]
+    config = {**families.FAMILIES, **families.UNPLANNED, **families.MIXTURES}[family]
     return [size for size in (1, 2, 3, 4)
             if size <= config.get("num_attention_heads", config.get("n_head", 4))]
 
 
-def check_family(family, sizes, tmp_path, **changes):
+def check_family(family, sizes, tmp_path, expert_parallel=False, **changes):
     model = families.tiny_model(family, **changes)
-    cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, sizes)
+    cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, sizes,
+                                   expert_parallel)
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, families.VOCAB, PREFILL + STEPS).tolist() for _ in range(2)]
     cuts = [PREFILL, PREFILL - 5]  # a batch of unequal prompts
@@ -45,6 +46,16 @@ def test_family_equals_transformers_at_every_tp_size(family, tmp_path):
 @pytest.mark.parametrize("family", families.once(families.UNPLANNED))
 def test_a_family_nobody_planned_for_just_works(family, tmp_path):
     check_family(family, [1, 2], tmp_path)
+
+
+@pytest.mark.parametrize("family", families.MIXTURES)
+def test_a_mixture_of_experts_equals_transformers_at_every_tp_size(family, tmp_path):
+    check_family(family, limits(family), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "glm4_moe"])
+def test_whole_experts_are_dealt_out(family, tmp_path):
+    check_family(family, [2, 3, 4], tmp_path, expert_parallel=True)
 
 
 @pytest.mark.parametrize("kind", families.ROPES)
