@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -66,10 +66,10 @@ def installed() -> Iterator[None]:
     """Have the compiler's exports kept."""
     real, exporter = trace.trace, trace._run_exporter
 
-    def cached(config: Any, part: Any, layers_name: str | None, trust_remote_code: bool) -> \
-            onnx.ModelProto:
+    def cached(config: Any, part: Any, layers_name: str | None, trust_remote_code: bool,
+               kept_layers: Sequence[int] = ()) -> onnx.ModelProto:
         def make() -> onnx.ModelProto:
-            return real(config, part, layers_name, trust_remote_code)
+            return real(config, part, layers_name, trust_remote_code, kept_layers)
 
         if trace._run_exporter is not exporter or \
                 not type(config).__module__.startswith("transformers."):
@@ -77,7 +77,7 @@ def installed() -> Iterator[None]:
         described = {key: value for key, value in config.to_dict().items()
                      if key != "_name_or_path"}
         return kept(f"{json.dumps(described, sort_keys=True, default=str)} {type(config).__name__} "
-                    f"{part.name} {layers_name}", make)
+                    f"{part.name} {layers_name} {list(kept_layers)}", make)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "trace", cached)

@@ -28,7 +28,12 @@ from llmc.compiler.frontend.parts import (
     build,
     text_config,
 )
-from llmc.compiler.frontend.repeat import CannotRepeat, plan_layers, repeat
+from llmc.compiler.frontend.repeat import (
+    CannotRepeat,
+    exported_names,
+    plan_layers,
+    repeat,
+)
 from llmc.compiler.frontend.trace import alone, to_graph, trace
 from llmc.compiler.graph.elementary import sinusoidal_positions
 from llmc.compiler.graph.weights import Weight
@@ -100,8 +105,9 @@ def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Ch
     bound = checkpoint.spelled & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
-        traced = trace(plan.config, part, plan.layers_name, trust_remote_code)
-        graph = repeat(to_graph(traced, bound), plan)
+        traced = trace(plan.config, part, plan.layers_name, trust_remote_code,
+                       plan.picked if plan.cut else ())
+        graph = repeat(to_graph(traced, exported_names(bound, plan)), plan)
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
         graph = to_graph(trace(config, part, None, trust_remote_code), bound)

@@ -8,6 +8,8 @@ all layers are exported.
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.probe import data_tensors
 from llmc.compiler.graph.rewrite import describe, tidy
 from llmc.compiler.graph.weights import Weight, unread
+from llmc.errors import LlmcError
 
 
 class CannotRepeat(Exception):
@@ -30,11 +33,13 @@ class LayerPlan:
     """Layers to export and what each layer of the model is a copy of.
 
     Args:
-        config: the truncated config.
+        config: of the layers to export alone, or where `cut` of the whole model.
         part: what is exported.
         layers_name: the layers' place in the model, such as `model.layers`.
         picked: for each exported layer, the layer of the model that it is.
         group: for each layer of the model, its kind.
+        cut: whether the other layers are taken out of the model, as no config describes one of
+            these alone.
     """
 
     config: Any
@@ -42,6 +47,7 @@ class LayerPlan:
     layers_name: str
     picked: list[int]
     group: list[int]
+    cut: bool = False
 
 
 def _find_layers(model: Any, part: Part, count: int) -> tuple[str, torch.nn.ModuleList]:
@@ -90,16 +96,49 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
     picked = sorted(index for kind in range(len(kinds))
                     for index in [i for i, g in enumerate(group) if g == kind][:2])
     short = copy.deepcopy(config)
-    short_text = text_config(short)
-    for name_of_list, value in list(vars(short_text).items()):
+    _shorten(text_config(short), key, picked)
+    try:
+        with torch.device("meta"):
+            _, few = _find_layers(build(short, part, trust_remote_code), part, len(picked))
+        described = [_signature(layer) for layer in few] == [signatures[i] for i in picked]
+    except (CannotRepeat, LlmcError):  # such as a list of layers that are not there any more
+        described = False
+    return LayerPlan(short if described else copy.deepcopy(config), part, name, picked, group,
+                     not described)
+
+
+def _shorten(text: Any, key: str, picked: Sequence[int]) -> None:
+    """Leave these layers in a config: in its lists with an entry for each, and in their number."""
+    count = getattr(text, key)
+    for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
-            setattr(short_text, name_of_list, type(value)(value[i] for i in picked))
-    setattr(short_text, key, len(picked))
-    with torch.device("meta"):
-        _, few = _find_layers(build(short, part, trust_remote_code), part, len(picked))
-    if [_signature(layer) for layer in few] != [signatures[i] for i in picked]:
-        raise CannotRepeat("a layer's settings depend on more than the config's lists")
-    return LayerPlan(short, part, name, picked, group)
+            setattr(text, name, type(value)(value[i] for i in picked))
+    setattr(text, key, len(picked))
+
+
+def cut_layers(model: Any, part: Part, layers_name: str, picked: Sequence[int]) -> None:
+    """Take all layers but these out of a model, and out of its config."""
+    text = text_config(model.config)
+    key = part.layers_key(text)
+    assert key is not None
+    owner, _, leaf = layers_name.rpartition(".")
+    layers = model.get_submodule(layers_name)
+    setattr(model.get_submodule(owner), leaf, torch.nn.ModuleList(layers[i] for i in picked))
+    _shorten(text, key, picked)
+
+
+def exported_names(names: Set[str], plan: LayerPlan) -> set[str]:
+    """Names of a model's tensors as the exported layers call them."""
+    known = {f"{plan.layers_name}.{layer}.": f"{plan.layers_name}.{index}."
+             for index, layer in enumerate(plan.picked)}
+    made = set()
+    for name in names:
+        layer = re.match(rf"{re.escape(plan.layers_name)}\.\d+\.", name)
+        if layer is None:
+            made.add(name)
+        elif layer[0] in known:
+            made.add(known[layer[0]] + name[layer.end():])
+    return made
 
 
 @dataclass

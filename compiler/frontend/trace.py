@@ -42,6 +42,7 @@ from llmc.compiler.frontend.parts import (
     build,
     text_config,
 )
+from llmc.compiler.frontend.repeat import cut_layers
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
@@ -55,12 +56,13 @@ class Contradiction(LlmcError):
     """A model says one thing of its attention and computes another."""
 
 
-def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool) -> \
-        onnx.ModelProto:
-    """The model that `config` describes, exported.
+def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool,
+          kept: Sequence[int] = ()) -> onnx.ModelProto:
+    """The model that `config` describes, exported; where there are some `kept`, of its layers only
+    these.
 
     Nothing but the arguments goes in, no tensor of a checkpoint does: so the result may be kept by
-    config, part, `layers_name` and the versions of what runs here. Parameters are
+    config, part, `layers_name`, `kept` and the versions of what runs here. Parameters are
     external tensors without a file, named `ROOT` and their name in the model; buffers have the
     values that the model gives them. Nodes are named `layer|index|op`, with nothing for layer
     outside of `layers_name`.
@@ -72,7 +74,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
     for implementation in (ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
-            exported = _run_exporter(config, part, trust_remote_code)
+            exported = _run_exporter(config, part, trust_remote_code, layers_name, kept)
         except Contradiction as error:
             raise Contradiction(f"'{config.model_type}' contradicts itself: {error}") from error
         except LlmcError as error:
@@ -86,9 +88,10 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
             continue
         model = _to_proto(exported, layers_name)
         text = text_config(config)
-        count = getattr(text, part.layers_key(text) or "num_hidden_layers") * part.attentions
+        layers = len(kept) or getattr(text, part.layers_key(text) or "num_hidden_layers")
         if config._attn_implementation == ATTENTION and \
-                sum(node.op_type == "Sdpa" for node in model.graph.node) < count:
+                sum(node.op_type == "Sdpa" for node in model.graph.node) < \
+                layers * part.attentions:
             reasons.append("the model bypasses transformers' attention interface")
             continue
         return model
@@ -103,11 +106,14 @@ def _root_cause(error: BaseException) -> str:
     return lines[0].split(". Failure message:")[0][:200] if lines else type(error).__name__
 
 
-def _run_exporter(config: Any, part: Part, trust_remote_code: bool) -> ir.Model:
+def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,
+                  kept: Sequence[int] = ()) -> ir.Model:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     # Rotary tables and scales keep their values.
     with init_empty_weights(include_buffers=False), Reproducible():
         model: Any = build(config, part, trust_remote_code)
+    if kept and layers_name:
+        cut_layers(model, part, layers_name, kept)
     functions: list[MaskFunction] = []
     AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
     _freeze_rotary(model)

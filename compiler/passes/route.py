@@ -38,6 +38,7 @@ from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 
 _TOKENS = 256
+_TOLERANCE = 1e-5  # of scores
 _MAX_NODES = 96
 _LINEAR = frozenset({"MatMul", "Gemm"})
 
@@ -133,7 +134,6 @@ def _recognise(piece: Piece, logits: gs.Tensor, bias: gs.Tensor | None) -> \
         return NoMatch(f"the routing's weight is {list(bias.shape)}, not [{num_experts}]")
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((_TOKENS, num_experts)) * 2).astype(np.float32)
-    rows[::2] -= 10  # so that sigmoids are small enough for an epsilon to show
     given = {"logits": rows}
     feeds = {**token_feeds(1, _TOKENS),
              logits.name: rows if len(logits.shape) == 2 else rows[None]}
@@ -174,7 +174,7 @@ def _compare(fields: dict[str, Any], inputs: dict[str, np.ndarray], chosen: np.n
         return None
     own = np.take_along_axis(own, order, -1)
     scale = float(np.median(scores / own))
-    if not np.isfinite(scale) or not close(scores, own * scale, 1e-5):
+    if not np.isfinite(scale) or not close(scores, own * scale, _TOLERANCE):
         return None
     return {**fields, "scale": float(np.float32(round(scale, 6)))}
 
@@ -182,7 +182,8 @@ def _compare(fields: dict[str, Any], inputs: dict[str, np.ndarray], chosen: np.n
 def _candidates(top_k: int, num_experts: int, has_bias: bool, numbers: set[float]) -> \
         Iterator[tuple[dict[str, Any], bool]]:
     """Fields, and whether with the bias; what is common first."""
-    epsilons = [0.0, *sorted(value for value in numbers if 0 < value <= 1e-2)]
+    # Those that are there before none: too small to show, they are still what the model adds.
+    epsilons = [*sorted(value for value in numbers if 0 < value <= 1e-2), 0.0]
     ways = [{"normalize": 0}, *({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)]
     limits: list[dict[str, Any]] = [{}]
     for groups in (count for count in range(2, num_experts) if num_experts % count == 0):
