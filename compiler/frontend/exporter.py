@@ -35,7 +35,8 @@ _SYNONYMS = {"aten::max.other": torch.ops.aten.maximum.default,
              "aten::min.other": torch.ops.aten.minimum.default,
              "aten::reshape": torch.ops.aten.view.default}
 _IN_PLACE = {f"aten::{name}_.Tensor": getattr(torch.ops.aten, name).Tensor
-             for name in ("add", "sub", "mul", "div")}
+             for name in ("add", "sub", "mul", "div")} \
+    | {"aten::scatter_.value": torch.ops.aten.scatter.value}
 # Another op, and its arguments.
 _REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]] = {
     "aten::square": (torch.ops.aten.pow.Tensor_Scalar, lambda source: (source, 2)),
@@ -196,7 +197,8 @@ def _is_written_alone(node: torch.fx.Node, name: str) -> bool:
     if name not in _IN_PLACE:
         return False
     written: Any = node.args[0]
-    dtypes = {getattr(each.meta["val"], "dtype", None) for each in node.all_input_nodes}
+    operands = node.all_input_nodes if name.endswith(".Tensor") else [written]
+    dtypes = {getattr(each.meta["val"], "dtype", None) for each in operands}
     return dtypes == {written.meta["val"].dtype} \
         and not any(map(_shares, (written, *written.users)))
 
