@@ -21,6 +21,10 @@ TARGETS: dict[str, ModuleType] = {target.KIND: target
 _GPU = (cuda.KIND, tensorrt.KIND)
 _DEFAULT_MAX_SEQ_LEN = 4096
 _MAX_HEAD_DIM = 256  # of the attention kernels
+# What configs call the experts of a token, and all of a layer.
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
+                   "top_k_experts")
+_ALL_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,15 @@ def _decoder_start(options: Options, about: About) -> str | None:
             f"decoder_start_token_id into generation_config.json")
 
 
+def _experts(options: Options, about: About) -> str | None:
+    chosen, count = (next(((key, number) for key in keys if (number := about.number(key))), None)
+                     for keys in (_CHOSEN_EXPERTS, _ALL_EXPERTS))
+    if chosen is None or count is None or chosen[1] <= count[1]:
+        return None
+    return (f"'{about.name}' chooses {chosen[0]} {chosen[1]} of {count[0]} {count[1]}; the first "
+            f"can be at most {count[1]}")
+
+
 def _heads(options: Options, about: About) -> str | None:
     heads = about.num_heads
     if heads is None or options.tp_size <= heads:
@@ -270,6 +283,7 @@ MODEL_CHECKS: dict[str, Callable[[Options, About], str | None]] = {
     "encoder": _encoder,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
+    "experts": _experts,
     "heads": _heads,
     "positions": _positions,
     "head_dim": _head_dim,

@@ -361,8 +361,10 @@ def _in_place(node: ScheduledNode) -> dict[int, int]:
 
 
 def _elementwise(node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> plugins.Shape:
-    """The shape of values, all alike, among which weights may be a number each."""
-    shapes = set()
+    """The shape of values, all alike, among which weights may be a number each, and values a column
+    for all of a row.
+    """
+    shapes: set[plugins.Shape] = set()
     for tensor in tensors:
         if tensor is not None and tensor.kind == "value":
             shapes.add(tensor.shape)
@@ -370,9 +372,11 @@ def _elementwise(node: ScheduledNode, tensors: Sequence[ScheduledTensor | None])
                 or tensor.shape != (1,):
             raise ValueError(f"takes values and float32 weights of shape [1], not "
                              f"{tensor and tensor.name!r}")
-    if len(tensors) != ELEMENTWISE[node.op] or len(shapes) != 1 or node.fields:
+    wide = {shape for shape in shapes if shape[-1] != 1} or shapes
+    if len(tensors) != ELEMENTWISE[node.op] or len(wide) != 1 or node.fields \
+            or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"takes {ELEMENTWISE[node.op]} inputs of one shape and no fields")
-    return shapes.pop()
+    return wide.pop()
 
 
 @dataclass(frozen=True)

@@ -141,9 +141,10 @@ def _merge(name: str, sources: Mapping[str, Sequence[Weight]], converter: Weight
     """
     lists = [sources.get(pattern, ()) for pattern in converter.source_patterns]
     if len({len(weights) for weights in lists}) > 1:
-        raise LlmcError(f"'{name}' is made of {' and '.join(str(len(weights)) for weights in lists)}"
-                        f" tensors ({', '.join(converter.source_patterns)}), as many of each are "
-                        f"expected; the checkpoint is not whole")
+        counts = " and ".join(str(len(weights)) for weights in lists)
+        raise LlmcError(f"'{name}' is made of {counts} tensors "
+                        f"({', '.join(converter.source_patterns)}), as many of each are expected; "
+                        f"the checkpoint is not whole")
     for weights in lists:
         odd = next((weight for weight in weights
                     if (weight.shape, weight.dtype) != (weights[0].shape, weights[0].dtype)), None)

@@ -1,5 +1,5 @@
-"""Experts go through transformers' own interface, as attention does: what chooses them, and what lies
-between their two products, is exported as the model computes it, for the passes to recognise.
+"""Experts go through transformers' own interface, as attention does: what chooses them, and what
+lies between their two products, is exported as the model computes it, for the passes to recognise.
 """
 
 from __future__ import annotations

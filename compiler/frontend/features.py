@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from llmc.compiler.frontend.experts import is_experts
 from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config
 from llmc.errors import LlmcError
 
@@ -49,7 +50,12 @@ class Feature:
         return None
 
 
+# Experts that transformers' own interface runs are exported.
+_EXPERTS = Feature("a mixture of experts of its own kind",
+                   r"Experts$|M[oO][eE]$|M[oO][eE](Block|Layer)$",
+                   keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
 FEATURES = (
+    _EXPERTS,
     Feature("linear attention, which keeps a state instead of keys and values",
             r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$"),
     Feature("state-space layers (Mamba)", r"Mamba\w*Mixer$|^(Bamba|FalconH1)Mixer$",
@@ -101,6 +107,8 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
         if any(name.startswith(prefix) for prefix in claimed):
             continue
         feature = next((feature for feature in FEATURES if feature.is_in(module)), None)
+        if feature is _EXPERTS and any(map(is_experts, module.modules())):
+            continue
         if feature is not None:
             claimed.append(f"{name}.")
             seen.setdefault(feature, f"{type(module).__name__} '{name}'")

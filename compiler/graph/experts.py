@@ -1,5 +1,5 @@
-"""Experts between the frontend, which makes their two products, and the experts pass, which joins them
-with what lies between. Neither reaches an artifact, so they have no body and no place in the
+"""Experts between the frontend, which makes their two products, and the experts pass, which joins
+them with what lies between. Neither reaches an artifact, so they have no body and no place in the
 registry.
 """
 
@@ -11,8 +11,8 @@ from llmc.plugins import Op
 EXPERTS_UP = Op(
     name="ExpertsUp",
     version=1,
-    # x [num_tokens, hidden], experts int64 [num_tokens, top_k], weight [num_experts, width, hidden],
-    # `transposed` [num_experts, hidden, width]; bias [num_experts, width]
+    # x [num_tokens, hidden], experts int64 [num_tokens, top_k], weight [num_experts, width,
+    # hidden], `transposed` [num_experts, hidden, width]; bias [num_experts, width]
     inputs=("x", "experts", "weight", "bias?"),
     outputs=("y",),  # [num_tokens, top_k, width]
     fields={"transposed": 0},

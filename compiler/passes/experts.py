@@ -1,6 +1,6 @@
 """Recognise experts: two products of each token with its own matrices, and an activation between.
 
-Given:   both = ExpertsUp(x, experts, W); inner = act(gate) · up, of halves or of every other column;
+Given:   both = ExpertsUp(x, experts, W); inner = act(gate) · up, of halves or every other column;
          y = ExpertsDown(inner, experts, scores, D)
 Result:  y = Experts(x, experts, scores, W, D, activation=act)
 
@@ -88,7 +88,7 @@ def _width(node: gs.Node, of_input: bool = False) -> int:
 
 def _recognise(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
         tuple[dict[str, Any], np.ndarray] | NoMatch:
-    """The fields of llmc::Experts that the piece is, and the order of the first product's columns."""
+    """The fields of llmc::Experts that the piece is, and the first product's columns in order."""
     if both not in (width, 2 * width):
         return NoMatch(f"the products of experts are {both} and {width} wide", piece.output)
     numbers = {abs(value) for value in scalars(piece) if 0 < abs(value) < _WIDEST}

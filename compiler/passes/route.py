@@ -31,6 +31,7 @@ from llmc.compiler.graph.rewrite import (
     operands,
     producer,
     replace,
+    values_of,
     weight,
 )
 from llmc.compiler.graph.weights import Weight
@@ -184,7 +185,8 @@ def _candidates(top_k: int, num_experts: int, has_bias: bool, numbers: set[float
     """Fields, and whether with the bias; what is common first."""
     # Those that are there before none: too small to show, they are still what the model adds.
     epsilons = [*sorted(value for value in numbers if 0 < value <= 1e-2), 0.0]
-    ways = [{"normalize": 0}, *({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)]
+    ways: list[dict[str, Any]] = [{"normalize": 0}]
+    ways += ({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)
     limits: list[dict[str, Any]] = [{}]
     for groups in (count for count in range(2, num_experts) if num_experts % count == 0):
         limits += ({"groups": groups, "top_groups": top, "group_score": score}
@@ -204,4 +206,7 @@ def _rewrite(graph: gs.Graph, match: _Route, settings: Settings) -> None:
     inputs = {"logits": match.logits}
     if match.bias is not None:
         inputs["bias"] = match.bias
+        if len(match.bias.shape) > 1:
+            inputs["bias"] = gs.Constant(f"{match.bias.name}.flat", Weight.of(
+                values_of(match.bias).load().reshape(-1)))
     replace(graph, ROUTE, inputs, [match.experts, match.scores], match.fields)

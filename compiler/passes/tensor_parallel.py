@@ -261,9 +261,9 @@ def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.nd
     Raises:
         LlmcError: there are not as many as ranks.
     """
-    shape = values_of(operands(node)[way.inputs[0] if isinstance(way, ByExperts) else way.down]).shape
-    what, count = ("experts", shape[0]) if isinstance(way, ByExperts) else \
-        ("columns in each of its experts", shape[2])
+    what, name, axis = ("experts", way.inputs[0], 0) if isinstance(way, ByExperts) else \
+        ("columns in each of its experts", way.down, 2)
+    count = values_of(operands(node)[name]).shape[axis]
     if count < plan.tp_size:
         raise LlmcError(f"{describe(node)} has {count} {what}, which {plan.tp_size} chips cannot "
                         f"share; give a tp_size of at most {count}")

@@ -19,7 +19,7 @@ from llmc.compiler.targets import Options
 _LLAMA = families.FAMILIES["llama"]
 _MLA = dict(q_lora_rank=16, kv_lora_rank=16, v_head_dim=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
             num_key_value_heads=4)
-_EXPERTS = r"a mixture of experts \({} 4; \w+ '[\w.]+'\)"
+_EXPERTS = r"a mixture of experts of its own kind \({} 4; \w+ '[\w.]+'\)"
 FEATURES = {
     "bloom": (dict(hidden_size=64, n_layer=2, n_head=4),
               r"ALiBi \(a bias that grows with distance\) \(BloomAttention "),
@@ -27,21 +27,22 @@ FEATURES = {
             r"ALiBi .*\(attn_config.alibi True\)"),
     "falcon": (dict(alibi=True, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
                r"ALiBi .*\(alibi True\)"),
-    "mixtral": (dict(_LLAMA, num_local_experts=4), _EXPERTS.format("num_local_experts")),
-    "qwen2_moe": (dict(_LLAMA, num_experts=4), _EXPERTS.format("num_experts")),
-    "gpt_oss": (dict(_LLAMA, num_local_experts=4),
-                _EXPERTS.format("num_local_experts") + r" and attention sinks"),
-    "deepseek_v3": (dict(_LLAMA, **_MLA, n_routed_experts=4, n_group=1, topk_group=1),
+    "jetmoe": (dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2),
+               _EXPERTS.format("num_local_experts")),
+    "gpt_oss": (dict(_LLAMA, num_local_experts=4), r"has attention sinks"),
+    "deepseek_v3": (dict(_LLAMA, **_MLA, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+                         topk_group=1),
                     r"multi-head latent attention, .* \(kv_lora_rank 16\)"),
     "minicpm3": (dict(_LLAMA, **_MLA), r"has multi-head latent attention, "),
     "llama4_text": (dict(_LLAMA, num_local_experts=4),
-                    r"attention in chunks .* \(attention_chunk_size 8192\)"),
+                    _EXPERTS.format("num_local_experts")
+                    + r" and attention in chunks .* \(attention_chunk_size 8192\)"),
     "lfm2": (dict(_LLAMA, layer_types=["conv", "full_attention", "conv"]),
              r"has short convolutions \(Conv1d 'model.layers.0.conv.conv'\)"),
     "mamba": (dict(hidden_size=64, num_hidden_layers=2),
               r"has state-space layers \(Mamba\) \(MambaMixer "),
     "jamba": (dict(_LLAMA, num_experts=4, mamba_dt_rank=4),
-              r"a mixture of experts .* and state-space layers \(Mamba\)"),
+              r"has state-space layers \(Mamba\)"),
     "rwkv": (dict(hidden_size=64, num_hidden_layers=2), r"has RWKV layers"),
     "xlstm": (dict(hidden_size=64, num_hidden_layers=2, num_heads=4), r"has xLSTM layers"),
     "qwen3_5_text": (dict(_LLAMA, num_hidden_layers=4), r"has linear attention, which keeps a "),

@@ -3,10 +3,10 @@
     x             [num_tokens, hidden]
     experts       int64 [num_tokens, top_k], as Route gives them
     scores        float32 [num_tokens, top_k]
-    gate_up       [num_experts, 2 * inner, hidden]; row 2j is the gate of column j, row 2j + 1 what it
-                  gates: both are there when a kernel's epilogue wants them, a share of the columns is
-                  consecutive rows, and com.microsoft.MoE reads it as it lies. Where nothing is
-                  `gated`, [num_experts, inner, hidden]
+    gate_up       [num_experts, 2 * inner, hidden]; row 2j is the gate of column j, row 2j + 1 what
+                  it gates: both are there when a kernel's epilogue wants them, a share of the
+                  columns is consecutive rows, and com.microsoft.MoE reads it as it lies. Where
+                  nothing is `gated`, [num_experts, inner, hidden]
     down          [num_experts, hidden, inner]
     gate_up_bias  [num_experts, 2 * inner] or [num_experts, inner], in the order of gate_up's rows
     down_bias     [num_experts, hidden]
@@ -14,8 +14,8 @@
 
 act is `activation`, where silu is z · sigmoid(`alpha` · z), and up is `up_offset` more than its row
 gives. A `limit` other than 0 bounds gates from above and what they gate both ways. `scale_input`
-multiplies x by the score, not the result. With `sharded`, these are experts `first_expert` on of the
-model's, and others add nothing.
+multiplies x by the score, not the result. With `sharded`, these are experts `first_expert` on of
+the model's, and others add nothing.
 """
 
 from collections.abc import Mapping
@@ -243,8 +243,8 @@ OP = Op(
     version=1,
     inputs=("x", "experts", "scores", "gate_up", "down", "gate_up_bias?", "down_bias?"),
     outputs=("y",),
-    fields={"top_k": 0, "activation": "silu", "gated": 1, "alpha": 1.0, "limit": 0.0, "up_offset": 0.0,
-            "scale_input": 0, "first_expert": 0, "sharded": 0},
+    fields={"top_k": 0, "activation": "silu", "gated": 1, "alpha": 1.0, "limit": 0.0,
+            "up_offset": 0.0, "scale_input": 0, "first_expert": 0, "sharded": 0},
     required=("top_k",),
     choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
              "sharded": (0, 1)},

@@ -5,14 +5,14 @@
     experts  int64 [num_tokens, top_k], all different; in no order that anything may rely on
     scores   float32 [num_tokens, top_k], what each of them is multiplied by
 
-A score is the softmax of a token's logits, the sigmoid or sqrt(softplus) of each; the `top_k` highest
-are chosen. With `groups` of experts, one behind the other, only those of the `top_groups` best
-groups are: a group's rank is its highest score, or the sum of its two highest (`group_score`).
+A score is the softmax of a token's logits, the sigmoid or sqrt(softplus) of each; the `top_k`
+highest are chosen. With `groups` of experts, one behind the other, only those of the `top_groups`
+best groups are: a group's rank is its highest score, or the sum of its two highest (`group_score`).
 `normalize` divides a token's scores by their sum plus `epsilon`; `scale` multiplies them.
 
-`sparsemixer` (https://arxiv.org/abs/2409.12136) chooses one expert after the other. Each one's score
-is its softmax among those that are left and whose logits are near enough to its own: (own - other)
-/ max(|other|, own) is at most 2 * `jitter`.
+`sparsemixer` (https://arxiv.org/abs/2409.12136) chooses one expert after the other. Each one's
+score is its softmax among those that are left and whose logits are near enough to its own: (own -
+other) / max(|other|, own) is at most 2 * `jitter`.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,269 @@
+"""Mixtures of experts beyond what each family computes: on the schedule, in a crowd, in ranks, from
+a checkpoint of many tensors, and what is refused.
+"""
+
+import dataclasses
+import json
+import threading
+
+import families
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from schedule_interpreter import Interpreters
+from transformers.models.olmoe import modeling_olmoe
+
+import llmc
+from llmc import plugins
+from llmc.compiler.frontend import load, trace
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.lower import fuse
+from llmc.compiler.targets import Options
+
+TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """As if csrc had a core for every op."""
+    for name in [op.name for op in plugins.registry().values() if not op.has_core]:
+        op = plugins.registry()[name]
+        monkeypatch.setitem(plugins.registry(), name, dataclasses.replace(op, has_core=True))
+
+
+def fields(graph, op):
+    return [dict(node.attrs) for node in graph.nodes if node.op == op]
+
+
+@pytest.mark.parametrize(("family", "tp_size", "expert_parallel"), [
+    *((family, tp_size, False) for family in families.MIXTURES for tp_size in (1, 2)
+      if family not in ("olmoe", "minimax_m2")),  # norms over all heads, which cuda has not
+    ("qwen3_moe", 3, True)])
+def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, expert_parallel,
+                                                           tmp_path, cores):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 tp_size=tp_size, expert_parallel=expert_parallel)
+    ranks = Interpreters(tmp_path / "case")
+    expected = families.reference_logits(model, TOKENS)
+    logits = ranks._on_all(lambda rank: np.concatenate([rank.run(TOKENS[:8], 0),
+                                                        rank.run(TOKENS[8:], 8)]))
+    for own in logits:
+        families.assert_close(own, expected)
+    assert ranks.greedy(TOKENS, 4) == greedy(model, TOKENS, 4)
+
+
+def greedy(model, tokens, count):
+    """transformers' tokens."""
+    known = list(tokens)
+    while len(known) < len(tokens) + count:
+        known.append(int(families.reference_logits(model, known)[-1].argmax()))
+    return tuple(known[len(tokens):])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_crowd_gets_transformers_tokens(tp_size, tmp_path):
+    """Prompts of unequal lengths in chunks, of which few fit at once."""
+    model = families.tiny_model("glm4_moe")
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=tp_size)
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(3, families.VOCAB, n).tolist() for n in (3, 17, 1, 9, 24, 5, 12, 2)]
+    params = llmc.SamplingParams(max_tokens=10, ignore_eos=True)
+    got = {}
+    with llmc.LLM(tmp_path / "case", max_batch_size=3, max_num_batched_tokens=7,
+                  kv_cache_tokens=128) as llm:
+        def ask(index):
+            got[index] = llm.generate([prompts[index]], params)[0].token_ids
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert got == {index: greedy(model, prompt, 10) for index, prompt in enumerate(prompts)}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
+def test_only_layers_of_each_kind_are_exported(family, tmp_path, monkeypatch):
+    """Also where dense ones come first or between, which no short config says."""
+    changes = {"first_k_dense_replace": 3} if family == "glm4_moe" else {"mlp_only_layers": [0, 5]}
+    model = families.tiny_model(family, num_hidden_layers=9, **changes)
+    real, nodes = trace._to_proto, []
+
+    def counted(*args):
+        proto = real(*args)
+        nodes.append(sum(node.op_type == "Sdpa" for node in proto.graph.node))
+        return proto
+
+    monkeypatch.setattr(trace, "_to_proto", counted)
+    raw = load(families.save(model, tmp_path / "hf"))
+    assert not raw.notes and nodes in ([4], [])  # [] where another run has left its export
+    llmc.compile(tmp_path / "hf", tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
+ROUTES = {
+    "qwen3_moe": dict(score="softmax", normalize=0),
+    "qwen2_moe": dict(score="softmax", normalize=0),
+    "mixtral": dict(score="softmax", normalize=1),
+    "granitemoe": dict(score="softmax", normalize=1),
+    "glm4_moe": dict(score="sigmoid", normalize=1, groups=4, top_groups=2, group_score="top2",
+                     scale=1.75),
+    "minimax_m2": dict(score="sigmoid", normalize=1),
+    "phimoe": dict(score="sparsemixer", jitter=0.01),
+}
+
+
+@pytest.mark.parametrize("family", ROUTES)
+def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
+    raw = load(families.save(families.tiny_model(family), tmp_path / "hf"))
+    fused = fuse(raw, Options())
+    complete = plugins.registry()["Route"].complete
+    found = [complete(node) for node in fields(fused.graphs[0], "Route")]
+    assert found
+    for node in found:
+        assert 0 <= node["epsilon"] < 1e-10
+        assert node == pytest.approx({**complete({"top_k": 2, **ROUTES[family]}),
+                                      "epsilon": node["epsilon"]})
+
+
+def test_shared_experts_join_the_sum_of_the_ranks(tmp_path):
+    """One AllReduce behind attention, one behind experts and shared experts, gated or not."""
+    for family in ("glm4_moe", "qwen2_moe"):
+        model = families.tiny_model(family)
+        hf = families.save(model, tmp_path / family)
+        manifest = llmc.compile(hf, tmp_path / f"{family}-case", tp_size=2)
+        layers = manifest.dims.num_layers
+        collectives = [step for step in manifest.chips[0].steps
+                       if getattr(step, "kind", "") == "all_reduce"]
+        assert len(collectives) == 1 + 2 * layers  # the embedding's too
+
+
+def test_experts_are_cut_unevenly_and_biases_count_once(tmp_path):
+    model = families.tiny_model("olmoe", intermediate_size=44)
+    hf = families.save(model, tmp_path / "hf")
+    for name, options, shapes in (
+            ("inner", dict(tp_size=3), [(5, 30, 64), (5, 30, 64), (5, 28, 64)]),
+            ("whole", dict(tp_size=3, expert_parallel=True),
+             [(2, 88, 64), (2, 88, 64), (1, 88, 64)])):
+        llmc.compile(hf, tmp_path / name, **options)
+        found = [load_file(tmp_path / name / f"chip{rank}" / "weights.safetensors")[
+            "model.layers.0.mlp.experts.gate_up_proj"].shape for rank in range(3)]
+        assert found == shapes
+        with llmc.LLM(tmp_path / name) as llm:
+            families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
+def test_a_stack_of_experts_reads_one_at_a_time():
+    read = []
+
+    def expert(number):
+        def rows(start, stop):
+            read.append(number)
+            return np.full((stop - start, 4), number, np.float32)
+
+        return Weight((6, 4), np.float32, rows, f"expert {number}")
+
+    stack = Weight.stack([Weight.concat([expert(2 * n), expert(2 * n + 1)]) for n in range(3)])
+    order = np.arange(12).reshape(2, 6).T.reshape(-1)
+    made = stack.take(order, 1).take([0, 1, 4, 5], 1).take([3, 0], 2)
+    assert not read and made.shape == (3, 4, 2)
+    assert made.rows(1, 2).tolist() == [[[2.0] * 2, [3.0] * 2, [2.0] * 2, [3.0] * 2]]
+    assert read == [2, 3]
+    assert stack.transpose().rows(2, 3)[0, 0].tolist() == [4.0] * 6 + [5.0] * 6
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory):
+    return families.save(families.tiny_model("olmoe"), tmp_path_factory.mktemp("olmoe"))
+
+
+def changed(olmoe, tmp_path, config=None, tensors=lambda tensors: tensors):
+    """The checkpoint with another config or other tensors."""
+    known = json.loads((olmoe / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**known, **(config or {})}))
+    save_file(tensors(load_file(olmoe / "model.safetensors")), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_checkpoints_store_experts_one_by_one(olmoe):
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in load_file(olmoe / "model.safetensors")
+
+
+def without(*names):
+    return lambda tensors: {name: array for name, array in tensors.items() if name not in names}
+
+
+UP, DOWN = (f"model.layers.1.mlp.experts.2.{name}_proj.weight" for name in ("up", "down"))
+
+
+@pytest.mark.parametrize(("config", "tensors", "match"), [
+    (None, without(UP), r"is made of 5 and 4 tensors .* as many of each are expected"),
+    (None, without(DOWN), r"'model.layers.1.mlp.experts.down_proj' .* has shape \[4, 64, 100\], "
+                          r"its config asks for \[5, 64, 100\]"),
+    (None, lambda tensors: {**tensors, DOWN: tensors[DOWN][:, :50].copy()},
+     r"'.*experts.2.down_proj.weight' is float32 \[64, 50\], but '.*experts.0.down_proj"),
+    ({"num_experts": 4}, without(), r"has shape \[5, 64\], its config asks for \[4, 64\]"),
+    ({"num_experts_per_tok": 6}, without(), r"chooses num_experts_per_tok 6 of num_experts 5"),
+])
+def test_experts_that_are_not_all_there_are_named(olmoe, tmp_path, config, tensors, match):
+    with pytest.raises(llmc.LlmcError, match=match) as caught:
+        llmc.compile(changed(olmoe, tmp_path, config, tensors), tmp_path / "case")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    (dict(target="cuda"), r"target 'cuda' has no kernel for llmc::(Route|Experts) yet, which "),
+    (dict(expert_parallel=True), "expert_parallel is given with tp_size 1"),
+])
+def test_what_experts_cannot_be_compiled_for_is_said(olmoe, tmp_path, options, match):
+    with pytest.raises(llmc.LlmcError, match=match):
+        llmc.compile(olmoe, tmp_path / "case", **options)
+
+
+def test_ranks_that_cannot_share_experts_are_refused(tmp_path):
+    few = families.tiny_model("olmoe", num_experts=2, num_experts_per_tok=2, intermediate_size=2)
+    hf = families.save(few, tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=r"Experts .* 2 experts, which 3 chips cannot share"):
+        llmc.compile(hf, tmp_path / "case", tp_size=3, expert_parallel=True)
+    with pytest.raises(llmc.LlmcError, match=r"has 2 columns in each of its experts, which 3"):
+        llmc.compile(hf, tmp_path / "case", tp_size=3)
+
+
+def test_expert_parallel_without_experts_is_refused(tiny_hf, tmp_path):
+    with pytest.raises(llmc.LlmcError, match="expert_parallel is given, but 'Llama.* no experts"):
+        llmc.compile(tiny_hf, tmp_path / "case", tp_size=2, expert_parallel=True)
+
+
+def squared(self, hidden_states):
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    scores, chosen = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
+    return logits, scores**2, chosen
+
+
+def noisy(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.sin(gate) * up
+
+
+def test_a_router_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", squared)
+    check_refused(olmoe, tmp_path, monkeypatch,
+                  r"a router was not recognised: what chooses experts is nothing that llmc::Route "
+                  r"does \(Softmax → TopK → Pow\): 'linear_4' .*\(Experts ")
+
+
+def test_an_activation_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling_olmoe.OlmoeExperts, "_apply_gate", noisy)
+    check_refused(olmoe, tmp_path, monkeypatch,
+                  r"experts were not recognised: between the products of experts .*Sin ")
+
+
+def check_refused(hf, tmp_path, monkeypatch, match):
+    exporter = trace._run_exporter
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    with pytest.raises(llmc.LlmcError, match=match) as caught:
+        llmc.compile(hf, tmp_path / "case")
+    assert "\n" not in str(caught.value)
