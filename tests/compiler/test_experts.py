@@ -6,12 +6,14 @@ import dataclasses
 import json
 import threading
 
+import bench_model
 import families
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from schedule_interpreter import Interpreters
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.olmoe import modeling_olmoe
 
 import llmc
@@ -267,3 +269,45 @@ def check_refused(hf, tmp_path, monkeypatch, match):
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         llmc.compile(hf, tmp_path / "case")
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """SmolLM2, as a Hugging Face directory."""
+    return bench_model.smollm2(tmp_path_factory.mktemp("smollm2") / "hf")
+
+
+PROMPT = "The capital of France is"
+
+
+def text_of(case, prompt=PROMPT, count=24):
+    with llmc.LLM(case) as llm:
+        return llm.generate([prompt], llmc.SamplingParams(max_tokens=count))[0]
+
+
+def transformers_tokens(hf, count=24):
+    tokenizer = AutoTokenizer.from_pretrained(hf)
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        made = model.generate(prompt, max_new_tokens=count, do_sample=False)
+    return tuple(made[0, prompt.shape[1]:].tolist())
+
+
+@pytest.mark.thorough
+def test_smollm2_as_equal_experts_gives_smollm2_s_text(smollm2, tmp_path):
+    hf = bench_model.as_mixtral(smollm2, tmp_path / "mixtral")
+    llmc.compile(smollm2, tmp_path / "dense", max_seq_len=256)
+    llmc.compile(hf, tmp_path / "case", max_seq_len=256)
+    assert text_of(tmp_path / "case").text == text_of(tmp_path / "dense").text
+    assert text_of(tmp_path / "case").token_ids == transformers_tokens(smollm2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_smollm2_as_unequal_experts_gives_transformers_tokens(smollm2, tmp_path, expert_parallel):
+    hf = bench_model.as_mixtral(smollm2, tmp_path / "mixtral", spread=0.3)
+    llmc.compile(hf, tmp_path / "case", max_seq_len=256, tp_size=2 if expert_parallel else 1,
+                 expert_parallel=expert_parallel)
+    tokens = transformers_tokens(hf)
+    assert text_of(tmp_path / "case").token_ids == tokens != transformers_tokens(smollm2)
