@@ -25,6 +25,7 @@ from llmc.compiler.graph.rewrite import (
     Settings,
     attends,
     describe,
+    fields_of,
     is_op,
     op_of,
     operands,
@@ -277,8 +278,13 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
     """Refuse a model with ops that the target's engine does not have."""
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
-        if op is not None and not op.has_core and target != cpu.KIND:
-            raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name} yet, which "
+        if op is None or target == cpu.KIND:
+            continue
+        odd = sorted(op.coreless & {*operands(node), *(
+            name for name, value in fields_of(node).items() if value != op.fields[name])})
+        if odd or not op.has_core:
+            raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name}"
+                            f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "
                             f"{describe(node)} is; compile for --target cpu")
 
 

@@ -67,8 +67,6 @@ FEATURES = (
             keys=("kv_lora_rank",)),
     Feature("sparse attention with an indexer of keys", r"Indexer$", keys=("index_topk",)),
     Feature("keys and values that are compressed along the sequence", r"Compressor$"),
-    Feature("attention sinks (a score without a key in each softmax)",
-            parameters=frozenset({"sinks"})),
     Feature("differential attention (one softmax less another)",
             parameters=frozenset({"lambda_q1"})),
     Feature("block-sparse attention", r"BlockSparseAttention$"),

@@ -160,7 +160,7 @@ def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value
           attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
           sliding_window: int | None = None, softcap: float | None = None,
           is_causal: bool | None = None, position_bias: torch.Tensor | None = None,
-          **others: object) -> tuple[torch.Tensor, None]:
+          s_aux: torch.Tensor | None = None, **others: object) -> tuple[torch.Tensor, None]:
     """transformers' attention function: one symbolic node, heads as they are. Its scale and
     soft-cap are what the model multiplies by, its window and whether it is causal are of its mask,
     once `_see` has been there.
@@ -176,7 +176,7 @@ def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value
     scale = float(head_dim**-0.5 if scaling is None else scaling)
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     out = torch.onnx.ops.symbolic(
-        "llmc::Sdpa", (query, key, value, position_bias, attention_mask),
+        "llmc::Sdpa", (query, key, value, position_bias, s_aux, attention_mask),
         {"scale": scale, "window": int(sliding_window or 0), "softcap": float(softcap or 0.0),
          "causal": -1 if causal is None else int(causal),
          "layer": int(module.layer_idx if part.causal else -1), "module": type(module).__name__},
@@ -206,8 +206,8 @@ def _see(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
     for node in graph:
         if node.op_type != "Sdpa":
             continue
-        inputs = [*node.inputs, None, None][:5]
-        mask, claimed = inputs[4], {name: node.attributes[name].value
+        inputs = [*node.inputs, None, None, None][:6]
+        mask, claimed = inputs[5], {name: node.attributes[name].value
                                     for name in ("causal", "window", "module")}
         if mask is None:
             if claimed["window"]:
@@ -228,7 +228,7 @@ def _see(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
         node.attributes["causal"] = ir.AttrInt64("causal", int(visible.causal))
         node.attributes["window"] = ir.AttrInt64("window", visible.window)
         del node.attributes["module"]
-        node.replace_input_with(4, None)
+        node.replace_input_with(5, None)
         while node.inputs and node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
 

@@ -10,7 +10,8 @@ from llmc.plugins import Op
 SDPA = Op(
     name="Sdpa",
     version=1,
-    inputs=("query", "key", "value", "bias?"),  # [batch, heads, seq, head_dim]
+    # [batch, heads, seq, head_dim] of each; a bias of the scores; sinks [heads]
+    inputs=("query", "key", "value", "bias?", "sinks?"),
     outputs=("out",),
     fields={"scale": 1.0, "window": 0, "softcap": 0.0, "causal": 1, "layer": -1},
     shapes=lambda shapes, fields: [(*shapes["query"][:-1], shapes["value"][-1])],

@@ -68,6 +68,7 @@ class Op:
         collective: what the ranks do together, if it is that.
         output_dtypes: outputs that have a dtype of their own, whatever that of the others.
         has_core: whether csrc has a core for it, which the engines of GPUs need.
+        coreless: inputs, and fields but for their defaults, that its core does not take yet.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
@@ -103,6 +104,7 @@ class Op:
     cache_inputs: frozenset[str] = frozenset()
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
     has_core: bool = True
+    coreless: frozenset[str] = frozenset()
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5
     samples: Callable[[Any], Sequence[Sample]] | None = None

@@ -6,7 +6,7 @@ element of each head comes from. Random inputs then prove the whole: columns, ga
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -53,10 +53,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMSNorm over each head, before its rotary embedding: `gain [head_dim]`."""
+    """RMSNorm over each head, before its rotary embedding or behind it: `gain [head_dim]`."""
 
     gain: gs.Tensor
     epsilon: float
+    after_rotary: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,24 +67,6 @@ class Branch:
     projected: gs.Tensor
     heads: Heads
     norm: HeadNorm | None
-
-
-def _is_rotated(tensor: gs.Tensor, piece: Piece) -> bool:
-    """Whether positions go into a tensor of the piece."""
-    inside = {id(node) for node in piece.nodes}
-    seen: set[int] = set()
-    stack = [tensor]
-    while stack:
-        tensor = stack.pop()
-        node = producer(tensor)
-        if tensor.name == "position_ids":
-            return True
-        if node is not None and id(node) in inside and id(node) not in seen:
-            if node.op in ("Cos", "Sin", "RotaryEmbedding"):
-                return True
-            seen.add(id(node))
-            stack.extend(node.inputs)
-    return False
 
 
 def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoMatch:
@@ -114,11 +97,10 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoM
     norm = _head_norm(norms[0], heads)
     if isinstance(norm, NoMatch):
         return norm
-    if not _norm_is_inside(piece, source, width, norm, heads):
-        return NoMatch("q and k are normed after the rotary embedding, not before"
-                       if _is_rotated(norms[0].inputs[0], piece) else
-                       "it is not a per-head norm followed by a rotary embedding", norms[0])
-    return Branch(source, heads, norm)
+    for own in (norm, replace(norm, after_rotary=True)):
+        if _norm_is_inside(piece, source, width, own, heads):
+            return Branch(source, heads, own)
+    return NoMatch("it is not a per-head norm before or behind a rotary embedding", norms[0])
 
 
 def _per_head_norm(node: gs.Node) -> bool:
@@ -138,7 +120,9 @@ def _head_norm(node: gs.Node, heads: Heads) -> HeadNorm | NoMatch:
 
 def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm, heads: Heads) -> \
         bool:
-    """Whether the piece, norm and all, is: choose columns, norm each head, rotate and scale."""
+    """Whether the piece, norm and all, is: choose columns, norm each head, rotate and scale; or
+    rotate and norm.
+    """
     rng = np.random.default_rng(1)
     seq, dim = 4, heads.columns.shape[1]
     x = rng.standard_normal((1, seq, width)).astype(np.float32)
@@ -146,11 +130,18 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm,
     if gain is None:
         gain = rng.standard_normal((dim,)).astype(np.float32)
     actual = piece.run({**token_feeds(1, seq), source.name: x, norm.gain.name: gain})
+
+    def normed(chosen: np.ndarray) -> np.ndarray:
+        return np.asarray(chosen / np.sqrt((chosen**2).mean(-1, keepdims=True) + norm.epsilon)
+                          * gain)
+
+    if norm.after_rotary:
+        rotated = replace(heads, gain=1.0).apply(x, np.arange(seq))
+        return close(actual, normed(rotated) * heads.gain, 1e-4)
     chosen = x[..., heads.columns].astype(np.float64)  # [batch, seq, heads, head_dim]
-    scale = np.sqrt((chosen**2).mean(-1, keepdims=True) + norm.epsilon)
     plain = Heads(np.arange(heads.columns.size).reshape(heads.columns.shape), heads.gain,
                   heads.rotary)
-    return close(actual, plain.apply((chosen / scale * gain).reshape(1, seq, -1), np.arange(seq)),
+    return close(actual, plain.apply(normed(chosen).reshape(1, seq, -1), np.arange(seq)),
                  1e-4)
 
 

@@ -23,6 +23,7 @@ from llmc.compiler.graph.rewrite import (
     replace,
     row_weights,
     values_of,
+    weight,
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
@@ -89,6 +90,9 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         return NoMatch("queries and keys are rotated differently", node)
     if query.norm is not None and key.norm is not None and query.norm.epsilon != key.norm.epsilon:
         return NoMatch("the norms of queries and keys have different epsilons", node)
+    if query.norm is not None and key.norm is not None \
+            and query.norm.after_rotary != key.norm.after_rotary:
+        return NoMatch("of queries and keys, one is normed behind the rotary embedding", node)
     if query.heads.columns.shape[1] != key.heads.columns.shape[1] or \
             key.heads.columns.shape != value.heads.columns.shape:
         return NoMatch("queries, keys and values differ in head_dim or heads", node)
@@ -103,9 +107,11 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     output = _output(graph, node, num_heads, key.heads.columns.shape[1], data)
     if isinstance(output, NoMatch):
         return output
-    bias = None
-    if len(node.inputs) > 3:
-        tensor = node.inputs[3]
+    bias, given = None, operands(node)
+    if "sinks" in given and weight(given["sinks"]) is None:
+        return NoMatch("the sinks are no weight", given["sinks"])
+    if "bias" in given:
+        tensor = given["bias"]
         if id(tensor) not in biases:
             biases[id(tensor)] = distance_bias(tensor, num_heads, data, settings,
                                                bool(node.attrs["causal"]), cross)
@@ -121,6 +127,7 @@ def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
     attrs = match.node.attrs
     for what, there in (("a rotary embedding", match.query.heads.rotary is not None),
                         ("norms of its heads", match.query.norm or match.key.norm),
+                        ("sinks", "sinks" in operands(match.node)),
                         ("a sliding window", attrs["window"]), ("a soft-cap", attrs["softcap"])):
         if there:
             return NoMatch(f"attention in or to an encoder with {what}, which "
@@ -159,7 +166,8 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
     attrs = dict(num_heads=len(heads.columns), num_kv_heads=match.num_kv_heads, head_dim=dim,
                  scale=sdpa.attrs["scale"] * heads.gain * match.key.heads.gain,
                  softcap=sdpa.attrs["softcap"], window=sdpa.attrs["window"])
-    inputs: dict[str, gs.Tensor | None] = {"distance_bias": match.bias}
+    inputs: dict[str, gs.Tensor | None] = {"distance_bias": match.bias,
+                                           "sinks": operands(sdpa).get("sinks")}
     if heads.rotary is not None:
         attrs.update(rotary_dim=heads.rotary.dim, interleaved=int(heads.rotary.interleaved))
         key = heads.rotary.cos.tobytes() + heads.rotary.sin.tobytes()
@@ -171,7 +179,8 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
         inputs["cos"], inputs["sin"] = shared[key]
     for name, branch in (("q_norm", match.query), ("k_norm", match.key)):
         if branch.norm is not None:
-            attrs["norm_epsilon"] = branch.norm.epsilon
+            attrs.update(norm_epsilon=branch.norm.epsilon,
+                         norm_after_rotary=int(branch.norm.after_rotary))
             inputs[name] = branch.norm.gain
     layer = sdpa.attrs["layer"]
     cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)

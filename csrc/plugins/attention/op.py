@@ -8,12 +8,15 @@ anything between are the same op with other lengths.
     key_cache, value_cache  [batch, num_kv_heads, max_seq_len, head_dim]; keys normed and rotated
     cu_seqlens, past_lens   int32 [batch + 1], [batch]
     cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
-    q_norm, k_norm          [head_dim], RMSNorm over each head before the rotary embedding
+    q_norm, k_norm          [head_dim], RMSNorm over each head before the rotary embedding, or
+                            where `norm_after_rotary` behind it
     block_table             int32 [batch, blocks]; absent: the caches as above. With it they are
                             [num_blocks, num_kv_heads, block_size, head_dim], and position p of
                             sequence b is row p % block_size of block block_table[b, p / block_size]
     distance_bias           [num_heads, distances]; absent: none. Column i - j, or the last where
                             there are not so many, is added to the score of query i and key j
+    sinks                   [num_heads]; absent: none. A score that each softmax of a head has beside
+                            those of keys, and that has no value
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
@@ -58,7 +61,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             "key_cache": cache, "value_cache": cache,
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table,
             "q_norm": (dim,), "k_norm": (dim,), "block_table": ("batch", "blocks_of_a_sequence"),
-            "distance_bias": (heads, "distances")}
+            "distance_bias": (heads, "distances"), "sinks": (heads,)}
 
 
 def _scale(fields: Fields) -> float:
@@ -119,16 +122,20 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> tuple[list[
              "q, k, v = Split<axis=1>(heads, kinds)"]
     results = []
     for name, count in (("q", heads), ("k", kv_heads)):
-        if f"{name}_norm" in present:
-            lines.append(f"{name}_normed = RMSNormalization<axis=-1, "
-                         f"epsilon={fields['norm_epsilon']!r}>({name}, {name}_norm)")
-            name = f"{name}_normed"
-        if rotate:
-            lines.append(f"{name}_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
-                         f"num_heads={count}, rotary_embedding_dim={fields['rotary_dim']}>"
-                         f"({name}, cos, sin, position_column)")
-            name = f"{name}_rotated"
-        results.append(name)
+        made = name
+        for step in ("rotated", "normed") if fields["norm_after_rotary"] else \
+                ("normed", "rotated"):
+            if step == "normed" and f"{name}_norm" in present:
+                lines.append(f"{made}_normed = RMSNormalization<axis=-1, "
+                             f"epsilon={fields['norm_epsilon']!r}>({made}, {name}_norm)")
+                made = f"{made}_normed"
+            if step == "rotated" and rotate:
+                lines.append(f"{made}_rotated = RotaryEmbedding<"
+                             f"interleaved={fields['interleaved']}, num_heads={count}, "
+                             f"rotary_embedding_dim={fields['rotary_dim']}>"
+                             f"({made}, cos, sin, position_column)")
+                made = f"{made}_rotated"
+        results.append(made)
     return lines, results[0], results[1]
 
 
@@ -281,7 +288,24 @@ def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str
     return [*lines, f"visible = Unsqueeze({visible}, c12)",
             "never = Constant<value_float=-1e30>()",
             f"masked = Where(visible, {scores}, never)",
-            "weights = Softmax<axis=-1>(masked)"]
+            *(_with_sinks(fields) if "sinks" in present else
+              ["weights = Softmax<axis=-1>(masked)"])]
+
+
+def _with_sinks(fields: Fields) -> list[str]:
+    """Lines for `weights` from `masked`, [B, kv_heads, heads / kv_heads, S, L], and one score more
+    in each row, whose weight is dropped.
+    """
+    kv_heads = fields["num_kv_heads"]
+    return [_ints("sinks_shape", 1, kv_heads, fields["num_heads"] // kv_heads, 1, 1),
+            "sinks_by_head = Reshape(sinks, sinks_shape)",
+            "rows_of_scores = Shape<end=4>(masked)", _ints("one_column", 1),
+            "sink_grid = Concat<axis=0>(rows_of_scores, one_column)",
+            "sink_column = Expand(sinks_by_head, sink_grid)",
+            "with_sink = Concat<axis=-1>(sink_column, masked)",
+            "all_weights = Softmax<axis=-1>(with_sink)",
+            _ints("score_axis", -1), _ints("behind_all", 2**31 - 1),
+            "weights = Slice(all_weights, one_column, behind_all, score_axis)"]
 
 
 def _distance_bias(fields: Fields) -> list[str]:
@@ -362,10 +386,12 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias"}:
         return None
-    kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0
+    normed = bool(present & {"q_norm", "k_norm"})
+    kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0 \
+        and not (normed and fields["norm_after_rotary"])
     rotate = "cos" in present and not kernel_rotates
     lines, qkv = [_TOKENS, _PAST], "qkv"
-    if rotate or present & {"q_norm", "k_norm"}:
+    if rotate or normed:
         split, q, k = _heads(fields, present, rotate)
         lines += [*([_POSITIONS] if rotate else []), *split,
                   f"joined = Concat<axis=1>({q}, {k}, v)",
@@ -387,7 +413,8 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         f"rotary_interleaved={fields['interleaved']}, "
         f"local_window_size={fields['window'] or -1}>"
         "(padded, , , key_cache, value_cache, seqlens_k, total"
-        f"{', cos, sin' if kernel_rotates else ''})",
+        + (", cos, sin" if kernel_rotates else ", , " if "sinks" in present else "")
+        + (", , , sinks)" if "sinks" in present else ")"),
         _ints("rows_shape", -1, heads * dim),
         "rows = Reshape(attended, rows_shape)",
         "out = Gather<axis=0>(rows, place)",
@@ -417,8 +444,16 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     table = inputs.get("block_table", np.arange(len(keys))[:, None])
 
     def prepare(x: np.ndarray, norm: str, position: int) -> np.ndarray:
+        if fields["norm_after_rotary"]:
+            return normed(rotated(x, position), norm)
+        return rotated(normed(x, norm), position)
+
+    def normed(x: np.ndarray, norm: str) -> np.ndarray:
         if norm in inputs:
             x = x / np.sqrt((x**2).mean() + fields["norm_epsilon"]) * inputs[norm]
+        return x
+
+    def rotated(x: np.ndarray, position: int) -> np.ndarray:
         if "cos" in inputs:
             cos, sin = inputs["cos"][position], inputs["sin"][position]
             half = len(cos)
@@ -451,9 +486,11 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                     farthest = inputs["distance_bias"].shape[1] - 1
                     scores = scores + inputs["distance_bias"][
                         h, np.minimum(position - seen, farthest)]
-                weights = np.exp(scores - scores.max())
+                sink = inputs["sinks"][h] if "sinks" in inputs else -np.inf
+                highest = max(scores.max(), sink)
+                weights = np.exp(scores - highest)
                 out[token, h * dim:(h + 1) * dim] = \
-                    weights / weights.sum() @ values[blocks, kv, places]
+                    weights / (weights.sum() + np.exp(sink - highest)) @ values[blocks, kv, places]
     return [out, keys, values]
 
 
@@ -493,12 +530,18 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         decode | {"dim": 32, "norms": "qk", "window": 4, **float8},
         mixed | {"dim": 24, "rotary_dim": 8, "block_size": 8, **float8},
         chunk | {"dim": 16, "block_size": 4, "biased": 3, **float8},
+        prompts | {"dim": 16, "rotary_dim": 16, "sinks": True},
+        decode | {"dim": 32, "rotary_dim": 32, "window": 4, "sinks": True},
+        mixed | {"dim": 24, "rotary_dim": 8, "sinks": True, "block_size": 4},
+        chunk | {"dim": 6, "sinks": True},
+        decode | {"dim": 16, "rotary_dim": 16, "norms": "qk", "norm_after_rotary": 1},
+        mixed | {"dim": 6, "rotary_dim": 4, "norms": "qk", "norm_after_rotary": 1},
     )]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
             heads: int = 4, kv_heads: int = 2, norms: str = "", max_seq_len: int = 16,
-            block_size: int = 0, biased: int = 0, **fields: Any) -> Sample:
+            block_size: int = 0, biased: int = 0, sinks: bool = False, **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -522,30 +565,33 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
     inputs |= {f"{name}_norm": normal(dim) for name in norms} | places
     if biased:
         inputs["distance_bias"] = normal(heads, biased)
+    if sinks:
+        inputs["sinks"] = normal(heads)
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
 OP = Op(
     name="CausalAttention",
-    version=2,
+    version=3,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
-            "q_norm?", "k_norm?", "block_table?", "distance_bias?"),
+            "q_norm?", "k_norm?", "block_table?", "distance_bias?", "sinks?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
-            "kv_dtype": ""},
+            "kv_dtype": "", "norm_after_rotary": 0},
     required=("num_heads", "num_kv_heads", "head_dim"),
-    choices={"interleaved": (0, 1), "kv_dtype": ("", "float8_e4m3fn")},
+    choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1), "kv_dtype": ("", "float8_e4m3fn")},
     shapes=lambda shapes, fields: [
         (*shapes["qkv"][:-1], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
     dims=_dims,
-    shard=(ByHeads({"qkv": "qkv"}, per_head=("distance_bias",)),),
+    shard=(ByHeads({"qkv": "qkv"}, per_head=("distance_bias", "sinks")),),
     attention=Attention(caches=("key_cache", "value_cache")),
     body=_body,
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
-    float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "distance_bias"}),
+    float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "distance_bias", "sinks"}),
+    coreless=frozenset({"sinks", "norm_after_rotary"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     reference=_reference,
