@@ -78,6 +78,7 @@ UNPLANNED = {
     "ministral": {**_HEADS, "sliding_window": 8},
     "cohere2": {**_LLAMA, "sliding_window": 8, "num_hidden_layers": 4},
     "vaultgemma": {**_HEADS, "sliding_window": 8},
+    "hunyuan_v1_dense": _HEADS,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _LOCAL = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -98,6 +99,10 @@ MIXTURES = {
                      "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "dots1": {**_HEADS, **_ROUTED},
     "phimoe": _LOCAL,
+    "hunyuan_v1_moe": {**_HEADS, "num_experts": 4, "moe_topk": 2, "num_shared_expert": 1},
+    "gpt_oss": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+                "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0,
+                                    "original_max_position_embeddings": 16}},
 }
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({

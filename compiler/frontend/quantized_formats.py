@@ -15,7 +15,8 @@ of 32, the first code in the lowest bits:
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
     MXFP4               numbers as NVFP4's; weight_packed with weight_scale [out, in / 32], or
                         weight_blocks uint8 [out, in / 32, 16] with weight_scales; a scale is the
-                        bits of an exponent, 127 for 1
+                        bits of an exponent, 127 for 1. Stacks of experts have an axis more in
+                        front, and models have each of them transposed
 """
 
 from __future__ import annotations
@@ -425,13 +426,16 @@ def _packed_mxfp4(decoder: _Decoder, module: str) -> None:
 
 
 def _mxfp4(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
-    """As gpt-oss has it, of linear layers."""
-    modules = [name.removesuffix("_blocks") for name in decoder.left if name.endswith("_blocks")]
-    if not modules or any(not module.endswith(".weight")
-                          or len(decoder.left[f"{module}_blocks"].shape) != 3
-                          for module in modules):
+    """As gpt-oss has it, of linear layers or of stacks of experts."""
+    names = [name.removesuffix("_blocks") for name in decoder.left if name.endswith("_blocks")]
+    ranks = {name: len(decoder.left[f"{name}_blocks"].shape) for name in names}
+    if not names or any(rank != 4 and (rank != 3 or not name.endswith(".weight"))
+                        for name, rank in ranks.items()):
         return False
-    for name in modules:
+    for name, rank in ranks.items():
+        if rank == 4:
+            _mxfp4_experts(decoder, name)
+            continue
         rows, groups, size = decoder.left[f"{name}_blocks"].shape
         blocks = decoder.take(f"{name}_blocks", (rows, groups, 16), "u")
         packed = _map(blocks, (rows, groups * size), np.uint8,
@@ -439,6 +443,27 @@ def _mxfp4(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         _keep_fp4(decoder, name.removesuffix(".weight"), packed,
                   decoder.powers(f"{name}_scales", (rows, groups)), "MXFP4")
     return True
+
+
+def _mxfp4_experts(decoder: _Decoder, name: str) -> None:
+    """Numbers [experts, in, out] of a stack; one expert is read at a time."""
+    count, rows, groups, _ = decoder.left[f"{name}_blocks"].shape
+    blocks = decoder.take(f"{name}_blocks", (count, rows, groups, 16), "u")
+    scales = decoder.powers(f"{name}_scales", (count, rows, groups))
+
+    def numbers(start: int, stop: int) -> np.ndarray:
+        packed = blocks.rows(start, stop)
+        twice = (_FP4_TWICE - 128).astype(np.float32)
+        pairs = np.stack([twice[packed & 15], twice[packed >> 4]], -1).reshape(
+            *packed.shape[:3], -1)
+        halves = scales.rows(start, stop)[..., None] / np.float32(2)
+        return np.asarray(pairs * halves).reshape(*packed.shape[:2], -1)
+
+    decoder.note("experts in MXFP4 are read as float32, at eight times the memory, as no kernel "
+                 "reads them yet", name)
+    stack = Weight((count, rows, groups * 32), np.float32, numbers, name)
+    stack.dequantized = True
+    decoder.made[name] = stack.transpose()
 
 
 def _keep_fp4(decoder: _Decoder, module: str, packed: Weight, scales: Weight, kind: str) -> None:

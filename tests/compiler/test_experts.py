@@ -2,7 +2,6 @@
 a checkpoint of many tensors, and what is refused.
 """
 
-import dataclasses
 import json
 import threading
 
@@ -18,9 +17,9 @@ from transformers.models.olmoe import modeling_olmoe
 
 import llmc
 from llmc import plugins
+from llmc.compiler import lower
 from llmc.compiler.frontend import load, trace
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.lower import fuse
 from llmc.compiler.targets import Options
 
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
@@ -28,10 +27,8 @@ TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
 
 @pytest.fixture
 def cores(monkeypatch):
-    """As if csrc had a core for every op."""
-    for name in [op.name for op in plugins.registry().values() if not op.has_core]:
-        op = plugins.registry()[name]
-        monkeypatch.setitem(plugins.registry(), name, dataclasses.replace(op, has_core=True))
+    """As if csrc had a core for every op, and for all of it."""
+    monkeypatch.setattr(lower, "_require_cores", lambda graphs, target: None)
 
 
 def fields(graph, op):
@@ -121,7 +118,7 @@ ROUTES = {
 @pytest.mark.parametrize("family", ROUTES)
 def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
     raw = load(families.save(families.tiny_model(family), tmp_path / "hf"))
-    fused = fuse(raw, Options())
+    fused = lower.fuse(raw, Options())
     complete = plugins.registry()["Route"].complete
     found = [complete(node) for node in fields(fused.graphs[0], "Route")]
     assert found
@@ -269,6 +266,55 @@ def check_refused(hf, tmp_path, monkeypatch, match):
     with pytest.raises(llmc.LlmcError, match=match) as caught:
         llmc.compile(hf, tmp_path / "case")
     assert "\n" not in str(caught.value)
+
+
+NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def to_mxfp4(hf, directory, rng):
+    """A gpt-oss checkpoint with random experts in MXFP4; and the numbers that they are."""
+    numbers, tensors = {}, {}
+    for name, tensor in load_file(hf / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        count, width, rows = tensor.shape
+        codes = rng.integers(0, 16, (count, rows, width // 32, 32), dtype=np.uint8)
+        scales = rng.integers(121, 125, (count, rows, width // 32), dtype=np.uint8)
+        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = scales
+        values = np.array(NUMBERS)[codes] * 2.0 ** (scales[..., None].astype(int) - 127)
+        numbers[name] = values.reshape(count, rows, width).swapaxes(1, 2).astype(np.float32)
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((hf / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return numbers
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, tmp_path):
+    model = families.tiny_model("gpt_oss", intermediate_size=96)
+    numbers = to_mxfp4(families.save(model, tmp_path / "hf"), tmp_path / "mxfp4",
+                       np.random.default_rng(6))
+    with torch.no_grad():
+        for name, array in numbers.items():
+            model.get_parameter(name).copy_(torch.from_numpy(array))
+    said = []
+    llmc.compile(tmp_path / "mxfp4", tmp_path / "case", tp_size=tp_size, progress=said.append)
+    assert any("experts in MXFP4 are read as float32" in text for text in said)
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
+def test_what_cores_do_not_take_yet_is_refused_by_name(tmp_path):
+    for family, what in (("gpt_oss", "sinks"), ("hunyuan_v1_dense", "norm_after_rotary")):
+        changes = {} if family == "gpt_oss" else {**families.FAMILIES["llama"], "head_dim": 16}
+        hf = families.save(families.tiny_model(family, **changes), tmp_path / family)
+        with pytest.raises(llmc.LlmcError, match=r"target 'cuda' has no kernel for llmc::"
+                                                 rf"(Route yet|CausalAttention with {what} yet)"):
+            llmc.compile(hf, tmp_path / "case", target="cuda")
 
 
 @pytest.fixture(scope="module")
