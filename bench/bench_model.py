@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,46 +23,76 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
     """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
     safetensors shards of `layers_per_shard` layers each.
     """
-    root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "config.json").write_text(json.dumps({
+    dim = hidden // heads
+    config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": intermediate,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 500000.0,
         "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "eos_token_id": 2, "bos_token_id": 1}))
+        "eos_token_id": 2, "bos_token_id": 1}
+    shapes = {**_attention(hidden, heads, kv_heads, dim), **_mlp("mlp", hidden, intermediate)}
+    return _write_shards(Path(directory), config, shapes, layers_per_shard)
+
+
+def write_mixture(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
+                  heads: int, kv_heads: int, head_dim: int, experts: int, chosen: int,
+                  positions: int = 8192) -> Path:
+    """The same of a Qwen3-MoE, a shard for each layer, each expert's tensors by themselves."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": hidden,
+        "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": intermediate,
+        "moe_intermediate_size": intermediate, "num_experts": experts,
+        "num_experts_per_tok": chosen, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": head_dim, "rope_theta": 1000000.0, "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1}
+    shapes = _attention(hidden, heads, kv_heads, head_dim)
+    shapes |= {f"self_attn.{name}_norm": (head_dim,) for name in "qk"}
+    shapes["mlp.gate"] = (experts, hidden)
+    for expert in range(experts):
+        shapes |= _mlp(f"mlp.experts.{expert}", hidden, intermediate)
+    return _write_shards(Path(directory), config, shapes, 1)
+
+
+def _attention(hidden: int, heads: int, kv_heads: int, dim: int) -> dict[str, tuple[int, ...]]:
+    """A layer's attention and norms by name."""
+    return {"self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv_heads * dim, hidden),
+            "self_attn.v_proj": (kv_heads * dim, hidden),
+            "self_attn.o_proj": (hidden, heads * dim), "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,)}
+
+
+def _mlp(name: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.gate_proj": (intermediate, hidden), f"{name}.up_proj": (intermediate, hidden),
+            f"{name}.down_proj": (hidden, intermediate)}
+
+
+def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]],
+                  layers_per_shard: int) -> Path:
+    """A config, and shards with tensors of these shapes for each layer, the vectors around 1."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     noise = torch.randn(1 << 20) * 0.02
-    dim = hidden // heads
 
     def random(*shape: int) -> torch.Tensor:
         count = shape[0] * shape[1] if len(shape) == 2 else shape[0]
         start = int(torch.randint(0, 1 << 19, ()))
         return noise[start:].repeat(-(-count // (len(noise) - start)))[:count] \
-            .reshape(shape).to(torch.bfloat16)
+            .reshape(shape).to(torch.bfloat16) + (len(shape) == 1)
 
+    layers, vocab, hidden = (config[key] for key in ("num_hidden_layers", "vocab_size",
+                                                     "hidden_size"))
     shards = [range(start, min(start + layers_per_shard, layers))
               for start in range(0, layers, layers_per_shard)]
     index = {}
     for number, shard in enumerate(shards, 1):
-        tensors = {}
-        for layer in shard:
-            prefix = f"model.layers.{layer}."
-            for name, shape in (
-                    ("self_attn.q_proj", (hidden, hidden)),
-                    ("self_attn.k_proj", (kv_heads * dim, hidden)),
-                    ("self_attn.v_proj", (kv_heads * dim, hidden)),
-                    ("self_attn.o_proj", (hidden, hidden)),
-                    ("mlp.gate_proj", (intermediate, hidden)),
-                    ("mlp.up_proj", (intermediate, hidden)),
-                    ("mlp.down_proj", (hidden, intermediate))):
-                tensors[f"{prefix}{name}.weight"] = random(*shape)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"{prefix}{name}.weight"] = random(hidden) + 1
+        tensors = {f"model.layers.{layer}.{name}.weight": random(*shape)
+                   for layer in shard for name, shape in shapes.items()}
         if number == 1:
             tensors["model.embed_tokens.weight"] = random(vocab, hidden)
         if number == len(shards):
-            tensors["model.norm.weight"] = random(hidden) + 1
+            tensors["model.norm.weight"] = random(hidden)
             tensors["lm_head.weight"] = random(vocab, hidden)
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(tensors, root / file)
@@ -117,10 +148,11 @@ def as_mixtral(llama: Path, directory: Path, num_experts: int = 4, spread: float
         if not mlp:
             tensors[name] = tensor
             continue
+        own = names[rest.split(".")[0]]
         for expert in range(num_experts):
             noise = torch.randn(tensor.shape, generator=generator) if spread else 0.0
-            tensors[f"{prefix}block_sparse_moe.experts.{expert}.{names[rest.split('.')[0]]}.weight"] \
-                = tensor + spread * tensor.std() * noise
+            tensors[f"{prefix}block_sparse_moe.experts.{expert}.{own}.weight"] = \
+                tensor + spread * tensor.std() * noise
     for layer in range(config["num_hidden_layers"]):
         tensors[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = torch.randn(
             num_experts, config["hidden_size"], generator=generator) * 0.1

