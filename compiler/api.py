@@ -17,7 +17,7 @@ from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
-from llmc.compiler.passes.quantize import DEQUANTIZED
+from llmc.compiler.passes.quantize import DEQUANTIZED, UNQUANTIZED_EXPERTS
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options, cuda
 from llmc.compiler.windows import check_windows
@@ -143,7 +143,12 @@ def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
 
 
 def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> None:
-    """Say which weights in fewer bits become others, here or in every step."""
+    """Say which weights in fewer bits become others, here or in every step, and which stay whole.
+    """
+    for report in lowered.reports:
+        if UNQUANTIZED_EXPERTS in report.matches:
+            progress(f"experts stay in {options.dtype}, as no kernel has them in fewer bits yet; "
+                     f"--quantize rounds the other linear layers")
     for report in lowered.reports if not options.dequantize else ():
         if options.target == cuda.KIND and any(
                 name.startswith(_DTYPES["fp8"]) for name in report.matches):

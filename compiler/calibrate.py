@@ -30,10 +30,9 @@ from llmc.compiler.graph.quantization import Scheme, Stored, decode, encode, qua
 from llmc.compiler.graph.rewrite import caches, op_of, operands, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
-from llmc.compiler.passes.quantize import refuse_rounded
+from llmc.compiler.passes.quantize import is_rounded, refuse_rounded
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
-from llmc.plugins.roles import ByVocabulary
 from llmc.runtime.tokenizer import read_tokenizer
 
 LEAST_TOKENS = 1024
@@ -96,8 +95,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
             if own is not None:
                 scale_channels(pair, _run(node, values)[pair.made.name], own)
         op = op_of(node)
-        if op is not None and op.quantized is not None \
-                and not any(isinstance(way, ByVocabulary) for way in op.shard):
+        if op is not None and op.quantized is not None and is_rounded(node):
             tensor = operands(node)[op.quantized.weight]
             weight = values_of(tensor)
             own = wanted(tensor)

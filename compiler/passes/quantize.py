@@ -7,7 +7,8 @@ Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_si
 
 Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
 never rounded again. Of our own rounding, tables of embeddings take part where the LM head is the
-same table. Groups that no kernel of the target reads stay numbers.
+same table, routers do not, and experts stay as they are. Groups that no kernel of the target reads
+stay numbers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
     arranged,
+    is_op,
     op_of,
     operands,
     values_of,
@@ -32,10 +34,13 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
 from llmc.errors import LlmcError
+from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
+from llmc.plugins.route.op import OP as ROUTE
 
 DEQUANTIZED = "dequantised"  # in reports
+UNQUANTIZED_EXPERTS = "experts left as they are"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 
 
@@ -51,13 +56,14 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     made: dict[int, _Made] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
+        if settings.scheme is not None and is_op(node, EXPERTS):
+            report.count(UNQUANTIZED_EXPERTS)
         if op is None or op.quantized is None:
             continue
         role, given = op.quantized, operands(node)
         values = values_of(given[role.weight])
-        is_table = any(isinstance(way, ByVocabulary) for way in op.shard)
         scheme = settings.head_scheme if id(values) == head else \
-            None if is_table else settings.scheme
+            settings.scheme if is_rounded(node) else None
         if scheme is not None and not settings.calibrated:
             refuse_rounded(values)
         if id(values) not in made:
@@ -80,6 +86,16 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
                           in_features=in_features, out_features=out_features)
         report.count(f"{stored.dtype}, groups of {stored.group_size}")
+
+
+def is_rounded(node: gs.Node) -> bool:
+    """Whether a quantizable op's weight is rounded where linear layers are: no table's, and none
+    that chooses experts, where a rounding changes who computes.
+    """
+    op = op_of(node)
+    assert op is not None
+    return not any(isinstance(way, ByVocabulary) for way in op.shard) \
+        and not any(is_op(user, ROUTE) for user in node.outputs[0].outputs)
 
 
 def refuse_rounded(weight: Weight) -> None:

@@ -268,6 +268,22 @@ def check_refused(hf, tmp_path, monkeypatch, match):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_rounding_leaves_experts_and_routers_alone_and_says_so(tp_size, tmp_path):
+    model = families.tiny_model("qwen3_moe")
+    said = []
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", quantize="int8",
+                 tp_size=tp_size, progress=said.append)
+    assert sum("experts stay in float32, as no kernel" in text for text in said) == 1
+    weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    kinds = {name.split(".", 3)[-1]: array.dtype.name for name, array in weights.items()
+             if ".layers.0." in name and name.endswith(("weight", "_proj"))}
+    assert kinds["mlp.gate.weight"] == kinds["mlp.experts.down_proj"] == "float32"
+    assert kinds["self_attn.o_proj.weight"] == "uint8"
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS), 0.05)
+
+
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 

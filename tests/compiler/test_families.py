@@ -53,6 +53,16 @@ def test_a_mixture_of_experts_equals_transformers_at_every_tp_size(family, tmp_p
     check_family(family, limits(family), tmp_path)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", families.UNPLANNED_MIXTURES)
+def test_a_mixture_nobody_planned_for_just_works(family, tmp_path):
+    check_family(family, [1, 2], tmp_path, **families.sizes_of(family))
+
+
+def test_heads_may_be_normed_behind_the_rotary_embedding(tmp_path):
+    check_family("hunyuan_v1_dense", [1, 2], tmp_path, **families.FAMILIES["qwen3"])
+
+
 @pytest.mark.parametrize("family", ["olmoe", "glm4_moe"])
 def test_whole_experts_are_dealt_out(family, tmp_path):
     check_family(family, [2, 3, 4], tmp_path, expert_parallel=True)

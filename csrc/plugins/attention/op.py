@@ -15,8 +15,8 @@ anything between are the same op with other lengths.
                             sequence b is row p % block_size of block block_table[b, p / block_size]
     distance_bias           [num_heads, distances]; absent: none. Column i - j, or the last where
                             there are not so many, is added to the score of query i and key j
-    sinks                   [num_heads]; absent: none. A score that each softmax of a head has beside
-                            those of keys, and that has no value
+    sinks                   [num_heads]; absent: none. A score that each softmax of a head has
+                            beside those of keys, and that has no value
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
