@@ -56,7 +56,9 @@ def load_graph(graph: gs.Graph, outputs: Collection[str], rounding: Rounding | N
     for index, node in enumerate(model.graph.node):
         if node.domain == plugins.DOMAIN and node.op_type == "Sdpa":
             function = _sdpa_function({a.name: onnx.helper.get_attribute_value(a)
-                                       for a in node.attribute}, f"sdpa{index}", kv_dtype)
+                                       for a in node.attribute}, f"sdpa{index}", kv_dtype,
+                                      len(node.input) > 4)
+            node.input[:] = [name for name in node.input if name]
             node.overload = function.overload
             model.functions.append(function)
     taken = set(outputs)
@@ -100,9 +102,11 @@ def _round(graph: onnx.GraphProto, rounding: Rounding) -> None:
     graph.node.extend(nodes)
 
 
-def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str) -> \
-        onnx.FunctionProto:
-    """Causal attention on q `[batch, heads, seq, dim]`, k and v with their own heads."""
+def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
+                   has_sinks: bool) -> onnx.FunctionProto:
+    """Causal attention on q `[batch, heads, seq, dim]`, k and v with their own heads, perhaps with
+    sinks `[heads]`.
+    """
     lines = [f"{name} = Identity(given_{name})" for name in "kv"]
     if kv_dtype:
         kind = onnx.TensorProto.DataType.Value(kv_dtype.replace("_", "").upper())
@@ -129,13 +133,23 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str) -> 
         lines += [f"w = Constant<value_int={int(attrs['window'])}>()", "edge = Sub(i, w)",
                   "recent = Greater(r, edge)", "m1 = And(m0, recent)"]
         mask = "m1"
-    lines += ["low = Constant<value_float=-1e30>()", f"s4 = Where({mask}, {scores}, low)",
-              "a = Softmax<axis=-1>(s4)", "o5 = MatMul(a, v5)",
+    lines += ["low = Constant<value_float=-1e30>()", f"s4 = Where({mask}, {scores}, low)"]
+    if has_sinks:
+        lines += ["one_kind = Constant<value_ints=[1]>()", "last = Constant<value_ints=[-1]>()",
+                  "by_head = Concat<axis=0>(one_kind, hk, g, one_kind, one_kind)",
+                  "sink5 = Reshape(sinks, by_head)", "rows = Shape<end=4>(s4)",
+                  "grid = Concat<axis=0>(rows, one_kind)", "sink = Expand(sink5, grid)",
+                  "s5 = Concat<axis=-1>(sink, s4)", "all = Softmax<axis=-1>(s5)",
+                  "end = Constant<value_ints=[2147483647]>()", "a = Slice(all, one_kind, end, last)"]
+    else:
+        lines.append("a = Softmax<axis=-1>(s4)")
+    lines += ["o5 = MatMul(a, v5)",
               "od = Shape<start=3, end=4>(v)", "four = Concat<axis=0>(b, hq, n1, od)",
               "o = Reshape(o5, four)"]
     return onnx.parser.parse_function(
         f'<domain: "llmc", overload: "{overload}", opset_import: ["": {plugins.OPSET}]>\n'
-        f"Sdpa (q, given_k, given_v) => (o) {{\n" + "\n".join(lines) + "\n}")
+        f"Sdpa (q, given_k, given_v{', sinks' if has_sinks else ''}) => (o) {{\n"
+        + "\n".join(lines) + "\n}")
 
 
 def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Collection[str]) -> \

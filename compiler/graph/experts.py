@@ -1,11 +1,41 @@
 """Experts between the frontend, which makes their two products, and the experts pass, which joins
-them with what lies between. Neither reaches an artifact, so they have no body and no place in the
-registry.
+them with what lies between. Neither reaches an artifact, so they have no place in the registry;
+their bodies, one token after the other, are for running the exported graph.
 """
 
 from __future__ import annotations
 
-from llmc.plugins import Op
+from llmc.plugins import Fields, Op
+
+
+def _product(fields: Fields, present: frozenset[str]) -> list[str]:
+    """Lines for `product` [top_k, out] of the rows `x_own`, [in] or [top_k, in], and the weights of
+    the experts `own`.
+    """
+    weights = "Gather<axis=0>(weight, own)" if not fields["transposed"] else \
+        "Transpose<perm=[0, 2, 1]>(stored)"
+    lines = ["stored = Gather<axis=0>(weight, own)"] if fields["transposed"] else []
+    lines += [f"matrices = {weights}", "columns = Unsqueeze(x_own, last)",
+              "products = MatMul(matrices, columns)", "plain = Squeeze(products, last)"]
+    if "bias" not in present:
+        return [*lines, "product = Identity(plain)"]
+    return [*lines, "biases = Gather<axis=0>(bias, own)", "product = Add(plain, biases)"]
+
+
+def _up(fields: Fields, present: frozenset[str]) -> str:
+    return "\n".join([
+        "last = Constant<value_ints=[-1]>()",
+        "y = Scan(x, experts) <num_scan_inputs=2, body = each (float[i] x_own, int64[k] own) "
+        "=> (float[k, o] product) {", *_product(fields, present), "}>"])
+
+
+def _down(fields: Fields, present: frozenset[str]) -> str:
+    return "\n".join([
+        "last = Constant<value_ints=[-1]>()", "first = Constant<value_ints=[0]>()",
+        "y = Scan(x, experts, scores) <num_scan_inputs=3, body = each (float[k, i] x_own, "
+        "int64[k] own, float[k] score) => (float[o] sum) {", *_product(fields, present),
+        "score_column = Unsqueeze(score, last)", "weighted = Mul(product, score_column)",
+        "sum = ReduceSum<keepdims=0>(weighted, first)", "}>"])
 
 # Of each token, the first product of each of its experts.
 EXPERTS_UP = Op(
@@ -18,7 +48,7 @@ EXPERTS_UP = Op(
     fields={"transposed": 0},
     shapes=lambda shapes, fields: [
         (*shapes["experts"], shapes["weight"][2 if fields["transposed"] else 1])],
-    body=None,
+    body=_up,
 )
 # The second product of each, times its score; and their sum.
 EXPERTS_DOWN = Op(
@@ -31,5 +61,5 @@ EXPERTS_DOWN = Op(
     fields={"transposed": 0},
     shapes=lambda shapes, fields: [
         (*shapes["experts"][:-1], shapes["weight"][2 if fields["transposed"] else 1])],
-    body=None,
+    body=_down,
 )

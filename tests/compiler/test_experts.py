@@ -18,6 +18,7 @@ from transformers.models.olmoe import modeling_olmoe
 import llmc
 from llmc import plugins
 from llmc.compiler import lower
+from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load, trace
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.targets import Options
@@ -282,6 +283,14 @@ def test_rounding_leaves_experts_and_routers_alone_and_says_so(tp_size, tmp_path
     assert kinds["self_attn.o_proj.weight"] == "uint8"
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS), 0.05)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_diff_compares_experts_with_the_exported_ones(family, tmp_path):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", tp_size=2)
+    report = diff(tmp_path / "case", hf, bisect=True, tokens=2)
+    assert report.verdict is None
 
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
