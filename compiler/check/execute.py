@@ -140,7 +140,8 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
                   "sink5 = Reshape(sinks, by_head)", "rows = Shape<end=4>(s4)",
                   "grid = Concat<axis=0>(rows, one_kind)", "sink = Expand(sink5, grid)",
                   "s5 = Concat<axis=-1>(sink, s4)", "all = Softmax<axis=-1>(s5)",
-                  "end = Constant<value_ints=[2147483647]>()", "a = Slice(all, one_kind, end, last)"]
+                  "end = Constant<value_ints=[2147483647]>()",
+                  "a = Slice(all, one_kind, end, last)"]
     else:
         lines.append("a = Softmax<axis=-1>(s4)")
     lines += ["o5 = MatMul(a, v5)",
