@@ -280,8 +280,7 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
         op = op_of(node)
         if op is None or target == cpu.KIND:
             continue
-        odd = sorted(op.coreless & {*operands(node), *(
-            name for name, value in fields_of(node).items() if value != op.fields[name])})
+        odd = sorted(op.lacking(fields_of(node), operands(node)))
         if odd or not op.has_core:
             raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name}"
                             f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -147,6 +147,13 @@ class Op:
             if not declared.endswith("?") and declared not in given:
                 raise ValueError(f"{self.name} needs the input {declared!r}")
         return given
+
+    def lacking(self, fields: Fields, inputs: Iterable[str]) -> frozenset[str]:
+        """Of a node's inputs, and of its fields but for defaults, those that its core does not take
+        yet.
+        """
+        return self.coreless & {*inputs, *(name for name, value in fields.items()
+                                           if value != self.fields[name])}
 
     def packed(self, fields: Fields) -> frozenset[str]:
         """The inputs whose dtypes are those of a weight in fewer bits, where `fields` say so."""

@@ -11,7 +11,7 @@ from llmc import plugins
 from llmc.plugins.attention.op import _sample
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
-OPS = [op for op in plugins.registry().values() if op.body is not None]
+OPS = [op for op in plugins.registry().values() if op.body is not None and op.has_core]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1, ste
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_an_op_s_samples(harness, op, dtype):
     for sample in op.samples(np.random.default_rng(0)):
-        if sample.fields.get("weight_dtype"):
+        if sample.fields.get("weight_dtype") or op.lacking(sample.fields, sample.inputs):
             continue  # TensorRT is given the numbers
         if sample.fields.get("head_dim", 8) % 8 == 0:
             check(harness, op, sample, dtype)
