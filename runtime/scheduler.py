@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, Step
 
 HEAD_START = 256  # steps that a priority is before the next
 _LOOKED_AT = 64  # callers, for one that can enter
+_MIXED = 576  # tokens of a step that some wait for, where no prompt has waited long
+_LONG = 4  # steps
 
 _Key = tuple[int, int]
 
@@ -259,8 +261,9 @@ class Scheduler:
         admitted: dict[int, SamplingState] = {}
         encode: dict[int, Listed[int]] = {}
         wanted = {sequence: sequence.wanted() for sequence in self.running}
-        budget = self.budget - sum(sequence.width if sequence.searches else 1
-                                   for sequence, count in wanted.items() if count == 1)
+        decoding = sum(sequence.width if sequence.searches else 1
+                       for sequence, count in wanted.items() if count == 1)
+        budget = self._room(wanted, decoding) - decoding
         for sequence in list(self.running):
             count = wanted[sequence]
             if count > 1:
@@ -282,6 +285,19 @@ class Scheduler:
             line.take()
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
+
+    def _room(self, wanted: Mapping[Sequence, int], decoding: int) -> int:
+        """Tokens of a step: while some decode, no more than they hardly notice, unless a prompt has
+        waited for steps. So a prompt that comes alone stalls nobody, and of many none has to wait.
+        """
+        prompts = [(own.order[0], own.priority) for own, count in wanted.items() if count > 1]
+        if self._lines:
+            prompts.append((self._lines[0][0][0], self._lines[0][2].priority))
+        waited = max((self._steps - came + priority * HEAD_START for came, priority in prompts),
+                     default=0)
+        if not decoding or waited > _LONG:
+            return self.budget
+        return min(self.budget, max(_MIXED, 2 * decoding))
 
     def _make_room(self, sequence: Sequence, count: int, rows: list[_Row]) -> bool:
         """Blocks for so many more tokens of each row; from those behind, if need be."""

@@ -158,8 +158,13 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int64_t at = static_cast<int64_t>(group) * all_rows + rows[m][h];
-        const int zero = zero_of<kCodes>(packing, rows[m][h], group, groups);
-        const float scale = __ldg(packing.scale + at), minimum = has_minima ? __ldg(packing.minimum + at) : 0.f;
+        int zero = zero_of<kCodes>(packing, rows[m][h], group, groups);
+        const float scale = __ldg(packing.scale + at);
+        float minimum = has_minima ? __ldg(packing.minimum + at) : 0.f;
+        if (has_minima && scale != 0.f) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
+          zero = static_cast<int>(fminf(fmaxf(rintf(-minimum / scale), 0.f), (1 << kBit) - 1));
+          minimum = fmaf(static_cast<float>(zero), scale, minimum);
+        }
         next[m][h] = {pack<T>(scale, scale), pack<T>(minimum, minimum), offset_of<T, kCodes>(zero)};
       }
   };

@@ -256,6 +256,17 @@ def test_a_long_prompt_is_read_in_chunks_while_others_decode():
     assert engine.longest == 6 and gaps[0] >= 8  # 40 tokens, 5 beside each of the other's
 
 
+def test_a_prompt_is_read_in_small_steps_while_others_decode_unless_prompts_wait():
+    def longest(prompts):
+        long = [wish([7] * 750, 2, arrives=9) for _ in range(prompts)]
+        _, engine = run([wish([1], 60), *long], Limits(2000, 16, 2048, 40, 1024, 1), 2048, 2,
+                        reuse=False)
+        return engine.longest
+
+    assert longest(1) == 576
+    assert longest(30) == 2048
+
+
 def test_completions_of_a_prompt_and_later_turns_share_its_blocks():
     first = wish(list(range(12)), 4)
     later = wish([*range(12), *first.alone(), 7, 8], 3, arrives=20)

@@ -1,0 +1,31 @@
+"""What `llmc bench --requests` counts, on a clock that only moves where the test says so."""
+
+from types import SimpleNamespace
+
+from llmc.runtime import traffic
+from llmc.runtime.traffic import Traffic, measure_traffic
+
+
+def test_waits_count_from_the_arrival_and_not_from_what_is_prepared_before(monkeypatch):
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(traffic, "time", clock)
+
+    class Served:
+        def metrics(self):
+            return dict.fromkeys(("cache_hits", "cache_queries", "preemptions"), 0)
+
+        def stream(self, prompts, params, arrivals):
+            clock.now += 5  # looks at all prompts
+            return self._pieces(arrivals)
+
+        def _pieces(self, arrivals):
+            begun = clock.now
+            for index, arrival in enumerate(arrivals):
+                for wait in (0.25, 0.5):
+                    clock.now = max(clock.now, begun + arrival) + wait
+                    yield SimpleNamespace(index=index, sample=0)
+
+    report = measure_traffic(Served(), Traffic([[1], [2]], [None, None], [0.0, 10.0]))
+    assert report.time_to_first_token.p50 == 0.25
+    assert report.inter_token_latency.p50 == 0.5
+    assert (report.output_tokens, report.seconds) == (4, 10.75)
