@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from llmc.errors import LlmcError
 from llmc.runtime.metrics import Metrics
-from llmc.runtime.pace import Pace
 from llmc.runtime.request import Completing, Request, Searching, Token
 from llmc.runtime.scheduler import Chosen, Lease, Line, Scheduled, Scheduler
 from llmc.runtime.scheduler import Sequence as Running
@@ -134,7 +133,6 @@ class Loop:
         self._error: BaseException | None = None
         self._closing = False
         self.metrics = Metrics(scheduler)
-        self._pace = Pace()
         self._thread = threading.Thread(target=self._serve, name="llmc-loop", daemon=True)
         self._thread.start()
 
@@ -219,21 +217,18 @@ class Loop:
         idle = True
         try:
             while True:
-                self._take_orders(None if idle else self._latest(under_way))
+                self._take_orders(wait=idle)
                 while self._errands and not under_way:
                     self._errands.popleft().run(self._scheduler, self._engine)
-                begun, scheduled = time.monotonic(), None
+                scheduled = None
                 if not self._errands and len(under_way) < self._depth():
                     scheduled = self._scheduler.schedule()
                 idle = scheduled is None and not under_way
                 if scheduled is not None:
                     under_way.append((self._engine.submit(scheduled.step), scheduled))
-                    self._pace.made(begun, alone=len(under_way) == 1)
                 if under_way and (scheduled is None or len(under_way) >= self._depth()):
                     ticket, oldest = under_way.popleft()
-                    sampled = self._engine.collect(ticket)
-                    self._pace.ended(oldest.step.num_tokens)
-                    self._postprocess(oldest, sampled)
+                    self._postprocess(oldest, self._engine.collect(ticket))
         except BaseException as error:  # every caller's to know
             self._end(error)
         finally:
@@ -281,22 +276,11 @@ class Loop:
         fewest = min((len(own.tokens) for own in self._scheduler.running), default=0)
         return min(self._engine.limits.ahead, max(self._check_step, self._skip_step - fewest, 1))
 
-    def _latest(self, under_way: deque[tuple[int, Scheduled]]) -> float:
-        """Until when the next step may wait: who comes meanwhile is in it, and not in the one
-        behind.
-        """
-        if len(under_way) != 1 or self._depth() == 1 or self._scheduler.waiting:
-            return 0
-        return self._pace.latest(under_way[0][1].step.num_tokens)
-
-    def _take_orders(self, until: float | None) -> None:
-        """Do what callers said since, or else the first thing that they say until then."""
+    def _take_orders(self, wait: bool) -> None:
+        """Do what callers said since; with `wait`, once they say something."""
         with self._condition:
-            while not self._orders and not self._closing:
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                self._condition.wait(left)
+            while wait and not self._orders and not self._closing:
+                self._condition.wait()
             orders, self._orders = self._orders, deque()
             if self._closing:
                 raise LlmcError("this LLM was closed")

@@ -24,7 +24,7 @@ from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, Step
 
 HEAD_START = 256  # steps that a priority is before the next
 _LOOKED_AT = 64  # callers, for one that can enter
-_MIXED = 576  # tokens of a step that some wait for, where no prompt has waited long
+_MIXED = 512  # tokens of a step that some wait for, where no prompt has waited long
 _LONG = 4  # steps
 
 _Key = tuple[int, int]

@@ -263,7 +263,7 @@ def test_a_prompt_is_read_in_small_steps_while_others_decode_unless_prompts_wait
                         reuse=False)
         return engine.longest
 
-    assert longest(1) == 576
+    assert longest(1) == 512
     assert longest(30) == 2048
 
 

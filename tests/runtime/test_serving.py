@@ -17,7 +17,6 @@ from schedule_interpreter import Interpreters
 import llmc
 from llmc.runtime import llm as llm_module
 from llmc.runtime import loop as loop_module
-from llmc.runtime import pace as pace_module
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.step import Limits
 
@@ -294,59 +293,13 @@ def test_tokens_of_a_schedule_do_not_depend_on_company(
     before they are written.
     """
     limits = Limits(-(-64 * room // block_size), block_size, max(budget, slots), slots, 512, 3)
-    with interpreted(scheduled, limits) as llm:
-        come_and_go(llm, arrivals, alone)
-
-
-def interpreted(case, limits):
-    """What is compiled for a GPU, run by NumPy."""
-    engine = HostSampling(Interpreters(case, limits), limits)
+    engine = HostSampling(Interpreters(scheduled, limits), limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "find_devices", lambda *_: [None])
         patch.setattr(llm_module, "load_replica", lambda *_: engine)
-        return llmc.LLM(case, max_num_batched_tokens=limits.max_tokens,
-                        max_batch_size=limits.max_slots)
-
-
-def test_who_comes_while_a_step_runs_is_in_the_next(scheduled, alone, monkeypatch):
-    """The step behind one that runs is made as late as it may be, or when somebody comes."""
-    waits, came = threading.Event(), threading.Event()
-
-    def latest(pace, tokens):
-        waits.set()
-        return 0 if came.is_set() else time.monotonic() + 60
-
-    monkeypatch.setattr(loop_module.Pace, "latest", latest)
-    with interpreted(scheduled, Limits(16, 16, 64, 4, 512, 2)) as llm:
-        steps = []
-        submit = llm._loops[0]._engine.submit
-        monkeypatch.setattr(llm._loops[0]._engine, "submit",
-                            lambda step: (steps.append(step.num_tokens), submit(step))[1])
-
-        def call(index):
-            if index == 1:
-                assert waits.wait(60)
-                came.set()
-            assert llm.generate([PROMPTS[index]], tokens(4))[0].token_ids == alone[index][:4]
-
-        in_threads(2, call)
-    assert steps[:2] == [len(PROMPTS[0]), 1 + len(PROMPTS[1])]
-
-
-def test_the_time_of_steps_is_learned_and_rather_too_short(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(pace_module.time, "monotonic", lambda: now[0])
-    pace = pace_module.Pace()
-    assert pace.latest(8) <= 0  # nothing is known
-    for taken in (0.010, 0.012, 0.008, 0.020):
-        now[0] += taken
-        pace.ended(8)
-    assert 0.006 < pace.latest(9) - now[0] < 0.010
-    assert pace.latest(500) <= now[0]  # of such a size nothing is known
-    began = now[0]
-    now[0] += 0.003
-    pace.made(began, alone=False)
-    assert pace.latest(8) - began < 0.004  # a step has to be made until then
+        llm = llmc.LLM(scheduled, max_num_batched_tokens=budget, max_batch_size=slots)
+    with llm:
+        come_and_go(llm, arrivals, alone)
 
 
 def test_a_model_that_nobody_has_any_more_ends(case_tp1):
