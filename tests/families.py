@@ -112,12 +112,12 @@ MIXTURES = {
 UNPLANNED_MIXTURES = (
     "afmoe", "aria_text", "cohere2_moe", "exaone_moe", "flex_olmo", "flint", "granitemoe_swa",
     "granitemoeshared", "hy_v3", "mellum", "minimax_m3_vl_text", "solar_open")
-_SIZES = {**_HEADS, "sliding_window": 8, "num_experts": 4, "num_local_experts": 4,
-          "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
-          "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
-          "shared_intermediate_size": 48, "n_shared_experts": 1, "num_shared_experts": 1,
-          "moe_num_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-          "rotary_dim": 8, "index_topk": 64}
+SIZES = {**_HEADS, "sliding_window": 8, "num_experts": 4, "num_local_experts": 4,
+         "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
+         "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
+         "shared_intermediate_size": 48, "n_shared_experts": 1, "num_shared_experts": 1,
+         "moe_num_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+         "rotary_dim": 8, "index_topk": 64}
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({
     "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
@@ -182,10 +182,13 @@ def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
     known = {**FAMILIES, **UNPLANNED, **MIXTURES}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return randomized(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def randomized(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with every parameter drawn again."""
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
+    for parameter in model.eval().parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.15, generator)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -196,7 +199,7 @@ def tiny_model(family: str, **changes) -> torch.nn.Module:
 def sizes_of(family: str) -> dict[str, Any]:
     """Small sizes, of those that a family's config has."""
     known = CONFIG_MAPPING[family]().to_dict()
-    return {name: value for name, value in _SIZES.items() if name in known}
+    return {name: value for name, value in SIZES.items() if name in known}
 
 
 def save(model: torch.nn.Module, directory: Path) -> Path:

@@ -1,0 +1,208 @@
+"""Every causal LM class of transformers, as a tiny random model: compiled for the cpu target and
+held against transformers, or refused.
+
+    python tests/sweep.py [FAMILY …] [--jobs 2] [--output tests/sweep.md]
+
+Each family runs in a process of its own, at tp 1 and at tp 2, in float32. It matches where logits
+of a prompt are within 1e-4 of transformers' range and 8 greedy tokens are the same; else llmc has
+to refuse it in a sentence. Anything else is a fault of llmc's. Not part of `make test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+LIMIT = 400  # seconds
+MOST = 20_000_000  # parameters: a model of more is not tiny
+# Of the names that configs have; of the rest a config keeps its own.
+SIZES: dict[str, Any] = {
+    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 96,
+    "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "ffn_dim": 96,
+    "ffn_hidden_size": 96, "expert_ffn_hidden_size": 40, "embed_dim": 64, "num_layers": 3,
+    "num_heads": 4, "word_embed_proj_dim": 64, "moe_k": 2, "moe_num_active_experts": 2,
+    "num_experts_per_token": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_head_dim": 24, "state_size": 8,
+    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,
+    "mamba_chunk_size": 8, "chunk_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 32,
+    "time_step_rank": 4, "mamba_dt_rank": 4, "n_groups": 1, "mamba_d_ssm": 128,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "lru_width": 64, "attention_window_size": 8, "index_n_heads": 2,
+    "index_head_dim": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+    "global_head_dim": 16, "num_kv_shared_layers": 0, "attention_hidden_size": 64,
+}
+# What has to fit together.
+FITTING: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "blenderbot": {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
+                   "decoder_ffn_dim": 96, "encoder_attention_heads": 4,
+                   "decoder_attention_heads": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+              "expert_layer_offset": 1},
+}
+
+
+def tiny_config(family: str) -> Any:
+    """A small config; of a class that reads images too, of its language model.
+
+    Raises:
+        KeyError, ValueError, TypeError and others of transformers': it has no such family, or does
+            not take these sizes.
+    """
+    import families
+    from transformers import CONFIG_MAPPING, AutoConfig
+    known = {**families.FAMILIES, **families.UNPLANNED, **families.MIXTURES}
+    if family in known:
+        return AutoConfig.for_model(family, **known[family])
+    base = CONFIG_MAPPING[family]()
+    text = base.get_text_config()
+    names = text.to_dict()
+    sizes = {name: value for name, value in {**families.SIZES, **SIZES}.items()
+             if name in names and (names[name] is not None or name in ("head_dim", "pad_token_id"))}
+    if "vocab_size_per_layer_input" in names:
+        sizes["vocab_size_per_layer_input"] = families.VOCAB
+    if "kv_lora_rank" in sizes:  # every head has keys and values of its own
+        sizes = {**sizes, "num_key_value_heads": 4}
+        sizes.pop("head_dim", None)
+    if len(set(names.get("layer_types") or ())) > 1:  # one of each kind, and the first again
+        kinds = list(dict.fromkeys(names["layer_types"]))
+        sizes |= {"layer_types": [*kinds, kinds[0]], "num_hidden_layers": len(kinds) + 1}
+    return type(text)(**{**sizes, **FITTING.get(family, {})})
+
+
+def tiny_model(family: str) -> Any:
+    """A random model whose every parameter matters."""
+    import families
+    import torch
+    from transformers import AutoModelForCausalLM
+    config = tiny_config(family)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if count > MOST:
+        raise ValueError(f"{count:,} parameters")
+    return families.randomized(
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def try_family(family: str, directory: Path) -> dict[str, Any]:
+    """What came of one family: `matches`, `refused`, `wrong`, `failed` or `untried`, why, and the
+    seconds to a refusal.
+    """
+    import numpy as np
+    import torch
+
+    import llmc
+    try:
+        model = tiny_model(family)
+        model.save_pretrained(directory / "hf")
+        ids = np.random.default_rng(0).integers(3, model.config.vocab_size - 3, 24).tolist()
+        with torch.no_grad():
+            truth = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+            tokens = ids[:12]
+            for _ in range(8):
+                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+                                  .argmax()))
+    except Exception as error:  # transformers' own
+        return {"outcome": "untried", "why": _line(error)}
+    found: dict[str, Any] = {"outcome": "matches", "why": "tp 1 and 2"}
+    for tp_size in (1, 2):
+        begun = time.perf_counter()
+        try:
+            llmc.compile(directory / "hf", directory / f"tp{tp_size}", tp_size=tp_size)
+            with llmc.LLM(directory / f"tp{tp_size}") as llm:
+                error = float(np.abs(llm.logits(ids) - truth).max() / np.ptp(truth))
+                made = llm.generate([ids[:12]], llmc.SamplingParams(max_tokens=8, ignore_eos=True))
+        except llmc.LlmcError as refusal:
+            seconds = round(time.perf_counter() - begun, 1)
+            if tp_size == 1:
+                return {"outcome": "refused", "why": _line(refusal), "seconds": seconds}
+            return {**found, "why": f"tp 1; tp 2 is refused: {_line(refusal)}", "seconds": seconds}
+        except Exception as failure:
+            return {"outcome": "failed", "why": f"tp {tp_size}: {type(failure).__name__}: "
+                                                f"{_line(failure)}"}
+        if error > 1e-4 or list(made[0].token_ids) != tokens[12:]:
+            return {"outcome": "wrong", "why": f"tp {tp_size}: logits off by {error:.1e} of their "
+                                               f"range, tokens {list(made[0].token_ids)} for "
+                                               f"{tokens[12:]}"}
+    return found
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def run_family(family: str) -> dict[str, Any]:
+    """`try_family` in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, family, "--inside", directory], timeout=LIMIT,
+                capture_output=True, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+        except subprocess.TimeoutExpired:
+            return {"outcome": "failed", "why": f"not done after {LIMIT} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"outcome": "failed", "why": f"ended with {done.returncode}: "
+                                            f"{' '.join(done.stderr.split())[-300:]}"}
+    read: dict[str, Any] = json.loads(lines[-1])
+    return read
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """All of it in Markdown, faults first."""
+    order = ["wrong", "failed", "matches", "refused", "untried"]
+    import transformers
+    counts = Counter(result["outcome"] for result in results.values())
+    lines = [f"# Causal LM classes of transformers {transformers.__version__} on target cpu",
+             "", "By tests/sweep.py: " + ", ".join(
+                 f"{counts[outcome]} {outcome}" for outcome in order) + ".", "",
+             "| family | outcome | | refused after (s) |", "| --- | --- | --- | --- |"]
+    for name, result in sorted(results.items(),
+                               key=lambda item: (order.index(item[1]["outcome"]), item[0])):
+        why = result["why"].replace("|", "\\|")
+        lines.append(f"| {name} | {result['outcome']} | {why} | {result.get('seconds', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        print(json.dumps(try_family(arguments.families[0], arguments.inside)))
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = arguments.families or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    results = {}
+
+    def note(name: str) -> None:
+        results[name] = run_family(name)
+        print(f"{name}: {results[name]['outcome']}: {results[name]['why']}", flush=True)
+
+    with ThreadPoolExecutor(arguments.jobs) as threads:
+        list(threads.map(note, names))
+    if arguments.output:
+        arguments.output.write_text(table(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
