@@ -27,7 +27,7 @@ _LOOKED_AT = 64  # callers, for one that can enter
 _MIXED = 512  # tokens of a step that some wait for, where no prompt has waited long
 _LONG = 4  # steps
 
-_Key = tuple[int, int]
+_Key = tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Sequence:
     stalled: Callable[[], bool] = lambda: False
     mask: Callable[[], np.ndarray] | None = None
     tokens: list[int] = field(default_factory=list)
-    order: _Key = (0, 0)
+    order: _Key = ()
     priority: int = 0
     chain: Chain | None = None
     slots: list[int] = field(default_factory=list)
@@ -106,18 +106,22 @@ class Sequence:
 
 
 class Line:
-    """Sequences of one caller, of which only the first that waits is made."""
+    """Sequences of one caller, of which only the first that waits is made. Each is behind the one
+    before.
+    """
 
     def __init__(self, sequences: Iterator[Sequence], order: _Key, priority: int) -> None:
         self._sequences, self.order, self.priority = sequences, order, priority
         self.first: Sequence | None = None
+        self._taken = 0
         self.take()
 
     def take(self) -> None:
         """The first enters, and the next is made."""
         self.first = next(self._sequences, None)
         if self.first is not None and self.first.epoch == 0:
-            self.first.order, self.first.priority = self.order, self.priority
+            self.first.order, self.first.priority = (*self.order, self._taken), self.priority
+            self._taken += 1
 
 
 @dataclass(frozen=True)
@@ -283,6 +287,7 @@ class Scheduler:
             if entering.source is not None and self._memory[entering.request][1] == 1:
                 encode[self._memory[entering.request][0]] = entering.source
             line.take()
+            self._wait(line)
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
 
@@ -344,7 +349,9 @@ class Scheduler:
             heapq.heappush(self._lines, (line.first.order, self._arrivals, line))
 
     def _enter(self, rows: list[_Row]) -> Line | None:
-        """The line whose first sequence runs from now on; None where no one can."""
+        """The line whose first sequence runs from now on, and which waits no more; None where no
+        one can.
+        """
         passed: list[tuple[_Key, int, Line]] = []
         entered = None
         while self._lines and len(passed) < _LOOKED_AT:
@@ -355,7 +362,9 @@ class Scheduler:
             passed.append(entry)
             if line.first.stalled() or self._is_coming(line.first):
                 continue
-            entered = line if self._begin(line.first, rows) else None
+            if self._begin(line.first, rows):
+                entered = line
+                passed.pop()
             break
         for entry in passed:
             heapq.heappush(self._lines, entry)

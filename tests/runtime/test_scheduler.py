@@ -5,6 +5,7 @@ another's blocks, or too few, or a token twice, gets other tokens.
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from hypothesis import given, settings
@@ -115,11 +116,24 @@ def go_on(found):
     return [int(found.tokens[parent, beam % 2]) for beam, parent in enumerate(parents)], parents
 
 
-def run(wishes, limits, budget, depth, reuse=True):
+def calls_of(wishes, together):
+    """Wishes that one caller has, who leaves with all of them."""
+    def key(wish):
+        return wish.arrives, wish.priority if together else wishes.index(wish)
+
+    calls = [list(own) for _, own in groupby(sorted(wishes, key=key), key)]
+    for call in calls:
+        aborts = min((wish.aborts for wish in call if wish.aborts), default=None)
+        for wish in call:
+            wish.aborts = aborts
+    return calls
+
+
+def run(wishes, limits, budget, depth, reuse=True, together=False):
     """Let them come, go on and leave; what each got, and the scheduler."""
     scheduler, engine = Scheduler(limits, budget, reuse=reuse), Histories(limits)
     under_way, lines, owners, now = deque(), {}, {}, 0
-    waiting = deque(sorted(wishes, key=lambda wish: wish.arrives))
+    waiting = deque(calls_of(wishes, together))
     left = set(wishes)
 
     def sequence(wish):
@@ -144,13 +158,17 @@ def run(wishes, limits, budget, depth, reuse=True):
     while left:
         now += 1
         assert now < 5000, "nothing goes on"
-        while waiting and waiting[0].arrives <= now:
-            wish = waiting.popleft()
-            if scheduler.problem(len(wish.prompt), wish.count, wish.width):
-                left.discard(wish)
-                wish.got = None
-                continue
-            lines[wish] = scheduler.add(iter([sequence(wish)]), wish.priority)
+        while waiting and waiting[0][0].arrives <= now:
+            call = []
+            for wish in waiting.popleft():
+                if scheduler.problem(len(wish.prompt), wish.count, wish.width):
+                    left.discard(wish)
+                    wish.got = None
+                else:
+                    call.append(wish)
+            if call:
+                line = scheduler.add(map(sequence, call), call[0].priority)
+                lines |= dict.fromkeys(call, line)
         for wish in [wish for wish in left if wish.aborts == now and wish in lines]:
             abort(wish)
         scheduled = scheduler.schedule() if len(under_way) < depth else None
@@ -193,12 +211,12 @@ WISHES = st.lists(st.builds(
 @settings(deadline=None, max_examples=400)
 @given(wishes=WISHES, blocks=st.integers(3, 30), size=st.sampled_from([1, 2, 4, 8]),
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
-       reuse=st.booleans(), longest_first=st.booleans())
+       reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans())
 def test_tokens_do_not_depend_on_company(wishes, blocks, size, slots, budget, depth, reuse,
-                                         longest_first):
+                                         longest_first, together):
     limits = Limits(blocks, size, max(budget, slots), slots, 512, depth, longest_first)
     expected = {wish: wish.alone() for wish in wishes}
-    run(wishes, limits, budget, depth, reuse)
+    run(wishes, limits, budget, depth, reuse, together)
     for wish in wishes:
         if wish.got is not None:
             assert wish.got == expected[wish][:len(wish.got)]
@@ -228,6 +246,14 @@ class Watched(list):
     def append(self, value):
         super().append(value)
         self._told()
+
+
+def test_prompts_of_one_call_give_way_to_one_another():
+    """All of them run, and no block is left."""
+    wishes = [wish([n] * 4, 30) for n in range(6)]
+    expected = [own.alone() for own in wishes]
+    scheduler, _ = run(wishes, Limits(18, 2, 16, 6, 512, 2), 16, 2, together=True)
+    assert [own.got for own in wishes] == expected and scheduler.preemptions
 
 
 def test_a_higher_priority_takes_the_slot_of_a_lower_one():
