@@ -31,7 +31,7 @@ class Communicator:
 
     def all_reduce(self, rank: int, array: np.ndarray) -> np.ndarray:
         """The sum over ranks; every rank gets an array of its own."""
-        parts = self._exchange(rank, array, array.shape)
+        parts = self.exchange(rank, array, array.shape)
         total = parts[0] + parts[1] if self.size > 1 else parts[0].copy()
         for part in parts[2:]:
             total += part
@@ -39,9 +39,9 @@ class Communicator:
 
     def all_gather(self, rank: int, array: np.ndarray) -> np.ndarray:
         """The arrays of all ranks joined along the last axis."""
-        return np.concatenate(self._exchange(rank, array, array.shape[:-1]), axis=-1)
+        return np.concatenate(self.exchange(rank, array, array.shape[:-1]), axis=-1)
 
-    def _exchange(self, rank: int, array: np.ndarray, alike: tuple[int, ...]) -> list[np.ndarray]:
+    def exchange(self, rank: int, array: np.ndarray, alike: tuple[int, ...]) -> list[np.ndarray]:
         """What every rank brought; the shapes of all begin like this.
 
         Raises:

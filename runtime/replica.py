@@ -64,7 +64,7 @@ def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement]
         if room.attention_backend is not None:
             raise LlmcError(f"attention_backend '{room.attention_backend}' is for target cuda; on "
                             f"target cpu leave it out")
-        limits = _cpu_limits(manifest, room)
+        limits = cpu_limits(manifest, room)
         return HostSampling(CpuReplica(manifest, case_dir, placements, limits), limits)
     from llmc.runtime.gpus import GpuReplica
 
@@ -77,21 +77,27 @@ def token_bytes(manifest: Manifest) -> int:
                for layer in chip.cache)
 
 
-def _cpu_limits(manifest: Manifest, room: Room) -> Limits:
+def cpu_limits(manifest: Manifest, room: Room) -> Limits:
+    """What a replica on a CPU has room for; blocks as many as are asked for, or as a quarter of the
+    free memory holds.
+
+    Raises:
+        LlmcError: more are asked for than there is memory for.
+    """
     longest, each = manifest.dims.max_seq_len, token_bytes(manifest)
     tokens = room.kv_cache_tokens
     if tokens is None:
         tokens = min(room.max_batch_size * longest,
-                     max(_memory("MemAvailable") // (_SHARE * each), longest))
-    elif tokens * each > _memory("MemTotal"):
+                     max(memory("MemAvailable") // (_SHARE * each), longest))
+    elif tokens * each > memory("MemTotal"):
         raise LlmcError(f"a KV cache of {tokens} tokens takes {tokens * each / 1e9:.1f} GB, this "
-                        f"machine has {_memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
+                        f"machine has {memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
     return Limits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
                   max_tokens=room.max_num_batched_tokens, max_slots=room.max_batch_size,
                   max_logits=MAX_LOGITS, ahead=1)
 
 
-def _memory(name: str) -> int:
+def memory(name: str) -> int:
     """A line of /proc/meminfo in bytes; where there is none, all memory."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -1,0 +1,58 @@
+"""Where vLLM asks llmc: when its options are read, and when a request comes in."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import LlmcError
+from llmc_vllm import options, parameters
+from llmc_vllm.model import ARCHITECTURE, MODEL_TYPE, TARGET, is_case_dir
+
+
+def install() -> None:
+    """Have vLLM ask; once a process."""
+    from transformers import AutoConfig, PretrainedConfig
+    from vllm import ModelRegistry
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from llmc_vllm.stub import LlmcForCausalLM
+
+    if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
+        return
+    AutoConfig.register(MODEL_TYPE, type("LlmcConfig", (PretrainedConfig,),
+                                         {"model_type": MODEL_TYPE}), exist_ok=True)
+    ModelRegistry.register_model(ARCHITECTURE, LlmcForCausalLM)
+    EngineArgs.create_engine_config = _with_options(EngineArgs.create_engine_config)
+    InputProcessor.process_inputs = _with_check(InputProcessor.process_inputs)
+
+
+def _with_options(create_engine_config: Any) -> Any:
+    """Complete the options of a case directory, before anything is made of them."""
+    @functools.wraps(create_engine_config)
+    def create(self: Any, *arguments: Any, **named: Any) -> Any:
+        if is_case_dir(self.model):
+            options.complete(self, Path(self.model).absolute())
+        return create_engine_config(self, *arguments, **named)
+
+    return create
+
+
+def _with_check(process_inputs: Any) -> Any:
+    """Refuse what a case directory's engine cannot do, as vLLM refuses: with status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    @functools.wraps(process_inputs)
+    def process(self: Any, request_id: str, prompt: Any, params: Any, *arguments: Any,
+                **named: Any) -> Any:
+        config = self.model_config.hf_config
+        if config.model_type == MODEL_TYPE:
+            try:
+                parameters.check(params, getattr(config, TARGET))
+            except LlmcError as error:
+                raise VLLMValidationError(str(error)) from error
+        return process_inputs(self, request_id, prompt, params, *arguments, **named)
+
+    return process

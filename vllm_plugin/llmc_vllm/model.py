@@ -1,0 +1,66 @@
+"""A case directory as vLLM wants a model: a directory with config.json and a tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from llmc.runtime.manifest import MANIFEST_NAME, Manifest
+
+MODEL_TYPE = "llmc"
+ARCHITECTURE = "LlmcForCausalLM"
+CONFIG_NAME = "config.json"
+# What it says of the case directory, beside what vLLM asks of any model.
+CASE_DIR, TARGET = "llmc_case_dir", "llmc_target"
+
+
+def is_case_dir(path: object) -> bool:
+    """Whether `llmc compile` made this."""
+    return isinstance(path, str | os.PathLike) and Path(path, MANIFEST_NAME).is_file()
+
+
+def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
+    """The directory in `root` that shows vLLM a case directory: its tokenizer's files, and a
+    config.json. It is named after what is in it, and appears whole.
+    """
+    config = json.dumps(describe(case_dir, manifest), indent=2, sort_keys=True)
+    files = sorted((case_dir / manifest.tokenizer.path).iterdir()) if manifest.tokenizer.path \
+        else []
+    digest = hashlib.sha256(config.encode())
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    directory = root / digest.hexdigest()[:32]
+    if directory.is_dir():
+        return directory
+    root.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(dir=root))
+    for file in files:
+        shutil.copyfile(file, making / file.name)
+    (making / CONFIG_NAME).write_text(config, encoding="utf-8")
+    try:
+        making.rename(directory)
+    except OSError:  # another process was first
+        shutil.rmtree(making)
+    return directory
+
+
+def describe(case_dir: Path, manifest: Manifest) -> dict[str, Any]:
+    """config.json: nothing of it makes vLLM load weights or choose kernels. vLLM wants heads that
+    ranks share evenly, which llmc's need not.
+    """
+    dims, tokenizer, size = manifest.dims, manifest.tokenizer, manifest.tp_size
+    heads, kv_heads = (-(-count // size) * size for count in (dims.num_heads, dims.num_kv_heads))
+    ends = list(tokenizer.eos_token_ids)
+    return {
+        "architectures": [ARCHITECTURE], "model_type": MODEL_TYPE, "dtype": manifest.dtype,
+        "hidden_size": dims.hidden_size, "num_hidden_layers": dims.num_layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": dims.head_dim, "vocab_size": dims.vocab_size,
+        "max_position_embeddings": dims.max_seq_len, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        CASE_DIR: str(case_dir), TARGET: manifest.target.kind}

@@ -1,0 +1,81 @@
+"""vLLM's options for a case directory: what it decides, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import LlmcError
+from llmc.runtime.engines import BLOCK_SIZE
+from llmc.runtime.manifest import Manifest, read_manifest, verify_files
+from llmc_vllm.model import view
+
+WORKER = "llmc_vllm.worker.LlmcWorker"
+_MAX_NUM_SEQS = 16  # on CPU cores, where each has a row of the longest sequence's length
+# What is not the model as it was compiled, or asks for what no worker of llmc's does.
+_REFUSED = (
+    "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
+    "enable_expert_parallel", "enable_eplb", "enable_dbo", "quantization", "quantization_config",
+    "kv_cache_dtype", "load_format", "hf_overrides", "model_weights", "model_impl",
+    "model_class_overrides", "enable_lora", "speculative_config", "spec_method", "spec_model",
+    "kv_transfer_config", "ec_transfer_config", "weight_transfer_config", "diffusion_config",
+    "watermark_config", "kv_offloading_size", "cpu_offload_gb", "enable_prompt_embeds",
+    "enable_sleep_mode", "enable_return_routed_experts", "return_sampling_mask",
+    "enable_trace_replay", "logits_processors", "logprobs_mode", "async_scheduling",
+    "attention_backend")
+
+
+def complete(args: Any, case_dir: Path) -> None:
+    """Fill in what a case directory decides of `vllm.EngineArgs`.
+
+    Raises:
+        LlmcError: it is broken or newer, or an option is not for it.
+    """
+    from vllm import envs
+
+    manifest = read_manifest(case_dir)
+    verify_files(manifest, case_dir, hashes=True)
+    _check(args, manifest)
+    args.served_model_name = args.served_model_name or args.model
+    args.model = str(view(case_dir, manifest, Path(envs.VLLM_CACHE_ROOT, "llmc")))
+    args.worker_cls = WORKER
+    args.tensor_parallel_size = manifest.tp_size
+    args.dtype = manifest.dtype
+    args.block_size = args.block_size or BLOCK_SIZE
+    args.skip_tokenizer_init = args.skip_tokenizer_init or manifest.tokenizer.path is None
+    args.enforce_eager, args.async_scheduling = True, False
+    limit = manifest.target.max_batch_size
+    if args.max_num_seqs is None and (manifest.target.kind == "cpu" or limit):
+        args.max_num_seqs = min(limit or _MAX_NUM_SEQS, _MAX_NUM_SEQS)
+
+
+def _check(args: Any, manifest: Manifest) -> None:
+    model = f"'{manifest.source.architecture}'"
+    if manifest.encoder is not None:
+        raise LlmcError(f"{model} is an encoder-decoder model, which llmc does not run inside "
+                        f"vLLM; use llmc serve")
+    if args.tensor_parallel_size not in (1, manifest.tp_size):
+        raise LlmcError(f"tensor_parallel_size {args.tensor_parallel_size} is not {manifest.tp_size}"
+                        f", for which {model} was compiled; leave it out, or compile with "
+                        f"--tp_size {args.tensor_parallel_size}")
+    if args.dtype not in ("auto", manifest.dtype):
+        raise LlmcError(f"dtype {args.dtype} is not {manifest.dtype}, for which {model} was "
+                        f"compiled; leave it out, or compile with --dtype {args.dtype}")
+    if args.block_size is not None and args.block_size & (args.block_size - 1):
+        raise LlmcError(f"block_size {args.block_size} is no power of two; give one such as "
+                        f"{BLOCK_SIZE}")
+    limit = manifest.target.max_batch_size
+    if limit is not None and (args.max_num_seqs or 0) > limit:
+        raise LlmcError(f"max_num_seqs {args.max_num_seqs} exceeds {limit}, for which {model} was "
+                        f"compiled; lower it, or compile with a larger --max_batch_size")
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.name in _REFUSED and value != _default(field) and value not in (None, False):
+            raise LlmcError(f"{field.name} {value!r} is not for a model that llmc compiled; leave "
+                            f"it out")
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING \
+        else field.default_factory()
