@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from llmc.runtime.decoding.sampling import Logprobs, Sampler
-from llmc.runtime.step import Sampled, SamplingState, Step
+from llmc.runtime.step import Limits, Sampled, SamplingState, Step
 from llmc_vllm.parameters import allowed_mask
 
 
@@ -39,12 +39,11 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A step, and the requests of vLLM's output in its order: those of the step are `sequences`."""
+class Part:
+    """What an engine runs at once of what vLLM schedules at once: a step and its sequences."""
 
     step: Step
     sequences: list[Sequence]
-    request_ids: list[str]
 
     @property
     def chosen(self) -> list[Sequence]:
@@ -57,57 +56,63 @@ class Sequences:
 
     Args:
         sampler: makes one from vLLM's SamplingParams, a prompt and a request's id.
-        longest_first: see `Limits`.
+        limits: of the engine.
     """
 
-    def __init__(self, max_slots: int, vocab_size: int,
-                 sampler: Callable[[Any, list[int], str], Sampler], *,
-                 longest_first: bool) -> None:
-        self._slots = list(range(max_slots))
+    def __init__(self, limits: Limits, vocab_size: int,
+                 sampler: Callable[[Any, list[int], str], Sampler]) -> None:
+        self._slots = list(range(limits.max_slots))
+        self._block_size, self._longest_first = limits.block_size, limits.longest_first
         self._vocab_size, self._sampler = vocab_size, sampler
-        self._longest_first = longest_first
         self._all: dict[str, Sequence] = {}
 
-    def plan(self, scheduled: Any) -> Planned | None:
-        """The step of a SchedulerOutput; None where it has none."""
+    def plan(self, scheduled: Any) -> list[Part]:
+        """The steps of a SchedulerOutput, to be run in this order."""
         self._follow(scheduled)
-        counts: dict[str, int] = scheduled.num_scheduled_tokens
-        if not counts:
-            return None
-        parts = [(self._all[request_id], count) for request_id, count in counts.items()]
-        admit = {}
-        for sequence, _ in parts:
-            if sequence.slot is None:
-                sequence.slot = heapq.heappop(self._slots)
-                admit[sequence.slot] = SamplingState(
-                    sequence.sampler, tuple(sequence.tokens[sequence.prompt_len:]))
-        parts.sort(key=lambda part: (part[1] > 1, -part[0].computed if self._longest_first
-                                     else part[0].slot))
-        sequences = [sequence for sequence, _ in parts]
         copies = [(copy.src_block_id, copy.dst_block_id)
                   for copy in getattr(scheduled, "kv_cache_block_copies", None) or ()]
-        chosen = [index for index, (own, count) in enumerate(parts)
-                  if own.computed + count >= len(own.tokens)]
-        step = Step.of(
-            [own.tokens[own.computed:own.computed + count] for own, count in parts],
-            [own.computed for own in sequences], [own.blocks for own in sequences],
-            [own.slot for own in sequences], sample=chosen, admit=admit,
-            copies=np.array(copies, np.int32).reshape(-1, 2),
-            logits="sampled" if any(sequences[i].params.logprobs is not None for i in chosen)
-            else "none",
-            masks={own.slot: own.mask for own in map(sequences.__getitem__, chosen)
-                   if own.mask is not None},
-            prompt_lens=tuple(own.prompt_len for own in sequences))
-        return Planned(step, sequences, list(counts))
+        parts = []
+        for wave in self._waves(scheduled.num_scheduled_tokens):
+            parts.append(self._part(wave, copies))
+            copies = []
+        return parts
 
-    def append(self, planned: Planned, sampled: Sampled) -> dict[str, int]:
-        """What a step chose is the next token of its sequences; by request."""
-        tokens = {}
-        for sequence, token in zip(planned.chosen, sampled.tokens.tolist(), strict=True):
-            assert token >= 0, f"no token was allowed for request {sequence.request_id}"
-            sequence.tokens.append(token)
-            tokens[sequence.request_id] = token
-        return tokens
+    def _waves(self, counts: Mapping[str, int]) -> list[list[tuple[Sequence, int]]]:
+        """Sequences with their numbers of new tokens. vLLM has a sequence share a block that
+        another only fills in the same step; an engine has to have filled it before.
+        """
+        size, waves = self._block_size, list[list[tuple[Sequence, int]]]()
+        filled_in: dict[int, int] = {}  # waves by block
+        for request_id, count in counts.items():
+            own = self._all[request_id]
+            shared = own.blocks[:own.computed // size]
+            wave = max((filled_in[block] + 1 for block in shared if block in filled_in), default=0)
+            filled_in.update((block, wave) for block in
+                             own.blocks[own.computed // size:-(-(own.computed + count) // size)])
+            if wave == len(waves):
+                waves.append([])
+            waves[wave].append((own, count))
+        return waves
+
+    def _part(self, wave: list[tuple[Sequence, int]], copies: list[tuple[int, int]]) -> Part:
+        admit = {}
+        for own, _ in wave:
+            if own.slot is None:
+                own.slot = heapq.heappop(self._slots)
+                admit[own.slot] = SamplingState(own.sampler, tuple(own.tokens[own.prompt_len:]))
+        wave.sort(key=lambda part: (part[1] > 1, -part[0].computed if self._longest_first
+                                    else part[0].slot))
+        sequences = [own for own, _ in wave]
+        chosen = [own for own, count in wave if own.computed + count >= len(own.tokens)]
+        return Part(Step.of(
+            [own.tokens[own.computed:own.computed + count] for own, count in wave],
+            [own.computed for own in sequences], [own.blocks for own in sequences],
+            [own.slot for own in sequences if own.slot is not None],
+            sample=[index for index, own in enumerate(sequences) if own in chosen], admit=admit,
+            copies=np.array(copies, np.int32).reshape(-1, 2),
+            logits="sampled" if any(own.params.logprobs is not None for own in chosen) else "none",
+            masks={own.slot: own.mask for own in chosen if own.mask is not None},
+            prompt_lens=tuple(own.prompt_len for own in sequences)), sequences)
 
     def _follow(self, scheduled: Any) -> None:
         """Do as a SchedulerOutput says of sequences that begin, go on, wait and end."""
@@ -143,36 +148,67 @@ class Sequences:
             sequence.slot = None
 
 
-def grammar_masks(planned: Planned, grammar: Any) -> Mapping[int, np.ndarray]:
-    """`Step.masks` of a step, with those of vLLM's GrammarOutput, which may be None."""
+def with_grammar(part: Part, grammar: Any) -> Step:
+    """Its step, with the masks of vLLM's GrammarOutput, which may be None."""
     if grammar is None:
-        return planned.step.masks
+        return part.step
     rows = dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
-    return {**planned.step.masks,
-            **{own.slot: rows[own.request_id].view(np.uint32) for own in planned.chosen
-               if own.request_id in rows and own.slot is not None}}
+    return replace(part.step, masks={**part.step.masks, **{
+        own.slot: rows[own.request_id].view(np.uint32) for own in part.chosen
+        if own.request_id in rows and own.slot is not None}})
 
 
-def logprobs(planned: Planned, sampled: Sampled, vocab_size: int) -> \
-        tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """As vLLM's LogprobsLists has them, a row for each of `planned.request_ids`: tokens and
-    log-probabilities [rows, 1 + most that a request asks for], the chosen token's first, and its
-    rank from 1 [rows]. None where none asks.
-    """
-    wishes = [own.params.logprobs for own in planned.chosen]
-    counts = [vocab_size if wish == -1 else wish for wish in wishes if wish is not None]
-    if not counts or sampled.logits is None:
-        return None
-    most, rows = max(counts), {own: row for row, own in enumerate(planned.request_ids)}
-    tokens = np.zeros((len(rows), most + 1), np.int64)
-    values = np.full((len(rows), most + 1), -np.inf, np.float32)
-    ranks = np.zeros(len(rows), np.int64)
-    for own, wish, token, logits in zip(planned.chosen, wishes, sampled.tokens.tolist(),
-                                        sampled.logits, strict=True):
-        if wish is None:
-            continue
-        row, found = rows[own.request_id], Logprobs.of(logits, token, most)
-        tokens[row] = [token, *(other for other, _ in found.top)]
-        values[row] = [found.chosen, *(value for _, value in found.top)]
-        ranks[row] = 1 + np.count_nonzero(logits > logits[token])
-    return tokens, values, ranks
+def append(part: Part, sampled: Sampled) -> dict[str, int]:
+    """What a step chose is the next token of its sequences; by request."""
+    tokens = {}
+    for own, token in zip(part.chosen, sampled.tokens.tolist(), strict=True):
+        assert token >= 0, f"no token was allowed for request {own.request_id}"
+        own.tokens.append(token)
+        tokens[own.request_id] = token
+    return tokens
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """Log-probabilities at one place, and how many tokens are likelier than the chosen one."""
+
+    token: int
+    found: Logprobs
+    likelier: int
+
+
+class TokenLogprobs:
+    """The log-probabilities of vLLM's output, as they come of its parts."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._all: dict[str, _Ranked] = {}
+
+    def add(self, part: Part, sampled: Sampled) -> None:
+        if sampled.logits is None:
+            return
+        for own, token, logits in zip(part.chosen, sampled.tokens.tolist(), sampled.logits,
+                                      strict=True):
+            wish = own.params.logprobs
+            if wish is not None:
+                self._all[own.request_id] = _Ranked(
+                    token, Logprobs.of(logits, token, self._vocab_size if wish == -1 else wish),
+                    int(np.count_nonzero(logits > logits[token])))
+
+    def rows(self, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """As vLLM's LogprobsLists has them, a row for each request: tokens and log-probabilities
+        [rows, 1 + most that one asks for], the chosen token's first, and its rank from 1 [rows].
+        None where none asks.
+        """
+        if not self._all:
+            return None
+        width = 1 + max(len(own.found.top) for own in self._all.values())
+        tokens = np.zeros((len(request_ids), width), np.int64)
+        values = np.full((len(request_ids), width), -np.inf, np.float32)
+        ranks = np.zeros(len(request_ids), np.int64)
+        for row, own in enumerate(map(self._all.get, request_ids)):
+            if own is not None:
+                pairs = [(own.token, own.found.chosen), *own.found.top]
+                tokens[row, :len(pairs)], values[row, :len(pairs)] = zip(*pairs, strict=True)
+                ranks[row] = own.likelier + 1
+        return tokens, values, ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from llmc.runtime.replica import Room
 from llmc_vllm.model import CASE_DIR
 from llmc_vllm.parameters import sampler
 from llmc_vllm.ranks import Rank, block_bytes, load_rank
-from llmc_vllm.sequences import Planned, Sequences, grammar_masks, logprobs
+from llmc_vllm.sequences import Part, Sequences, TokenLogprobs, append, with_grammar
 
 _CACHE = "llmc.kv_cache"  # of all layers of a rank, as one
 
@@ -31,13 +30,14 @@ _CACHE = "llmc.kv_cache"  # of all layers of a rank, as one
 class LlmcWorker(WorkerBase):
     """See `vllm.v1.worker.worker_base.WorkerBase`.
 
-    A step is planned by `execute_model` and run by `sample_tokens`, as vLLM makes the masks of
-    structured output between them.
+    What vLLM schedules is planned by `execute_model` and run by `sample_tokens`, as it makes the
+    masks of structured output between them.
     """
 
     _rank: Rank
     _sequences: Sequences
-    _planned: Planned | None = None
+    _parts: list[Part]
+    _request_ids: list[str]
 
     def init_device(self) -> None:
         parallel = self.parallel_config
@@ -80,11 +80,9 @@ class LlmcWorker(WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._rank.allocate(kv_cache_config.num_blocks)
-        limits, vocab_size = self._rank.limits, self._manifest.dims.vocab_size
         self._sequences = Sequences(
-            limits.max_slots, vocab_size,
-            functools.partial(sampler, model_seed=self.model_config.seed),
-            longest_first=limits.longest_first)
+            self._rank.limits, self._manifest.dims.vocab_size,
+            functools.partial(sampler, model_seed=self.model_config.seed))
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -96,25 +94,27 @@ class LlmcWorker(WorkerBase):
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
-    def get_model(self) -> None:
-        return None
+    def get_model_inspection(self) -> str:
+        return f"{self._manifest.source.architecture}, compiled by llmc: {self._manifest.tp_size} " \
+               f"chip(s) for {self._manifest.target.kind}"
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
-        self._planned = self._sequences.plan(scheduler_output)
-        return EMPTY_MODEL_RUNNER_OUTPUT if self._planned is None else None
+        self._parts = self._sequences.plan(scheduler_output)
+        self._request_ids = list(scheduler_output.num_scheduled_tokens)
+        return None if self._parts else EMPTY_MODEL_RUNNER_OUTPUT
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        planned, self._planned = self._planned, None
-        assert planned is not None, "execute_model comes first"
-        step = replace(planned.step, masks=grammar_masks(planned, grammar_output))
-        sampled = self._rank.collect(self._rank.submit(step))
-        tokens = self._sequences.append(planned, sampled)
-        found = logprobs(planned, sampled, self._manifest.dims.vocab_size)
-        names = planned.request_ids
+        names, tokens = self._request_ids, dict[str, int]()
+        logprobs = TokenLogprobs(self._manifest.dims.vocab_size)
+        for part in self._parts:
+            sampled = self._rank.collect(self._rank.submit(with_grammar(part, grammar_output)))
+            tokens.update(append(part, sampled))
+            logprobs.add(part, sampled)
+        rows = logprobs.rows(names)
         return ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: row for row, name in enumerate(names)},
             sampled_token_ids=[[tokens[name]] if name in tokens else [] for name in names],
-            logprobs=None if found is None else LogprobsLists(*found))
+            logprobs=None if rows is None else LogprobsLists(*rows))
 
     def shutdown(self) -> None:
         if hasattr(self, "_rank"):
