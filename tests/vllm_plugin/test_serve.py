@@ -1,0 +1,127 @@
+"""`vllm serve CASE_DIR`: a process, and the `openai` package's client of it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+from server_process import until
+from vllm_cases import case, own
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class Server:
+    """A process of `vllm serve`, ready."""
+
+    def __init__(self, case_dir, log, *options):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [Path(sys.executable).with_name("vllm"), "serve", str(case_dir), "--port",
+                 str(self.port), "--host", "127.0.0.1", "--served-model-name", "smollm2",
+                 "--shutdown-timeout", "10", *options],
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait(self):
+        end = time.monotonic() + 180
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                self.get("/health")
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return response.read().decode()
+
+    def metric(self, name):
+        found = re.search(rf"^{name}{{.*}} (.*)$", self.get("/metrics"), re.MULTILINE)
+        return float(found[1])
+
+    def kill(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    made = Server(case(1), tmp_path_factory.mktemp("serve") / "log", "--max-model-len", "512")
+    yield made
+    made.process.terminate()
+    try:
+        assert made.process.wait(30) == 0, made.log.read_text()[-3000:]
+    finally:
+        made.kill()
+
+
+def chat(server, **wishes):
+    return server.client.chat.completions.create(
+        model="smollm2", messages=QUESTION, **{"max_tokens": 16, "temperature": 0, **wishes})
+
+
+def test_a_chat_is_llmc_s_own(server):
+    (wanted,) = own(1, [{"messages": QUESTION, "max_tokens": 16}])
+    assert chat(server).choices[0].message.content == wanted["text"]
+    assert [model.id for model in server.client.models.list()] == ["smollm2"]
+
+
+def test_a_stream_and_its_usage(server):
+    chunks = list(chat(server, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == chat(server).choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == chat(server).usage.completion_tokens
+
+
+def test_logprobs_and_penalties(server):
+    (place, *_) = chat(server, logprobs=True, top_logprobs=3, presence_penalty=0.5,
+                       seed=3).choices[0].logprobs.content
+    assert len(place.top_logprobs) == 3
+    assert place.logprob == pytest.approx(place.top_logprobs[0].logprob)
+
+
+def test_a_schema_is_followed(server):
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
+              "required": ["city"], "additionalProperties": False}
+    made = chat(server, max_tokens=60, temperature=1, seed=1, response_format={
+        "type": "json_schema", "json_schema": {"name": "answer", "schema": schema}})
+    assert set(json.loads(made.choices[0].message.content)) == {"city"}
+
+
+def test_what_cannot_be_had_is_the_client_s_error(server):
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs is not for a model that "
+                                                     "llmc compiled; leave it out"):
+        chat(server, extra_body={"prompt_logprobs": 1})
+    assert chat(server).choices
+
+
+def test_a_client_that_leaves_frees_its_blocks(server):
+    stream = chat(server, stream=True, max_tokens=400, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    until(lambda: server.metric("vllm:num_requests_running") == 1)
+    stream.close()
+    until(lambda: not server.metric("vllm:num_requests_running")
+          and not server.metric("vllm:kv_cache_usage_perc"))
