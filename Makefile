@@ -1,4 +1,4 @@
-# make demo: compile a real model and ask it something.  make test: what CI runs.  make test-all: all tests.
+# make demo: compile a real model and ask it something.  make test: what CI runs.  make test-all: all tests.  make test-vllm: inside vLLM.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,8 +11,9 @@ TESTS ?= not thorough
 # Of the GPUs that the CUDA engine is compiled for.
 ARCHITECTURES ?= 90
 ENGINE := build/cuda-$(subst ;,-,$(ARCHITECTURES))
+VLLM := build/vllm
 
-.PHONY: demo test test-all test-gpu check lint engine clean
+.PHONY: demo test test-all test-gpu check lint engine test-vllm clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +71,19 @@ check: lint
 
 test-gpu: engine
 	$(PYTEST) tests/gpu
+
+# A venv of its own, as vLLM has other versions of what llmc compiles with, and asks for gigabytes that no CPU needs.
+$(VLLM)/.venv: vllm_plugin/requirements.txt vllm_plugin/pyproject.toml
+	$(PYTHON) -m venv $(VLLM)/venv
+	$(VLLM)/venv/bin/pip --quiet --disable-pip-version-check install --no-compile torch==2.13.0
+	$(VLLM)/venv/bin/pip --quiet --disable-pip-version-check install --no-compile --no-deps \
+	  --requirement vllm_plugin/requirements.txt --editable . --editable ./vllm_plugin
+	touch $@
+
+test-vllm: $(VENV)/.demo $(VLLM)/.venv
+	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp1
+	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp2 --tp_size 2
+	$(VLLM)/venv/bin/python -m pytest --confcutdir=tests/vllm_plugin tests/vllm_plugin
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

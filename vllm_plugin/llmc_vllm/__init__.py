@@ -7,7 +7,7 @@ only when it calls them.
 from __future__ import annotations
 
 
-def platform() -> str | None:
+def find_platform() -> str | None:
     """The platform of a machine on which vLLM knows no device; None where it does."""
     from vllm.platforms import builtin_platform_plugins
 

@@ -56,9 +56,9 @@ def _check(args: Any, manifest: Manifest) -> None:
         raise LlmcError(f"{model} is an encoder-decoder model, which llmc does not run inside "
                         f"vLLM; use llmc serve")
     if args.tensor_parallel_size not in (1, manifest.tp_size):
-        raise LlmcError(f"tensor_parallel_size {args.tensor_parallel_size} is not {manifest.tp_size}"
-                        f", for which {model} was compiled; leave it out, or compile with "
-                        f"--tp_size {args.tensor_parallel_size}")
+        raise LlmcError(f"tensor_parallel_size {args.tensor_parallel_size} is not "
+                        f"{manifest.tp_size}, for which {model} was compiled; leave it out, or "
+                        f"compile with --tp_size {args.tensor_parallel_size}")
     if args.dtype not in ("auto", manifest.dtype):
         raise LlmcError(f"dtype {args.dtype} is not {manifest.dtype}, for which {model} was "
                         f"compiled; leave it out, or compile with --dtype {args.dtype}")

