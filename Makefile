@@ -1,4 +1,5 @@
-# make demo: compile a real model and ask it something.  make test: what CI runs.  make test-all: all tests.  make test-vllm: inside vLLM.
+# make demo: compile a real model and ask it something.  make test: what CI runs.  make test-all: all tests.
+# make test-vllm: those of llmc inside vLLM.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -81,8 +82,8 @@ $(VLLM)/.venv: vllm_plugin/requirements.txt vllm_plugin/pyproject.toml
 	touch $@
 
 test-vllm: $(VENV)/.demo $(VLLM)/.venv
-	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp1
-	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp2 --tp_size 2
+	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp1 --quantize none
+	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp2 --quantize none --tp_size 2
 	$(VLLM)/venv/bin/python -m pytest --confcutdir=tests/vllm_plugin tests/vllm_plugin
 
 lint: $(VENV)/.test
