@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -125,3 +126,16 @@ def test_a_client_that_leaves_frees_its_blocks(server):
     stream.close()
     until(lambda: not server.metric("vllm:num_requests_running")
           and not server.metric("vllm:kv_cache_usage_perc"))
+
+
+def test_replicas_share_the_work(tmp_path):
+    made = Server(case(1), tmp_path / "log", "--max-model-len", "512", "--data-parallel-size", "2")
+    try:
+        with ThreadPoolExecutor(4) as callers:
+            texts = {answer.choices[0].message.content
+                     for answer in callers.map(lambda _: chat(made), range(4))}
+        counts = [float(line.split()[-1]) for line in made.get("/metrics").splitlines()
+                  if line.startswith("vllm:generation_tokens_total")]
+        assert len(texts) == 1 and len(counts) == 2 and min(counts) > 0
+    finally:
+        made.kill()

@@ -41,9 +41,11 @@ class LlmcWorker(WorkerBase):
 
     def init_device(self) -> None:
         parallel = self.parallel_config
-        self._device = self.local_rank
-        if parallel.distributed_executor_backend not in ("ray", "external_launcher"):
-            self._device += (parallel.data_parallel_rank_local or 0) * parallel.world_size
+        replica = parallel.data_parallel_rank_local  # of those on this machine
+        if replica is None:
+            replica = parallel.data_parallel_index
+        shown_own = parallel.distributed_executor_backend in ("ray", "external_launcher")
+        self._device = self.local_rank + (0 if shown_own else replica * parallel.world_size)
         self.device = torch.device("cpu")
         init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method,
                                      self.local_rank, "gloo")
