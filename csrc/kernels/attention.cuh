@@ -28,8 +28,8 @@ __device__ __forceinline__ int start_of(const AttentionParams& p, int sequence) 
   return p.cu_seqlens[sequence] - p.first_token;
 }
 
-// A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, and leaves it in
-// `head` (shared, float32 [head_dim]); head_dim is at most kMost.
+// A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, or does so in the other order,
+// and leaves it in `head` (shared, float32 [head_dim]); head_dim is at most kMost.
 template <typename T, int kMost = kMaxHeadDim>
 __device__ __forceinline__ void prepare_head(float* head, const T* source, const AttentionParams& p,
                                              const float* weight, int position, bool turn) {
@@ -52,10 +52,11 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
     if (lane + 32 * k < dim) head[lane + 32 * k] = x[k];
     squares += x[k] * x[k];
   }
-  if (weight != nullptr) {
+  auto norm = [&] {
     const float scale = rsqrtf(warp_sum(squares) / dim + p.norm_epsilon);
     for (int i = lane; i < dim; i += 32) head[i] *= scale * weight[i];
-  }
+  };
+  if (weight != nullptr && !p.norm_after_rotary) norm();
   __syncwarp();
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
@@ -67,6 +68,16 @@ __device__ __forceinline__ void prepare_head(float* head, const T* source, const
     head[b] = second * cos[k] + first * sin[k];
   }
   __syncwarp();
+  if (weight == nullptr || !p.norm_after_rotary) return;
+  squares = 0;
+  for (int i = lane; i < dim; i += 32) squares += head[i] * head[i];
+  norm();
+  __syncwarp();
+}
+
+// What a sink adds to the total of a softmax with this peak, both of base-2 exponents but the sink itself.
+__device__ __forceinline__ float sink_of(const float* sinks, int head, float peak) {
+  return sinks == nullptr ? 0.f : exp2f(sinks[head] * kLog2E - peak);
 }
 
 // Where in a cache a sequence's positions of one KV head lie: one after the other, or in blocks.
@@ -142,6 +153,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   const int dim = p.head_dim, width = kWidth > 0 ? kWidth : dim;
   __syncthreads();
   T* out = static_cast<T*>(p.out) + token_head * dim;
+  const int first_head = static_cast<int>(token_head % p.num_heads);
   // Per (token, head, part) a peak, a total and head_dim sums.
   int32_t* counter = p.counters + blockIdx.y * gridDim.x + blockIdx.x;
   float* results = static_cast<float*>(p.scratch) + token_head * part.most * (dim + 2);
@@ -158,6 +170,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       sum += sum_at(w * kHeads + h, i) * weight;
     }
     if (part.used == 1) {
+      total += sink_of(p.sinks, first_head + h, higher);
       out[h * dim + i] = from_float<T>(sum / total);
     } else {
       float* result = results + (static_cast<int64_t>(h) * part.most + part.index) * (dim + 2);
@@ -186,6 +199,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       total += __ldcg(result + k * (dim + 2) + 1) * weight;
       sum += __ldcg(result + k * (dim + 2) + 2 + i) * weight;
     }
+    total += sink_of(p.sinks, first_head + h, higher);
     out[h * dim + i] = from_float<T>(sum / total);
   }
 }

@@ -20,6 +20,7 @@ struct Queries {
   const float* bias;          // [num_heads, distances] or null
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, distances;
   float scale, softcap;
+  const float* sinks;         // [num_heads] or null
 };
 
 // Keys in rows of a matrix, which every query of the sequence sees. Positions are counted in the sequence.
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
         all += total_of[w][n] * weight;
         weighted += shared[(w * kQueries + n) * dim + i % dim] * weight;
       }
+      if (higher != -INFINITY) all += sink_of(p.sinks, head, higher);
       static_cast<T*>(p.out)[place + n * next + i % dim] = from_float<T>(all > 0 ? weighted / all : 0.f);
     }
     __syncthreads();  // before the next sequence's sums
@@ -205,7 +207,7 @@ __global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int64_t y_
 
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
   const Queries queries{p.out, p.query, p.cu_seqlens, p.distance_bias, p.num_tokens, p.batch, p.num_heads,
-                        p.num_kv_heads, p.head_dim, p.distances, p.scale, 0};
+                        p.num_kv_heads, p.head_dim, p.distances, p.scale, 0, nullptr};
   return with_type(dtype, [&](auto* type) {
     return run<std::remove_pointer_t<decltype(type)>, RowsOfKeys<std::remove_pointer_t<decltype(type)>>>(queries, p,
                                                                                                          stream);
@@ -215,7 +217,7 @@ cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_
 cudaError_t biased_attention(DType dtype, const AttentionParams& p, const float* distance_bias, int distances,
                              cudaStream_t stream) {
   const Queries queries{p.out, p.queries, p.cu_seqlens, distance_bias, p.num_tokens, p.batch, p.num_heads,
-                        p.num_kv_heads, p.head_dim, distances, p.scale, p.softcap};
+                        p.num_kv_heads, p.head_dim, distances, p.scale, p.softcap, p.sinks};
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     return run<std::remove_pointer_t<decltype(type)>, CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p,
                                                                                                            stream);

@@ -118,6 +118,7 @@ struct AttentionParams {
   const float* sin;
   const float* q_norm;   // float32 [head_dim] or null
   const float* k_norm;
+  const float* sinks;    // float32 [num_heads] or null: scores without values
   void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding
   void* scratch;
   int32_t* counters;     // [kAttentionCounters]
@@ -129,6 +130,7 @@ struct AttentionParams {
   bool decode;           // every sequence has exactly one new token
   bool vanilla;          // a token at a time, by the kernel that serves everything; not for decoding
   bool float8;           // in the caches
+  bool norm_after_rotary;
   float scale, softcap, norm_epsilon;
 };
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.

@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
     total[r] += __shfl_xor_sync(~0u, total[r], 2);
     const int row = warp * 16 + g + 8 * r;
     if (row >= rows) continue;
+    total[r] += sink_of(p.sinks, head, peak[r]);
     T* target = static_cast<T*>(p.out) +
                 (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + 2 * t;
 #pragma unroll

@@ -591,7 +591,6 @@ OP = Op(
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "distance_bias", "sinks"}),
-    coreless=frozenset({"sinks", "norm_after_rotary"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     reference=_reference,

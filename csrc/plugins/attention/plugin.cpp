@@ -17,8 +17,7 @@ class CausalAttention : public Plugin {
     if (p_.rotary_dim < 0 || p_.rotary_dim % 2 != 0 || p_.rotary_dim > p_.head_dim)
       throw Error("CausalAttention's rotary_dim " + std::to_string(p_.rotary_dim) +
                   " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
-    if (integer(fields, "norm_after_rotary") != 0)
-      throw Error("CausalAttention has no kernels for norms behind the rotary embedding yet");
+    p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
     if (!p_.float8 && !kv_dtype.empty())
@@ -52,7 +51,7 @@ class CausalAttention : public Plugin {
       if (const Dims* weight = optional(in, norm)) expect(op + "'s norm of a head", *weight, {p_.head_dim});
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
     if (const Dims* bias = optional(in, 10)) expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
-    if (optional(in, 11) != nullptr) throw Error(op + " has no kernels for sinks yet");
+    if (const Dims* sinks = optional(in, 11)) expect(op + "'s sinks", *sinks, {p_.num_heads});
     return {{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, cache, in[2]};
   }
 
@@ -76,6 +75,7 @@ class CausalAttention : public Plugin {
     const float** tables[] = {&p.cos, &p.sin, &p.q_norm, &p.k_norm};
     for (size_t i = 0; i < 4; ++i)
       if (const Tensor* table = optional(in, 5 + i)) *tables[i] = static_cast<const float*>(table->data);
+    if (const Tensor* sinks = optional(in, 11)) p.sinks = static_cast<const float*>(sinks->data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
