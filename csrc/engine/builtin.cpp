@@ -37,29 +37,36 @@ class Scatter : public Plugin {
   }
 };
 
-// An ONNX op on elements; one float32 number stands for all elements.
+// An ONNX op on elements; one float32 number stands for all elements, a column of values for all of a row.
 class ElementwiseOp : public Plugin {
  public:
   explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims& y = in.size() > 1 && is_number(in[0]) ? in[1] : in[0];
+    const Dims& y = in.size() > 1 && (is_number(in[0]) || (!is_number(in[1]) && is_column(in[0]))) ? in[1] : in[0];
     if (is_number(y)) throw Error("an elementwise op has nothing but numbers");
     for (const Dims& operand : in)
-      expect("an elementwise op's operand", operand, is_number(operand) ? Dims{1} : y);
+      expect("an elementwise op's operand", operand,
+             is_number(operand) ? Dims{1} : is_column(operand) ? Dims{y[0], 1} : y);
     return {y};
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
     const bool two = in.size() > 1;
     check(kernels::elementwise(out[0].dtype, op_, out[0].data, in[0].data, two ? in[1].data : nullptr,
-                               is_number(in[0].shape), two && is_number(in[1].shape), out[0].size(),
-                               context.stream), "an elementwise op");
+                               operand(in[0], out[0]), two ? operand(in[1], out[0]) : kernels::Operand::kWhole,
+                               out[0].size(), static_cast<int>(out[0].shape.back()), context.stream),
+          "an elementwise op");
   }
 
  private:
   template <typename Dimensions>
   static bool is_number(const Dimensions& shape) { return shape.size() < 2; }
+  static bool is_column(const Dims& shape) { return shape.size() == 2 && shape[1].known() && shape[1].number() == 1; }
+  static kernels::Operand operand(const Tensor& x, const Tensor& y) {
+    if (is_number(x.shape)) return kernels::Operand::kNumber;
+    return x.shape == y.shape ? kernels::Operand::kWhole : kernels::Operand::kColumn;
+  }
 
   kernels::Elementwise op_;
 };

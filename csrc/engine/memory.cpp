@@ -69,6 +69,14 @@ void to_float(float* target, const char* source, int64_t count, DType dtype) {
     std::memcpy(target, source, 4 * count);
     return;
   }
+  if (dtype == DType::kInt64) {
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t number;
+      std::memcpy(&number, source + 8 * i, 8);
+      target[i] = static_cast<float>(number);
+    }
+    return;
+  }
   for (int64_t i = 0; i < count; ++i) {
     uint16_t bits;
     std::memcpy(&bits, source + 2 * i, 2);

@@ -36,9 +36,11 @@ bool serves(const std::string& port, const std::string& input) {
   return input == step_input(port) || (port == "input_ids" && input == "position_ids");
 }
 
-bool is_integer(const Port& port) {
-  return std::any_of(port.dtypes.begin(), port.dtypes.end(),
-                     [](DType dtype) { return dtype == DType::kInt32 || dtype == DType::kInt64; });
+// Whether it is one of those.
+bool is_of_step(const Port& port) { return input_types().count(step_input(port.name)) > 0; }
+
+bool is_among(DType dtype, const std::vector<DType>& allowed) {
+  return std::find(allowed.begin(), allowed.end(), dtype) != allowed.end();
 }
 
 // Sizes that no tensor of a model has: a dimension that is equal in both steps to such a size is that size.
@@ -111,7 +113,7 @@ int Program::add_memory(int64_t row_width) {
 }
 
 int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
-  if (dtype != dtype_)
+  if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64)
     throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " + name_of(dtype_));
   if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
     throw Error(std::string("a value's shape does not begin with ") + (per_logit ? "num_logits" : "num_tokens"));
@@ -163,7 +165,7 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     const int number = i < node.inputs.size() ? node.inputs[i] : -1;
     if (number == -1 && !type.inputs[i].optional) throw Error("it needs the input '" + type.inputs[i].name + "'");
     if (number != -1) check_input(type, fields, i, number, of_encoder);
-    reads_step = reads_step || (number != -1 && is_integer(type.inputs[i]));
+    reads_step = reads_step || (number != -1 && is_of_step(type.inputs[i]));
     picks = picks || type.inputs[i].name == "logits_indices";
   }
   if (picks && tensor(node.inputs[0]).kind != Kind::kValue)  // which a decode step passes on, all rows of it
@@ -178,8 +180,11 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
       continue;
     }
     if (number == -1) throw Error("it needs the output '" + type.outputs[i].name + "'");
-    if (tensor(number).kind != Kind::kValue)
-      throw Error("tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is no value");
+    const std::string what = "tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is ";
+    if (tensor(number).kind != Kind::kValue) throw Error(what + "no value");
+    const std::vector<DType> own{dtype_}, &made = type.outputs[i].dtypes.empty() ? own : type.outputs[i].dtypes;
+    if (!is_among(tensor(number).dtype, made))
+      throw Error(what + "of " + name_of(tensor(number).dtype) + ", expected " + name_of(made[0]));
   }
   if (of_encoder)
     for (const auto* numbers : {&node.inputs, &node.outputs})
@@ -192,7 +197,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const Port& port = type.inputs[index];
   const Declared& given = tensor(number);
   const std::string what = "tensor " + std::to_string(number) + ", its input '" + port.name + "',";
-  if (is_integer(port)) {
+  if (is_of_step(port)) {
     if (given.kind != Kind::kInput || !serves(port.name, given.name))
       throw Error(what + " is not the step's " + step_input(port.name));
     const InputType& input = input_types().at(given.name);
@@ -208,7 +213,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     if (!kv_dtype.empty()) allowed = {dtype_of(kv_dtype)};
   }
   if (port.packed && !std::get<std::string>(fields.at("weight_dtype")).empty()) allowed = {DType::kUint8};
-  if (std::find(allowed.begin(), allowed.end(), given.dtype) == allowed.end())
+  if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
   if ((port.name == "cos" || port.name == "sin") && given.shape[0] < limits_.max_seq_len)
     throw Error(what + " has " + std::to_string(given.shape[0]) + " rows for max_seq_len " +
@@ -236,6 +241,7 @@ void Program::set_logits(int number, int vocab_size) {
   const Declared& logits = tensor(number);
   if (logits.kind != Kind::kValue || !logits.per_logit || logits.shape.size() != 2)
     throw Error("tensor " + std::to_string(number) + " is not a value of rows of logits");
+  if (logits.dtype != dtype_) throw Error(std::string("logits are of ") + name_of(logits.dtype));
   if (vocab_size < 1 || vocab_size > logits.shape[1])
     throw Error("a vocabulary of " + std::to_string(vocab_size) + " tokens is not in the logits' " +
                 std::to_string(logits.shape[1]) + " columns");

@@ -170,8 +170,10 @@ cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaSt
 
 // y[i] = a[i] op b[i], T [count]; an operand that is one float32 number is marked, b is null for one input.
 enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg };
-cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, bool a_is_number,
-                        bool b_is_number, int64_t count, cudaStream_t stream);
+// What stands for y[r, i], T [rows, width]: x[r, i]; of a column x[r]; of a number, which is float32, x[0].
+enum class Operand : int32_t { kWhole, kColumn, kNumber };
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, Operand a_is, Operand b_is,
+                        int64_t count, int width, cudaStream_t stream);
 
 // y[i] = x[rows[i]], T [count, width], where x has x_rows; rows that it has not are zero.
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t x_rows, int width,

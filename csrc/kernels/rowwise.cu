@@ -155,16 +155,17 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
 }
 
 template <typename T>
-__global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const void* b, bool a_is_number,
-                                   bool b_is_number, int64_t count) {
+__global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const void* b, Operand a_is, Operand b_is,
+                                   int64_t count, int width) {
   wait_for_inputs();
   let_next_start();
-  auto read = [](const void* from, bool is_number, int64_t i) {
-    return is_number ? *static_cast<const float*>(from) : to_float(static_cast<const T*>(from)[i]);
+  auto read = [width](const void* from, Operand is, int64_t i) {
+    if (is == Operand::kNumber) return *static_cast<const float*>(from);
+    return to_float(static_cast<const T*>(from)[is == Operand::kColumn ? i / width : i]);
   };
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const float x = read(a, a_is_number, i), z = b != nullptr ? read(b, b_is_number, i) : 0.f;
+    const float x = read(a, a_is, i), z = b != nullptr ? read(b, b_is, i) : 0.f;
     float value = 0;
     switch (op) {
       case Elementwise::kAdd: value = x + z; break;
@@ -256,12 +257,12 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
   });
 }
 
-cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, bool a_is_number,
-                        bool b_is_number, int64_t count, cudaStream_t stream) {
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, Operand a_is, Operand b_is,
+                        int64_t count, int width, cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(elementwise_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream, op,
-                  static_cast<T*>(y), a, b, a_is_number, b_is_number, count);
+                  static_cast<T*>(y), a, b, a_is, b_is, count, width);
   });
 }
 
