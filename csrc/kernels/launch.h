@@ -97,6 +97,45 @@ cudaError_t packed_gemm(DType dtype, const GemvParams& params, void* scratch, in
 cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& packing, int out, int in,
                    cudaStream_t stream);
 
+// Which experts a token goes to; see csrc/plugins/route/op.py for the contract.
+enum class RouteScore : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus, kSparseMixer };
+constexpr int kRouteExperts = 1024, kRouteChosen = 32;  // at most
+struct RouteParams {
+  void* experts;       // int64, or int32 if narrow, [num_tokens, top_k]
+  float* scores;       // [num_tokens, top_k]
+  const void* logits;  // T [num_tokens, num_experts]
+  const float* bias;   // [num_experts] or null
+  int num_tokens, num_experts, top_k, groups, top_groups;
+  RouteScore score;
+  bool top2;           // a group's rank is the sum of its two highest scores, not its highest
+  bool normalize, narrow;
+  float epsilon, scale, jitter;
+};
+cudaError_t route(DType dtype, const RouteParams& params, cudaStream_t stream);
+
+// The sums of experts; see csrc/plugins/experts/op.py for the contract. An expert that is not from first_expert on among
+// num_experts adds nothing.
+struct ExpertsParams {
+  void* y;                   // T [num_tokens, hidden]
+  const void* x;             // T [num_tokens, hidden]
+  const void* experts;       // int64, or int32 if narrow, [num_tokens, top_k]
+  const float* scores;       // [num_tokens, top_k]
+  const void* gate_up;       // T [num_experts, inner, hidden], gated [num_experts, 2 * inner, hidden]
+  const void* down;          // T [num_experts, hidden, inner]
+  const void* gate_up_bias;  // T [num_experts, inner or 2 * inner] or null
+  const void* down_bias;     // T [num_experts, hidden] or null
+  void* scratch;             // experts_scratch() bytes
+  int num_tokens, top_k, num_experts, first_expert, hidden, inner;
+  Activation activation;
+  float alpha, limit, up_offset;
+  bool gated, scale_input, narrow;
+};
+// Few tokens, which wait for weights; many, in tiles of the tensor core; or any, of any sizes and dtype. The first two
+// take 16-bit types, and hidden and inner that are multiples of 8.
+enum class ExpertsWay { kFew, kMany, kPlain };
+cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsWay way, cudaStream_t stream);
+int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner);
+
 // y[r, i] = act(both[r, i]) * both[r, width + i]; both T [rows, 2 · width].
 cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Activation activation,
                  cudaStream_t stream);

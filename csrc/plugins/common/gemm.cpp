@@ -106,13 +106,16 @@ float Gemm::time(cudaStream_t stream, Work&& work) {
   return time_cold(stream, kRepeats, swept_, kSwept, work);
 }
 
+bool Gemm::takes_first(bool usual) {
+  if (decided_.empty()) return usual;
+  const bool is_first = decided_.front();
+  decided_.pop_front();
+  return is_first;
+}
+
 void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second) {
   if (shape.size() != kWayShape) throw Error("a choice depends on other numbers");
-  if (!decided_.empty()) {
-    const bool is_first = decided_.front();
-    decided_.pop_front();
-    return is_first ? first() : second();
-  }
+  if (!decided_.empty()) return takes_first(true) ? first() : second();
   auto known = first_.find(shape);
   if (known == first_.end() && times_ && !is_captured(stream)) {
     const float one = time(stream, first);

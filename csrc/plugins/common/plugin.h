@@ -114,6 +114,8 @@ class Gemm {
   // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first.
   using Way = std::function<void()>;
   void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second);
+  // Whether to take the first of two ways that cannot be timed: `usual`, unless decide() has said.
+  bool takes_first(bool usual);
   // Of the next choices, one after the other, whether they are the first way: for tests.
   void decide(const std::vector<bool>& firsts) { decided_ = {firsts.begin(), firsts.end()}; }
 

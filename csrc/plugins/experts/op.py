@@ -162,7 +162,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     both = "2 * inner" if fields["gated"] else "inner"
-    return {"x": ("num_tokens", "hidden"), "experts": ("num_tokens", "top_k"),
+    return {"x": ("num_tokens", "hidden"), "experts": ("num_tokens", fields["top_k"]),
             "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, "hidden"),
             "down": ("experts", "hidden", "inner"), "gate_up_bias": ("experts", both),
             "down_bias": ("experts", "hidden")}
@@ -256,7 +256,6 @@ OP = Op(
     bodies={"cpu": _cpu},
     integer_inputs=frozenset({"experts"}),
     float32_inputs=frozenset({"scores"}),
-    has_core=False,
     reference=_reference,
     samples=_samples,
 )

@@ -220,7 +220,6 @@ OP = Op(
     body=_body,
     float32_inputs=frozenset({"bias"}),
     output_dtypes={"experts": "int64", "scores": "float32"},
-    has_core=False,
     reference=_reference,
     samples=_samples,
 )
