@@ -25,9 +25,11 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.compiler.graph.rewrite import caches, op_of
+from llmc.compiler.graph import rewrite
+from llmc.compiler.graph.rewrite import caches, is_op, op_of
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
+from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.runtime.manifest import Chip, FileEntry, Target
 
 KIND = "tensorrt_rtx"
@@ -48,10 +50,14 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options) -> \
     """Write `chip<rank>/` and describe it.
 
     Raises:
-        LlmcError: the model has several chips, or TensorRT refuses the graph.
+        LlmcError: the model has several chips or experts, or TensorRT refuses the graph.
     """
     if any((op := op_of(node)) is not None and op.collective for node in graph.nodes):
         raise LlmcError("TensorRT-RTX has no collectives; compile with --tp_size 1")
+    experts = next((node for node in graph.nodes if is_op(node, EXPERTS)), None)
+    if experts is not None:
+        raise LlmcError(f"TensorRT-RTX has no kernel for llmc::Experts, which "
+                        f"{rewrite.describe(experts)} is; compile for --target cpu")
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()

@@ -197,6 +197,8 @@ std::optional<DType> Shell::held(const Port& port) const {
 
 DataType Shell::output_type(int output, const DataType* inputs, int count) const {
   if (const auto dtype = held(type_.outputs.at(output))) return to_tensorrt(*dtype);
+  for (DType own : type_.outputs[output].dtypes)
+    if (known(own)) return to_tensorrt(own);
   const std::vector<int> given = this->given(count);
   const std::string& dtype = std::get<std::string>(fields_.at(kDType));
   if (!dtype.empty()) return to_tensorrt(dtype_of(dtype));

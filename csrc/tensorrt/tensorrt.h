@@ -29,6 +29,12 @@ inline bool known(nvinfer1::DataType type) {
   return false;
 }
 
+inline bool known(DType dtype) {
+  for (const auto& pair : kDataTypes)
+    if (pair.first == dtype) return true;
+  return false;
+}
+
 inline DType from_tensorrt(nvinfer1::DataType type) {
   for (const auto& [ours, theirs] : kDataTypes)
     if (theirs == type) return ours;

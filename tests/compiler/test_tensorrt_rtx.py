@@ -77,6 +77,9 @@ def test_running_it_is_refused(tiny_hf, tmp_path):
 def test_what_it_cannot_build_is_one_sentence(tiny_hf, tmp_path, monkeypatch):
     with pytest.raises(llmc.LlmcError, match="has no collectives"):
         llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx", tp_size=2)
+    experts = families.save(families.tiny_model("mixtral"), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="no kernel for llmc::Experts, which Experts '.*' is"):
+        llmc.compile(experts, tmp_path / "case", target="tensorrt_rtx")
     with pytest.raises(llmc.LlmcError, match=r"cannot parse 'broken.onnx'"):
         (tmp_path / "broken.onnx").write_bytes(b"no model")
         tensorrt_rtx._build(tmp_path / "broken.onnx", [])
