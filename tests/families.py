@@ -262,13 +262,13 @@ def logits_on_gpu(hf: Path, tokens: list[list[int]], dtype: torch.dtype) -> np.n
 
 
 def check_logits_on_gpu(family: str, directory: Path, compile: Callable[[Path, Path, str], object],
-                        dtypes: Sequence[str]) -> None:
+                        dtypes: Sequence[str], **changes) -> None:
     """A tiny model, compiled for each dtype: the logits of an unequal batch, prompts and decoding,
     beside transformers'. In 16 bits no further from the float32 truth than twice what transformers
     is.
     """
     try:
-        hf = save(tiny_model(family), directory / "hf")
+        hf = save(tiny_model(family, **changes), directory / "hf")
     except (KeyError, ValueError) as error:
         pytest.skip(f"this transformers has no {family}: {error}")
     length, prompts = 40, (25, 13)

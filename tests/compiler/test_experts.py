@@ -4,6 +4,7 @@ a checkpoint of many tensors, and what is refused.
 
 import json
 import threading
+from dataclasses import replace
 
 import bench_model
 import families
@@ -26,12 +27,6 @@ from llmc.compiler.targets import Options
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
 
 
-@pytest.fixture
-def cores(monkeypatch):
-    """As if csrc had a core for every op, and for all of it."""
-    monkeypatch.setattr(lower, "_require_cores", lambda graphs, target: None)
-
-
 def fields(graph, op):
     return [dict(node.attrs) for node in graph.nodes if node.op == op]
 
@@ -39,9 +34,10 @@ def fields(graph, op):
 @pytest.mark.parametrize(("family", "tp_size", "expert_parallel"), [
     *((family, tp_size, False) for family in families.MIXTURES for tp_size in (1, 2)
       if family not in ("olmoe", "minimax_m2")),  # norms over all heads, which cuda has not
-    ("qwen3_moe", 3, True)])
+    *(("mixtral", tp_size, True) for tp_size in (2, 4)), ("qwen3_moe", 3, True),
+    ("gpt_oss", 2, True)])
 def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, expert_parallel,
-                                                           tmp_path, cores):
+                                                           tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
                  tp_size=tp_size, expert_parallel=expert_parallel)
@@ -215,7 +211,6 @@ def test_experts_that_are_not_all_there_are_named(olmoe, tmp_path, config, tenso
 
 
 @pytest.mark.parametrize(("options", "match"), [
-    (dict(target="cuda"), r"target 'cuda' has no kernel for llmc::(Route|Experts) yet, which "),
     (dict(expert_parallel=True), "expert_parallel is given with tp_size 1"),
 ])
 def test_what_experts_cannot_be_compiled_for_is_said(olmoe, tmp_path, options, match):
@@ -333,13 +328,15 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, tmp_pat
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
-def test_what_cores_do_not_take_yet_is_refused_by_name(tmp_path):
-    for family, what in (("gpt_oss", "sinks"), ("hunyuan_v1_dense", "norm_after_rotary")):
-        changes = {} if family == "gpt_oss" else {**families.FAMILIES["llama"], "head_dim": 16}
-        hf = families.save(families.tiny_model(family, **changes), tmp_path / family)
-        with pytest.raises(llmc.LlmcError, match=r"target 'cuda' has no kernel for llmc::"
-                                                 rf"(Route yet|CausalAttention with {what} yet)"):
-            llmc.compile(hf, tmp_path / "case", target="cuda")
+@pytest.mark.parametrize(("op", "changes", "what"), [
+    ("CausalAttention", {"coreless": frozenset({"sinks"})}, "CausalAttention with sinks"),
+    ("Experts", {"has_core": False}, "Experts")])
+def test_what_cores_do_not_take_yet_is_refused_by_name(op, changes, what, tmp_path, monkeypatch):
+    known = plugins.registry()
+    monkeypatch.setattr(plugins, "registry", lambda: {**known, op: replace(known[op], **changes)})
+    hf = families.save(families.tiny_model("gpt_oss"), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=f"target 'cuda' has no kernel for llmc::{what} yet"):
+        llmc.compile(hf, tmp_path / "case", target="cuda")
 
 
 @pytest.fixture(scope="module")

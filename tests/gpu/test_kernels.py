@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from on_device import DTYPES, describe, tensors_of
 
 from llmc import plugins
+from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
 from llmc.plugins.quantization import CODES, dequantized, pack
@@ -20,7 +21,8 @@ OPS = [op for op in plugins.registry().values() if op.body is not None and op.ha
 def check(extension, op, fields, inputs, dtype, firsts=((),)):
     """Run the kernel on what the dtype makes of the inputs, and compare. Attention takes sequences
     of one token that come first by themselves, and also as prompts; and prompts by the library too,
-    where it serves them. `firsts`: which of two ways each choice falls on, instead of timing.
+    where it serves them. `firsts`: which of two ways each choice falls on, instead of timing. An
+    output of a dtype of its own is exact, or as in float32.
     """
     fields = op.complete(fields)
     tensors = tensors_of(op, fields, inputs, dtype)
@@ -46,18 +48,21 @@ def check(extension, op, fields, inputs, dtype, firsts=((),)):
             tensors = tensors_of(op, fields, inputs, dtype)
         given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
                  for name in op.input_names]
+        kinds = [op.output_dtypes.get(name, dtype) for name in op.outputs]
         outputs = [tensors[op.input_names[index]] if op.name == "CausalAttention" and index else
-                   torch.full(array.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
-                   for index, array in enumerate(expected)]
+                   torch.full(array.shape, -1 if kind == "int64" else float("nan"),
+                              dtype=getattr(torch, kind), device="cuda")
+                   for index, (array, kind) in enumerate(zip(expected, kinds, strict=True))]
         extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], num_decode,
                          longest=longest, reach=reach, firsts=list(choices))
-        for tensor, array in zip(outputs, expected, strict=True):
+        for tensor, array, kind in zip(outputs, expected, kinds, strict=True):
             actual = tensor.double().cpu().numpy()
             if tensor.dim() == 4 and filled is not None:
                 actual, array = actual[filled], array[filled]
             assert np.isfinite(actual).all()
             error = np.abs(actual - array)
-            assert not error.size or error.max() <= TOLERANCE[dtype] * np.abs(array).max(), \
+            allowed = TOLERANCE.get(kind, 0) * np.abs(array).max(initial=0)
+            assert not error.size or error.max() <= allowed, \
                 f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
 
 
@@ -311,14 +316,147 @@ def test_any_linear(extension, rows, width, out, dtype, seed, name, activation):
           {} if name == "GemmBiasRes" else {"activation": activation}, inputs, dtype)
 
 
+def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, favoured=0, others=0,
+               **fields):
+    """Fields and inputs of Experts: `top_k` of all experts for each token, of which `favoured` ones
+    are every token's first; `others` are another rank's.
+    """
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    every = num_experts + others
+    experts = np.stack([np.concatenate([np.arange(favoured), favoured + rng.permutation(
+        every - favoured)])[:top_k] for _ in range(tokens)])
+    both = inner * (1 + fields.get("gated", 1))
+    inputs = {"x": normal(tokens, hidden), "experts": experts,
+              "scores": rng.uniform(0.1, 1.5, (tokens, top_k)).astype(np.float32),
+              "gate_up": normal(num_experts, both, hidden) / hidden**0.5 * 2,
+              "down": normal(num_experts, hidden, inner) / inner**0.5}
+    if biased:
+        inputs |= {"gate_up_bias": normal(num_experts, both),
+                   "down_bias": normal(num_experts, hidden)}
+    if others:
+        fields |= {"sharded": 1, "first_expert": others // 2}
+    return {"top_k": top_k, **fields}, inputs
+
+
+def check_experts(extension, fields, inputs, dtype):
+    """By the kernels for few tokens and by those for many, where these serve."""
+    ways = dtype != "float32" and not any(size % 8 for size in inputs["down"].shape[1:])
+    check(extension, plugins.registry()["Experts"], fields, inputs, dtype,
+          ((True,), (False,)) if ways else ((),))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden", "inner", "num_experts", "top_k", "more"), [
+    (1, 2048, 768, 12, 8, {}), (4, 2048, 768, 16, 4, {"biased": True}), (1, 72, 40, 3, 1, {}),
+    (16, 72, 40, 5, 2, {"favoured": 1}), (17, 72, 40, 60, 8, {"favoured": 2}),
+    (128, 72, 40, 128, 8, {}), (300, 264, 136, 5, 2, {"favoured": 1, "biased": True}),
+    (200, 128, 64, 3, 3, {}), (513, 64, 200, 8, 2, {"favoured": 2}), (1, 8, 8, 1, 1, {}),
+    (40, 2880, 360, 8, 4, {"biased": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}),
+    (33, 100, 36, 5, 2, {"biased": True}), (7, 64, 24, 3, 8, {"others": 11, "biased": True}),
+    (90, 64, 24, 3, 2, {"others": 11}), (1, 64, 24, 3, 2, {"others": 9}),
+    (50, 64, 24, 6, 2, {"gated": 0, "activation": "relu2", "biased": True}),
+    (9, 64, 48, 6, 2, {"scale_input": 1, "biased": True}),
+    (2, 4096, 1024, 3, 2, {}), (20, 64, 64, 1000, 2, {}),
+])
+def test_experts(extension, tokens, hidden, inner, num_experts, top_k, more, dtype):
+    rng = np.random.default_rng(tokens)
+    fields, inputs = experts_of(rng, tokens, hidden, inner, num_experts, top_k, **more)
+    check_experts(extension, fields, inputs, dtype)
+
+
+@RANDOM
+@given(tokens=st.integers(1, 128), hidden=st.sampled_from([16, 72, 264]), dtype=DTYPE,
+       inner=st.sampled_from([8, 40, 136]), num_experts=st.sampled_from([3, 5, 60, 128]),
+       top_k=st.sampled_from([1, 2, 8]), biased=st.booleans(), favoured=st.integers(0, 2),
+       gated=st.sampled_from([1, 1, 0]), scale_input=st.sampled_from([0, 0, 1]),
+       others=st.sampled_from([0, 0, 5]), limit=st.sampled_from([0.0, 1.5]),
+       activation=st.sampled_from(list(ACTIVATIONS)), seed=st.integers(0, 99))
+def test_any_experts(extension, tokens, hidden, inner, num_experts, top_k, dtype, seed, favoured,
+                     others, **more):
+    top_k = min(top_k, num_experts + others)
+    fields, inputs = experts_of(np.random.default_rng(seed), tokens, hidden, inner, num_experts,
+                                top_k, favoured=min(favoured, top_k), others=others, up_offset=0.5,
+                                **more)
+    check_experts(extension, fields, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "num_experts", "fields"), [
+    (1, 128, {"top_k": 8, "normalize": 1}), (70, 60, {"top_k": 4}), (5, 3, {"top_k": 1}),
+    (33, 256, {"top_k": 8, "score": "sigmoid", "groups": 8, "top_groups": 4, "normalize": 1,
+               "group_score": "top2", "epsilon": 1e-20, "scale": 2.5, "biased": True}),
+    (9, 160, {"top_k": 6, "groups": 8, "top_groups": 3, "scale": 16.0}),
+    (17, 384, {"top_k": 8, "score": "sigmoid", "biased": True}),
+    (4, 1024, {"top_k": 32, "score": "sqrtsoftplus", "normalize": 1}),
+    (6, 1000, {"top_k": 12, "groups": 100, "top_groups": 50}),
+    (12, 16, {"top_k": 2, "score": "sparsemixer", "jitter": 0.01}), (2, 32, {"top_k": 32})])
+def test_routes(extension, tokens, num_experts, fields, dtype):
+    rng = np.random.default_rng(tokens)
+    fields = {**fields}
+    inputs = {"logits": rng.standard_normal((tokens, num_experts)) * 2}
+    if fields.pop("biased", False):
+        inputs["bias"] = rng.standard_normal(num_experts)
+    check(extension, plugins.registry()["Route"], fields, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sparsemixer"])
+def test_of_equal_experts_the_first_are_chosen(extension, score, dtype):
+    logits = np.round(np.random.default_rng(3).standard_normal((40, 200)))
+    check(extension, plugins.registry()["Route"], {"top_k": 6, "score": score, "jitter": 0.01},
+          {"logits": logits}, dtype)
+
+
+@pytest.mark.parametrize(("fields", "shape", "match"), [
+    ({"top_k": 33}, (2, 64), "top_k 33 is not from 1 to 32"),
+    ({"top_k": 2}, (2, 1025), "1025 experts: at most 1024 are served"),
+    ({"top_k": 5, "groups": 4, "top_groups": 2}, (2, 8), "too few for top_k 5 of 2 groups")])
+def test_routes_that_cannot_be_are_one_sentence(extension, fields, shape, match):
+    with pytest.raises(extension.CudaError, match=match):
+        extension.shapes("Route", fields, [shape, ()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "past", "dim", "heads", "kv_heads", "more"), [
+    ((1,) * 4, (300, 0, 63, 1000), 64, 64, 8, {}), ((1,), (2000,), 64, 8, 1, {"window": 128}),
+    ((130, 3, 64), (0, 50, 10), 64, 8, 2, {}), ((65, 1, 200), (0, 0, 300), 128, 4, 4, {}),
+    ((1, 1, 70, 5), (300, 9, 0, 200), 64, 8, 2, {"block_size": 16, "window": 128}),
+    ((1, 1, 20), (9, 900, 5), 72, 4, 2, {"block_size": 8, "softcap": 4.0}),
+    ((20, 9), (5, 0), 72, 4, 2, {"biased": 30}), ((1,) * 200, (40,) * 200, 64, 4, 4, {}),
+])
+def test_attention_with_sinks(extension, new, past, dim, heads, kv_heads, more, dtype):
+    sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
+                     max_seq_len=2048, rotary_dim=dim, sinks=True, **more)
+    sample.inputs["sinks"] += np.arange(heads) % 3 * 3  # some weigh more than all keys
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "past", "dim", "more"), [
+    ((1,) * 4, (300, 0, 63, 1000), 64, {"rotary_dim": 64}),
+    ((130, 3, 64), (0, 50, 10), 128, {"rotary_dim": 64}),
+    ((1, 1, 70, 5), (300, 9, 0, 200), 128, {"rotary_dim": 128, "block_size": 16}),
+    ((20, 1), (5, 0), 72, {"rotary_dim": 40, "interleaved": 1}), ((5, 1), (5, 9), 256, {}),
+])
+def test_attention_with_norms_behind_the_rotary_embedding(extension, new, past, dim, more, dtype):
+    """Which is not the same where cos and sin are longer than 1, as YaRN has them."""
+    sample = _sample(np.random.default_rng(1), new, past, dim, max_seq_len=2048, norms="qk",
+                     norm_after_rotary=1, **more)
+    for name in {"cos", "sin"} & {*sample.inputs}:
+        sample.inputs[name] *= 1.3
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
+
+
 @RANDOM
 @given(data=st.data(), heads=HEADS, dim=st.sampled_from([64, 80, 96, 128, 256]), dtype=DTYPE,
-       decode=st.booleans(), window=st.sampled_from([0, 0, 1, 33, 500]),
+       decode=st.booleans(), window=st.sampled_from([0, 0, 1, 33, 500]), sinks=st.booleans(),
        softcap=st.sampled_from([0.0, 0.0, 5.0]), rotary=st.booleans(),
        where=st.sampled_from([{}, {}, {"block_size": 16}, {"block_size": 64}, {"block_size": 8}]),
        seed=st.integers(0, 99))
-def test_any_attention(extension, data, heads, dim, dtype, decode, window, softcap, rotary, where,
-                       seed):
+def test_any_attention(extension, data, heads, dim, dtype, decode, window, softcap, rotary, sinks,
+                       where, seed):
     length = data.draw(st.integers(1, 4096), label="length")
     most = max(1, 2**23 // (length * heads[1] * dim))
     batch = data.draw(st.integers(1, min(64 if decode else 4, most)), label="batch")
@@ -327,7 +465,7 @@ def test_any_attention(extension, data, heads, dim, dtype, decode, window, softc
     past = [data.draw(st.integers(0, length - count), label="past") for count in new]
     more = where | ({"rotary_dim": dim} if rotary else {})
     sample = _sample(np.random.default_rng(seed), new, past, dim, *heads, window=window,
-                     softcap=softcap, max_seq_len=-(-length // 64) * 64, **more)
+                     softcap=softcap, max_seq_len=-(-length // 64) * 64, sinks=sinks, **more)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 

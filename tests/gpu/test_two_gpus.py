@@ -25,12 +25,14 @@ ROOM = SimpleNamespace(max_batch_size=4, max_num_batched_tokens=128, block_size=
 PROMPTS = [[5, 6, 7], [8] * 40, [9, 10], list(range(3, 60)), [11]]
 
 
-@pytest.fixture(scope="module")
-def cases(extension, tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "qwen3_moe by experts"])
+def cases(request, extension, tmp_path_factory):
+    family, _, by_experts = request.param.partition(" ")
     directory = tmp_path_factory.mktemp("ranks")
-    hf = families.save(families.tiny_model("llama", max_position_embeddings=128), directory / "hf")
+    hf = families.save(families.tiny_model(family, max_position_embeddings=128), directory / "hf")
     for size in (1, 2):
-        llmc.compile(hf, directory / f"tp{size}", target="cuda", tp_size=size, max_seq_len=128)
+        llmc.compile(hf, directory / f"tp{size}", target="cuda", tp_size=size, max_seq_len=128,
+                     expert_parallel=bool(by_experts) and size > 1)
     return directory
 
 

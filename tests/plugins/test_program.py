@@ -67,7 +67,10 @@ def scheduled(tmp_path_factory):
     ("llama", {"kv_dtype": "float8_e4m3fn"}), *(
         pytest.param(*case, marks=pytest.mark.thorough) for case in (
             ("llama", {}), ("gpt2", {"dtype": "float16"}), ("qwen3", {}), ("gpt_neox", {}),
-            ("gemma2", {"dtype": "bfloat16", "tp_size": 2}), ("cohere", {}), ("granite", {})))])
+            ("gemma2", {"dtype": "bfloat16", "tp_size": 2}), ("cohere", {}), ("granite", {}))),
+    ("qwen2_moe", {"dtype": "bfloat16", "tp_size": 2}), ("gpt_oss", {"dtype": "float16"}), *(
+        pytest.param(*case, marks=pytest.mark.thorough) for case in (
+            ("mixtral", {}), ("glm4_moe", {"dtype": "float16"}), ("phimoe", {})))])
 def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
