@@ -1,0 +1,98 @@
+"""One layer's experts on one GPU, in bfloat16: microseconds by the kernels for few tokens, by those
+for many, and by torch's grouped GEMM between a sort and a sum, as transformers has it.
+
+    python bench/experts_gpu.py
+
+Each is a mean of launches in a row, torch's in a CUDA graph; tokens choose their experts at random.
+The limit is the weights that were chosen, read at COPY bytes per second, or the operations at RATE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import bench_model
+import torch
+
+from llmc.runtime.engines.cuda import extension
+
+# num_experts, top_k, hidden, inner
+SHAPES = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880),
+          "Mixtral-8x7B": (8, 2, 4096, 14336)}
+TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 1024, 4096)
+COPY, RATE = 4.3e12, 8e14  # of an H200, measured: a copy's bytes, a large product's operations
+REPEATS = 20
+
+
+def described(tensor: torch.Tensor) -> tuple[int, str, list[int]]:
+    return (tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+
+
+def ours(given: list[torch.Tensor], y: torch.Tensor, few: bool) -> float:
+    """Microseconds."""
+    taken: float = extension().run_op(
+        "Experts", {"top_k": given[1].shape[1]}, [described(tensor) for tensor in given],
+        [described(y)], repeats=REPEATS, firsts=[few] * REPEATS)
+    return taken * 1e3
+
+
+def grouped(given: list[torch.Tensor], y: torch.Tensor) -> None:
+    """The same by torch, of gates and ups that lie one behind the other."""
+    x, experts, scores, gate_up, down = given
+    flat = experts.flatten()
+    order = flat.argsort()
+    counts = torch.zeros(len(gate_up), dtype=torch.int32, device=x.device) \
+        .scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    tokens = order // experts.shape[1]
+    both = torch._grouped_mm(x[tokens], gate_up.transpose(1, 2), offs=ends)
+    gate, up = both.chunk(2, dim=-1)
+    made = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    weighted = made * scores.flatten()[order, None].to(made.dtype)
+    y.zero_().index_add_(0, tokens, weighted)
+
+
+def graphed(work: Callable[[], None]) -> float:
+    """Microseconds of a graph of REPEATS times this work."""
+    for _ in range(3):
+        work()
+    graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True)
+                                                  for _ in range(2))
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            work()
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / REPEATS * 1e3
+
+
+def main() -> None:
+    print(bench_model.environment("torch"), torch.cuda.get_device_name(), flush=True)
+    torch.manual_seed(0)
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    for name, (num_experts, top_k, hidden, inner) in SHAPES.items():
+        gate_up = torch.randn(num_experts, 2 * inner, hidden, **kind) / hidden**0.5
+        down = torch.randn(num_experts, hidden, inner, **kind) / inner**0.5
+        print(f"\n{name}\n\n| tokens | limit | few | many | torch |\n"
+              "| --- | --- | --- | --- | --- |")
+        for count in TOKENS:
+            experts = torch.rand(count, num_experts, device="cuda").topk(top_k).indices
+            given = [torch.randn(count, hidden, **kind), experts,
+                     torch.rand(count, top_k, device="cuda"), gate_up, down]
+            y = torch.empty(count, hidden, **kind)
+            numbers = 3 * hidden * inner
+            limit = max(2 * numbers * len(experts.unique()) / COPY,
+                        2 * numbers * count * top_k / RATE) * 1e6
+            few = f"{ours(given, y, True):.1f}" if count <= 256 else ""
+            peer = graphed(lambda given=given, y=y: grouped(given, y))
+            print(f"| {count} | {limit:.1f} | {few} | {ours(given, y, False):.1f} | {peer:.1f} |",
+                  flush=True)
+        del gate_up, down
+
+
+if __name__ == "__main__":
+    main()
