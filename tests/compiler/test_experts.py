@@ -50,6 +50,17 @@ def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, expe
     assert ranks.greedy(TOKENS, 4) == greedy(model, TOKENS, 4)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [
+    family for family in families.UNPLANNED_MIXTURES
+    if family not in ("flex_olmo", "minimax_m3_vl_text")])  # of which cuda lacks row-wise ops
+def test_the_schedule_of_a_mixture_nobody_planned_for(family, tmp_path):
+    model = families.tiny_model(family, **families.sizes_of(family))
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
+    rank, = Interpreters(tmp_path / "case").ranks
+    families.assert_close(rank.run(TOKENS, 0), families.reference_logits(model, TOKENS))
+
+
 def greedy(model, tokens, count):
     """transformers' tokens."""
     known = list(tokens)
@@ -324,8 +335,12 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, tmp_pat
     said = []
     llmc.compile(tmp_path / "mxfp4", tmp_path / "case", tp_size=tp_size, progress=said.append)
     assert any("experts in MXFP4 are read as float32" in text for text in said)
+    expected = families.reference_logits(model, TOKENS)
     with llmc.LLM(tmp_path / "case") as llm:
-        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+        families.assert_close(llm.logits(TOKENS), expected)
+    llmc.compile(tmp_path / "mxfp4", tmp_path / "cuda", target="cuda", tp_size=tp_size)
+    for own in Interpreters(tmp_path / "cuda")._on_all(lambda rank: rank.run(TOKENS, 0)):
+        families.assert_close(own, expected)
 
 
 @pytest.mark.parametrize(("op", "changes", "what"), [
