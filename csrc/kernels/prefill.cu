@@ -14,17 +14,6 @@ using namespace device;
 
 constexpr int kRows = 64, kKeys = 64, kThreads = 128;
 
-template <bool kTranspose>
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
-  if constexpr (kTranspose)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
-}
-
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool there) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(target));
   const int bytes = there ? 16 : 0;  // the rest of the 16 is filled with zeros

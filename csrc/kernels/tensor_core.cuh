@@ -20,6 +20,19 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Four matrices of 8 × 8 from shared memory: lanes 8 i to 8 i + 7 say where the rows of matrix i are, and r[i] is what each
+// lane of an operand holds of it.
+template <bool kTranspose>
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  if constexpr (kTranspose)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+
 // Two values as the 16-bit pair that an operand register holds.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float x, float y) {
