@@ -89,6 +89,43 @@ class ByElements:
 
 
 @dataclass(frozen=True)
+class ByGroups:
+    """Groups of columns of the output depend on the same columns of `x` alone, and are cut where
+    `x` is, if whole groups are.
+
+    Args:
+        groups: the field for how many there are.
+        vectors: inputs [width], cut along axis 0 as `x` is along its last.
+        x: the input that it follows.
+    """
+
+    groups: str
+    vectors: tuple[str, ...] = ()
+    x: str = "x"
+
+
+@dataclass(frozen=True)
+class ByStateHeads:
+    """A rank has some heads of a state, and the keys and queries of their groups.
+
+    Args:
+        heads, groups: the fields for how many there are.
+        key_dim, value_dim: the fields for the sizes of a key or query, and of a value.
+        packed: the input that holds queries, keys and values, one behind the other.
+        rows: inputs with a column for each head.
+        per_head: inputs with an element for each head, cut along axis 0.
+    """
+
+    heads: str
+    groups: str
+    key_dim: str
+    value_dim: str
+    packed: str
+    rows: tuple[str, ...]
+    per_head: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ByInner:
     """A rank has some of the columns between two products of each expert, and makes a term of the
     output, which is their sum.
@@ -121,7 +158,8 @@ class ByExperts:
     sharded: str
 
 
-Shard = ByRows | ByColumns | ByHeads | ByVocabulary | ByElements | ByInner | ByExperts
+Shard = (ByRows | ByColumns | ByHeads | ByVocabulary | ByElements | ByGroups | ByStateHeads
+         | ByInner | ByExperts)
 
 
 @dataclass(frozen=True)
@@ -168,3 +206,17 @@ class Attention:
 
     caches: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """The op knows of sequences, and keeps what it knows of each in a state of one size, however
+    long the sequence.
+
+    Args:
+        state: the input [rows, …]; the output `<state>_out` continues it.
+        axis: of the state, of which a rank has as large a part as of the first output's columns.
+    """
+
+    state: str
+    axis: int

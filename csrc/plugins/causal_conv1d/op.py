@@ -1,0 +1,147 @@
+"""A convolution of each channel along its sequence's tokens, over packed tokens.
+
+Row c of the weight holds what channel c of a token and of the K - 1 tokens before it are multiplied
+by, the token's own last. What is before a sequence's first token is zero. The state keeps a
+sequence's last K - 1 tokens, the newest last; where past_lens is 0 it is not read.
+
+    hidden                [num_tokens, channels]
+    weight, bias          [channels, K], [channels]
+    state                 [batch, K - 1, channels]
+    cu_seqlens, past_lens int32 [batch + 1], [batch]
+    y                     [num_tokens, channels], after `activation`
+
+In the comments below: T new tokens, B sequences, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.activations import REFERENCE, activation_text
+from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
+from llmc.plugins.roles import ByElements, State
+
+
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
+    kernel = fields["kernel_size"]
+    if kernel < 2:
+        raise ValueError(f"kernel_size {kernel} is below 2")
+    return {"hidden": ("num_tokens", "channels"), "weight": ("channels", kernel),
+            "state": ("batch", kernel - 1, "channels"), "cu_seqlens": ("batch_plus_1",),
+            "past_lens": ("batch",), "bias": ("channels",)}
+
+
+def _body(fields: Fields, present: frozenset[str]) -> str:
+    kernel = fields["kernel_size"]
+    lines = [
+        _TOKENS, _PAST, _ints("c12", 1, 2),
+        "has_state = Greater(past, zero)",
+        "has_state_column = Unsqueeze(has_state, c12)",
+        "nothing = Constant<value_float=0.0>()",
+        "before = Where(has_state_column, state, nothing)",
+        # Rows of the state and then new ones, [B * (K - 1) + T, C].
+        "channels = Shape<start=1>(hidden)",
+        "flat_shape = Concat<axis=0>(last, channels)",
+        "before_rows = Reshape(before, flat_shape)",
+        "rows = Concat<axis=0>(before_rows, hidden)",
+        "new_first = Shape<end=1>(before_rows)",
+        f"kept = Constant<value_int={kernel - 1}>()",
+        "old_first = Mul(sequence, kept)",
+        "new_place = Add(token, new_first)",
+    ]
+    total = ""
+    for tap in range(kernel):  # a row of each token's window after the other
+        back = kernel - 1 - tap
+        lines += [_ints(f"tap_{tap}", tap), f"taps_{tap} = Gather<axis=1>(weight, tap_{tap})",
+                  f"factors_{tap} = Transpose(taps_{tap})"]
+        place = "new_place"
+        if back:
+            lines += [f"back_{tap} = Constant<value_int={back}>()",
+                      f"is_old_{tap} = Less(offset, back_{tap})",
+                      f"offset_{tap} = Add(offset, tap_{tap})",
+                      f"old_{tap} = Add(old_first, offset_{tap})",
+                      f"new_{tap} = Sub(new_place, back_{tap})",
+                      f"place_{tap} = Where(is_old_{tap}, old_{tap}, new_{tap})"]
+            place = f"place_{tap}"
+        lines += [f"window_{tap} = Gather<axis=0>(rows, {place})",
+                  f"term_{tap} = Mul(window_{tap}, factors_{tap})"]
+        if total:
+            lines.append(f"sum_{tap} = Add({total}, term_{tap})")
+        total = f"sum_{tap}" if total else f"term_{tap}"
+    if "bias" in present:
+        lines.append(f"shifted = Add({total}, bias)")
+        total = "shifted"
+    return "\n".join([
+        *lines, activation_text(fields["activation"], total, "y"),
+        # The last K - 1 rows of each sequence, [B, K - 1]: new ones, and before them the state's.
+        _ints("steps_back", *range(-(kernel - 1), 0)),
+        "length_column = Unsqueeze(lengths, c1)",
+        "end_offset = Add(length_column, steps_back)",
+        "is_before = Less(end_offset, zero)",
+        "batch = Shape(past)", "batch_scalar = Squeeze(batch)",
+        "number = Range(zero, batch_scalar, one)", "number_column = Unsqueeze(number, c1)",
+        "state_first = Mul(number_column, kept)", "state_end = Add(state_first, kept)",
+        "of_state = Add(state_end, end_offset)",
+        "x_first = Add(starts_column, new_first)", "of_x = Add(x_first, end_offset)",
+        "end_place = Where(is_before, of_state, of_x)",
+        "state_out = Gather<axis=0>(rows, end_place)",
+    ])
+
+
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    x, weight, state = (inputs[name].astype(np.float64) for name in ("hidden", "weight", "state"))
+    kept = fields["kernel_size"] - 1
+    y, state_out = np.zeros(x.shape), np.zeros(state.shape)
+    for b, past in enumerate(inputs["past_lens"]):
+        start, stop = inputs["cu_seqlens"][b:b + 2]
+        rows = np.concatenate([state[b] if past else np.zeros(state[b].shape), x[start:stop]])
+        for token in range(start, stop):
+            y[token] = (rows[token - start:token - start + kept + 1] * weight.T).sum(0)
+        state_out[b] = rows[len(rows) - kept:]
+    return [REFERENCE[fields["activation"]](y + inputs.get("bias", 0.0)), state_out]
+
+
+def _samples(rng: np.random.Generator) -> list[Sample]:
+    def sample(new: Sequence[int], past: Sequence[int], kernel: int, bias: bool = False,
+               activation: str = "none", channels: int = 6) -> Sample:
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        inputs = {"hidden": normal(sum(new), channels), "weight": normal(channels, kernel),
+                  "state": normal(len(new), kernel - 1, channels),
+                  "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
+                  "past_lens": np.array(past, np.int32)}
+        if bias:
+            inputs["bias"] = normal(channels)
+        return Sample({"kernel_size": kernel, "activation": activation}, inputs)
+
+    return [
+        sample((5, 2, 7), (0, 0, 0), 4, activation="silu"),
+        sample((1, 1, 1), (11, 1, 0), 4, bias=True, activation="silu"),
+        sample((6,), (3,), 3),
+        sample((1, 2, 0, 0, 5), (9, 1, 4, 0, 2), 4, bias=True),
+        sample((3, 1), (0, 7), 2, channels=1),
+    ]
+
+
+OP = Op(
+    name="CausalConv1d",
+    version=1,
+    inputs=("hidden", "weight", "state", "cu_seqlens", "past_lens", "bias?"),
+    outputs=("y", "state_out"),
+    fields={"kernel_size": 0, "activation": "none"},
+    required=("kernel_size",),
+    choices={"activation": tuple(REFERENCE)},
+    shapes=lambda shapes, fields: [shapes["hidden"], shapes["state"]],
+    dims=_dims,
+    shard=(ByElements(("weight", "bias"), "hidden"),),
+    state=State("state", axis=2),
+    body=_body,
+    integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
+    has_core=False,
+    reference=_reference,
+    samples=_samples,
+)

@@ -1,0 +1,275 @@
+"""Attention whose past is a matrix for each head, over packed tokens: the gated delta rule, and the
+state-space layers of Mamba 2.
+
+A token multiplies the state of a head by exp(decay), adds the outer product of its key and what it
+writes, and reads the state with its query. By the rule `gated` it writes its value times beta; by
+`gated_delta` beta times what its value differs by from what the state already has for its key.
+Value heads share keys and queries in groups, as query heads share KV heads elsewhere. In terms of
+Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D.
+
+    qkv                   [num_tokens, 2 * num_k_heads * k_head_dim + num_v_heads * v_head_dim]
+    decay                 [num_tokens, num_v_heads], logarithms
+    state                 float32 [batch, num_v_heads, k_head_dim, v_head_dim]; where past_lens is 0
+                          it is not read
+    cu_seqlens, past_lens int32 [batch + 1], [batch]
+    beta                  [num_tokens, num_v_heads]; absent: 1
+    skip                  [num_v_heads]; absent: none. So many times its value is added to what a
+                          token reads
+    out                   [num_tokens, num_v_heads * v_head_dim]
+
+Queries are multiplied by `scale`; with `l2norm` they and keys are first divided by their length.
+
+In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, H key heads,
+G value heads of each, K and V their dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
+from llmc.plugins.roles import ByStateHeads, State
+
+_L2_EPSILON = 1e-6  # added to the square of a length
+
+
+def _sizes(fields: Fields) -> tuple[int, int, int, int]:
+    """Raises ValueError where there are no whole groups of value heads."""
+    k_heads, v_heads, k_dim, v_dim = (fields[key] for key in (
+        "num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"))
+    if min(k_heads, v_heads, k_dim, v_dim) < 1 or v_heads % k_heads:
+        raise ValueError(f"num_k_heads {k_heads}, num_v_heads {v_heads}, k_head_dim {k_dim} and "
+                         f"v_head_dim {v_dim} are no groups of heads")
+    return k_heads, v_heads, k_dim, v_dim
+
+
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
+    k_heads, v_heads, k_dim, v_dim = _sizes(fields)
+    return {"qkv": ("num_tokens", 2 * k_heads * k_dim + v_heads * v_dim),
+            "decay": ("num_tokens", v_heads), "state": ("batch", v_heads, k_dim, v_dim),
+            "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",),
+            "beta": ("num_tokens", v_heads), "skip": (v_heads,)}
+
+
+def _prepared(fields: Fields) -> list[str]:
+    """Lines for `q` and `k`, [T, H, K], and `v`, [T, H * G, V]; and for the state as it begins,
+    `first_state`.
+    """
+    k_heads, v_heads, k_dim, v_dim = _sizes(fields)
+    lines = [
+        _TOKENS, _PAST, _ints("c123", 1, 2, 3),
+        "has_state = Greater(past, zero)", "has_state_corner = Unsqueeze(has_state, c123)",
+        "nothing = Constant<value_float=0.0>()",
+        "first_state = Where(has_state_corner, state, nothing)",
+        _ints("kinds", k_heads * k_dim, k_heads * k_dim, v_heads * v_dim),
+        "q_rows, k_rows, v_rows = Split<axis=1>(qkv, kinds)",
+        _ints("key_shape", 0, k_heads, k_dim), _ints("value_shape", 0, v_heads, v_dim),
+        "q_heads = Reshape(q_rows, key_shape)", "k_heads = Reshape(k_rows, key_shape)",
+        "v = Reshape(v_rows, value_shape)",
+    ]
+    for name in "qk":
+        if fields["l2norm"]:
+            lines += [f"{name}_square = ReduceSumSquare<keepdims=1>({name}_heads, last)",
+                      f"{name}_epsilon = Constant<value_float={_L2_EPSILON!r}>()",
+                      f"{name}_above = Add({name}_square, {name}_epsilon)",
+                      f"{name}_length = Sqrt({name}_above)",
+                      f"{name} = Div({name}_heads, {name}_length)"]
+        else:
+            lines.append(f"{name} = Identity({name}_heads)")
+    return lines
+
+
+def _joined(fields: Fields, present: frozenset[str]) -> list[str]:
+    """Lines for `out` from what tokens have read, `read` [T, H * G, V]."""
+    lines, made = [], "read"
+    if "skip" in present:
+        lines = ["skip_column = Unsqueeze(skip, c1)", "skipped = Mul(v, skip_column)",
+                 "with_skip = Add(read, skipped)"]
+        made = "with_skip"
+    return [*lines, _ints("rows_shape", 0, fields["num_v_heads"] * fields["v_head_dim"]),
+            f"out = Reshape({made}, rows_shape)"]
+
+
+def _body(fields: Fields, present: frozenset[str]) -> str:
+    """One token of each sequence after the other."""
+    k_heads, v_heads, k_dim, v_dim = _sizes(fields)
+    group = v_heads // k_heads
+    delta = fields["update_rule"] == "gated_delta"
+    scanned = {"q": (1, k_heads, 1, 1, k_dim), "k": (1, k_heads, 1, k_dim, 1),
+               "v": (1, k_heads, group, 1, v_dim), "decay": (1, k_heads, group, 1, 1)}
+    if "beta" in present:
+        scanned["beta"] = scanned["decay"]
+    lines = [
+        *_prepared(fields), _ints("c1234", 1, 2, 3, 4),
+        # Tokens by place in their sequence, [S, B, ...]; any where there is none.
+        "pad_by_step = Transpose(pad)",
+        "step_column = Unsqueeze(step, c1)",
+        "live = Less(step_column, lengths)",
+    ]
+    for name, (_, *shape) in scanned.items():
+        lines += [f"{name}_by_step = Gather<axis=0>({name}, pad_by_step)",
+                  _ints(f"{name}_shape", 0, 0, *shape),
+                  f"{name}_steps = Reshape({name}_by_step, {name}_shape)"]
+    step = [  # [B, H, G, K, V]
+        "factor = Exp(decay_one)", "decayed = Mul(memory, factor)",
+        *(["k_across = Transpose<perm=[0, 1, 2, 4, 3]>(k_one)",
+           "known = MatMul(k_across, decayed)", "news = Sub(v_one, known)"]
+          if delta else ["news = Identity(v_one)"]),
+        "written = Mul(news, beta_one)" if "beta" in present else "written = Identity(news)",
+        "added = Mul(k_one, written)", "updated = Add(decayed, added)",
+        "live_corner = Unsqueeze(live_one, c1234)",
+        "memory_out = Where(live_corner, updated, memory)",
+        "read_one = MatMul(q_one, memory_out)",
+    ]
+    rank_5, rank_1 = "float[b, h, g, k, v]", "bool[b]"
+    taken = ", ".join(f"{rank_5} {name}_one" for name in scanned)
+    return "\n".join([
+        *lines,
+        _ints("groups_shape", 0, k_heads, group, k_dim, v_dim),
+        "first_groups = Reshape(first_state, groups_shape)",
+        f"last_groups, reads = Scan(first_groups, {', '.join(f'{n}_steps' for n in scanned)}, live)"
+        f" <num_scan_inputs={len(scanned) + 1}, body = each ({rank_5} memory, {taken}, "
+        f"{rank_1} live_one) => ({rank_5} memory_out, {rank_5} read_one) {{", *step, "}>",
+        "state_shape = Shape(state)", "state_out = Reshape(last_groups, state_shape)",
+        "offset_column = Unsqueeze(offset, c1)", "sequence_column = Unsqueeze(sequence, c1)",
+        "where = Concat<axis=1>(offset_column, sequence_column)",
+        "read_groups = GatherND(reads, where)",
+        "unscaled = Reshape(read_groups, value_shape)",
+        f"scale = Constant<value_float={fields['scale']!r}>()", "read = Mul(unscaled, scale)",
+        *_joined(fields, present),
+    ])
+
+
+def _cpu(fields: Fields, present: frozenset[str]) -> str:
+    """com.microsoft.LinearAttention, which wants [B, S, ...] padded on the right: there a token
+    decays nothing and writes nothing.
+    """
+    k_heads, v_heads, k_dim, v_dim = _sizes(fields)
+    delta = fields["update_rule"] == "gated_delta"
+    lines = [*_prepared(fields),
+             "starts_live = Unsqueeze(lengths, c1)", "live = Less(step, starts_live)",
+             "live_column = Unsqueeze(live, last)", "one_beta = Constant<value_float=1.0>()"]
+    for name, dim in (("q", k_dim), ("k", k_dim)):
+        lines += [f"{name}_column = Unsqueeze({name}, c2)",
+                  f"{name}_grid = Expand({name}_column, group_shape)",
+                  f"{name}_grouped = Reshape({name}_grid, {name}_wide)",
+                  f"{name}_padded = Gather<axis=0>({name}_grouped, pad)"]
+        lines.insert(0, _ints(f"{name}_wide", 0, v_heads * dim))
+    lines.insert(0, _ints("group_shape", 1, 1, v_heads // k_heads, 1))
+    lines.insert(0, _ints("c2", 2))
+    value = "v"
+    if "beta" in present and not delta:
+        lines += ["beta_of_value = Unsqueeze(beta, last)", "v_weighed = Mul(v, beta_of_value)"]
+        value = "v_weighed"
+    lines += [_ints("v_wide", 0, v_heads * v_dim), f"v_flat = Reshape({value}, v_wide)",
+              "v_any = Gather<axis=0>(v_flat, pad)",
+              "v_padded = Where(live_column, v_any, nothing)",
+              "decay_any = Gather<axis=0>(decay, pad)",
+              "decay_padded = Where(live_column, decay_any, nothing)"]
+    beta = ""
+    if delta:
+        lines += ["beta_any = Gather<axis=0>(beta, pad)" if "beta" in present else
+                  "decay_zero = Sub(decay_padded, decay_padded)\n"
+                  "beta_any = Add(decay_zero, one_beta)",
+                  "beta_padded = Where(live_column, beta_any, nothing)"]
+        beta = ", beta_padded"
+    return "\n".join([
+        *lines,
+        f"read_padded, state_out = com.microsoft.LinearAttention<q_num_heads={v_heads}, "
+        f"kv_num_heads={v_heads}, scale={fields['scale']!r}, "
+        f'update_rule="{fields["update_rule"]}">'
+        f"(q_padded, k_padded, v_padded, first_state, decay_padded{beta})",
+        _ints("heads_shape", -1, v_heads, v_dim),
+        "read_rows = Reshape(read_padded, heads_shape)",
+        "read = Gather<axis=0>(read_rows, place)",
+        *_joined(fields, present),
+    ])
+
+
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    k_heads, v_heads, k_dim, v_dim = _sizes(fields)
+    wide = {name: inputs[name].astype(np.float64) for name in (
+        "qkv", "decay", "state", "beta", "skip") if name in inputs}
+    q, k, v = np.split(wide["qkv"], [k_heads * k_dim, 2 * k_heads * k_dim], axis=1)
+    q, k = (np.repeat(x.reshape(-1, k_heads, k_dim), v_heads // k_heads, axis=1) for x in (q, k))
+    v = v.reshape(-1, v_heads, v_dim)
+    if fields["l2norm"]:
+        q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + _L2_EPSILON) for x in (q, k))
+    out, state_out = np.zeros(v.shape), wide["state"].copy()
+    for b, past in enumerate(inputs["past_lens"]):
+        state = state_out[b] if past else np.zeros(state_out[b].shape)
+        for token in range(*inputs["cu_seqlens"][b:b + 2]):
+            state = state * np.exp(wide["decay"][token])[:, None, None]
+            news = v[token]
+            if fields["update_rule"] == "gated_delta":
+                news = news - np.einsum("hk,hkv->hv", k[token], state)
+            if "beta" in wide:
+                news = news * wide["beta"][token][:, None]
+            state = state + k[token][:, :, None] * news[:, None]
+            out[token] = fields["scale"] * np.einsum("hk,hkv->hv", q[token], state)
+        state_out[b] = state
+    if "skip" in wide:
+        out += v * wide["skip"][:, None]
+    return [out.reshape(len(out), -1), state_out]
+
+
+def _samples(rng: np.random.Generator) -> list[Sample]:
+    def sample(new: Sequence[int], past: Sequence[int], *optional: str, k_heads: int = 2,
+               v_heads: int = 4, k_dim: int = 8, v_dim: int = 6,
+               **fields: int | float | str) -> Sample:
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        tokens = sum(new)
+        inputs = {"qkv": normal(tokens, 2 * k_heads * k_dim + v_heads * v_dim),
+                  "decay": -np.abs(normal(tokens, v_heads)),
+                  "state": normal(len(new), v_heads, k_dim, v_dim),
+                  "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
+                  "past_lens": np.array(past, np.int32)}
+        if "beta" in optional:
+            inputs["beta"] = rng.uniform(0.0, 1.0, (tokens, v_heads)).astype(np.float32)
+        if "skip" in optional:
+            inputs["skip"] = normal(v_heads)
+        return Sample({"num_k_heads": k_heads, "num_v_heads": v_heads, "k_head_dim": k_dim,
+                       "v_head_dim": v_dim, **fields}, inputs)
+
+    delta: dict[str, Any] = {"update_rule": "gated_delta", "l2norm": 1, "scale": 0.25}
+    return [
+        sample((5, 2, 7), (0, 0, 0), "beta", **delta),
+        sample((1, 1, 1), (11, 1, 0), "beta", **delta),
+        sample((70,), (3,), "beta", k_heads=1, v_heads=1, **delta),
+        sample((1, 2, 0, 0, 5), (9, 1, 4, 0, 2), "beta", "skip"),
+        sample((1, 1), (9, 4), "beta", "skip", k_heads=1, scale=0.5),
+        sample((3, 6), (0, 2), k_heads=4, l2norm=1),
+        sample((4, 1), (2, 5), k_heads=4, k_dim=5, v_dim=3, **delta),
+    ]
+
+
+OP = Op(
+    name="GatedLinearAttention",
+    version=1,
+    inputs=("qkv", "decay", "state", "cu_seqlens", "past_lens", "beta?", "skip?"),
+    outputs=("out", "state_out"),
+    fields={"num_k_heads": 0, "num_v_heads": 0, "k_head_dim": 0, "v_head_dim": 0,
+            "update_rule": "gated", "scale": 1.0, "l2norm": 0},
+    required=("num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"),
+    choices={"update_rule": ("gated", "gated_delta"), "l2norm": (0, 1)},
+    shapes=lambda shapes, fields: [
+        (*shapes["qkv"][:-1], fields["num_v_heads"] * fields["v_head_dim"]), shapes["state"]],
+    dims=_dims,
+    shard=(ByStateHeads("num_v_heads", "num_k_heads", "k_head_dim", "v_head_dim", packed="qkv",
+                        rows=("decay", "beta"), per_head=("skip",)),),
+    state=State("state", axis=1),
+    body=_body,
+    bodies={"cpu": _cpu},
+    float32_inputs=frozenset({"state"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
+    output_dtypes={"state_out": "float32"},
+    has_core=False,
+    reference=_reference,
+    samples=_samples,
+)
