@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def _inside_case_dir(path: str) -> str:
 
 CasePath = Annotated[str, AfterValidator(_inside_case_dir)]
 Count = Annotated[int, Field(ge=1, le=_MOST)]
+CountOrNone = Annotated[int, Field(ge=0, le=_MOST)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
             "|max_blocks)$")]
@@ -128,6 +130,19 @@ class LayerCache(_Frozen):
     head_dim: Count
 
 
+class StateCache(_Frozen):
+    """What a sequence keeps in one layer whatever its length, on one chip: float32 `[batch,
+    *shape]`.
+    """
+
+    shape: Annotated[tuple[Count, ...], Field(min_length=1)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of a sequence."""
+        return 4 * math.prod(self.shape)
+
+
 Steps = tuple[Annotated[GraphStep | CollectiveStep, Field(discriminator="kind")], ...]
 
 
@@ -159,7 +174,8 @@ class Chip(_Frozen):
     caches are paged `block_table`, and the caches; an updated cache is named `<cache>_out`,
     and the last step makes `logits`. With an `encoder`, they are its decoder's, whose inputs also
     are `memory_starts`, `encoder_sequence_length`, and what the encoder made. `num_heads` are the
-    query heads of each layer. `quantization` has the weights in fewer bits, by name.
+    query heads of each layer. `quantization` has the weights in fewer bits, by name. `states` are
+    caches too, named `state_<i>`, of layers that keep a state instead of keys and values.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -169,6 +185,7 @@ class Chip(_Frozen):
     steps: Steps
     cache: tuple[LayerCache, ...]
     num_heads: tuple[Count, ...]
+    states: tuple[StateCache, ...] = ()
     weight_bytes: Annotated[int, Field(ge=0)]
     encoder: EncoderProgram | None = None
     quantization: dict[str, WeightForm] = {}
@@ -184,14 +201,24 @@ class Chip(_Frozen):
         return {f"{kind}_cache_{layer}": cache for layer, cache in enumerate(self.cache)
                 for kind in ("key", "value")}
 
+    @property
+    def state_caches(self) -> dict[str, StateCache]:
+        """By their names."""
+        return {f"state_{index}": state for index, state in enumerate(self.states)}
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of all that is kept from step to step."""
+        return *self.caches, *self.state_caches
+
     @model_validator(mode="after")
     def _steps_follow(self) -> Chip:
         memory = {tensor.name for tensor in self.encoder.outputs} if self.encoder else set()
         if self.encoder:
             self._follow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
             self._listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
-        self._follow(self.steps, {*self.caches, *ENGINE_INPUTS, *memory},
-                     {*(f"{name}_out" for name in self.caches), "logits"})
+        self._follow(self.steps, {*self.kept, *ENGINE_INPUTS, *memory},
+                     {*(f"{name}_out" for name in self.kept), "logits"})
         self._listed(self.inputs, self.outputs, self.steps)
         for step in self.all_steps:
             if isinstance(step, GraphStep) and not step.path.startswith(f"{self.path}/"):
@@ -240,11 +267,13 @@ class Source(_Frozen):
 
 
 class Dims(_Frozen):
+    """Sizes of a model. Heads are those of its first layer that attends; 0 where none does."""
+
     num_layers: Count
     hidden_size: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
+    num_heads: CountOrNone
+    num_kv_heads: CountOrNone
+    head_dim: CountOrNone
     vocab_size: Count
     padded_vocab_size: Count
     max_seq_len: Count
@@ -255,7 +284,8 @@ class Dims(_Frozen):
             raise ValueError(
                 f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
             )
-        if self.num_heads % self.num_kv_heads:
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        if any(heads) and (not all(heads) or self.num_heads % self.num_kv_heads):
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads "
                              f"{self.num_kv_heads}")
         return self
@@ -403,10 +433,18 @@ class Manifest(_Frozen):
             if (chip.encoder is None) != (self.encoder is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
                                  f"unlike the model")
-            if not len(chip.cache) == len(chip.num_heads) == self.dims.num_layers:
+            layers = self.dims.num_layers
+            if len(chip.cache) != len(chip.num_heads) or len(chip.cache) > layers or \
+                    (len(chip.cache) < layers and not chip.states):
                 raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers and "
                                  f"heads for {len(chip.num_heads)}, the model has "
-                                 f"{self.dims.num_layers}")
+                                 f"{layers}")
+            if [len(state.shape) for state in chip.states] != \
+                    [len(state.shape) for state in self.chips[0].states]:
+                raise ValueError(f"chips 0 and {chip.rank} do not have the same states")
+            if chip.states and self.target.on_gpus:
+                raise ValueError(f"target {self.target.kind} keeps no states, chip {chip.rank} has "
+                                 f"{len(chip.states)}")
             self._check_inputs(chip)
             self._check_outputs(chip)
         self._check_heads()
@@ -455,6 +493,10 @@ class Manifest(_Frozen):
                 if row > _MOST_ROW_BYTES:
                     raise ValueError(f"max_seq_len {length} makes a cache row of {row} bytes, more "
                                      f"than any device has")
+            for name, state in chip.state_caches.items():
+                if state.size > _MOST_ROW_BYTES:
+                    raise ValueError(f"{name!r} takes {state.size} bytes for a sequence, more than "
+                                     f"any device has")
 
     def _check_inputs(self, chip: Chip) -> None:
         """What a chip is given is what an engine gives it, of its dtype and shape."""
@@ -465,7 +507,7 @@ class Manifest(_Frozen):
         given = {tensor.name: tensor for tensor in chip.inputs}
         made = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
         wanted = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *memory,
-                  *chip.caches, *made}
+                  *chip.kept, *made}
         odd = (given.keys() ^ wanted) - {"position_ids"}
         if odd:
             raise ValueError(f"chip {chip.rank} has {'an' if min(odd) in given else 'no'} input "
@@ -474,6 +516,8 @@ class Manifest(_Frozen):
             if name in chip.caches:
                 cache = chip.caches[name]
                 tensor.require(self.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=paged))
+            elif name in chip.state_caches:
+                tensor.require("float32", ("batch", *chip.state_caches[name].shape))
             elif name in made:
                 tensor.require(self.dtype, ("num_memory_tokens", *made[name].shape[1:]))
             else:
@@ -491,7 +535,7 @@ class Manifest(_Frozen):
         """What a chip makes is what an engine reads."""
         dims = self.dims
         given = {f"{tensor.name}_out": tensor for tensor in chip.inputs
-                 if tensor.name in chip.caches}
+                 if tensor.name in chip.kept}
         odd = {tensor.name for tensor in chip.outputs} ^ {*given, "logits"}
         if odd:
             raise ValueError(f"chip {chip.rank}'s outputs are not its caches and logits: see "
@@ -517,6 +561,13 @@ class Manifest(_Frozen):
     def _check_heads(self) -> None:
         """Each head is on one chip, beside its KV head; or all chips have all."""
         dims = self.dims
+        if len({len(chip.cache) for chip in self.chips}) > 1:
+            raise ValueError("the chips do not have caches of as many layers")
+        if bool(dims.num_heads) != bool(self.chips[0].cache):
+            raise ValueError(f"the model has {dims.num_heads} heads, and caches of "
+                             f"{len(self.chips[0].cache)} layers")
+        if not dims.num_heads:
+            return
         first = [(chip.num_heads[0], chip.cache[0].num_kv_heads) for chip in self.chips]
         whole = dims.num_heads, dims.num_kv_heads
         if {*first} != {whole} and not covers(*whole, first):
@@ -544,7 +595,9 @@ class Manifest(_Frozen):
                 here = f"version {known[name].version}" if name in known else "none"
                 raise ValueError(f"the model uses version {version} of {name}, this llmc has "
                                  f"{here}")
-        wanted = {"CausalAttention", "Embedding"}
+        wanted = {"CausalAttention", "Embedding"} if self.chips[0].cache else {"Embedding"}
+        if self.chips[0].states and not any(known[name].state for name in self.ops):
+            raise ValueError("the model keeps states, which none of its ops does")
         if self.encoder:
             wanted.add("BidirectionalAttention")
         if self.tp_size > 1:

@@ -84,7 +84,7 @@ def cpu_limits(manifest: Manifest, room: Room) -> Limits:
     Raises:
         LlmcError: more are asked for than there is memory for.
     """
-    longest, each = manifest.dims.max_seq_len, token_bytes(manifest)
+    longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest), 1)
     tokens = room.kv_cache_tokens
     if tokens is None:
         tokens = min(room.max_batch_size * longest,
@@ -94,7 +94,8 @@ def cpu_limits(manifest: Manifest, room: Room) -> Limits:
                         f"machine has {memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
     return Limits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
                   max_tokens=room.max_num_batched_tokens, max_slots=room.max_batch_size,
-                  max_logits=MAX_LOGITS, ahead=1)
+                  max_logits=MAX_LOGITS, ahead=1,
+                  keeps_states=any(chip.states for chip in manifest.chips))
 
 
 def memory(name: str) -> int:

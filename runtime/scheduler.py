@@ -190,7 +190,8 @@ class Scheduler:
 
     Args:
         max_num_batched_tokens: of a step; every sequence that decodes has one.
-        reuse: share blocks between sequences that begin alike.
+        reuse: share blocks between sequences that begin alike; not those of a model that keeps
+            states, which would be missing.
 
     Attributes:
         preemptions: sequences that gave their blocks back.
@@ -200,8 +201,8 @@ class Scheduler:
     def __init__(self, limits: Limits, max_num_batched_tokens: int, *, reuse: bool = True) -> None:
         self.limits = limits
         self.budget = max(max_num_batched_tokens, limits.max_slots)
-        self._reuse = reuse
-        self.blocks = Blocks(limits.num_blocks, limits.block_size, reuse=reuse)
+        self._reuse = reuse and not limits.keeps_states
+        self.blocks = Blocks(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
         self.preemptions = self.queries = self.hits = 0
         self._lines: list[tuple[_Key, int, Line]] = []  # a heap
@@ -271,7 +272,7 @@ class Scheduler:
         for sequence in list(self.running):
             count = wanted[sequence]
             if count > 1:
-                count = min(count, max(budget, 0))
+                count = min(self._before_branching(sequence, count), max(budget, 0))
                 budget -= count
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
                 copies += self._own(sequence)
@@ -279,15 +280,16 @@ class Scheduler:
         while budget > 0 and (line := self._enter(rows)):
             entering = line.first
             assert entering is not None
-            count = min(entering.known - entering.computed, budget)
+            line.take()
+            self._wait(line)
+            count = min(self._before_branching(entering, entering.known - entering.computed),
+                        budget)
             budget -= count
             copies += self._own(entering)
             rows.append((entering, count))
             admitted.update(dict.fromkeys(entering.slots, entering.state(entering.tokens)))
             if entering.source is not None and self._memory[entering.request][1] == 1:
                 encode[self._memory[entering.request][0]] = entering.source
-            line.take()
-            self._wait(line)
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
 
@@ -303,6 +305,17 @@ class Scheduler:
         if not decoding or waited > _LONG:
             return self.budget
         return min(self.budget, max(_MIXED, 2 * decoding))
+
+    def _before_branching(self, sequence: Sequence, count: int) -> int:
+        """How many of so many tokens to read now: of a prompt that other completions are to go on
+        from, and that keeps a state, not the last one with others. They begin with that.
+        """
+        left = len(sequence.prompt) - 1 - sequence.computed
+        if not self.limits.keeps_states or not 0 < left < count or not any(
+                line.first is not None and line.first.request == sequence.request
+                for _, _, line in self._lines):
+            return count
+        return left
 
     def _make_room(self, sequence: Sequence, count: int, rows: list[_Row]) -> bool:
         """Blocks for so many more tokens of each row; from those behind, if need be."""
@@ -384,7 +397,8 @@ class Scheduler:
         another.
         """
         first = self._first.get(sequence.request)
-        if first is not None and first.computed < len(first.prompt):
+        if first is not None and \
+                first.computed < len(first.prompt) - self.limits.keeps_states:
             return True
         if not self._coming:
             return False
@@ -427,11 +441,14 @@ class Scheduler:
 
     def _open(self, sequence: Sequence, names: list[bytes]) -> Table:
         """The blocks that are there of a sequence. Of a prompt that another completion of it has
-        read, that are all but the last token's; a last block that is not full is to be copied.
+        read, that are all but the last token's; a last block that is not full is to be copied. A
+        state is that of the place where the other is.
         """
+        last = len(sequence.prompt) - 1
         first = self._first.get(sequence.request)
-        if first is not None and not sequence.tokens and first.width == sequence.width == 1:
-            return self.blocks.fork(first.tables[0], len(sequence.prompt) - 1)
+        if first is not None and not sequence.tokens and first.width == sequence.width == 1 \
+                and (first.computed == last or not self.limits.keeps_states):
+            return self.blocks.fork(first.tables[0], last)
         return self.blocks.open(self.blocks.match(names, sequence.known))
 
     def _make_way(self) -> None:

@@ -207,6 +207,8 @@ class Limits:
         max_logits: rows of logits of a step.
         ahead: steps that may be submitted before the first of them is collected.
         longest_first: sequences of one new token are to come by falling length; else by slot.
+        keeps_states: blocks are not all that a sequence has: some layers keep a state, of the place
+            where it is. It can go on from there alone, not from earlier blocks.
     """
 
     num_blocks: int
@@ -216,6 +218,7 @@ class Limits:
     max_logits: int
     ahead: int
     longest_first: bool = False
+    keeps_states: bool = False
 
 
 class Engine(Protocol):

@@ -89,7 +89,7 @@ class CpuEngine:
         self._check(manifest)
         self._outputs = {step.path: self._made(step) for step in segments}
         with _no_memory(limits, manifest):
-            self._rows = Rows(chip.cache, limits, manifest.dims.max_seq_len)
+            self._rows = Rows(chip, limits, manifest.dims.max_seq_len)
             self._memory = _allocate(manifest, chip, limits.max_slots)
         self._caches = self._rows.caches
         self._last_uses = self._find_last_uses(chip.steps, {"logits"})
@@ -299,7 +299,7 @@ class CpuEngine:
         """
         made = []
         for tensor in self._sessions[step.path].get_outputs():
-            if tensor.name.removesuffix("_out") in self._chip.caches:
+            if tensor.name.removesuffix("_out") in self._chip.kept:
                 continue
             if tensor.type != "tensor(float)" or not all(
                     isinstance(size, int) or size in _SIZES for size in tensor.shape):
@@ -316,7 +316,7 @@ class CpuEngine:
         for step in reversed(steps):
             names = {*step.inputs, *step.outputs}
             uses.append([name for name in names - seen
-                         if name.removesuffix("_out") not in self._chip.caches])
+                         if name.removesuffix("_out") not in self._chip.kept])
             seen |= names
         return uses[::-1]
 

@@ -2,19 +2,20 @@
 
 GroupQueryAttention wants a sequence's positions one after the other, so each slot has a row of all
 positions. A block that is full is also kept beside the rows, and copied into the row of another
-sequence that shares it, which costs far less than computing it. A block that is not full is copied
-from the row that has it.
+sequence that shares it, which costs far less than computing it. A block that is not full is
+copied from the row that has it. A state, which some layers keep instead of keys and values, is of
+one place in its sequence: a sequence that goes on from where another is gets a copy.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
 
 import numpy as np
 
-from llmc.runtime.manifest import LayerCache
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import Chip
 from llmc.runtime.step import Limits, Step
 
 
@@ -22,17 +23,18 @@ class Rows:
     """The KV cache of one rank.
 
     Attributes:
-        caches: by name, float32 [max_slots, num_kv_heads, max_seq_len, head_dim].
+        caches: by name, float32 [max_slots, num_kv_heads, max_seq_len, head_dim], of states
+            [max_slots, *shape].
     """
 
-    def __init__(self, layers: Sequence[LayerCache], limits: Limits, max_seq_len: int) -> None:
+    def __init__(self, chip: Chip, limits: Limits, max_seq_len: int) -> None:
         self._size, self._max_seq_len = limits.block_size, max_seq_len
         self.caches: dict[str, np.ndarray] = {}
         # Layers of equal shape lie in one array, so that a block is copied at once.
         self._rows: list[np.ndarray] = []  # [caches, max_slots, num_kv_heads, max_seq_len, ...]
         self._blocks: list[np.ndarray] = []  # [num_blocks, caches, num_kv_heads, block_size, ...]
         by_shape: dict[tuple[int, int], list[str]] = {}
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(chip.cache):
             by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).extend(
                 f"{kind}_cache_{index}" for kind in ("key", "value"))
         for (heads, dim), names in by_shape.items():
@@ -40,6 +42,10 @@ class Rows:
             self._blocks.append(np.zeros((limits.num_blocks, len(names), heads, self._size, dim),
                                          np.float32))
             self.caches.update(zip(names, self._rows[-1], strict=True))
+        self._states = [_zeros((limits.max_slots, *state.shape)) for state in chip.states]
+        self.caches.update(zip(chip.state_caches, self._states, strict=True))
+        # Where each slot's state is: the block of the last position, its version, and the length.
+        self._reached = np.zeros((limits.max_slots, 3), np.int64)
         # Whatever is written to a block makes it another version. What a row holds of a block is
         # all of it only where it has the newest; version 0 is nobody's.
         places = -(-max_seq_len // self._size)
@@ -62,6 +68,8 @@ class Rows:
         """Bring what is before the step's tokens into their sequences' rows."""
         source_of = {int(new): int(old) for old, new in step.copies}
         self._versions[list(source_of)] += 1
+        if self._states:
+            self._copy_states(step, source_of)
         waiting = []  # places to fill, with what is to be there
         for index, slot in enumerate(step.slots.tolist()):
             past = int(step.past_lens[index])
@@ -81,6 +89,30 @@ class Rows:
             self._held[slot, place] = block
             self._held_versions[slot, place] = self._versions[block]
 
+    def _copy_states(self, step: Step, source_of: dict[int, int]) -> None:
+        """Give sequences that go on from where another is what it has.
+
+        Raises:
+            LlmcError: none is there.
+        """
+        moved = []
+        for index, slot in enumerate(step.slots.tolist()):
+            past = int(step.past_lens[index])
+            if past == 0:
+                continue
+            block = int(step.block_tables[index, (past - 1) // self._size])
+            block = source_of.get(block, block)
+            wanted = (block, self._versions[block], past)
+            if tuple(self._reached[slot]) != wanted:
+                found = np.flatnonzero((self._reached == wanted).all(1))
+                if not len(found):
+                    raise LlmcError(f"no sequence has the state at position {past} of slot {slot}; "
+                                    f"begin it anew")
+                moved.append((slot, [state[found[0]].copy() for state in self._states]))
+        for slot, content in moved:
+            for state, own in zip(self._states, content, strict=True):
+                state[slot] = own
+
     def leave(self, step: Step) -> None:
         """Take note of what the step has computed, and keep the blocks that it has filled."""
         for index, slot in enumerate(step.slots.tolist()):
@@ -97,6 +129,8 @@ class Rows:
                     self._stored[block] = self._versions[block]
                     for rows, blocks in zip(self._rows, self._blocks, strict=True):
                         blocks[block] = rows[:, slot, :, start:end]
+            last = int(step.block_tables[index, (length - 1) // self._size])
+            self._reached[slot] = last, self._versions[last], length
 
     def _span(self, place: int) -> tuple[int, int]:
         start = place * self._size
