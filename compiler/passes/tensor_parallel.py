@@ -35,10 +35,20 @@ from llmc.compiler.graph.rewrite import (
     operand,
     operands,
     shard_of,
+    state_of,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import lm_head
+from llmc.compiler.passes.regions import Region, find_regions
+from llmc.compiler.passes.shares import (
+    HeadShare,
+    balanced,
+    head_columns,
+    is_linear,
+    selects_rows,
+    share_heads,
+)
 from llmc.errors import LlmcError
 from llmc.plugins.all_gather.op import OP as ALL_GATHER
 from llmc.plugins.all_reduce.op import OP as ALL_REDUCE
@@ -46,44 +56,14 @@ from llmc.plugins.roles import (
     ByColumns,
     ByElements,
     ByExperts,
+    ByGroups,
     ByHeads,
     ByInner,
     ByRows,
+    ByStateHeads,
     ByVocabulary,
     Shard,
 )
-
-
-@dataclass(frozen=True)
-class HeadShare:
-    """One rank's heads: query heads `[start, stop)`, and for its KV heads their indices."""
-
-    start: int
-    stop: int
-    kv_heads: tuple[int, ...]
-
-
-def share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> list[HeadShare]:
-    """Divide query and KV heads among ranks, each rank's queries in whole groups of equal size."""
-    group = num_heads // num_kv_heads
-    if tp_size <= num_kv_heads:
-        counts = _balanced(num_kv_heads, tp_size)
-        ends = np.cumsum(counts)
-        return [HeadShare(int(end - n) * group, int(end) * group,
-                          tuple(range(int(end - n), int(end))))
-                for n, end in zip(counts, ends, strict=True)]
-    shares = []
-    for kv_head, ranks in enumerate(_balanced(tp_size, num_kv_heads)):
-        start = kv_head * group
-        for count in _balanced(group, ranks):
-            shares.append(HeadShare(start, start + count, (kv_head,)))
-            start += count
-    return shares
-
-
-def _balanced(total: int, parts: int) -> list[int]:
-    """`total` in `parts` that differ by at most one, the larger first."""
-    return [total // parts + (index < total % parts) for index in range(parts)]
 
 
 @dataclass
@@ -98,6 +78,7 @@ class Plan:
         partial: ids of tensors that are sums over ranks.
         reduce: ids of partial tensors that an AllReduce must complete.
         gather: ids of the tensors that an AllGather must complete, with their columns in order.
+        region: what is divided together, which was decided first.
         group_size: columns that stay together, as weights will be stored in groups of so many.
         expert_parallel: whether ranks have whole experts.
     """
@@ -105,6 +86,7 @@ class Plan:
     tp_size: int
     group_size: int = 1
     expert_parallel: bool = False
+    region: Region = field(default_factory=Region)
     ways: dict[int, Shard] = field(default_factory=dict)
     columns: dict[int, list[np.ndarray]] = field(default_factory=dict)
     own: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -143,9 +125,13 @@ def _group_size(graphs: Sequence[gs.Graph], settings: Settings) -> int:
 
 
 def max_tp_size(graph: gs.Graph) -> int:
-    """The largest tp_size that gives every rank a head of every layer."""
-    return min(int(node.attrs["num_heads"]) for node in graph.nodes
-               if shard_of(node, ByHeads) is not None)
+    """The largest tp_size that gives every rank a head of every layer that attends; without one, of
+    every layer that keeps a state.
+    """
+    heads = [int(node.attrs["num_heads"]) for node in graph.nodes
+             if shard_of(node, ByHeads) is not None]
+    return min(heads or [int(node.attrs.get("num_v_heads", node.outputs[0].shape[-1]))
+                         for node in graph.nodes if state_of(node) is not None])
 
 
 def partition(graph: gs.Graph, tp_size: int, model: str) -> list[gs.Graph]:
@@ -188,8 +174,8 @@ def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
     Raises:
         LlmcError: there are fewer experts, or columns of them, than ranks.
     """
-    plan = Plan(tp_size, group_size, expert_parallel)
     head = lm_head(graph) if graph.outputs[0].name == "logits" else None
+    plan = Plan(tp_size, group_size, expert_parallel, find_regions(graph, tp_size, head))
     for node in graph.nodes:
         way = _choose(graph, node, plan, node is head)
         if way is not None:
@@ -216,7 +202,7 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByColumns) and plan.is_cut(operand(node, way.x)):
-            if not _is_linear(node, way):
+            if not is_linear(node, way):
                 raise AssertionError(f"{describe(node)} is not linear behind a cut tensor")
             plan.partial.add(id(result))
             return way
@@ -232,7 +218,11 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
             dim = node.attrs["head_dim"]
             plan.columns[id(result)] = [np.arange(s.start * dim, s.stop * dim) for s in shares]
             return way
-        if isinstance(way, ByElements):
+        if isinstance(way, ByStateHeads) and id(node) in plan.region.shares:
+            plan.shares[id(node)] = plan.region.shares[id(node)]
+            plan.columns[id(result)] = plan.region.columns[id(result)]
+            return way
+        if isinstance(way, ByElements | ByGroups):
             cut = next((t for t in node.inputs if plan.is_cut(t)), None)
             if cut is not None:
                 plan.columns[id(result)] = plan.columns[id(cut)]
@@ -247,12 +237,7 @@ def _ways(node: gs.Node) -> Sequence[Shard]:
     op = op_of(node)
     if op is not None:
         return op.shard
-    return (ByElements(),) if node.op in ELEMENTWISE or _selects_rows(node) else ()
-
-
-def _is_linear(node: gs.Node, way: ByColumns) -> bool:
-    fields = fields_of(node)
-    return all(fields[name] == value for name, value in way.only_if.items())
+    return (ByElements(),) if node.op in ELEMENTWISE or selects_rows(node) else ()
 
 
 def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.ndarray]:
@@ -267,7 +252,7 @@ def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.nd
     if count < plan.tp_size:
         raise LlmcError(f"{describe(node)} has {count} {what}, which {plan.tp_size} chips cannot "
                         f"share; give a tp_size of at most {count}")
-    return np.split(np.arange(count), np.cumsum(_balanced(count, plan.tp_size))[:-1])
+    return np.split(np.arange(count), np.cumsum(balanced(count, plan.tp_size))[:-1])
 
 
 def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
@@ -278,7 +263,7 @@ def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
         raise LlmcError(f"{describe(node)} cannot be divided among chips, as not all of its "
                         f"inputs can; compile with --tp_size 1")
     if divided[0]:
-        plan.shares[id(node)] = plan.shares[id(tensors[0])]
+        plan.shares[id(node)] = plan.region.shares.get(id(node)) or plan.shares[id(tensors[0])]
     return divided[0]
 
 
@@ -289,6 +274,8 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan, is_head: b
     width = values_of(operands(node)[way.inputs[0]]).shape[0] // way.stacked
     if is_head:
         return list(np.arange(width).reshape(tp_size, -1))
+    if id(result) in plan.region.columns:
+        return plan.region.columns[id(result)]
     if not _can_be_cut(graph, result):
         return None
     users = consumers(graph, result)
@@ -300,7 +287,7 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan, is_head: b
         unit = _unit(users[0], result, plan.group_size)
         if width % unit or width // unit < tp_size:
             unit = 1
-        ends = np.cumsum(_balanced(width // unit, tp_size))[:-1] * unit
+        ends = np.cumsum(balanced(width // unit, tp_size))[:-1] * unit
         return np.split(np.arange(width), ends)
     name = next(name for name in heads.heads if operand(attention, name) is result)
     fields = attention.attrs
@@ -320,12 +307,8 @@ def _unit(user: gs.Node | None, tensor: gs.Tensor, group_size: int) -> int:
 
 def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int]) -> np.ndarray:
     """What a rank has of a tensor that holds these kinds of heads, one behind the other."""
-    dim, first, parts = fields["head_dim"], 0, []
-    for kind in kinds:
-        heads = range(share.start, share.stop) if kind == "q" else share.kv_heads
-        parts += [np.arange((first + h) * dim, (first + h + 1) * dim) for h in heads]
-        first += fields["num_heads" if kind == "q" else "num_kv_heads"]
-    return np.concatenate(parts)
+    return head_columns(share, [(fields["num_heads" if kind == "q" else "num_kv_heads"],
+                                 fields["head_dim"], kind == "q") for kind in kinds])
 
 
 def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor) -> bool:
@@ -337,7 +320,7 @@ def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor) -> bool:
 def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor) -> bool:
     for way in _ways(user):
         if isinstance(way, ByColumns):
-            if operand(user, way.x) is tensor and _is_linear(user, way) \
+            if operand(user, way.x) is tensor and is_linear(user, way) \
                     and sum(t is tensor for t in user.inputs) == 1:
                 return True
         elif isinstance(way, ByHeads):
@@ -352,14 +335,8 @@ def _follows(user: gs.Node, way: ByElements, tensor: gs.Tensor) -> bool:
     """Whether elements of a node's result depend on those of one tensor alone."""
     if is_llmc(user):
         return operand(user, way.x) is tensor and sum(t is tensor for t in user.inputs) == 1
-    return _selects_rows(user) or all(
+    return selects_rows(user) or all(
         t is tensor or (isinstance(t, gs.Constant) and t.values.size == 1) for t in user.inputs)
-
-
-def _selects_rows(node: gs.Node) -> bool:
-    """The Gather of the tokens whose logits are wanted."""
-    return node.op == "Gather" and node.attrs.get("axis", 0) == 0 \
-        and not isinstance(node.inputs[0], gs.Constant)
 
 
 def _stays_partial(graph: gs.Graph, node: gs.Node, plan: Plan) -> bool:
@@ -370,7 +347,7 @@ def _stays_partial(graph: gs.Graph, node: gs.Node, plan: Plan) -> bool:
     if not sums or any(len(consumers(graph, tensor)) > 1 for tensor in sums):
         return False
     others = [tensor for tensor in node.inputs if id(tensor) not in plan.partial]
-    return (_selects_rows(node) and sums[0] is node.inputs[0]) \
+    return (selects_rows(node) and sums[0] is node.inputs[0]) \
         or (node.op == "Add" and not is_llmc(node) and not others) \
         or (node.op == "Mul" and not is_llmc(node) and len(others) == 1
             and not plan.is_cut(others[0]))
@@ -435,6 +412,9 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
             attrs |= fields
             given = dict(zip(op.input_names, inputs, strict=False)) | changed
             inputs = arranged(op, given)
+        elif op is None and id(node.outputs[0]) in plan.columns:
+            inputs = [_cut_vector(whole, own, node, plan, rank, shards)
+                      for whole, own in zip(node.inputs, inputs, strict=True)]
         copy = gs.Node(op=node.op, name=node.name, domain=node.domain, attrs=attrs, inputs=inputs,
                        outputs=outputs)
         nodes.append(copy)
@@ -454,7 +434,28 @@ def _rank_graph(graph: gs.Graph, plan: Plan, rank: int, shards: _Shards) -> gs.G
     for node in ranked.nodes:
         for cache in (cache for pair in caches(node) for cache in pair):
             cache.shape = (cache.shape[0], node.attrs["num_kv_heads"], *cache.shape[2:])
+    for whole, node in ((whole, made[id(whole.outputs[0])].inputs[0]) for whole in graph.nodes
+                        if state_of(whole) is not None and id(whole) in plan.ways):
+        _cut_state(node, whole.outputs[0].shape[-1])
     return ranked
+
+
+def _cut_state(node: gs.Node, width: int) -> None:
+    """Give a rank's node, of so many columns in all, a state of its part of them."""
+    op, state = op_of(node), state_of(node)
+    assert op is not None and op.state is not None and state is not None
+    for tensor in state:
+        shape = list(tensor.shape)
+        shape[op.state.axis] = shape[op.state.axis] * node.outputs[0].shape[-1] // width
+        tensor.shape = shape
+
+
+def _cut_vector(whole: gs.Tensor, own: gs.Tensor, node: gs.Node, plan: Plan, rank: int,
+                shards: _Shards) -> gs.Tensor:
+    """Of a constant with an element for each column of a node's result, the rank's."""
+    if not isinstance(whole, gs.Constant) or whole.shape[-1:] != node.outputs[0].shape[-1:]:
+        return own
+    return shards.cut(whole, len(whole.shape) - 1, plan.columns[id(node.outputs[0])][rank])
 
 
 def _cut(node: gs.Node, way: Shard, plan: Plan, rank: int, shards: _Shards) -> \
@@ -489,8 +490,16 @@ def _cut(node: gs.Node, way: Shard, plan: Plan, rank: int, shards: _Shards) -> \
         share = plan.shares[id(node)][rank]
         fields = {"num_heads": share.stop - share.start, "num_kv_heads": len(share.kv_heads)}
         cut(way.per_head, 0, np.arange(share.start, share.stop))
+    elif isinstance(way, ByStateHeads):
+        share = plan.shares[id(node)][rank]
+        fields = {way.heads: share.stop - share.start, way.groups: len(share.kv_heads)}
+        cut(way.per_head, 0, np.arange(share.start, share.stop))
+    elif isinstance(way, ByGroups):
+        own, whole = plan.columns[id(node.outputs[0])][rank], node.outputs[0].shape[-1]
+        fields = {way.groups: fields_of(node)[way.groups] * len(own) // whole}
+        cut(way.vectors, 0, own)
     elif isinstance(way, ByVocabulary):
-        counts = _balanced(values_of(operands(node)[way.table]).shape[0], plan.tp_size)
+        counts = balanced(values_of(operands(node)[way.table]).shape[0], plan.tp_size)
         start = sum(counts[:rank])
         fields = {way.start: start, way.sharded: 1}
         cut([way.table], 0, np.arange(start, start + counts[rank]))

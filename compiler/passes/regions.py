@@ -1,0 +1,221 @@
+"""Layers that are divided among ranks as one: attention with a gate, and layers that keep a state.
+
+Given:   linear layers → convolution, gates, norms of groups, attention or a state → linear layers
+Result:  for each tensor between the linear layers, which of its columns each rank has: those of its
+         heads, or where there are none as many as any other
+
+Where anything between is no such op, each rank computes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.probe import ELEMENTWISE
+from llmc.compiler.graph.rewrite import (
+    consumers,
+    fields_of,
+    is_llmc,
+    operand,
+    producer,
+    row_weights,
+    shard_of,
+    state_of,
+)
+from llmc.compiler.passes.shares import (
+    HeadShare,
+    balanced,
+    head_columns,
+    is_linear,
+    selects_rows,
+    share_heads,
+)
+from llmc.plugins.roles import ByColumns, ByElements, ByGroups, ByHeads, ByStateHeads
+
+_HEADS, _PACKED = "heads", "packed"  # a tensor has all heads' columns; queries, keys and values
+
+
+@dataclass
+class Region:
+    """What is divided together.
+
+    Args:
+        columns: for each tensor, by its id, per rank the columns of the whole that it has.
+        shares: for each node with heads, by its id, which of them each rank has.
+    """
+
+    columns: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    shares: dict[int, list[HeadShare]] = field(default_factory=dict)
+
+
+def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None) -> Region:
+    """All regions of a graph whose parts can be divided."""
+    found, seen = Region(), set[int]()
+    for seed in graph.nodes:
+        if id(seed) in seen or not (state_of(seed) or _is_gated(graph, seed)):
+            continue
+        region = _Spread(graph, head)
+        divides = region.spread(seed)
+        seen |= region.nodes.keys()
+        made = region.divide(tp_size) if divides else None
+        if made is not None:
+            found.columns.update(made.columns)
+            found.shares.update(made.shares)
+    return found
+
+
+def _is_gated(graph: gs.Graph, node: gs.Node) -> bool:
+    """Whether attention's result is multiplied by something that is computed too."""
+    if shard_of(node, ByHeads) is None:
+        return False
+    return any(user is not None and user.op in ELEMENTWISE and not is_llmc(user)
+               and sum(not isinstance(t, gs.Constant) for t in user.inputs) > 1
+               for user in consumers(graph, node.outputs[0]))
+
+
+class _Spread:
+    """A region as it grows from one node."""
+
+    def __init__(self, graph: gs.Graph, head: gs.Node | None) -> None:
+        self._graph, self._head = graph, head
+        self.nodes: dict[int, gs.Node] = {}
+        self._kind: dict[int, str] = {}
+        self._tensors: dict[int, gs.Tensor] = {}
+
+    def spread(self, seed: gs.Node) -> bool:
+        """Take in all that is divided with a node; False where something cannot be."""
+        stack: list[tuple[gs.Node, str]] = [(seed, _HEADS)]
+        if state_of(seed) and shard_of(seed, ByStateHeads) is None:  # what is behind tells
+            behind = _behind(self._graph, seed)
+            stack = [(behind, _HEADS)] if behind is not None else stack
+        divides = True
+        while stack:
+            node, kind = stack.pop()
+            if id(node) in self.nodes:
+                continue
+            self.nodes[id(node)] = node
+            for tensor, own in _data(node, kind):
+                if self._kind.setdefault(id(tensor), own) != own:
+                    divides = False
+                if id(tensor) in self._tensors:
+                    continue
+                self._tensors[id(tensor)] = tensor
+                for other in (producer(tensor), *consumers(self._graph, tensor)):
+                    if other is not None and _is_inside(other):
+                        stack.append((other, own))
+                    elif not self._is_border(other, tensor):
+                        divides = False
+        return divides
+
+    def _is_border(self, node: gs.Node | None, tensor: gs.Tensor) -> bool:
+        """Whether a node is a linear layer that makes the tensor, or one that sums it up."""
+        if node is None or node is self._head:
+            return False
+        if any(tensor is made for made in node.outputs):
+            return bool(row_weights(node))
+        way = shard_of(node, ByColumns)
+        return way is not None and operand(node, way.x) is tensor and is_linear(node, way) \
+            and sum(t is tensor for t in node.inputs) == 1
+
+    def divide(self, tp_size: int) -> Region | None:
+        """What each rank has; None where its heads cannot be dealt out, or cut groups."""
+        keyed = [node for node in self.nodes.values()
+                 if shard_of(node, ByStateHeads) or shard_of(node, ByHeads)]
+        made = Region()
+        if len(keyed) > 1:
+            return None
+        if keyed:
+            counts = _counts(keyed[0])
+            if tp_size > counts[0]:
+                return None
+            made.shares[id(keyed[0])] = share_heads(*counts, tp_size)
+        for key, tensor in self._tensors.items():
+            columns = self._divided(tensor, self._kind[key], keyed, made, tp_size)
+            if columns is None:
+                return None
+            made.columns[key] = columns
+        return made if all(_keeps_groups(node, made) for node in self.nodes.values()) else None
+
+    def _divided(self, tensor: gs.Tensor, kind: str, keyed: Sequence[gs.Node], region: Region,
+                 tp_size: int) -> list[np.ndarray] | None:
+        width = tensor.shape[-1]
+        if not keyed:  # channels that know nothing of one another
+            if any(other.shape[-1] != width for other in self._tensors.values()) \
+                    or width < tp_size:
+                return None
+            ends = np.cumsum(balanced(width, tp_size))[:-1]
+            return np.split(np.arange(width), ends)
+        node, shares = keyed[0], region.shares[id(keyed[0])]
+        if kind == _PACKED:
+            return [head_columns(share, _groups(node)) for share in shares]
+        heads = _counts(node)[0]
+        if width % heads:
+            return None
+        each = width // heads
+        return [np.arange(share.start * each, share.stop * each) for share in shares]
+
+
+def _behind(graph: gs.Graph, node: gs.Node) -> gs.Node | None:
+    """The op with heads that reads what a convolution makes."""
+    return next((user for user in consumers(graph, node.outputs[0])
+                 if shard_of(user, ByStateHeads) is not None), None)
+
+
+def _is_inside(node: gs.Node) -> bool:
+    return any(shard_of(node, way) is not None
+               for way in (ByStateHeads, ByHeads, ByElements, ByGroups)) \
+        or (not is_llmc(node) and (node.op in ELEMENTWISE or selects_rows(node)))
+
+
+def _data(node: gs.Node, kind: str) -> list[tuple[gs.Tensor, str]]:
+    """The tensors that are divided where a node is, and what they hold; `kind` is what one does."""
+    heads, states = shard_of(node, ByHeads), shard_of(node, ByStateHeads)
+    result = node.outputs[0]
+    if states is not None:
+        given = [(operand(node, states.packed), _PACKED),
+                 *((operand(node, name), _HEADS) for name in states.rows), (result, _HEADS)]
+    elif heads is not None:
+        given = [*((operand(node, name), _PACKED) for name in heads.heads), (result, _HEADS)]
+    elif is_llmc(node):
+        way = shard_of(node, ByElements) or shard_of(node, ByGroups)
+        assert way is not None
+        given = [(operand(node, way.x), kind), (result, kind)]
+    elif selects_rows(node):
+        given = [(node.inputs[0], kind), (result, kind)]
+    else:
+        given = [(tensor, kind) for tensor in (*node.inputs, result)]
+    return [(tensor, own) for tensor, own in given
+            if tensor is not None and not tensor.is_empty() and not isinstance(tensor, gs.Constant)]
+
+
+def _counts(node: gs.Node) -> tuple[int, int]:
+    """Heads, and the groups that they are in."""
+    fields, way = fields_of(node), shard_of(node, ByStateHeads)
+    names = (way.heads, way.groups) if way is not None else ("num_heads", "num_kv_heads")
+    return int(fields[names[0]]), int(fields[names[1]])
+
+
+def _groups(node: gs.Node) -> list[tuple[int, int, bool]]:
+    """Of queries, keys and values: heads, their size, and whether there is one for each head or for
+    each group.
+    """
+    fields, way = fields_of(node), shard_of(node, ByStateHeads)
+    heads, groups = _counts(node)
+    if way is None:
+        dim = fields["head_dim"]
+        return [(heads, dim, True), (groups, dim, False), (groups, dim, False)]
+    return [(groups, fields[way.key_dim], False)] * 2 + [(heads, fields[way.value_dim], True)]
+
+
+def _keeps_groups(node: gs.Node, region: Region) -> bool:
+    """Whether each rank has whole groups of what is normed by groups."""
+    way = shard_of(node, ByGroups)
+    if way is None:
+        return True
+    result = node.outputs[0]
+    each = result.shape[-1] // fields_of(node)[way.groups]
+    return all(len(own) % each == 0 and own[0] % each == 0 for own in region.columns[id(result)])
