@@ -16,7 +16,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from llmc import __version__, plugins
-from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands
+from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands, state_of
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.manifest import (
     FACTS,
@@ -26,6 +26,7 @@ from llmc.runtime.manifest import (
     FileEntry,
     GraphStep,
     LayerCache,
+    StateCache,
     TensorInfo,
     WeightForm,
     hash_file,
@@ -194,6 +195,8 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
         cache=tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
                                head_dim=node.attrs["head_dim"]) for node in attention),
         num_heads=tuple(node.attrs["num_heads"] for node in attention),
+        states=tuple(StateCache(shape=tuple(kept[0].shape[1:])) for node in graph.nodes
+                     if (kept := state_of(node)) is not None),
         weight_bytes=weight_bytes, encoder=encoder)
 
 

@@ -27,7 +27,7 @@ from llmc.compiler.channel_scales import find_pair, scale_channels
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.quantization import Scheme, Stored, decode, encode, quantize, scales_of
-from llmc.compiler.graph.rewrite import caches, op_of, operands, values_of
+from llmc.compiler.graph.rewrite import caches, op_of, operands, state_of, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
 from llmc.compiler.passes.quantize import is_rounded, refuse_rounded
@@ -130,12 +130,15 @@ def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str
         for cache, _ in caches(node):
             feeds[cache.name] = np.zeros((count, cache.shape[1], length, cache.shape[3]),
                                          np.float32)
+        state = state_of(node)
+        if state is not None:
+            feeds[state[0].name] = np.zeros((count, *state[0].shape[1:]), np.float32)
     return feeds
 
 
 def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a node makes, but for its caches."""
-    kept = {id(cache) for pair in caches(node) for cache in pair}
+    kept = {id(cache) for pair in [*caches(node), state_of(node) or ()] for cache in pair}
     given: dict[int, gs.Tensor] = {}
     for t in node.inputs:
         if isinstance(t, gs.Constant):

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.graph.rewrite import attends, caches, values_of
+from llmc.compiler.graph.names import HIDDEN_STATE
+from llmc.compiler.graph.rewrite import attends, caches, state_of, values_of
 from llmc.compiler.passes.packing import head_weight, token_table
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Dims, EncoderInfo
 
 
-def describe_model(graph: gs.Graph, architecture: str, vocab_size: int) -> Dims:
+def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_len: int) -> Dims:
     """The sizes of a fused graph that is not divided yet; `vocab_size` is that before padding.
 
     Raises:
-        LlmcError: it does not attend causally.
+        LlmcError: it neither attends causally nor keeps a state.
     """
     attention = [node for node in graph.nodes if caches(node)]
-    if not attention:
+    states = sum(state_of(node) is not None for node in graph.nodes)
+    if not attention and not states:
         raise LlmcError(f"the decoder of '{architecture}' has no causal self-attention")
-    cache, _ = caches(attention[0])[0]
-    fields = attention[0].attrs
+    fields = attention[0].attrs if attention else {}
+    # A hybrid's layers have a cache, one or two states, or both.
+    layers = sum(re.fullmatch(HIDDEN_STATE.format(r"\d+"), tensor.name) is not None
+                 for tensor in graph.tensors().values()) if states else 0
     head = head_weight(graph)
-    return Dims(num_layers=len(attention), hidden_size=token_table(graph).shape[1],
-                num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"],
-                head_dim=fields["head_dim"], vocab_size=vocab_size,
-                padded_vocab_size=values_of(head).shape[0], max_seq_len=cache.shape[2])
+    return Dims(num_layers=max(layers, len(attention), 1),
+                hidden_size=token_table(graph).shape[1], num_heads=fields.get("num_heads", 0),
+                num_kv_heads=fields.get("num_kv_heads", 0), head_dim=fields.get("head_dim", 0),
+                vocab_size=vocab_size, padded_vocab_size=values_of(head).shape[0],
+                max_seq_len=max_seq_len)
 
 
 def describe_encoder(raw: RawModel, encoder: gs.Graph, vocab_size: int, max_seq_len: int,

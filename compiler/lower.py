@@ -23,10 +23,10 @@ from llmc.compiler.graph.experts import EXPERTS_DOWN
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
-    attends,
     describe,
     fields_of,
     is_op,
+    knows_sequences,
     op_of,
     operands,
     producer,
@@ -47,7 +47,9 @@ from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, narrow_indices
 from llmc.compiler.passes.quantize import dequantize_weights, quantize_weights
 from llmc.compiler.passes.route import route
+from llmc.compiler.passes.rows import gates
 from llmc.compiler.passes.sdpa import sdpa
+from llmc.compiler.passes.states import states
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import TARGETS, About, limit_seq_len
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt
@@ -109,8 +111,10 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("experts", experts),      # before route, which looks for them
     GraphPass("route", route),          # before gemm: the router's linear layer is its border
     GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs
+    GraphPass("states", states),        # its borders are GEMMs, whose columns it chooses
     GraphPass("sdpa", sdpa),
     GraphPass("attention", attention),
+    GraphPass("gates", gates),          # after attention, which looks for its own layout
     GraphPass("gated_mlp", gated_mlp),  # before activation, which would take the gate's
     GraphPass("activation", activation),
     GraphPass("residual", residual),    # before add_norm: a GEMM adds for free
@@ -196,7 +200,8 @@ def fuse(raw: RawModel, options: Options) -> Fused:
     _require_cores(graphs, options.target)
     vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
                    if "vocab_size" in report.matches}
-    dims = describe_model(raw.graph, raw.architecture, vocab_sizes["pad_vocabulary"])
+    dims = describe_model(raw.graph, raw.architecture, vocab_sizes["pad_vocabulary"],
+                          settings.max_seq_len)
     info = None if raw.encoder is None else describe_encoder(
         raw, raw.encoder, vocab_sizes["share_weights"], settings.mem_max_seq_len, dims.vocab_size)
     return Fused(graphs, reports, settings, dims, info)
@@ -290,7 +295,7 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
 def _require_attention(graphs: Sequence[gs.Graph], reports: list[Report]) -> None:
     """Refuse a model whose attention was not fused."""
     for graph, prefix in zip(graphs, ("", "encoder."), strict=False):
-        if any(attends(node) for node in graph.nodes) and not any(
+        if any(map(knows_sequences, graph.nodes)) and not any(
                 is_op(node, SDPA) or node.op == "Softmax" for node in graph.nodes):
             continue
         refusals = [text for report in reports for text in report.refusals

@@ -171,6 +171,8 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
             shape = (1, cache.num_kv_heads, manifest.dims.max_seq_len, cache.head_dim)
             for kind in ("key", "value"):
                 state[f"{kind}_cache_{layer}"] = np.zeros(shape, np.float32)
+        for name, kept_state in chip.state_caches.items():
+            state[name] = np.zeros((1, *kept_state.shape), np.float32)
         states.append(state)
     kept: list[Values] = [{} for _ in states]
     for steps in zip(*(chip.steps for chip in manifest.chips), strict=True):

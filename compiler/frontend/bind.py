@@ -123,18 +123,23 @@ class Checkpoint:
         return None
 
 
+_ABOVE = [(Concatenate, 0)]
+
+
 def _merges(converter: WeightConverter) -> bool:
-    """Whether it stacks tensors of one expert each, perhaps one above the other first."""
+    """Whether it stacks tensors of one expert each, perhaps one above the other first; or lays
+    tensors one above the other.
+    """
     kinds = [(type(operation), operation.dim) for operation in converter.operations
              if isinstance(operation, MergeModulelist | Concatenate)]
     return len(kinds) == len(converter.operations) and kinds in (
-        [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+        _ABOVE, [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def _merge(name: str, sources: Mapping[str, Sequence[Weight]], converter: WeightConverter) -> \
         Weight:
-    """The stack [num_experts, rows, columns] of experts' tensors, of which a block is read when a
-    block of it is.
+    """The stack [num_experts, rows, columns] of experts' tensors, or tensors one above the other,
+    of which a block is read when a block of it is.
 
     Raises:
         LlmcError: experts differ in shape or dtype, or some have not all tensors.
@@ -152,6 +157,8 @@ def _merge(name: str, sources: Mapping[str, Sequence[Weight]], converter: Weight
             raise LlmcError(f"tensor '{odd.name}' is {odd.dtype} {list(odd.shape)}, but "
                             f"'{weights[0].name}' of the first expert {weights[0].dtype} "
                             f"{list(weights[0].shape)}")
+    if not any(isinstance(operation, MergeModulelist) for operation in converter.operations):
+        return Weight.concat([weights[0] for weights in lists])
     return Weight.stack([Weight.concat(own) for own in zip(*lists, strict=True)])
 
 

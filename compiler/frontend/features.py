@@ -14,6 +14,7 @@ import torch
 
 from llmc.compiler.frontend.experts import is_experts
 from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config
+from llmc.compiler.frontend.states import keeps_state
 from llmc.errors import LlmcError
 
 
@@ -103,6 +104,9 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
     claimed: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in claimed):
+            continue
+        if keeps_state(module):  # which is exported
+            claimed.append(f"{name}.")
             continue
         feature = next((feature for feature in FEATURES if feature.is_in(module)), None)
         if feature is _EXPERTS and any(map(is_experts, module.modules())):

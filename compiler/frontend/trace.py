@@ -15,6 +15,7 @@ import logging
 import re
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -44,9 +45,11 @@ from llmc.compiler.frontend.parts import (
 )
 from llmc.compiler.frontend.repeat import cut_layers
 from llmc.compiler.frontend.reproducible import Reproducible
+from llmc.compiler.frontend.states import states_as_nodes
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.rewrite import tidy
+from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
@@ -89,9 +92,11 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         model = _to_proto(exported, layers_name)
         text = text_config(config)
         layers = len(kept) or getattr(text, part.layers_key(text) or "num_hidden_layers")
-        if config._attn_implementation == ATTENTION and \
-                sum(node.op_type == "Sdpa" for node in model.graph.node) < \
-                layers * part.attentions:
+        made = Counter(node.op_type for node in model.graph.node)
+        # Of a hybrid not every layer attends.
+        keeps_states = made[CONVOLUTION.name] + made[RECURRENCE.name] > 0
+        if config._attn_implementation == ATTENTION and not keeps_states and \
+                made["Sdpa"] < layers * part.attentions:
             reasons.append("the model bypasses transformers' attention interface")
             continue
         return model
@@ -121,7 +126,7 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
-    with fake, _one_sequence_per_row():
+    with fake, _one_sequence_per_row(), states_as_nodes(model):
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

@@ -8,7 +8,7 @@ the function that would replace it. Equal pieces (as in every layer of a model) 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -170,9 +170,11 @@ def _session(model: bytes) -> ort.InferenceSession:
 
 
 def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
-         through: Callable[[gs.Node], bool] = lambda node: False) -> Piece | NoMatch:
+         through: Callable[[gs.Node], bool] = lambda node: False,
+         borders_at: Container[int] = ()) -> Piece | NoMatch:
     """The piece above `output`: up to llmc:: nodes' outputs along data, up to the graph's inputs
-    along positions and shapes. `through` names llmc:: nodes that belong inside.
+    along positions and shapes. `through` names llmc:: nodes that belong inside, `borders_at` has
+    the ids of other tensors to go up to.
     """
     order: list[gs.Node] = []
     seen: set[int] = set()
@@ -197,7 +199,7 @@ def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
                 borders[id(item)] = item
             continue
         node = producer(item)
-        if node is None:
+        if node is None or id(item) in borders_at:
             borders[id(item)] = item
         elif node.op == "Shape" and id(node.inputs[0]) in data and \
                 producer(node.inputs[0]) is not None:

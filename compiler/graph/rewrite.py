@@ -18,6 +18,7 @@ from llmc import plugins
 from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
 from llmc.compiler.graph.quantization import Scheme, Stored
 from llmc.compiler.graph.sdpa import SDPA
+from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.plugins import Op
@@ -25,7 +26,8 @@ from llmc.plugins.roles import ByRows, Shard
 
 _Shard = TypeVar("_Shard", bound=Shard)
 # Ops that passes make of others before anything is written.
-_PASSING = {op.name: op for op in (SDPA, EXPERTS_UP, EXPERTS_DOWN)}
+_PASSING = {op.name: op for op in (
+    SDPA, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,12 @@ def attends(node: gs.Node | None) -> TypeGuard[gs.Node]:
     return op is not None and op.attention is not None
 
 
+def knows_sequences(node: gs.Node | None) -> TypeGuard[gs.Node]:
+    """Whether a token's result depends on those before it: the op attends or keeps a state."""
+    op = op_of(node)
+    return op is not None and (op.attention is not None or op.state is not None)
+
+
 def caches(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
     """What a node keeps from step to step: each cache, with the output that continues it."""
     op = op_of(node)
@@ -256,6 +264,15 @@ def caches(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
         return []
     return [(node.inputs[op.input_names.index(name)], node.outputs[op.outputs.index(f"{name}_out")])
             for name in op.attention.caches]
+
+
+def state_of(node: gs.Node) -> tuple[gs.Tensor, gs.Tensor] | None:
+    """The state that a node keeps from step to step, and the output that continues it."""
+    op = op_of(node)
+    if op is None or op.state is None:
+        return None
+    name = op.state.state
+    return node.inputs[op.input_names.index(name)], node.outputs[op.outputs.index(f"{name}_out")]
 
 
 def exact_outputs(node: gs.Node) -> list[gs.Tensor]:
@@ -301,6 +318,15 @@ def row_weights(node: gs.Node | None) -> dict[str, gs.Tensor]:
     if node is None or way is None or way.stacked > 1:
         return {}
     return {name: tensor for name in way.inputs if (tensor := operand(node, name)) is not None}
+
+
+def graph_input(graph: gs.Graph, name: str, shape: tuple[str | int, ...]) -> gs.Variable:
+    """The graph's int32 input of this name, made on first use."""
+    found = next((tensor for tensor in graph.inputs if tensor.name == name), None)
+    if found is None:
+        found = gs.Variable(name, np.int32, shape)
+        graph.inputs.append(found)
+    return found
 
 
 def constant(tensor: gs.Tensor) -> np.ndarray | None:

@@ -128,6 +128,17 @@ class Weight(LazyValues):
             self._transposed._transposed = self
         return self._transposed
 
+    def reshape(self, shape: Sequence[int]) -> Weight:
+        """The same numbers in another shape. Reads all of it for each block unless rows stay."""
+        shape = tuple(int(dim) for dim in shape)
+        if shape == self.shape:
+            return self
+        if shape[:1] == self.shape[:1]:
+            return self._derived(shape, self.dtype, lambda start, stop: self.rows(
+                start, stop).reshape(stop - start, *shape[1:]))
+        return self._derived(shape, self.dtype,
+                             lambda start, stop: self.load().reshape(shape)[start:stop])
+
     def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Rows `index`, in that order; consecutive rows are read as one."""
         index = np.asarray(index, dtype=np.int64)

@@ -205,12 +205,15 @@ class _FoldedWeight:
     weight: Weight
 
 
+_FUNCTIONS = {"Exp": np.exp, "Neg": np.negative}
+_SHAPED = ("Squeeze", "Unsqueeze", "Reshape")
 _ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
 
 
 def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoMatch | None:
     operand = next((t for t in node.inputs if isinstance(t, gs.Constant)
                     and isinstance(t._values, Weight)), None)
+    shape = node.outputs[0].shape
     if operand is None or not all(isinstance(t, gs.Constant) or t.is_empty() for t in node.inputs):
         return None  # no weight, or activations too
     source = values_of(operand)
@@ -219,6 +222,10 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
         return _FoldedWeight(node.outputs[0], source.transpose())
     if node.op in ("Identity", "Cast"):
         return _FoldedWeight(node.outputs[0], source)
+    if node.op in _FUNCTIONS:
+        return _FoldedWeight(node.outputs[0], source.map(_FUNCTIONS[node.op]))
+    if node.op in _SHAPED and shape and all(isinstance(dim, int) for dim in shape):
+        return _FoldedWeight(node.outputs[0], source.reshape(shape))
     if node.op in _ARITHMETIC and len(node.inputs) == 2:
         left, right = node.inputs
         function = _ARITHMETIC[node.op]
@@ -247,7 +254,8 @@ def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> N
                 reader.inputs[i] = result
 
 
-WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", *_ARITHMETIC}),
+WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", *_FUNCTIONS, *_SHAPED,
+                                   *_ARITHMETIC}),
               _weight_expression, _fold_weight)
 
 

@@ -17,16 +17,17 @@ from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
-    attends,
     constant,
     describe,
     is_llmc,
     is_op,
+    knows_sequences,
     op_of,
     operands,
     producer,
     row_weights,
     shard_of,
+    state_of,
     tidy,
     values_of,
 )
@@ -48,8 +49,10 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
         _check_row_wise(node)
         if node.op in _LAST_AXIS:
             _from_the_end(node)
+        kept = state_of(node)
         for tensor in node.outputs:
-            if tensor.shape is not None and len(tensor.shape) == 3:
+            if tensor.shape is not None and len(tensor.shape) == 3 and not (
+                    kept and tensor is kept[1]):
                 tensor.shape = ("num_tokens", tensor.shape[-1])
         report.count("packed")
     used = {id(tensor) for node in graph.nodes for tensor in node.inputs}
@@ -92,12 +95,12 @@ def _from_the_end(node: gs.Node) -> None:
 
 
 def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Keep only the rows whose logits are wanted, from the last attention on.
+    """Keep only the rows whose logits are wanted, from the last op on that knows of sequences.
 
-    Given:   attention → row-wise nodes → logits
-    Result:  attention → Gather(rows of logits_indices) → row-wise nodes → logits
+    Given:   attention or a state → row-wise nodes → logits
+    Result:  attention or a state → Gather(rows of logits_indices) → row-wise nodes → logits
     """
-    last = [node for node in graph.nodes if attends(node)][-1]
+    last = [node for node in graph.nodes if knows_sequences(node)][-1]
     after: set[int] = {id(last.outputs[0])}
     nodes = []
     for node in graph.nodes:

@@ -46,7 +46,7 @@ class _Sdpa:
 
 
 def sdpa(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Run the pass, and number the layers of what it found in graph order."""
+    """Run the pass, and number the layers that attend, in graph order."""
     data = data_tensors(graph)
     masks = MaskProver(data, settings)
     standard = Rule("attention-op", frozenset({"Attention"}),
@@ -57,9 +57,14 @@ def sdpa(graph: gs.Graph, settings: Settings, report: Report) -> None:
                    _rewrite)
     apply_rules(graph, [standard, softmax], settings, report)
     found = [node for node in graph.nodes if is_op(node, SDPA)]
-    if any(node.attrs["layer"] < 0 for node in found):
+    layers = [node.attrs["layer"] for node in found if node.attrs["causal"]]
+    if any(node.attrs["layer"] < 0 for node in found) or len({*layers}) < len(layers):
         for layer, node in enumerate(found):
             node.attrs["layer"] = layer
+    else:  # those of a hybrid that attend
+        number = {layer: index for index, layer in enumerate(sorted({*layers}))}
+        for node in found:
+            node.attrs["layer"] = number.get(node.attrs["layer"], node.attrs["layer"])
 
 
 def _check_attention(node: gs.Node, masks: MaskProver) -> _Sdpa | NoMatch:

@@ -16,6 +16,7 @@ from llmc.compiler.graph.rewrite import (
     apply_rules,
     consumers,
     fields_of,
+    graph_input,
     merge_constants,
     op_of,
     operands,
@@ -191,8 +192,8 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
     graph.outputs.extend(updated)
     inputs |= {"key_cache": caches[0], "value_cache": caches[1],
                "qkv": _merged_projection(graph, match),
-               "cu_seqlens": _input(graph, "cu_seqlens", ("batch_plus_1",)),
-               "past_lens": _input(graph, "past_lens", ("batch",))}
+               "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",)),
+               "past_lens": graph_input(graph, "past_lens", ("batch",))}
     replace(graph, CAUSAL_ATTENTION, inputs, [match.output, *updated], attrs)
 
 
@@ -200,25 +201,16 @@ def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
     query, key, value = match.query, match.key, match.value
     inputs: dict[str, gs.Tensor | None] = {"distance_bias": match.bias}
     if isinstance(match, _CrossAttention):
-        inputs |= {"key_starts": _input(graph, "memory_starts", ("batch",)),
-                   "key_lens": _input(graph, "encoder_sequence_length", ("batch",))}
+        inputs |= {"key_starts": graph_input(graph, "memory_starts", ("batch",)),
+                   "key_lens": graph_input(graph, "encoder_sequence_length", ("batch",))}
     inputs |= {"query": _projection(graph, query, query.heads.columns, match.output),
                "key": _projection(graph, key, key.heads.distinct, match.output),
                "value": _projection(graph, value, value.heads.distinct, match.output),
-               "cu_seqlens": _input(graph, "cu_seqlens", ("batch_plus_1",))}
+               "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",))}
     replace(graph, BIDIRECTIONAL_ATTENTION, inputs, [match.output],
             dict(num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
                  head_dim=query.heads.columns.shape[1],
                  scale=match.node.attrs["scale"] * query.heads.gain * key.heads.gain))
-
-
-def _input(graph: gs.Graph, name: str, shape: tuple[str | int, ...]) -> gs.Variable:
-    """The graph's int32 input of this name, made on first use."""
-    found = next((tensor for tensor in graph.inputs if tensor.name == name), None)
-    if found is None:
-        found = gs.Variable(name, np.int32, shape)
-        graph.inputs.append(found)
-    return found
 
 
 def _projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs.Tensor) -> \

@@ -1,0 +1,257 @@
+"""Bring nodes that work on numbers laid out by heads or channels into rows [batch, seq, width].
+
+Given:   y = Sigmoid(Reshape(Split(Reshape(GEMM(x))))), element by element in any layout
+Result:  y = Sigmoid(GEMM'(x)), where the GEMM makes just these columns, in this order
+
+What lays out is recognised by running it, see graph/columns.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.columns import Columns, Joined, Layout, Placed, join, layout_of
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, data_tensors
+from llmc.compiler.graph.rewrite import (
+    NoMatch,
+    Report,
+    Settings,
+    fields_of,
+    is_llmc,
+    is_op,
+    op_of,
+    operands,
+    producer,
+    replace,
+    row_weights,
+    tidy,
+    values_of,
+)
+from llmc.compiler.graph.states import CONVOLUTION
+from llmc.compiler.graph.weights import Weight
+from llmc.plugins.group_rms_norm.op import OP as GROUP_RMS_NORM
+from llmc.plugins.rms_norm.op import OP as RMS_NORM
+
+
+def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Bring into rows what is element by element of some columns of a linear layer, such as the
+    gate of an attention that its query projection makes too.
+    """
+    rows = Rows(graph)
+    for node in list(graph.nodes):
+        above = [producer(tensor) for tensor in node.inputs]
+        if node.op not in ELEMENTWISE or not any(
+                maker is not None and maker.op in LAYOUT and not is_llmc(maker)
+                and maker.op not in ELEMENTWISE for maker in above):
+            continue
+        reason = rows.rewrite(node, in_place=True)
+        if reason is None:
+            report.count("gate")
+    tidy(graph)
+
+
+class Rows:
+    """Brings nodes into rows, one after the other as they come in the graph."""
+
+    def __init__(self, graph: gs.Graph) -> None:
+        self._graph = graph
+        self._data = data_tensors(graph)
+        self._known: dict[int, Placed] = {}  # tensors that are made in rows
+        self._taken: dict[tuple[object, ...], gs.Tensor] = {}
+        self._names = itertools.count()
+
+    def rewrite(self, node: gs.Node, in_place: bool = False) -> NoMatch | None:
+        """Have a node work on rows; or why it cannot. `in_place` wants a result that is rows."""
+        if is_op(node, RMS_NORM):
+            return self._norm(node)
+        if is_llmc(node):
+            return self._end(node)
+        if node.op in ELEMENTWISE:
+            return self._elementwise(node, in_place)
+        return NoMatch("this op is not row-wise", node)
+
+    def _layout(self, tensor: gs.Tensor) -> Layout | NoMatch:
+        return layout_of(tensor, self._data, self._known)
+
+    def _end(self, node: gs.Node) -> NoMatch | None:
+        """An op of ours, which takes rows."""
+        for index, tensor in enumerate(node.inputs):
+            if id(tensor) not in self._data or (is_llmc(producer(tensor))
+                                                and len(tensor.shape or ()) == 3):
+                continue
+            layout = self._layout(tensor)
+            joined = layout if isinstance(layout, NoMatch) else join([layout])
+            if isinstance(joined, NoMatch):
+                return joined
+            if not joined.in_order:
+                return NoMatch("tokens are not one after the other", tensor)
+            node.inputs[index] = self._columns(joined.operands[0])
+        return None
+
+    def _elementwise(self, node: gs.Node, in_place: bool) -> NoMatch | None:
+        layouts, constants = [], []
+        for tensor in node.inputs:
+            if isinstance(tensor, gs.Constant):
+                constants.append(tuple(tensor.shape))
+            elif not tensor.is_empty():
+                layout = self._layout(tensor)
+                if isinstance(layout, NoMatch):
+                    return layout
+                layouts.append(layout)
+        joined = join(layouts, *constants)
+        if isinstance(joined, NoMatch):
+            return NoMatch(joined.reason, node)
+        if in_place and not joined.is_rows:
+            return NoMatch("its result is laid out otherwise", node)
+        rows = iter(joined.operands)
+        inputs = []
+        for tensor in node.inputs:
+            if isinstance(tensor, gs.Constant):
+                made = self._constant(tensor, joined)
+                if isinstance(made, NoMatch):
+                    return NoMatch(made.reason, tensor)
+                inputs.append(made)
+            else:
+                inputs.append(tensor if tensor.is_empty() else self._columns(next(rows)))
+        result = self._result(node, joined)
+        self._graph.nodes.append(gs.Node(op=node.op, name=result.name, attrs=dict(node.attrs),
+                                         inputs=inputs, outputs=[result]))
+        return None
+
+    def _constant(self, tensor: gs.Constant, joined: Joined) -> gs.Constant | NoMatch:
+        """What of a constant meets each column, [width]; a number stays one."""
+        shape = tuple(tensor.shape)
+        if np.prod(shape, dtype=int) == 1:
+            return gs.Constant(f"{tensor.name}.{next(self._names)}", tensor.values.reshape(())) \
+                if shape else tensor
+        index = joined.of_constant(shape)
+        if isinstance(index, NoMatch):
+            return index
+        values = values_of(tensor)
+        flat = values.reshape((int(np.prod(shape)),)).take_rows(index)
+        return tensor if flat is values else gs.Constant(f"{tensor.name}.{next(self._names)}", flat)
+
+    def _norm(self, node: gs.Node) -> NoMatch | None:
+        """RMSNorm over the last axis of a layout: over all of a row, or each of its groups."""
+        given = operands(node)
+        layout = self._layout(given["x"])
+        joined = layout if isinstance(layout, NoMatch) else join([layout])
+        if isinstance(joined, NoMatch) or isinstance(layout, NoMatch):
+            return joined if isinstance(joined, NoMatch) else None
+        if (layout.token != layout.token[..., :1]).any():
+            return NoMatch("a norm over several tokens", node)
+        width, total = layout.token.shape[-1], joined.order.shape[1]
+        attrs, x = dict(node.attrs), self._columns(joined.operands[0])
+        result, gain, op = self._result(node, joined), given["weight"], RMS_NORM
+        if width < total:
+            op, attrs["groups"] = GROUP_RMS_NORM, total // width
+            gain = gs.Constant(f"{gain.name}.{next(self._names)}",
+                               values_of(gain).take_rows(np.tile(np.arange(width), total // width)))
+        replace(self._graph, op, {"x": x, "weight": gain}, [result], attrs)
+        return None
+
+    def _result(self, node: gs.Node, joined: Joined) -> gs.Tensor:
+        """In place of what a node makes, the same in rows."""
+        before = node.outputs[0]
+        if joined.is_rows:
+            before.inputs.clear()
+            before.shape = ["batch", "seq", joined.order.shape[1]]
+            self._known[id(before)] = Placed.of(before)
+            return before
+        made = gs.Variable(f"{before.name}.rows", before.dtype,
+                           ["batch", "seq", joined.order.shape[1]])
+        before.inputs.clear()
+        self._data.add(id(made))
+        self._known[id(before)] = Placed(made, joined.place)
+        return made
+
+    def _columns(self, wanted: Columns) -> gs.Tensor:
+        """Rows of these columns."""
+        borders = np.flatnonzero(np.diff(wanted.source)) + 1
+        parts = [(wanted.rows[int(source[0])], column) for source, column in zip(
+            np.split(wanted.source, borders), np.split(wanted.column, borders), strict=True)]
+        if len(parts) == 1:
+            return self._take(*parts[0])
+        key = tuple((id(rows), column.tobytes()) for rows, column in parts)
+        if key not in self._taken:
+            self._taken[key] = self._merged(parts) or self._concatenated(parts)
+        return self._taken[key]
+
+    def _merged(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor | None:
+        """Columns of several linear layers as those of one, where they differ in rows alone."""
+        gemms = [producer(rows) for rows, _ in parts]
+        first, op = gemms[0], op_of(gemms[0])
+        weights = [row_weights(gemm) for gemm in gemms]
+        if first is None or op is None or not weights[0] or any(
+                gemm is None or gemm.op != first.op or list(own) != list(weights[0])
+                or fields_of(gemm) != fields_of(first) or any(
+                    tensor is not operands(first).get(name)
+                    for name, tensor in operands(gemm).items() if name not in own)
+                for gemm, own in zip(gemms, weights, strict=True)):
+            return None
+        result = self._variable(parts[0][0], sum(len(column) for _, column in parts))
+        stacked = {name: gs.Constant(f"{weights[0][name].name}.{result.name}", Weight.concat(
+            [values_of(own[name]).take_rows(column)
+             for own, (_, column) in zip(weights, parts, strict=True)])) for name in weights[0]}
+        replace(self._graph, op, {**operands(first), **stacked}, [result], first.attrs)
+        return result
+
+    def _concatenated(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor:
+        tensors = [self._take(*part) for part in parts]
+        result = self._variable(tensors[0], sum(tensor.shape[-1] for tensor in tensors))
+        self._graph.nodes.append(gs.Node(op="Concat", name=result.name, attrs={"axis": -1},
+                                         inputs=tensors, outputs=[result]))
+        return result
+
+    def _take(self, rows: gs.Tensor, columns: np.ndarray) -> gs.Tensor:
+        """Columns of a tensor, made as such where its producer can."""
+        if np.array_equal(columns, np.arange(rows.shape[-1])):
+            return rows
+        key = (id(rows), columns.tobytes())
+        if key in self._taken:
+            return self._taken[key]
+        result = self._taken[key] = self._variable(rows, len(columns))
+        node = producer(rows)
+        op, cut = op_of(node), row_weights(node)
+        if node is not None and is_op(node, CONVOLUTION):
+            inputs = {name: self._take(tensor, columns) if name == "hidden_sequences" else
+                      self._cut(tensor, columns, result)
+                      for name, tensor in operands(node).items()}
+            replace(self._graph, CONVOLUTION, inputs, [result], node.attrs)
+        elif node is not None and op is not None and cut:
+            own = {name: self._cut(tensor, columns, result) for name, tensor in cut.items()}
+            replace(self._graph, op, {**operands(node), **own}, [result], node.attrs)
+        elif node is not None and op is None and node.op in ELEMENTWISE:
+            self._graph.nodes.append(gs.Node(
+                op=node.op, name=result.name, attrs=dict(node.attrs), outputs=[result],
+                inputs=[self._cut(tensor, columns, result) if isinstance(tensor, gs.Constant)
+                        else tensor if tensor.is_empty() else self._take(tensor, columns)
+                        for tensor in node.inputs]))
+        else:
+            self._graph.nodes.append(_selected(rows, columns, result))
+        return result
+
+    def _cut(self, tensor: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Tensor:
+        """Of a constant for each column those for these; a number is for all."""
+        values = values_of(tensor)
+        return gs.Constant(f"{tensor.name}.{result.name}", values.take_rows(columns)) \
+            if values.shape and values.shape != (1,) else tensor
+
+    def _variable(self, like: gs.Tensor, width: int) -> gs.Variable:
+        made = gs.Variable(f"{like.name}.{next(self._names)}", like.dtype, ["batch", "seq", width])
+        self._data.add(id(made))
+        return made
+
+
+def _selected(rows: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Node:
+    """A node that selects columns: a Slice where they follow one another."""
+    if np.array_equal(columns, np.arange(columns[0], columns[0] + len(columns))):
+        bounds = [gs.Constant(f"{result.name}.{name}", np.array([value], np.int64))
+                  for name, value in (("start", columns[0]), ("end", columns[-1] + 1),
+                                      ("axis", -1))]
+        return gs.Node(op="Slice", name=result.name, inputs=[rows, *bounds], outputs=[result])
+    return gs.Node(op="Gather", name=result.name, attrs={"axis": -1}, outputs=[result],
+                   inputs=[rows, gs.Constant(f"{result.name}.index", columns)])

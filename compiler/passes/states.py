@@ -1,0 +1,131 @@
+"""Give layers that keep a state their rows and their state.
+
+Given:   Convolution and Recurrence, and around them, between linear layers, whatever lays numbers
+         out by heads or by channels: transposes, reshapes, splits; norms of each head; gates
+Result:  CausalConv1d and GatedLinearAttention, each with its state, and row-wise nodes on
+         [batch, seq, width]; a linear layer makes the columns that one of them wants, in its order
+
+What lays out is recognised by running it, see graph/columns.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.probe import LAYOUT, data_tensors
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Settings,
+    describe,
+    fields_of,
+    graph_input,
+    is_llmc,
+    is_op,
+    operands,
+    producer,
+    replace,
+    tidy,
+    weight,
+)
+from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
+from llmc.compiler.passes.rows import Rows
+from llmc.errors import LlmcError
+from llmc.plugins.causal_conv1d.op import OP as CAUSAL_CONV1D
+from llmc.plugins.linear_attention.op import OP as LINEAR_ATTENTION
+from llmc.plugins.rms_norm.op import OP as RMS_NORM
+
+_OTHERS = ("Shape", "Size")  # of computed tensors, for reshapes
+
+
+def states(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass.
+
+    Raises:
+        LlmcError: what is around a layer with a state is not row-wise.
+    """
+    found = [node for node in graph.nodes if is_op(node, CONVOLUTION, RECURRENCE)]
+    report.matches.update({"convolution": 0, "recurrence": 0})
+    if not found:
+        return
+    rows = Rows(graph)
+    for node in _region(graph, found):
+        reason = rows.rewrite(node)
+        if reason is not None:
+            raise LlmcError(f"a layer that keeps a state was not recognised: {reason} "
+                            f"({describe(node)})")
+    tidy(graph)
+    found = [node for node in graph.nodes if is_op(node, CONVOLUTION, RECURRENCE)]
+    for number, node in enumerate(found):
+        _with_state(graph, node, number)
+        report.count(node.op.lower())
+    tidy(graph)
+
+
+def _region(graph: gs.Graph, found: list[gs.Node]) -> list[gs.Node]:
+    """The nodes behind these as far as the next ops of ours that are no norms, and the nodes above
+    all of them as far as the last such ops; but for those that only lay out.
+    """
+    inside = {id(node): node for node in found}
+    stack = list(found)
+    while stack:
+        node = stack.pop()
+        if is_llmc(node) and not is_op(node, CONVOLUTION, RECURRENCE, RMS_NORM):
+            continue
+        for user in (user for tensor in node.outputs for user in tensor.outputs):
+            if id(user) not in inside:
+                inside[id(user)] = user
+                stack.append(user)
+    stack = list(inside.values())
+    data = data_tensors(graph)
+    while stack:
+        for tensor in stack.pop().inputs:
+            above = producer(tensor)
+            if above is not None and id(tensor) in data and not is_llmc(above) \
+                    and id(above) not in inside:
+                inside[id(above)] = above
+                stack.append(above)
+    return [node for node in graph.nodes if id(node) in inside
+            and node.op not in (LAYOUT - {"Cast"}) | {*_OTHERS}]
+
+
+def _with_state(graph: gs.Graph, node: gs.Node, number: int) -> None:
+    """The op that keeps a state in place of one that begins anew.
+
+    Raises:
+        LlmcError: what it multiplies by is no weight.
+    """
+    fields, given = fields_of(node), operands(node)
+    for name in ("weight", "bias", "skip"):
+        if name in given and weight(given[name]) is None:
+            raise LlmcError(f"a layer that keeps a state was not recognised: its {name} is "
+                            f"computed ({describe(node)})")
+    op, shape = CAUSAL_CONV1D, [fields.get("kernel_size", 1) - 1, node.outputs[0].shape[-1]]
+    if is_op(node, RECURRENCE):
+        op, shape = LINEAR_ATTENTION, [fields[name] for name in (
+            "num_v_heads", "k_head_dim", "v_head_dim")]
+    name = f"state_{number}"
+    before, after = (gs.Variable(own, np.float32, ("batch", *shape))
+                     for own in (name, f"{name}_out"))
+    graph.inputs.append(before)
+    graph.outputs.append(after)
+    inputs = {own.removesuffix("_sequences"): tensor for own, tensor in given.items()}
+    if is_op(node, RECURRENCE):
+        _name_packed(given["qkv_sequences"])
+    replace(graph, op, {
+        **inputs, "state": before, "cu_seqlens": graph_input(graph, "cu_seqlens",
+                                                            ("batch_plus_1",)),
+        "past_lens": graph_input(graph, "past_lens", ("batch",))},
+        [node.outputs[0], after], node.attrs)
+
+
+def _name_packed(tensor: gs.Tensor) -> None:
+    """Name queries, keys and values as what they are. Ranks have parts of each of them, so that
+    nothing in the exported graph compares with it.
+    """
+    while not tensor.name.endswith(".qkv"):
+        tensor.name += ".qkv"
+        node = producer(tensor)
+        if not is_op(node, CONVOLUTION, CAUSAL_CONV1D):
+            break
+        tensor = node.inputs[0]
