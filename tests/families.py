@@ -118,11 +118,50 @@ SIZES = {**_HEADS, "sliding_window": 8, "num_experts": 4, "num_local_experts": 4
          "shared_intermediate_size": 48, "n_shared_experts": 1, "num_shared_experts": 1,
          "moe_num_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
          "rotary_dim": 8, "index_topk": 64}
+# Layers that keep a state, of which some attend too.
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+           "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4,
+           "layer_types": ["linear_attention", "linear_attention", "full_attention",
+                           "linear_attention"]}
+_SHORT = {**_LLAMA, "num_hidden_layers": 4,
+          "layer_types": ["conv", "conv", "full_attention", "conv"]}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
+          "mamba_expand": 2, "mamba_d_conv": 4, "mamba_chunk_size": 8}
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 48}
+HYBRIDS = {
+    "qwen3_5_text": {**_HEADS, **_LINEAR},
+    "qwen3_5_moe_text": {**_HEADS, **_LINEAR, **_SHARED_EXPERT},
+    "qwen3_next": {**_HEADS, **_LINEAR, **_SHARED_EXPERT},
+    "olmo_hybrid": {**_LLAMA, **_LINEAR},
+    "lfm2": _SHORT,
+    "lfm2_moe": {**_SHORT, **_EXPERTS, "num_dense_layers": 1},
+    "mamba2": {**_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8,
+               "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8},
+    "granitemoehybrid": {
+        **MIXTURES["granitemoe"], **_MAMBA, "num_hidden_layers": 4, "shared_intermediate_size": 48,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "nemotron_h": {**_HEADS, **_ROUTED, "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+                   "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+                   "conv_kernel": 4, "chunk_size": 8, "moe_shared_expert_intermediate_size": 48},
+    "falcon_h1": {**_HEADS, **_MAMBA, "mamba_d_ssm": 128, "mlp_multipliers": [0.9, 0.7],
+                  "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "ssm_in_multiplier": 0.7,
+                  "ssm_out_multiplier": 0.6, "attention_in_multiplier": 0.9,
+                  "attention_out_multiplier": 0.8, "key_multiplier": 0.5,
+                  "embedding_multiplier": 2.0, "lm_head_multiplier": 0.4},
+    "zamba2": {**_TOKENS, "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4,
+               "num_key_value_heads": 4, "attention_head_dim": 32, "max_position_embeddings": 64,
+               "num_hidden_layers": 5, "num_mem_blocks": 1, "use_mem_rope": True,
+               "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+               "mamba_d_state": 8, "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 8,
+               "mamba_headdim": 16, "chunk_size": 8, "adapter_rank": 8},
+    "bamba": {**_LLAMA, **_MAMBA, "attn_layer_indices": [1]},
+}
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({
     "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
     "helium", "ernie4_5", "arcee", "olmo3", "ministral", "cohere2", "vaultgemma",
-    "umt5", "mbart", "pegasus", "blenderbot-small"})
+    "umt5", "mbart", "pegasus", "blenderbot-small", "qwen3_5_moe_text", "lfm2_moe", "bamba"})
 
 _T5 = dict(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=100, num_layers=4, num_decoder_layers=4,
            num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20,
@@ -180,7 +219,7 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
-    known = {**FAMILIES, **UNPLANNED, **MIXTURES}.get(family, {})
+    known = {**FAMILIES, **UNPLANNED, **MIXTURES, **HYBRIDS}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
     return randomized(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
@@ -188,8 +227,9 @@ def tiny_model(family: str, **changes) -> torch.nn.Module:
 def randomized(model: torch.nn.Module) -> torch.nn.Module:
     """The model with every parameter drawn again."""
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.eval().parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.15, generator)
+    for name, parameter in model.eval().named_parameters():
+        # A state that remembers longer than a few tokens.
+        torch.nn.init.normal_(parameter, -3.0 if name.endswith("A_log") else 0.0, 0.15, generator)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.15, generator)

@@ -11,7 +11,8 @@ PREFILL, STEPS = 12, 16
 
 def limits(family):
     """tp sizes that make sense: up to 4 heads."""
-    config = {**families.FAMILIES, **families.UNPLANNED, **families.MIXTURES}[family]
+    config = {**families.FAMILIES, **families.UNPLANNED, **families.MIXTURES,
+              **families.HYBRIDS}[family]
     return [size for size in (1, 2, 3, 4)
             if size <= config.get("num_attention_heads", config.get("n_head", 4))]
 
@@ -57,6 +58,11 @@ def test_a_mixture_of_experts_equals_transformers_at_every_tp_size(family, tmp_p
 @pytest.mark.parametrize("family", families.UNPLANNED_MIXTURES)
 def test_a_mixture_nobody_planned_for_just_works(family, tmp_path):
     check_family(family, [1, 2], tmp_path, **families.sizes_of(family))
+
+
+@pytest.mark.parametrize("family", families.once(families.HYBRIDS))
+def test_a_hybrid_equals_transformers_at_every_tp_size(family, tmp_path):
+    check_family(family, limits(family), tmp_path)
 
 
 def test_heads_may_be_normed_behind_the_rotary_embedding(tmp_path):

@@ -1,0 +1,186 @@
+"""Layers that keep a state beyond what each family computes: how they are recognised, divided and
+written, and what is refused.
+"""
+
+import json
+import re
+
+import families
+import numpy as np
+import pytest
+import torch
+from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+import llmc
+from llmc.compiler import lower
+from llmc.compiler.check.diff import diff
+from llmc.compiler.frontend import load, trace
+from llmc.compiler.frontend.states import keeps_state
+from llmc.compiler.targets import Options
+from llmc.runtime.manifest import read_manifest
+
+TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
+
+
+def fused(family, tmp_path, **changes):
+    hf = families.save(families.tiny_model(family, **changes), tmp_path / family)
+    return lower.fuse(load(hf), Options()).graphs[0]
+
+
+def count(graph, op):
+    return sum(node.op == op for node in graph.nodes)
+
+
+@pytest.mark.parametrize(("family", "rule", "l2norm", "convolutions", "recurrences"), [
+    ("qwen3_next", "gated_delta", 1, 3, 3), ("olmo_hybrid", "gated_delta", 1, 3, 3),
+    ("falcon_h1", "gated", 0, 3, 3), ("lfm2", None, None, 3, 0)])
+def test_layers_are_recognised_by_what_they_compute(family, rule, l2norm, convolutions,
+                                                    recurrences, tmp_path):
+    """And nothing is left of what lays out heads and channels."""
+    graph = fused(family, tmp_path)
+    assert count(graph, "CausalConv1d") == convolutions
+    found = [node for node in graph.nodes if node.op == "GatedLinearAttention"]
+    assert len(found) == recurrences
+    assert all((node.attrs["update_rule"], node.attrs.get("l2norm", 0)) == (rule, l2norm)
+               for node in found)
+    assert not {"Transpose", "Reshape"} & {node.op for node in graph.nodes}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_a_deeper_hybrid_exports_no_more_layers(family, tmp_path, monkeypatch):
+    changes = {"num_hidden_layers": 9}
+    if family == "qwen3_5_text":
+        kinds = ["linear_attention", "linear_attention", "full_attention"]
+        changes["layer_types"] = kinds * 3
+    model = families.tiny_model(family, **changes)
+    real, nodes = trace._to_proto, []
+
+    def counted(*args):
+        proto = real(*args)
+        nodes.append(sum(node.op_type == "Recurrence" for node in proto.graph.node))
+        return proto
+
+    monkeypatch.setattr(trace, "_to_proto", counted)
+    raw = load(families.save(model, tmp_path / "hf"))
+    assert not raw.notes and nodes in ([2], [])  # [] where another run has left its export
+    llmc.compile(tmp_path / "hf", tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
+def test_a_prompt_of_many_chunks_equals_transformers(tmp_path):
+    """transformers goes by chunks of 64 tokens, ranks by heads, steps by 48 tokens."""
+    for family in ("qwen3_5_text", "mamba2"):
+        model = families.tiny_model(family, max_position_embeddings=256)
+        hf = families.save(model, tmp_path / family)
+        llmc.compile(hf, tmp_path / f"{family}-case", tp_size=2, max_seq_len=200)
+        tokens = np.random.default_rng(1).integers(3, families.VOCAB, 190).tolist()
+        with llmc.LLM(tmp_path / f"{family}-case", max_num_batched_tokens=48) as llm:
+            session = llm.session(1)
+            got = session.extend([tokens], all_logits=True)
+        families.assert_close(got, families.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize(("family", "shares"), [
+    # states of two key heads with two value heads each, by three ranks: the last has a whole group
+    ("qwen3_5_text", [(1, 16, 8), (1, 16, 8), (2, 16, 8)]),
+    # norms of two groups, which three ranks would cut: each has all
+    ("nemotron_h", [(8, 8, 16)] * 3)])
+def test_heads_of_a_state_are_divided_as_groups_allow(family, shares, tmp_path):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=3)
+    chips = read_manifest(tmp_path / "case").chips
+    found = [next(state.shape for state in chip.states if len(state.shape) == 3) for chip in chips]
+    assert sorted(found) == shares
+
+
+def test_a_gate_is_divided_with_its_attention(tmp_path):
+    """Of a query projection that makes gates too."""
+    case = tmp_path / "case"
+    hf = families.save(families.tiny_model("qwen3_5_text"), tmp_path / "hf")
+    llmc.compile(hf, case, tp_size=2)
+    assert [chip.num_heads for chip in read_manifest(case).chips] == [(2,), (2,)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_diff_compares_states_with_the_exported_layers(family, tmp_path):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", tp_size=2)
+    assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
+
+
+def test_a_planted_error_in_a_state_is_found(tmp_path):
+    hf = families.save(families.tiny_model("falcon_h1"), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case")
+    families.plant(tmp_path / "case", 0, "model.layers.1.mamba.D", 3.0)
+    report = diff(tmp_path / "case", hf, bisect=True, tokens=2)
+    assert "GatedLinearAttention" in report.verdict
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt_rtx"])
+def test_a_target_that_keeps_no_states_is_refused(target, tmp_path):
+    hf = families.save(families.tiny_model("lfm2"), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=rf"^target '{target}' has no kernel for "
+                                             r"llmc::CausalConv1d yet, which .*--target cpu$"):
+        llmc.compile(hf, tmp_path / "case", target=target)
+
+
+def check_refused(family, tmp_path, monkeypatch, match):
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    exporter = trace._run_exporter
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    with pytest.raises(llmc.LlmcError, match=match) as caught:
+        llmc.compile(hf, tmp_path / "case")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_row_wise_around_a_state_is_named(tmp_path, monkeypatch):
+    real = modeling_qwen3_5.Qwen3_5RMSNormGated.forward
+    monkeypatch.setattr(
+        modeling_qwen3_5.Qwen3_5RMSNormGated, "forward",
+        lambda self, x, gate=None: real(self, x, gate) * torch.softmax(gate, dim=0))
+    check_refused("qwen3_5_text", tmp_path, monkeypatch,
+                  r"a layer that keeps a state was not recognised: this op is not row-wise: "
+                  r"Softmax .*\(Softmax ")
+
+
+def test_a_convolution_that_is_computed_is_named(tmp_path, monkeypatch):
+    real = modeling_lfm2.Lfm2ShortConv.forward
+
+    def forward(self, hidden_states, **others):
+        made = real(self, hidden_states, **others)
+        return made + modeling_lfm2.causal_conv1d_fn(
+            made.transpose(1, 2), made[0, :3].transpose(0, 1)).transpose(1, 2)
+
+    monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", forward)
+    check_refused("lfm2", tmp_path, monkeypatch, r"a layer that keeps a state was not recognised: ")
+
+
+def test_loops_that_no_node_stands_for_are_not_taken(tmp_path):
+    """A convolution that is exported does not make a layer one that is."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            "mamba", hidden_size=64, num_hidden_layers=1, vocab_size=families.VOCAB))
+    assert not any(keeps_state(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    (lambda chip: chip["states"].pop(), r"chip 0 needs 'state_5' before it is made"),
+    (lambda chip: chip["states"][0]["shape"].__setitem__(0, 4), r"'state_0' is float32 "),
+    (lambda chip: chip["states"][1].update(shape=[2**30, 2**30, 4]),
+     r"'state_1' takes \d+ bytes for a sequence"),
+])
+def test_a_manifest_whose_states_are_wrong_is_refused(change, match, tmp_path):
+    hf = families.save(families.tiny_model("falcon_h1"), tmp_path / "hf")
+    case = tmp_path / "case"
+    llmc.compile(hf, case)
+    path = case / "model_info.json"
+    data = json.loads(path.read_text())
+    change(data["chips"][0])
+    path.write_text(json.dumps(data))
+    with pytest.raises(llmc.LlmcError, match=match) as caught:
+        llmc.LLM(case)
+    assert "\n" not in re.sub(r"\\n", "", str(caught.value))

@@ -1,0 +1,146 @@
+"""Models whose layers keep a state: who shares a prompt, leaves, searches or comes late gets the
+tokens that transformers gives.
+"""
+
+import threading
+
+import families
+import numpy as np
+import pytest
+import torch
+
+import llmc
+from llmc.runtime.manifest import read_manifest
+
+FAMILY = "falcon_h1"  # each of its layers attends and keeps two states
+RNG = np.random.default_rng(8)
+SYSTEM = RNG.integers(3, families.VOCAB, 18).tolist()
+PROMPTS = [(SYSTEM if n % 2 else []) + RNG.integers(3, families.VOCAB, length).tolist()
+           for n, length in enumerate((3, 7, 1, 9, 24, 5, 12, 2))]
+COUNT = 10
+
+
+@pytest.fixture(scope="module")
+def model():
+    return families.tiny_model(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def hf(model, tmp_path_factory):
+    return families.save(model, tmp_path_factory.mktemp("states") / "hf")
+
+
+@pytest.fixture(scope="module")
+def cases(hf, tmp_path_factory):
+    return families.compile_sizes(hf, tmp_path_factory.mktemp("cases"), [1, 2])
+
+
+@pytest.fixture(params=[1, 2])
+def case(cases, request):
+    return cases[request.param]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """transformers' tokens."""
+    made = []
+    for prompt in PROMPTS:
+        known = list(prompt)
+        while len(known) < len(prompt) + COUNT:
+            known.append(int(families.reference_logits(model, known)[-1].argmax()))
+        made.append(tuple(known[len(prompt):]))
+    assert len({*made}) == len(made)
+    return made
+
+
+def tokens(count=COUNT, **params):
+    return llmc.SamplingParams(max_tokens=count, ignore_eos=True, **params)
+
+
+def ask_at_once(llm, params):
+    """Each prompt by a thread; `params` by index."""
+    got = {}
+
+    def ask(index):
+        got[index] = llm.generate([PROMPTS[index]], params(index))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(case, expected, block_size):
+    with llmc.LLM(case, max_batch_size=3, max_num_batched_tokens=7, kv_cache_tokens=48,
+                  block_size=block_size) as llm:
+        got = ask_at_once(llm, lambda index: tokens())
+        assert [got[n][0].token_ids for n in range(len(PROMPTS))] == expected
+        assert block_size > 1 or llm.metrics()["preemptions"] > 0
+
+
+def test_prompts_that_begin_alike_are_computed_each(case, expected):
+    """Blocks of keys and values are not all that was read."""
+    with llmc.LLM(case, block_size=4) as llm:
+        for _ in range(2):
+            assert [own.token_ids for own in llm.generate(PROMPTS, tokens())] == expected
+        assert llm.metrics()["cache_hits"] == 0
+
+
+@pytest.mark.parametrize("budget", [4, 64])
+def test_completions_of_a_prompt_go_on_from_its_state(case, expected, budget, monkeypatch):
+    with llmc.LLM(case, block_size=4, max_num_batched_tokens=budget, max_batch_size=4) as llm:
+        read = families.steps_read(llm, monkeypatch)
+        got = llm.generate([PROMPTS[5]], tokens(n=3, temperature=1.0, top_k=1))
+    assert [own.token_ids for own in got] == [expected[5]] * 3
+    assert sum(read) == len(PROMPTS[5]) + 2 + 3 * (COUNT - 1)
+
+
+def test_completions_are_drawn_as_they_are_alone(case):
+    drawn = [tokens(temperature=1.0, seed=seed, n=2) for seed in range(len(PROMPTS))]
+    with llmc.LLM(case, max_batch_size=1) as llm:
+        alone = [[own.token_ids for own in llm.generate([prompt], params)]
+                 for prompt, params in zip(PROMPTS, drawn, strict=True)]
+    with llmc.LLM(case, max_batch_size=3, kv_cache_tokens=128, block_size=4) as llm:
+        got = ask_at_once(llm, lambda index: drawn[index])
+    assert [[own.token_ids for own in got[n]] for n in range(len(PROMPTS))] == alone
+
+
+@pytest.mark.parametrize("beams", [3])
+def test_beams_are_transformers(case, model, beams):
+    params = tokens(beam_width=beams)
+    with llmc.LLM(case, block_size=4) as llm:
+        got = llm.generate(PROMPTS[:4], params)
+    for prompt, own in zip(PROMPTS, got, strict=False):
+        with torch.no_grad():
+            best = model.generate(torch.tensor([prompt]), num_beams=beams, max_new_tokens=COUNT,
+                                  do_sample=False, eos_token_id=None, pad_token_id=0,
+                                  use_cache=False)
+        assert own.token_ids == tuple(best[0, len(prompt):].tolist())
+
+
+def test_who_leaves_frees_its_place(case, expected):
+    with llmc.LLM(case, max_batch_size=1) as llm:
+        stream = llm.stream(PROMPTS[0], tokens(30))
+        next(stream)
+        stream.close()
+        assert llm.generate([PROMPTS[3]], tokens())[0].token_ids == expected[3]
+        assert llm.metrics()["running"] == 0
+
+
+def test_a_session_goes_on_beside_others(case, model, expected):
+    with llmc.LLM(case, max_batch_size=4) as llm:
+        session = llm.session(2)
+        session.extend([PROMPTS[4][:10], PROMPTS[6][:3]])
+        assert llm.generate([PROMPTS[1]], tokens())[0].token_ids == expected[1]
+        got = session.extend([PROMPTS[4][10:], PROMPTS[6][3:]])
+    wanted = [families.reference_logits(model, PROMPTS[n])[-1] for n in (4, 6)]
+    families.assert_close(got, np.stack(wanted))
+
+
+def test_the_manifest_says_what_each_chip_keeps(cases):
+    manifest = read_manifest(cases[2])
+    assert manifest.dims.num_layers == 3 == len(manifest.chips[0].cache)
+    assert [state.shape for state in manifest.chips[0].states] == [(3, 80), (4, 8, 16)] * 3
