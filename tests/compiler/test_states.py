@@ -9,6 +9,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -80,6 +81,17 @@ def test_a_prompt_of_many_chunks_equals_transformers(tmp_path):
             session = llm.session(1)
             got = session.extend([tokens], all_logits=True)
         families.assert_close(got, families.reference_logits(model, tokens))
+
+
+def test_the_language_model_of_a_class_that_reads_images(tmp_path):
+    """From the whole checkpoint, in which it is under a prefix."""
+    text = AutoConfig.for_model("qwen3_5_text", **families.HYBRIDS["qwen3_5_text"])
+    config = AutoConfig.for_model("qwen3_5", text_config=text.to_dict(), vision_config=dict(
+        hidden_size=32, intermediate_size=48, depth=1, num_heads=2, out_hidden_size=64))
+    model = families.randomized(AutoModelForImageTextToText.from_config(config))
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
 @pytest.mark.parametrize(("family", "shares"), [
@@ -159,8 +171,6 @@ def test_a_convolution_that_is_computed_is_named(tmp_path, monkeypatch):
 
 def test_loops_that_no_node_stands_for_are_not_taken(tmp_path):
     """A convolution that is exported does not make a layer one that is."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
             "mamba", hidden_size=64, num_hidden_layers=1, vocab_size=families.VOCAB))
