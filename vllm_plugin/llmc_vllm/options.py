@@ -56,8 +56,8 @@ def _check(args: Any, manifest: Manifest) -> None:
         raise LlmcError(f"{model} is an encoder-decoder model, which llmc does not run inside "
                         f"vLLM; use llmc serve")
     if manifest.chips[0].states:
-        raise LlmcError(f"{model} has layers that keep a state beside the KV cache, which llmc does "
-                        f"not run inside vLLM; use llmc serve")
+        raise LlmcError(f"{model} has layers that keep a state beside the KV cache, which llmc "
+                        f"does not run inside vLLM; use llmc serve")
     if args.tensor_parallel_size not in (1, manifest.tp_size):
         raise LlmcError(f"tensor_parallel_size {args.tensor_parallel_size} is not "
                         f"{manifest.tp_size}, for which {model} was compiled; leave it out, or "
