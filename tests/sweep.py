@@ -197,11 +197,11 @@ def main() -> None:
     def note(name: str) -> None:
         results[name] = run_family(name)
         print(f"{name}: {results[name]['outcome']}: {results[name]['why']}", flush=True)
+        if arguments.output:
+            arguments.output.write_text(table(dict(results)), encoding="utf-8")
 
     with ThreadPoolExecutor(arguments.jobs) as threads:
         list(threads.map(note, names))
-    if arguments.output:
-        arguments.output.write_text(table(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import llmc
 import llmc_vllm
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.decoding.sampling import Sampler
+from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import Limits
+from llmc_vllm import options
 from llmc_vllm.sequences import Sequences
 
 
@@ -48,7 +50,7 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
                                                           "enforce_eager", "async_scheduling"})
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("given", "said"), [
     (dict(tensor_parallel_size=4), "tensor_parallel_size 4 is not 2, for which 'LlamaForCausalLM' "
                                    "was compiled; leave it out, or compile with --tp_size 4"),
     (dict(dtype="bfloat16"), "dtype bfloat16 is not float32"),
@@ -61,9 +63,19 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
     (dict(async_scheduling=True), "async_scheduling True is not for"),
     (dict(logprobs_mode="processed_logprobs"), "logprobs_mode 'processed_logprobs' is not for"),
 ])
-def test_what_a_case_directory_does_not_have_is_refused_by_name(options, said):
+def test_what_a_case_directory_does_not_have_is_refused_by_name(given, said):
     with pytest.raises(llmc.LlmcError, match=said):
-        EngineArgs(str(case(2)), **options).create_engine_config()
+        EngineArgs(str(case(2)), **given).create_engine_config()
+
+
+def test_a_model_that_keeps_states_is_refused(monkeypatch):
+    manifest = read_manifest(case(1))
+    keeps = manifest.chips[0].model_copy(update={"states": (SimpleNamespace(),)})
+    monkeypatch.setattr(options, "read_manifest",
+                        lambda path: manifest.model_copy(update={"chips": (keeps,)}))
+    with pytest.raises(llmc.LlmcError, match="has layers that keep a state beside the KV cache, "
+                                             "which llmc does not run inside vLLM; use llmc serve"):
+        EngineArgs(str(case(1))).create_engine_config()
 
 
 def test_a_broken_case_directory_is_told_as_llmc_tells_it(tmp_path):
