@@ -39,7 +39,8 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     x = inputs["x"].astype(np.float64)
-    parts = x.reshape(*x.shape[:-1], fields["groups"], -1)
+    groups = fields["groups"]
+    parts = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     normed = parts / np.sqrt((parts**2).mean(-1, keepdims=True) + fields["epsilon"])
     return [normed.reshape(x.shape) * inputs["weight"]]
 
