@@ -108,12 +108,19 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
 
 
 def _shorten(text: Any, key: str, picked: Sequence[int]) -> None:
-    """Leave these layers in a config: in its lists with an entry for each, and in their number."""
+    """Leave these layers in a config: in its lists with an entry for each, and in their number.
+
+    Raises:
+        CannotRepeat: it does not let their number be set, as ProphetNet's.
+    """
     count = getattr(text, key)
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(text, name, type(value)(value[i] for i in picked))
-    setattr(text, key, len(picked))
+    try:
+        setattr(text, key, len(picked))
+    except NotImplementedError as error:
+        raise CannotRepeat(f"the config does not let {key} be set") from error
 
 
 def cut_layers(model: Any, part: Part, layers_name: str, picked: Sequence[int]) -> None:

@@ -7,9 +7,11 @@ import families
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load, trace
+from llmc.compiler.frontend.repeat import CannotRepeat, _shorten
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
@@ -90,3 +92,10 @@ def test_gguf_gives_what_transformers_reads(tmp_path):
             np.testing.assert_array_equal(tensor._values.load(), truth[tensor.name].numpy())
             seen += 1
     assert seen == 40
+
+
+def test_a_config_whose_number_of_layers_cannot_be_set_is_exported_whole():
+    """ProphetNet's raises NotImplementedError, which is nobody's to see."""
+    config = transformers.ProphetNetConfig()
+    with pytest.raises(CannotRepeat, match="does not let num_hidden_layers be set"):
+        _shorten(config, "num_hidden_layers", [0])
