@@ -103,17 +103,7 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
       wait_for_group<kStages - 1>();
       const uint4* from = ring + slot * kUnroll * 2 * kThreads + threadIdx.x;
       slot = slot + 1 == kStages ? 0 : slot + 1;
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const uint4 low = from[2 * u * kThreads], high = from[(2 * u + 1) * kThreads];
-        const uint32_t even[4] = {low.x, high.x, low.y, high.y};
-        const uint32_t odd[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          multiply<T>(sum[n], even, b[u][n].x, b[u][n].y);
-          multiply<T>(sum[n], odd, b[u][n].z, b[u][n].w);
-        }
-      }
+      multiply_chunk<T, kThreads>(sum, from, b);
       copy_chunk();
     }
     if (turn > 0) __syncthreads();  // partial may still be read
