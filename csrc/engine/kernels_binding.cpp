@@ -122,6 +122,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   context.counters = static_cast<int32_t*>(counters.data);
   context.num_decode = num_decode;
   context.sdpa = sdpa;
+  context.backend = longest > 0 ? AttentionBackend::kCudnn : AttentionBackend::kLlmc;
   context.longest = longest;
   context.reach = reach;
   check(cudaDeviceSynchronize(), "waiting");

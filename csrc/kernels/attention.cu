@@ -17,6 +17,19 @@ using namespace device;
 constexpr int kWarps = 4;
 constexpr int kMinKeys = 64;  // per part
 
+// Zeros for the values behind a sequence's last position, of one KV head, up to the next multiple of kPrefillUnit: what
+// lies there gets weight 0, and 0 · NaN is NaN.
+template <typename C>
+__device__ __forceinline__ void clear_behind(const AttentionParams& p, int sequence, int token, int position,
+                                             int kv_head, int thread, int threads) {
+  if (p.block_table == nullptr || token + 1 != start_of(p, sequence + 1)) return;
+  const CacheRows row(p, sequence, kv_head);
+  const int end = min((position & -kPrefillUnit) + kPrefillUnit, (position & -p.block_size) + p.block_size);
+  for (int at = position + 1; at < end; ++at)
+    for (int i = thread; i < p.head_dim; i += threads)
+      static_cast<C*>(p.value_cache)[row(at) + i] = from_float<C>(0);
+}
+
 // One warp per head of the token: turned queries into p.queries, keys and values into the caches.
 template <typename T, typename C>
 __global__ void append_kernel(AttentionParams p) {
@@ -41,6 +54,7 @@ __global__ void append_kernel(AttentionParams p) {
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
+      if (is_value) clear_behind<C>(p, sequence, token, position, kv_head, lane, 32);
     }
     __syncwarp();
   }
@@ -86,6 +100,8 @@ __global__ void append_vectors_kernel(AttentionParams p) {
                        CacheRows(p, sequence, kv_head)(position) + at, value);
     }
   }
+  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head)
+    clear_behind<C>(p, sequence, token, position, kv_head, threadIdx.x, blockDim.x);
 }
 
 // A block per row and KV head, for caches of 2-byte elements.
@@ -279,6 +295,7 @@ cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
   if (p.decode && dtype != DType::kFloat32) return decode(dtype, p, stream);
+  if (!p.decode && !p.vanilla && prefills_on_hopper(dtype, p)) return prefill_on_hopper(dtype, p, stream);
   if (!p.decode && !p.vanilla && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     using T = std::remove_pointer_t<decltype(type)>;

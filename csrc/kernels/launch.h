@@ -175,6 +175,8 @@ struct AttentionParams {
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
+// Whether that has Hopper's own kernel for these prompts, which was faster than cuDNN's at every length tried.
+bool prefills_on_hopper(DType dtype, const AttentionParams& params);
 // For a library: of each sequence, and then of nothing up to `rows`, where its queries begin, in elements
 // (starts [rows + 1]), and how many tokens are new and there in all ([rows] each). Cached values are cleared
 // behind a sequence's last up to the next multiple of 128, in blocks that the table names there too: what lies there

@@ -469,6 +469,26 @@ def test_any_attention(extension, data, heads, dim, dtype, decode, window, softc
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
+@RANDOM
+@given(new=st.lists(st.integers(1, 400), min_size=1, max_size=3), seed=st.integers(0, 99),
+       heads=st.sampled_from([(1, 1), (4, 4), (8, 2), (7, 1), (6, 2), (16, 1), (71, 1), (20, 2)]),
+       dim=st.sampled_from([64, 128, 256]), dtype=st.sampled_from(["float16", "bfloat16"]),
+       block_size=st.sampled_from([16, 32, 64, 128, 512]),
+       window=st.sampled_from([0, 0, 1, 40, 300]), sinks=st.booleans(),
+       run=st.sampled_from([1, 2, 3, 4, 1000]))
+def test_prompts_over_blocks_that_follow_one_another_or_do_not(
+        extension, new, heads, dim, dtype, block_size, window, sinks, run, seed):
+    rng = np.random.default_rng(seed)
+    past = rng.integers(0, 1000, len(new)).tolist()
+    sample = _sample(rng, new, past, dim, *heads, window=window, max_seq_len=1536, sinks=sinks,
+                     rotary_dim=dim, block_size=block_size)
+    table = np.arange(sample.inputs["block_table"].size, dtype=np.int32)
+    runs = np.split(table, range(run, len(table), run))
+    order = np.concatenate([runs[i] for i in rng.permutation(len(runs))])
+    sample.inputs["block_table"] = order.reshape(len(new), -1)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
+
+
 def logits_of(kind, rows, vocab, stride):
     """What may be hard to order; behind the vocabulary, what would win."""
     rng = np.random.default_rng(vocab)

@@ -114,7 +114,9 @@ class CausalAttention : public Plugin {
     if (decodes == p.batch) return;
     if (decodes > 0) skip(p, decodes, in);
     check(kernels::append(in[0].dtype, p, context.stream), "CausalAttention");
-    if (context.sdpa != nullptr && context.backend != AttentionBackend::kLlmc && context.longest > 0 && !p.float8 &&
+    const bool asks = context.backend == AttentionBackend::kCudnn ||
+        (context.backend == AttentionBackend::kFastest && !kernels::prefills_on_hopper(in[0].dtype, p));
+    if (context.sdpa != nullptr && asks && context.longest > 0 && !p.float8 &&
         context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
       return;
     check(kernels::attention(in[0].dtype, p, context.stream), "CausalAttention");

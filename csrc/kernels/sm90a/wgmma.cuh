@@ -1,0 +1,134 @@
+// What kernels for Hopper's tensor cores share: products of a warpgroup, copies by the tensor memory accelerator, the
+// barriers in shared memory that count them. Tiles lie in shared memory as [columns / 64][rows][64] of 16-bit
+// elements, each row of 64 swizzled over 128 bytes, from a multiple of 1,024 bytes on.
+#pragma once
+
+#include <cuda.h>
+
+#include "../device.cuh"
+
+namespace llmc::sm90a {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// A barrier in shared memory, by its address.
+struct Barrier {
+  uint32_t at;
+
+  __device__ __forceinline__ void init(int arrivals) const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+  }
+  __device__ __forceinline__ void arrive() const {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+  }
+  // Arrive, and let the phase wait for so many bytes of copies too.
+  __device__ __forceinline__ void expect(uint32_t bytes) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  }
+  // Until the phase of this parity has ended.
+  __device__ __forceinline__ void wait(uint32_t parity) const {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n}" ::"r"(at), "r"(parity) : "memory");
+  }
+};
+
+__device__ __forceinline__ void let_copies_see_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// A box of a tensor to shared memory; the barrier counts its bytes. Small ones go faster of two dimensions than of four.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, Barrier barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(barrier.at) : "memory");
+}
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, Barrier barrier, int x, int y, int z,
+                                         int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+      ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier.at) : "memory");
+}
+
+// How the tensor core reads a tile from this address on. By rows, k along them; by columns, k across them, where
+// `next_columns` is the distance of the next 64 columns in bytes.
+__device__ __forceinline__ uint64_t by_rows(uint32_t address) {
+  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+}
+__device__ __forceinline__ uint64_t by_columns(uint32_t address, uint32_t next_columns) {
+  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(next_columns >> 4) << 16 |
+         (address & 0x3ffff) >> 4;
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the newest kNewest groups of products are there.
+template <int kNewest>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
+}
+
+// Products of a warpgroup. Of c [64, N] thread t holds c[4 j + 2 r + i], which is row t / 32 · 16 + t % 32 / 4 + 8 r,
+// column 8 j + t % 4 · 2 + i. of_shared: c = a · bᵀ, or c += where it adds; a [64, 16] and b [N, 16] in shared memory,
+// both by rows. of_registers: c += a · b; of a [64, 16] a thread holds what it holds of 16 columns of a c, in pairs (of
+// row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns.
+template <typename T, int N>
+struct Product;
+
+// The numbers of registers as a text, eight by eight, and the registers.
+#define R0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define R8 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define R16 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define R24 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define R32 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define R40 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define R48 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define R56 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define R64 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define R72 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define R80 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define R88 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define R96 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define R104 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define R112 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define R120 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
+#define TEXT_64 R0 ", " R8 ", " R16 ", " R24
+#define TEXT_128 TEXT_64 ", " R32 ", " R40 ", " R48 ", " R56
+#define TEXT_160 TEXT_128 ", " R64 ", " R72
+#define TEXT_256 TEXT_160 ", " R80 ", " R88 ", " R96 ", " R104 ", " R112 ", " R120
+#define OPERANDS_64 C16(0), C16(16)
+#define OPERANDS_128 OPERANDS_64, C16(32), C16(48)
+#define OPERANDS_160 OPERANDS_128, C16(64)
+#define OPERANDS_256 OPERANDS_160, C16(80), C16(96), C16(112)
+
+#define PRODUCT(T, NAME, N, I0, I1, I2, I3, I4)                                                                    \
+  template <>                                                                                                      \
+  struct Product<T, N> {                                                                                           \
+    static __device__ __forceinline__ void of_shared(float (&c)[N / 2], uint64_t a, uint64_t b, int adds) {        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " I2 ", 0;\n"                                                 \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" TEXT_##N "}, "             \
+                   I0 ", " I1 ", p, 1, 1, 0, 0;\n}"                                                               \
+                   : OPERANDS_##N : "l"(a), "l"(b), "r"(adds));                                                    \
+    }                                                                                                              \
+    static __device__ __forceinline__ void of_registers(float (&c)[N / 2], const uint32_t* a, uint64_t b) {        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" TEXT_##N "}, {"            \
+                   I0 ", " I1 ", " I2 ", " I3 "}, " I4 ", p, 1, 1, 1;\n}"                                         \
+                   : OPERANDS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                           \
+    }                                                                                                              \
+  };
+#define PRODUCTS(N, ...) PRODUCT(__half, "f16", N, __VA_ARGS__) PRODUCT(__nv_bfloat16, "bf16", N, __VA_ARGS__)
+PRODUCTS(64, "%32", "%33", "%34", "%35", "%36")
+PRODUCTS(128, "%64", "%65", "%66", "%67", "%68")
+PRODUCTS(160, "%80", "%81", "%82", "%83", "%84")
+PRODUCTS(256, "%128", "%129", "%130", "%131", "%132")
+
+}  // namespace llmc::sm90a
