@@ -25,19 +25,22 @@ DECODING = [(1, 400), (1, 8000), (1, 32000), (2, 8000), (4, 8000), (8, 2000), (8
 PROMPTS: list[tuple[list[int], int]] = [
     ([128], 0), ([500], 0), ([300, 200], 0), ([272] * 7, 0), ([512] * 4, 0), ([2048], 0),
     ([2048], 6000), ([2048], 14000), ([2048], 30000), ([8192], 0), ([8192], 23000),
-    ([16384], 16000), ([32000], 0)]
+    ([16384], 16000), ([32000], 0), ([8000] * 8, 0)]
 FIELDS: dict[str, Any] = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
                               scale=1 / math.sqrt(DIM), rotary_dim=DIM)
 
 
-def microseconds(new: Sequence[int], past: Sequence[int], *, library: bool, repeats: int) -> float:
-    """Of sequences with so many new tokens behind so many that are cached."""
+def microseconds(new: Sequence[int], past: Sequence[int], *, repeats: int, library: bool = False,
+                 scattered: bool = True) -> float:
+    """Of sequences with so many new tokens behind so many that are cached, in blocks anywhere, or
+    one behind the other.
+    """
     count = [-(-(own + before) // BLOCK) for own, before in zip(new, past, strict=True)]
     blocks = sum(count)
     cache = [torch.randn(blocks + 1, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
              for _ in range(2)]
     table = np.full((len(new), POSITIONS // BLOCK), blocks, np.int32)
-    order = np.random.default_rng(0).permutation(blocks)
+    order = np.random.default_rng(0).permutation(blocks) if scattered else np.arange(blocks)
     for row, (start, size) in enumerate(zip(np.cumsum([0, *count[:-1]]), count, strict=True)):
         table[row, :size] = order[start:start + size]
     tokens = sum(new)
@@ -68,8 +71,7 @@ def main() -> None:
     print("| sequences × positions | us | TB/s |\n| --- | --- | --- |")
 
     def decoding(name: str, lengths: Sequence[int]) -> None:
-        taken = microseconds([1] * len(lengths), [length - 1 for length in lengths], library=False,
-                             repeats=60)
+        taken = microseconds([1] * len(lengths), [length - 1 for length in lengths], repeats=60)
         read = sum(lengths) * 2 * KV_HEADS * DIM * 2
         print(f"| {name} | {taken:.1f} | {read / taken / 1e6:.2f} |", flush=True)
 
@@ -78,14 +80,15 @@ def main() -> None:
     mixed = np.random.default_rng(3).integers(32, 700, 256).tolist()
     decoding("256 × 32 to 699, in any order", mixed)
     decoding("256 × 32 to 699, the longest first", sorted(mixed, reverse=True))
-    print("\n| new tokens, cached before | llmc (us) | cuDNN (us) | the faster one's TFLOPS |\n"
-          "| --- | --- | --- | --- |")
+    print("\n| new tokens, cached before | blocks in order (us) | TFLOPS | scattered (us) | TFLOPS "
+          "| cuDNN (us) | TFLOPS |\n| --- | --- | --- | --- | --- | --- | --- |")
     for new, past in PROMPTS:
-        ours, theirs = (microseconds(new, [past] * len(new), library=library, repeats=5)
-                        for library in (False, True))
         work = sum(4 * HEADS * DIM * (own * past + own * own / 2) for own in new)
-        print(f"| {len(new)} × {new[0]}, {past} | {ours:.0f} | {theirs:.0f} | "
-              f"{work / min(ours, theirs) / 1e6:.0f} |", flush=True)
+        row = [microseconds(new, [past] * len(new), repeats=5, **how)
+               for how in ({"scattered": False}, {}, {"library": True})]
+        print(f"| {len(new)} × {new[0]}, {past} | "
+              + " | ".join(f"{taken:.0f} | {work / taken / 1e6:.0f}" for taken in row) + " |",
+              flush=True)
 
 
 if __name__ == "__main__":
