@@ -308,7 +308,8 @@ def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
 
 def logits_on_gpu(hf: Path, tokens: list[list[int]], dtype: torch.dtype) -> np.ndarray:
     """transformers' logits, float32 `[len(tokens), length, vocab]`, computed in `dtype`."""
-    model = AutoModelForCausalLM.from_pretrained(hf, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=dtype, attn_implementation="eager",
+                                                 experts_implementation="eager")  # of any width
     with torch.no_grad():
         return model.cuda().eval()(torch.tensor(tokens).cuda(), use_cache=False).logits \
             .float().cpu().numpy()
