@@ -154,7 +154,7 @@ def test_more_sequences_than_the_profile_has_are_one_sentence(compiled):
     engine = TensorRTEngine(manifest, manifest.chips[0], compiled / "case", 0, max_batch_size=8,
                             max_tokens=4096)
     with pytest.raises(llmc.LlmcError, match=r"the step's .* is \[\d+.*\], the plan's profile for "
-                                             r"decoding has .*; compile the model again with"):
+                                             r"prompts has .*; compile the model again with"):
         engine.allocate(engine.measure())
 
 
