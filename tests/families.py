@@ -50,6 +50,9 @@ FAMILIES = {
     "gemma2": {**_HEADS, "sliding_window": 8, "num_hidden_layers": 4},
     "gemma3_text": {**_HEADS, "sliding_window": 8, "num_hidden_layers": 8},
     "internlm3": _HEADS,
+    "bloom": dict(vocab_size=VOCAB, hidden_size=96, n_layer=3, n_head=6, bos_token_id=1,
+                  eos_token_id=2, pad_token_id=0),
+    "mpt": dict(vocab_size=VOCAB, d_model=64, n_layers=3, n_heads=4, max_seq_len=64),
 }
 # Families that nobody planned for: the passes must take them as they are.
 UNPLANNED = {

@@ -73,9 +73,6 @@ FEATURES = (
     Feature("block-sparse attention", r"BlockSparseAttention$"),
     Feature("attention in chunks (a token sees those of its own chunk)",
             keys=("attention_chunk_size",)),
-    Feature("ALiBi (a bias that grows with distance)",
-            keys=("alibi", "use_alibi", "attn_config.alibi")),
-    Feature("ALiBi (a bias that grows with distance)", r"^BloomAttention$"),
     Feature("AltUp (several hidden states side by side)", r"AltUp$"),
     Feature("embeddings of its own for each layer", keys=("hidden_size_per_layer_input",)),
     Feature("short convolutions", r"^Conv1d$"),  # last: what is above has some too

@@ -57,9 +57,14 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         except KeyError as error:
             if error.args != (ATTENTION,):
                 raise
-            # The model looks its attention up in a table of its own.
-            config._attn_implementation = "eager"
-            model = auto.from_config(config, trust_remote_code=trust_remote_code)
+            # The model looks its attention up in a table of its own. What transformers takes there
+            # comes first: Falcon's eager attention adds ALiBi twice.
+            try:
+                config._attn_implementation = "sdpa"
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
+            except ValueError:
+                config._attn_implementation = "eager"
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
         return model.eval()
     except (ValueError, KeyError, ImportError, TypeError, AssertionError, AttributeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -126,7 +126,7 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
-    with fake, _one_sequence_per_row(), states_as_nodes(model):
+    with fake, _one_sequence_per_row(), _sdpa_spelled_out(), states_as_nodes(model):
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -334,6 +334,30 @@ def _one_sequence_per_row() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
+
+
+@contextlib.contextmanager
+def _sdpa_spelled_out() -> Iterator[None]:
+    """With torch's own attention, for models that call it by themselves, in products and a softmax:
+    the exporter takes none whose heads share keys.
+    """
+    functional, thread = torch.nn.functional, threading.get_ident()
+    original = functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+               is_causal: bool = False, **others: Any) -> torch.Tensor:
+        if threading.get_ident() != thread or attn_mask is None or is_causal or others \
+                or attn_mask.dtype == torch.bool:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **others)
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + attn_mask
+        return torch.softmax(scores, -1) @ value
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
 
 
 def _to_proto(ir_model: ir.Model, layers_name: str | None) -> onnx.ModelProto:

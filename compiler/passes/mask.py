@@ -14,7 +14,14 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, token_feeds
-from llmc.compiler.graph.rewrite import CannotEvaluate, NoMatch, Settings, constant, producer
+from llmc.compiler.graph.rewrite import (
+    CannotEvaluate,
+    NoMatch,
+    Settings,
+    constant,
+    producer,
+    scalar,
+)
 
 _MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
     "Range", "ConstantOfShape", "Trilu", "CumSum", "GatherND", "ScatterND", "Shape", "Tile",
@@ -23,6 +30,7 @@ _MASK_OPS = ELEMENTWISE | LAYOUT | frozenset({
 })
 _WHOLE = 2048  # positions at which a mask is run as it is, at most: 4 million pairs
 _HIDDEN = -1e4  # scores below are of keys that are not seen
+_FEW = 7  # tokens, of which no bias by distance comes near that
 
 
 class MaskProver:
@@ -42,7 +50,9 @@ class MaskProver:
             piece = _mask_piece(part, self._data)
             if isinstance(piece, NoMatch):
                 return piece
-            pieces.append(piece)
+            pieces += [piece] if piece is not None else []
+        if not pieces:
+            return 0 if causal else NoMatch("attention without a mask is not causal", parts[0])
         key = b"".join(piece.key for piece in pieces) + bytes([causal])
         if key not in self._known:
             try:
@@ -50,6 +60,16 @@ class MaskProver:
             except _Unclear as unclear:
                 self._known[key] = unclear.reason
         return self._known[key]
+
+
+    def bias(self, part: gs.Tensor) -> gs.Tensor | None:
+        """What a part adds to the scores of keys that it shows: all of it where it hides none, or
+        what stands in it beside a number that hides. None for nothing.
+        """
+        beside = None if id(part) in self._data else _beside_hidden(part)
+        if beside is not None:
+            return beside
+        return part if id(part) not in self._data and _hides_nothing(part, self._data) else None
 
 
 class _Unclear(Exception):
@@ -60,16 +80,44 @@ class _Unclear(Exception):
         self.reason = NoMatch(reason, value)
 
 
-def _mask_piece(part: gs.Tensor, data: set[int]) -> Piece | NoMatch:
-    """What computes one part of the mask. A Where is run with zeros for scores."""
-    if id(part) not in data:
-        return cone(part, data, _MASK_OPS)
+def _beside_hidden(part: gs.Tensor) -> gs.Tensor | None:
+    """In Where(condition, x, number), whose number hides a key, x."""
+    where = producer(part)
+    if where is None or where.op != "Where":
+        return None
+    numbers = [scalar(tensor) for tensor in where.inputs[1:]]
+    if sum(number is None for number in numbers) != 1 or \
+            not all(number is None or number <= _HIDDEN for number in numbers):
+        return None
+    return next(tensor for tensor, number in zip(where.inputs[1:], numbers, strict=True)
+                if number is None)
+
+
+def _hides_nothing(part: gs.Tensor, data: set[int]) -> bool:
+    """Whether a part adds numbers to the scores and none that hides, of few tokens."""
+    piece = cone(part, data, _MASK_OPS)
+    if isinstance(piece, NoMatch):
+        return False
+    try:
+        added = piece.run(_feeds(piece, np.arange(_FEW)))
+    except CannotEvaluate:
+        return False
+    return bool(added.dtype != bool and added.any() and (added > _HIDDEN).all())
+
+
+def _mask_piece(part: gs.Tensor, data: set[int]) -> Piece | NoMatch | None:
+    """What computes one part of the mask, None where it is none. A Where is run with zeros for
+    scores, and for what it adds to them.
+    """
+    beside = None if id(part) in data else _beside_hidden(part)
+    if id(part) not in data and beside is None:
+        return None if _hides_nothing(part, data) else cone(part, data, _MASK_OPS)
     where = producer(part)
     assert where is not None
-    scores = [t for t in where.inputs if id(t) in data]
+    scores = [t for t in where.inputs if id(t) in data or t is beside]
     conditions: list[Piece] = []
     for tensor in where.inputs:
-        if id(tensor) not in data:
+        if id(tensor) not in data and tensor is not beside:
             condition = cone(tensor, data, _MASK_OPS)
             if isinstance(condition, NoMatch):
                 return condition
@@ -190,8 +238,7 @@ def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
                        piece.output) from None
     seen = mask if mask.dtype == bool else mask > _HIDDEN
     if mask.dtype != bool and np.abs(mask[seen]).max(initial=0) > 0:
-        raise _Unclear("ALiBi or another bias that grows with distance is in the mask, which "
-                       "llmc::CausalAttention does not have", piece.output)
+        raise _Unclear("a bias of the scores is in the mask", piece.output)
     if (seen != seen[:1]).any():
         raise _Unclear("the mask differs between heads", piece.output)
     shown: np.ndarray = seen[0]

@@ -1,22 +1,25 @@
 """Find scaled dot-product attention and prove its mask causal.
 
-Given:   Softmax(Q·Kᵀ · scale (softcap) + mask) · V, from eager or sdpa attention, or
-         Attention(Q, K, V, mask) of ONNX
-Result:  Sdpa(Q, K, V) {scale, window, softcap, causal, layer}; Q, K, V are [batch, heads, seq,
-         head_dim]
+Given:   Softmax(Q·Kᵀ · scale (softcap) + bias + mask) · V, from eager or sdpa attention, or
+         Attention(Q, K, V, bias + mask) of ONNX
+Result:  Sdpa(Q, K, V, bias) {scale, window, softcap, causal, layer}; Q, K, V are [batch, heads,
+         seq, head_dim]
 
 The frontend emits Sdpa itself where a model lets it. Elsewhere the mask is evaluated, see mask.py,
-and must be causal, perhaps with a sliding window; anything else is refused.
+and must be causal, perhaps with a sliding window; anything else is refused. What is added to the
+scores beside it, such as ALiBi, is the bias, which the attention pass looks at.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import data_tensors
+from llmc.compiler.graph.probe import LAYOUT, cone, data_tensors, token_feeds
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -43,6 +46,15 @@ class _Sdpa:
     scale: float
     softcap: float
     window: int
+    biases: tuple[_Bias, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Bias:
+    """What is added to the scores, and then scaled."""
+
+    tensor: gs.Tensor
+    factor: float
 
 
 def sdpa(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -86,8 +98,10 @@ def _check_attention(node: gs.Node, masks: MaskProver) -> _Sdpa | NoMatch:
         return window
     head_dim = query.shape[-1]
     scale = float(node.attrs.get("scale", 0.0) or head_dim**-0.5)
-    return _Sdpa(query, key, value, node.outputs[0], False, scale,
-                 float(node.attrs.get("softcap", 0.0)), window)
+    bias = None if mask is None else masks.bias(mask)
+    softcap = float(node.attrs.get("softcap", 0.0))
+    return _Sdpa(query, key, value, node.outputs[0], False, scale, softcap, window,
+                 () if bias is None else (_Bias(bias, 1.0),))
 
 
 def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskProver) -> \
@@ -100,6 +114,8 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
     if node.attrs.get("axis", -1) not in (-1, rank - 1):
         return NoMatch("a softmax that is not over the last axis", node)
     parts: list[gs.Tensor] = []
+    biases: list[_Bias] = []
+    reshaped: list[gs.Node] = []
     scale, softcap = 1.0, 0.0
     while True:
         above = producer(scores)
@@ -116,6 +132,10 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
             number = scalar(rest[0]) if len(rest) == 1 else None
             if above.op == "Add":
                 parts.append(rest[0])
+                bias = masks.bias(rest[0])
+                if bias is not None and softcap:
+                    return NoMatch("a bias is added to the scores before their soft-cap", above)
+                biases += [_Bias(bias, scale)] if bias is not None else []
             elif above.op == "Where":
                 parts.append(above.outputs[0])
             elif number is None:
@@ -140,6 +160,9 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
             scores = computed[0]
         elif above.op in ("Cast", "Identity"):
             scores = above.inputs[0]
+        elif above.op == "Reshape" and id(above.inputs[1]) not in data:
+            reshaped.append(above)
+            scores = above.inputs[0]
         else:
             return NoMatch("this op on the scores is not known", above)
     product, value = _weighted_sum(graph, node)
@@ -151,7 +174,48 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
     if isinstance(window, NoMatch):
         return window
     query, key = above.inputs
-    return _Sdpa(query, key, value, product.outputs[0], True, scale, softcap, window)
+    found = _Sdpa(query, key, value, product.outputs[0], True, scale, softcap, window,
+                  tuple(biases))
+    if len(query.shape or ()) == 3:
+        return _split_heads(graph, found, reshaped, data)
+    return NoMatch("this op on the scores is not known", reshaped[0]) if reshaped else found
+
+
+def _split_heads(graph: gs.Graph, found: _Sdpa, reshaped: Sequence[gs.Node], data: set[int]) -> \
+        _Sdpa | NoMatch:
+    """Attention on [batch * heads, seq, head_dim] as one on what was reshaped to that."""
+    transpose = producer(found.key)
+    if transpose is None or transpose.op != "Transpose":
+        return NoMatch("the keys are not transposed", found.key)
+    joined = [found.query, transpose.inputs[0], found.value]
+    users = consumers(graph, found.output)
+    above = [producer(tensor) for tensor in joined]
+    between = [*above, *(users if len(users) == 1 else [None]), *reshaped]
+    for node in between:
+        if node is None or node.op != "Reshape" or not _joins_heads(node, data):
+            return NoMatch("heads are joined with the batch in another way than [batch * heads, "
+                           "…]", node or found.output)
+    query, key, value = (node.inputs[0] for node in above if node is not None)
+    output, = (node.outputs[0] for node in users if node is not None)
+    return dataclasses.replace(found, query=query, key=key, value=value, output=output,
+                          key_is_transposed=False)
+
+
+def _joins_heads(node: gs.Node, data: set[int]) -> bool:
+    """Whether a Reshape is between [batch, heads, m, n] and [batch * heads, m, n]."""
+    shapes = [tensor.shape or () for tensor in (node.inputs[0], node.outputs[0])]
+    four: Sequence[int | str] | None = next((shape for shape in shapes if len(shape) == 4), None)
+    if four is None or {len(shape) for shape in shapes} != {3, 4} or not isinstance(four[1], int):
+        return False
+    batch, seq = 2, 3
+    rows, columns = (dim if isinstance(dim, int) else seq for dim in four[2:])
+    split, joined = (batch, four[1], rows, columns), (batch * four[1], rows, columns)
+    given, made = (split, joined) if len(shapes[0]) == 4 else (joined, split)
+    piece = cone(node.outputs[0], data, LAYOUT, borders_at={id(node.inputs[0])})
+    if isinstance(piece, NoMatch):
+        return False
+    feeds = {**token_feeds(batch, seq), node.inputs[0].name: np.zeros(given, np.float32)}
+    return piece.run(feeds).shape == made
 
 
 def _weighted_sum(graph: gs.Graph, node: gs.Node) -> tuple[gs.Node | None, gs.Tensor | None]:
@@ -165,7 +229,7 @@ def _weighted_sum(graph: gs.Graph, node: gs.Node) -> tuple[gs.Node | None, gs.Te
         user = users[0]
         if user.op == "MatMul" and user.inputs[0] is tensor:
             return user, user.inputs[1]
-        if user.op not in ("Where", "Cast", "Identity", "Dropout"):
+        if user.op not in ("Where", "Cast", "Identity", "Dropout", "Reshape"):
             return None, None
         tensor = user.outputs[0]
     return None, None
@@ -181,6 +245,26 @@ def _rewrite(graph: gs.Graph, match: _Sdpa, settings: Settings) -> None:
                                    outputs=[straight],
                                    attrs={"perm": [*range(rank - 2), rank - 1, rank - 2]}))
         key = straight
-    replace(graph, SDPA, {"query": match.query, "key": key, "value": match.value}, [match.output],
+    replace(graph, SDPA, {"query": match.query, "key": key, "value": match.value,
+                          "bias": _sum(graph, match)}, [match.output],
             {"scale": match.scale, "window": match.window, "softcap": match.softcap, "causal": 1,
              "layer": -1})
+
+
+def _sum(graph: gs.Graph, match: _Sdpa) -> gs.Tensor | None:
+    """The biases, each times its factor, added up."""
+    total: gs.Tensor | None = None
+    for index, bias in enumerate(match.biases):
+        name, term = f"{match.output.name}.bias.{index}", bias.tensor
+        if bias.factor != 1.0:
+            factor = gs.Constant(f"{name}.factor", np.array(bias.factor, np.float32))
+            term = gs.Variable(f"{name}.scaled", np.float32)
+            graph.nodes.append(gs.Node(op="Mul", name=term.name, inputs=[bias.tensor, factor],
+                                       outputs=[term]))
+        if total is not None:
+            both = gs.Variable(f"{name}.sum", np.float32)
+            graph.nodes.append(gs.Node(op="Add", name=both.name, inputs=[total, term],
+                                       outputs=[both]))
+            term = both
+        total = term
+    return total

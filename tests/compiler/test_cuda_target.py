@@ -23,7 +23,7 @@ from llmc.runtime.step import Step
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite",
-                                    "cohere"])
+                                    "cohere", "bloom", "mpt"])
 def test_the_schedule_gives_transformers_logits(family, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
@@ -193,7 +193,7 @@ class _Extension:
 @pytest.mark.parametrize(("capability", "versions", "match"), [
     ((8, 9), {}, "was compiled for compute capability 9.0, GPU 0 has 8.9"),
     ((9, 0), {"CausalAttention": 7},
-     "uses version 3 of CausalAttention, this CUDA engine has version 7"),
+     "uses version 4 of CausalAttention, this CUDA engine has version 7"),
     ((9, 0), {"NormGemm": None}, "uses version 1 of NormGemm, this CUDA engine has none"),
 ])
 def test_what_does_not_fit_the_gpu_or_the_engine_is_refused(tiny_hf, tmp_path, capability, versions,

@@ -3,6 +3,7 @@
 import families
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 import llmc
 
@@ -67,6 +68,44 @@ def test_a_hybrid_equals_transformers_at_every_tp_size(family, tmp_path):
 
 def test_heads_may_be_normed_behind_the_rotary_embedding(tmp_path):
     check_family("hunyuan_v1_dense", [1, 2], tmp_path, **families.FAMILIES["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def falcon_rw(tmp_path_factory):
+    """As transformers runs it by default: its eager attention adds ALiBi twice."""
+    model = families.tiny_model("falcon", alibi=True, multi_query=False, parallel_attn=False,
+                                bias=True, num_attention_heads=6, hidden_size=96)
+    hf_dir = families.save(model, tmp_path_factory.mktemp("falcon") / "hf")
+    return AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="sdpa"), hf_dir
+
+
+def test_alibi_that_is_rounded_is_a_bias_by_key(falcon_rw, tmp_path):
+    model, hf_dir = falcon_rw
+    row = np.random.default_rng(3).integers(3, families.VOCAB, 400).tolist()
+    expected = families.reference_logits(model, row)
+    for case in families.compile_sizes(hf_dir, tmp_path, [1, 2, 3, 4]).values():
+        with llmc.LLM(case) as llm:
+            families.assert_close(llm.logits(row), expected)
+            session = llm.session(2)
+            got = session.extend([row[:380], row[:5]])
+            for step in range(16):
+                families.assert_close(got, expected[[379 + step, 4 + step]])
+                got = session.extend([[row[380 + step]], [row[5 + step]]])
+
+
+def test_alibi_of_one_key_head_is_taken_too(tmp_path):
+    hf_dir = families.save(families.tiny_model("falcon", alibi=True), tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="sdpa")
+    row = np.random.default_rng(3).integers(3, families.VOCAB, 30).tolist()
+    for case in families.compile_sizes(hf_dir, tmp_path, [1, 2]).values():
+        with llmc.LLM(case) as llm:
+            families.assert_close(llm.logits(row), families.reference_logits(model, row))
+
+
+def test_a_bias_by_key_has_no_kernel_on_gpus_yet(falcon_rw, tmp_path):
+    with pytest.raises(llmc.LlmcError, match=r"target 'cuda' has no kernel for "
+                                             r"llmc::CausalAttention with key_bias yet"):
+        llmc.compile(falcon_rw[1], tmp_path / "case", target="cuda", max_seq_len=512)
 
 
 @pytest.mark.parametrize("family", ["olmoe", "glm4_moe"])

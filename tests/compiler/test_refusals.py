@@ -21,12 +21,6 @@ _MLA = dict(q_lora_rank=16, kv_lora_rank=16, v_head_dim=16, qk_rope_head_dim=8, 
             num_key_value_heads=4)
 _EXPERTS = r"a mixture of experts of its own kind \({} 4; \w+ '[\w.]+'\)"
 FEATURES = {
-    "bloom": (dict(hidden_size=64, n_layer=2, n_head=4),
-              r"ALiBi \(a bias that grows with distance\) \(BloomAttention "),
-    "mpt": (dict(d_model=64, n_heads=4, n_layers=2),
-            r"ALiBi .*\(attn_config.alibi True\)"),
-    "falcon": (dict(alibi=True, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
-               r"ALiBi .*\(alibi True\)"),
     "jetmoe": (dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2),
                _EXPERTS.format("num_local_experts")),
     "deepseek_v3": (dict(_LLAMA, **_MLA, n_routed_experts=4, num_experts_per_tok=2, n_group=1,

@@ -1,22 +1,36 @@
-"""What is added to the scores, as a table by the distance of key and query."""
+"""What is added to the scores, as a table by the distance of key and query, or by the key."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import cone, token_feeds
+from llmc.compiler.graph.probe import Piece, close, cone, token_feeds
 from llmc.compiler.graph.rewrite import NoMatch, Settings, values_of
 from llmc.compiler.graph.weights import Weight
 
 _LENGTH = 512  # at which a bias is evaluated
+_ROUNDING = 1e-6  # of the largest: of a product in float32
 
 
-def distance_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: Settings,
-                  causal: bool, cross: bool) -> gs.Constant | NoMatch | None:
+@dataclass(frozen=True)
+class Bias:
+    """The attention ops' input for a bias, and the table that it takes."""
+
+    name: str
+    table: gs.Constant
+
+
+def score_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: Settings,
+               causal: bool, cross: bool) -> Bias | NoMatch | None:
     """The table that the attention ops take, see there; None for zeros.
 
-    It is evaluated at one length. Beyond, it must have stopped changing by half of that.
+    One that is the same for every query, as ALiBi may be written, is one by distance too where it
+    grows evenly: they differ in a number for each query, which softmax does not see. Any other by
+    distance is evaluated at one length. Beyond, it must have stopped changing by half of that.
 
     Raises:
         CannotEvaluate: ONNX Runtime cannot run what computes it.
@@ -30,10 +44,14 @@ def distance_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: S
     bias = piece.run({**token_feeds(1, length), **weights})
     if not bias.any():
         return None
-    if cross or bias.ndim != 4 or bias.shape[0] != 1 or bias.shape[1] not in (1, num_heads) \
-            or bias.shape[2:] != (length, length):
+    heads = bias.reshape(1, -1, *bias.shape[-2:]).shape[1] if bias.ndim > 2 else 1
+    if cross or heads not in (1, num_heads) or bias.shape[-2:] not in ((length, length),
+                                                                       (1, length)):
         return NoMatch(f"the bias of the scores has shape {list(bias.shape)}, not [1, {num_heads}, "
                        f"{length}, {length}] of self-attention", tensor)
+    bias = bias.reshape(1, heads, *bias.shape[-2:])
+    if bias.shape[2] == 1:
+        return _by_key(tensor, piece, weights, num_heads, settings.max_seq_len, causal)
     last = length - 1
     ahead = bias[0, :, 0, 1:] if not causal else bias[0, :, 0, :0]  # of keys after the query
     table = np.concatenate([bias[0, :, last], ahead], axis=1)  # by key - query, from -last on
@@ -50,4 +68,35 @@ def distance_bias(tensor: gs.Tensor, num_heads: int, data: set[int], settings: S
     table = np.broadcast_to(table, (num_heads, table.shape[1]))
     table = table[:, last - reach:last + 1][:, ::-1] if causal \
         else table[:, last - reach:last + reach + 1]
-    return gs.Constant(f"distance_bias.{tensor.name}", Weight.of(np.ascontiguousarray(table)))
+    return _table("distance_bias", tensor, table)
+
+
+def _by_key(tensor: gs.Tensor, piece: Piece, weights: Mapping[str, np.ndarray], num_heads: int,
+            max_seq_len: int, causal: bool) -> Bias | NoMatch:
+    """The table of a bias `[num_heads, 1, keys]`, evaluated at all lengths that are a power of 2,
+    and at the last: by distance where it grows evenly, else by key.
+    """
+    def relative(length: int) -> np.ndarray:
+        """`[heads, length]`, float64, to the first key's."""
+        bias = piece.run({**token_feeds(1, length), **weights}).reshape(-1, length)
+        return np.asarray(bias.astype(np.float64) - bias[:, :1])
+
+    by_key, keys = relative(max_seq_len), np.arange(max_seq_len)
+    for length in (1 << n for n in range(1, max_seq_len.bit_length())):
+        if not close(relative(length), by_key[:, :length], _ROUNDING):
+            return NoMatch(f"the bias of the scores is another one in sequences of {length} tokens",
+                           tensor)
+    slopes = by_key[:, -1:] / keys[-1]
+    if not close(by_key, slopes * keys, _ROUNDING):
+        if not causal:
+            return NoMatch("the bias of the scores is not one by the distance of key and query",
+                           tensor)
+        return _table("key_bias", tensor, np.broadcast_to(by_key, (num_heads, max_seq_len)))
+    distances = np.arange(0 if causal else 1 - max_seq_len, max_seq_len)
+    table = slopes * (-distances if causal else distances)
+    return _table("distance_bias", tensor, np.broadcast_to(table, (num_heads, table.shape[1])))
+
+
+def _table(name: str, tensor: gs.Tensor, table: np.ndarray) -> Bias:
+    return Bias(name, gs.Constant(f"{name}.{tensor.name}",
+                                  Weight.of(np.ascontiguousarray(table, np.float32))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.attention.bias import distance_bias
+from llmc.compiler.passes.attention.bias import Bias, score_bias
 from llmc.compiler.passes.attention.heads import Branch, trace
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
@@ -42,7 +43,11 @@ class _Attention:
     value: Branch
     num_kv_heads: int
     output: gs.Tensor
-    bias: gs.Constant | None
+    bias: Bias | None
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return self.query, self.key, self.value
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,15 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     data = data_tensors(graph)
     tokens = data_tensors(graph, ("input_ids",))
     shared: dict[bytes, tuple[gs.Constant, gs.Constant]] = {}
-    biases: dict[int, gs.Constant | NoMatch | None] = {}
+    biases: dict[int, Bias | NoMatch | None] = {}
+    tables: dict[bytes, Bias] = {}  # that layers share
 
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
         cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
         match = _check(graph, node, data, settings, biases, cross)
+        if not isinstance(match, NoMatch) and match.bias is not None:
+            table = values_of(match.bias.table).load().tobytes()
+            match = dataclasses.replace(match, bias=tables.setdefault(table, match.bias))
         if isinstance(match, NoMatch) or (node.attrs["causal"] and not cross):
             return match
         return _check_bidirectional(match)
@@ -75,7 +84,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
-           biases: dict[int, gs.Constant | NoMatch | None], cross: bool) -> _Attention | NoMatch:
+           biases: dict[int, Bias | NoMatch | None], cross: bool) -> _Attention | NoMatch:
     branches = []
     for tensor in node.inputs[:3]:
         branch = trace(tensor, data, settings)
@@ -83,14 +92,14 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
             return branch
         branches.append(branch)
     query, key, value = branches
-    if value.heads.rotary or value.norm or value.heads.gain != 1.0:
-        return NoMatch("the values are rotated, scaled or normalised", node)
+    if value.heads.rotary or value.heads.gain != 1.0:
+        return NoMatch("the values are rotated or scaled", node)
     rotaries = query.heads.rotary, key.heads.rotary
     if (rotaries[0] is None) != (rotaries[1] is None) or (
             rotaries[0] and rotaries[1] and not rotaries[0].equals(rotaries[1])):
         return NoMatch("queries and keys are rotated differently", node)
-    if query.norm is not None and key.norm is not None and query.norm.epsilon != key.norm.epsilon:
-        return NoMatch("the norms of queries and keys have different epsilons", node)
+    if len({branch.norm.epsilon for branch in branches if branch.norm is not None}) > 1:
+        return NoMatch("the norms of queries, keys and values have different epsilons", node)
     if query.norm is not None and key.norm is not None \
             and query.norm.after_rotary != key.norm.after_rotary:
         return NoMatch("of queries and keys, one is normed behind the rotary embedding", node)
@@ -108,17 +117,18 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     output = _output(graph, node, num_heads, key.heads.columns.shape[1], data)
     if isinstance(output, NoMatch):
         return output
-    bias, given = None, operands(node)
+    bias: Bias | NoMatch | None = None
+    given = operands(node)
     if "sinks" in given and weight(given["sinks"]) is None:
         return NoMatch("the sinks are no weight", given["sinks"])
     if "bias" in given:
         tensor = given["bias"]
         if id(tensor) not in biases:
-            biases[id(tensor)] = distance_bias(tensor, num_heads, data, settings,
-                                               bool(node.attrs["causal"]), cross)
+            biases[id(tensor)] = score_bias(tensor, num_heads, data, settings,
+                                            bool(node.attrs["causal"]), cross)
         bias = biases[id(tensor)]
-        if isinstance(bias, NoMatch):
-            return bias
+    if isinstance(bias, NoMatch):
+        return bias
     return (_CrossAttention if cross else _Attention)(node, query, key, value, num_kv_heads, output,
                                                       bias)
 
@@ -127,7 +137,7 @@ def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
     """Refuse what llmc::BidirectionalAttention does not have."""
     attrs = match.node.attrs
     for what, there in (("a rotary embedding", match.query.heads.rotary is not None),
-                        ("norms of its heads", match.query.norm or match.key.norm),
+                        ("norms of its heads", any(branch.norm for branch in match.branches)),
                         ("sinks", "sinks" in operands(match.node)),
                         ("a sliding window", attrs["window"]), ("a soft-cap", attrs["softcap"])):
         if there:
@@ -167,8 +177,7 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
     attrs = dict(num_heads=len(heads.columns), num_kv_heads=match.num_kv_heads, head_dim=dim,
                  scale=sdpa.attrs["scale"] * heads.gain * match.key.heads.gain,
                  softcap=sdpa.attrs["softcap"], window=sdpa.attrs["window"])
-    inputs: dict[str, gs.Tensor | None] = {"distance_bias": match.bias,
-                                           "sinks": operands(sdpa).get("sinks")}
+    inputs: dict[str, gs.Tensor | None] = {**_bias(match), "sinks": operands(sdpa).get("sinks")}
     if heads.rotary is not None:
         attrs.update(rotary_dim=heads.rotary.dim, interleaved=int(heads.rotary.interleaved))
         key = heads.rotary.cos.tobytes() + heads.rotary.sin.tobytes()
@@ -178,7 +187,7 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
                 gs.Constant(f"rotary.cos{suffix}", Weight.of(heads.rotary.cos)),
                 gs.Constant(f"rotary.sin{suffix}", Weight.of(heads.rotary.sin)))
         inputs["cos"], inputs["sin"] = shared[key]
-    for name, branch in (("q_norm", match.query), ("k_norm", match.key)):
+    for name, branch in (("v_norm", match.value), ("q_norm", match.query), ("k_norm", match.key)):
         if branch.norm is not None:
             attrs.update(norm_epsilon=branch.norm.epsilon,
                          norm_after_rotary=int(branch.norm.after_rotary))
@@ -199,7 +208,7 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
 
 def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
     query, key, value = match.query, match.key, match.value
-    inputs: dict[str, gs.Tensor | None] = {"distance_bias": match.bias}
+    inputs: dict[str, gs.Tensor | None] = _bias(match)
     if isinstance(match, _CrossAttention):
         inputs |= {"key_starts": graph_input(graph, "memory_starts", ("batch",)),
                    "key_lens": graph_input(graph, "encoder_sequence_length", ("batch",))}
@@ -211,6 +220,10 @@ def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
             dict(num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
                  head_dim=query.heads.columns.shape[1],
                  scale=match.node.attrs["scale"] * query.heads.gain * key.heads.gain))
+
+
+def _bias(match: _Attention) -> dict[str, gs.Tensor | None]:
+    return {} if match.bias is None else {match.bias.name: match.bias.table}
 
 
 def _projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs.Tensor) -> \
@@ -241,7 +254,7 @@ def _gathered(graph: gs.Graph, branch: Branch, columns: np.ndarray, part: gs.Var
 
 def _merged_projection(graph: gs.Graph, match: _Attention) -> gs.Tensor:
     """One GEMM for queries, keys and values; where that cannot be, their concatenation."""
-    branches = (match.query, match.key, match.value)
+    branches = match.branches
     rows = [match.query.heads.columns.reshape(-1),
             *(branch.heads.distinct.reshape(-1) for branch in branches[1:])]
     width = sum(map(len, rows))

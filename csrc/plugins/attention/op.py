@@ -10,11 +10,14 @@ anything between are the same op with other lengths.
     cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
     q_norm, k_norm          [head_dim], RMSNorm over each head before the rotary embedding, or
                             where `norm_after_rotary` behind it
+    v_norm                  [head_dim], RMSNorm over each head of the values
     block_table             int32 [batch, blocks]; absent: the caches as above. With it they are
                             [num_blocks, num_kv_heads, block_size, head_dim], and position p of
                             sequence b is row p % block_size of block block_table[b, p / block_size]
     distance_bias           [num_heads, distances]; absent: none. Column i - j, or the last where
                             there are not so many, is added to the score of query i and key j
+    key_bias                [num_heads, positions]; absent: none. Column j is added to the score of
+                            key j
     sinks                   [num_heads]; absent: none. A score that each softmax of a head has
                             beside those of keys, and that has no value
     out                     [num_tokens, num_heads * head_dim]
@@ -56,12 +59,15 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
         raise ValueError(f"rotary_dim {rotary} goes with both cos and sin")
     cache = ("blocks", kv_heads, "block_size", dim) if paged else \
         ("batch", kv_heads, "max_seq_len", dim)
-    table = ("positions" if paged else ">= max_seq_len", rotary // 2)
+    positions = "positions" if paged else ">= max_seq_len"
+    table = (positions, rotary // 2)
     return {"qkv": ("num_tokens", (heads + 2 * kv_heads) * dim),
             "key_cache": cache, "value_cache": cache,
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table,
-            "q_norm": (dim,), "k_norm": (dim,), "block_table": ("batch", "blocks_of_a_sequence"),
-            "distance_bias": (heads, "distances"), "sinks": (heads,)}
+            "q_norm": (dim,), "k_norm": (dim,), "v_norm": (dim,),
+            "block_table": ("batch", "blocks_of_a_sequence"),
+            "distance_bias": (heads, "distances"), "sinks": (heads,),
+            "key_bias": (heads, positions)}
 
 
 def _scale(fields: Fields) -> float:
@@ -110,10 +116,10 @@ _POSITIONS = "\n".join([
 ])
 
 
-def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> tuple[list[str], str, str]:
-    """Lines that split qkv into heads [T, heads, 1, D], normed and rotated; the names of q and k.
-
-    v is `v`. The axis of size 1 is the sequence axis that RotaryEmbedding wants.
+def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> \
+        tuple[list[str], str, str, str]:
+    """Lines that split qkv into heads [T, heads, 1, D], normed and rotated; the names of q, k and
+    v. The axis of size 1 is the sequence axis that RotaryEmbedding wants.
     """
     heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
     lines = [_ints("heads_shape", 0, heads + 2 * kv_heads, 1, fields["head_dim"]),
@@ -121,7 +127,7 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> tuple[list[
              _ints("kinds", heads, kv_heads, kv_heads),
              "q, k, v = Split<axis=1>(heads, kinds)"]
     results = []
-    for name, count in (("q", heads), ("k", kv_heads)):
+    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
         made = name
         for step in ("rotated", "normed") if fields["norm_after_rotary"] else \
                 ("normed", "rotated"):
@@ -129,14 +135,14 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> tuple[list[
                 lines.append(f"{made}_normed = RMSNormalization<axis=-1, "
                              f"epsilon={fields['norm_epsilon']!r}>({made}, {name}_norm)")
                 made = f"{made}_normed"
-            if step == "rotated" and rotate:
+            if step == "rotated" and rotate and name != "v":
                 lines.append(f"{made}_rotated = RotaryEmbedding<"
                              f"interleaved={fields['interleaved']}, num_heads={count}, "
                              f"rotary_embedding_dim={fields['rotary_dim']}>"
                              f"({made}, cos, sin, position_column)")
                 made = f"{made}_rotated"
         results.append(made)
-    return lines, results[0], results[1]
+    return lines, results[0], results[1], results[2]
 
 
 # Where a token's position lies: the block, and the row in it.
@@ -207,7 +213,7 @@ def _tensorrt(fields: Fields, present: frozenset[str]) -> str | None:
 
 def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> str:
     kv_heads = fields["num_kv_heads"]
-    split, q, k = _heads(fields, present, rotate="cos" in present)
+    split, q, k, v = _heads(fields, present, rotate="cos" in present)
     paged = "block_table" in present
     lines = [
         _TOKENS, _PAST, _POSITIONS, *split,
@@ -227,7 +233,7 @@ def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> st
         "index = Concat<axis=-1>(sequence_index, head_index, position_index)",
         *([_ints("c128", 128), f"float8s = Constant<value_floats=[{_float8s()}]>()"]
           if as_bytes else []),
-        *_append("key", k, fields, as_bytes), *_append("value", "v", fields, as_bytes),
+        *_append("key", k, fields, as_bytes), *_append("value", v, fields, as_bytes),
         # Keys and values as far as any row is filled: [B, kv_heads, 1, D, L], [.., 1, L, D].
         _ints("c2", 2),
         "filled = Add(past, lengths)",
@@ -280,6 +286,13 @@ def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str
     if "distance_bias" in present:
         lines += [*_distance_bias(fields), f"biased = Add({scores}, bias)"]
         scores = "biased"
+    if "key_bias" in present:
+        lines += ["bias_by_key = Gather<axis=1>(key_bias, j)",
+                  _ints("key_bias_shape", 1, fields["num_kv_heads"],
+                        fields["num_heads"] // fields["num_kv_heads"], 1, -1),
+                  "key_bias_by_head = Reshape(bias_by_key, key_bias_shape)",
+                  f"biased_by_key = Add({scores}, key_bias_by_head)"]
+        scores = "biased_by_key"
     if fields["window"]:
         lines += [f"window = Constant<value_int={fields['window']}>()",
                   "edge = Sub(i, window)", "recent = Greater(j, edge)",
@@ -332,7 +345,7 @@ def _uniform(fields: Fields, present: frozenset[str]) -> str | None:
     if "block_table" in present or fields["kv_dtype"]:
         return None
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    split, q, k = _heads(fields, present, rotate="cos" in present)
+    split, q, k, v = _heads(fields, present, rotate="cos" in present)
     lines = [
         _ints("c1", 1), _ints("c2", 2), _ints("c12", 1, 2), _ints("flat", -1),
         "zero = Constant<value_int=0>()", "one = Constant<value_int=1>()",
@@ -344,7 +357,7 @@ def _uniform(fields: Fields, present: frozenset[str]) -> str | None:
         "position = Reshape(places, flat)", "position_column = Unsqueeze(position, c1)",
         *split,
     ]
-    for name, source, count in (("key", k, kv_heads), ("value", "v", kv_heads)):
+    for name, source, count in (("key", k, kv_heads), ("value", v, kv_heads)):
         lines += [_ints(f"{name}_tail", count, dim),
                   f"{name}_shape = Concat<axis=0>(batch, new, {name}_tail)",
                   f"{name}_rows = Reshape({source}, {name}_shape)",
@@ -384,17 +397,17 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     done before it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias"}:
+    if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias", "key_bias"}:
         return None
-    normed = bool(present & {"q_norm", "k_norm"})
+    normed = bool(present & {"q_norm", "k_norm", "v_norm"})
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0 \
         and not (normed and fields["norm_after_rotary"])
     rotate = "cos" in present and not kernel_rotates
     lines, qkv = [_TOKENS, _PAST], "qkv"
     if rotate or normed:
-        split, q, k = _heads(fields, present, rotate)
+        split, q, k, v = _heads(fields, present, rotate)
         lines += [*([_POSITIONS] if rotate else []), *split,
-                  f"joined = Concat<axis=1>({q}, {k}, v)",
+                  f"joined = Concat<axis=1>({q}, {k}, {v})",
                   _ints("packed_shape", 0, (heads + 2 * kv_heads) * dim),
                   "prepared = Reshape(joined, packed_shape)"]
         qkv = "prepared"
@@ -472,7 +485,8 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             for h in range(kv_heads):
                 keys[block, h, place] = _cached(
                     prepare(row[heads + h], "k_norm", position), fields["kv_dtype"])
-                values[block, h, place] = _cached(row[heads + kv_heads + h], fields["kv_dtype"])
+                values[block, h, place] = _cached(normed(row[heads + kv_heads + h], "v_norm"),
+                                                  fields["kv_dtype"])
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
             seen = np.arange(first, position + 1)
             blocks, places = table[b, seen // block_size], seen % block_size
@@ -486,6 +500,8 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                     farthest = inputs["distance_bias"].shape[1] - 1
                     scores = scores + inputs["distance_bias"][
                         h, np.minimum(position - seen, farthest)]
+                if "key_bias" in inputs:
+                    scores = scores + inputs["key_bias"][h, seen]
                 sink = inputs["sinks"][h] if "sinks" in inputs else -np.inf
                 highest = max(scores.max(), sink)
                 weights = np.exp(scores - highest)
@@ -536,12 +552,17 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         chunk | {"dim": 6, "sinks": True},
         decode | {"dim": 16, "rotary_dim": 16, "norms": "qk", "norm_after_rotary": 1},
         mixed | {"dim": 6, "rotary_dim": 4, "norms": "qk", "norm_after_rotary": 1},
+        prompts | {"dim": 16, "rotary_dim": 16, "norms": "qkv"},
+        mixed | {"dim": 6, "norms": "v", "norm_after_rotary": 1, "block_size": 4},
+        decode | {"dim": 16, "by_key": True},
+        mixed | {"dim": 6, "by_key": True, "biased": 3, "block_size": 4},
     )]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
             heads: int = 4, kv_heads: int = 2, norms: str = "", max_seq_len: int = 16,
-            block_size: int = 0, biased: int = 0, sinks: bool = False, **fields: Any) -> Sample:
+            block_size: int = 0, biased: int = 0, sinks: bool = False, by_key: bool = False,
+            **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -567,14 +588,17 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
         inputs["distance_bias"] = normal(heads, biased)
     if sinks:
         inputs["sinks"] = normal(heads)
+    if by_key:
+        inputs["key_bias"] = normal(heads, max_seq_len)
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
 OP = Op(
     name="CausalAttention",
-    version=3,
+    version=4,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
-            "q_norm?", "k_norm?", "block_table?", "distance_bias?", "sinks?"),
+            "q_norm?", "k_norm?", "block_table?", "distance_bias?", "sinks?", "v_norm?",
+            "key_bias?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
@@ -585,12 +609,15 @@ OP = Op(
         (*shapes["qkv"][:-1], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
     dims=_dims,
-    shard=(ByHeads({"qkv": "qkv"}, per_head=("distance_bias", "sinks")),),
+    shard=(ByHeads({"qkv": "qkv"}, per_head=("distance_bias", "sinks",
+                                                       "key_bias")),),
     attention=Attention(caches=("key_cache", "value_cache")),
     body=_body,
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
-    float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "distance_bias", "sinks"}),
+    float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "v_norm", "distance_bias", "sinks",
+                              "key_bias"}),
+    coreless=frozenset({"v_norm", "key_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     reference=_reference,

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include "../common/heads.h"
 
@@ -52,6 +53,8 @@ class CausalAttention : public Plugin {
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
     if (const Dims* bias = optional(in, 10)) expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
     if (const Dims* sinks = optional(in, 11)) expect(op + "'s sinks", *sinks, {p_.num_heads});
+    for (auto [input, what] : {std::pair(12, "norms of values"), std::pair(13, "a bias by key")})
+      if (optional(in, input) != nullptr) throw Error(op + " has no kernels for " + what + " yet");
     return {{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, cache, in[2]};
   }
 
@@ -154,10 +157,10 @@ class CausalAttention : public Plugin {
 
 void register_attention() {
   register_plugin(
-      {"CausalAttention", 3,
+      {"CausalAttention", 4,
        {"qkv", "key_cache: kv_dtype", "value_cache: kv_dtype", "cu_seqlens: int32", "past_lens: int32",
         "cos?: float32", "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32",
-        "distance_bias?: float32", "sinks?: float32"},
+        "distance_bias?: float32", "sinks?: float32", "v_norm?: float32", "key_bias?: float32"},
        {"out", "key_cache_out = key_cache", "value_cache_out = value_cache"},
        {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
         {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},
