@@ -137,7 +137,7 @@ def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str
 
 
 def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a node makes, but for its caches."""
+    """What a node makes, but for caches that no other node reads."""
     kept = {id(cache) for pair in [*caches(node), state_of(node) or ()] for cache in pair}
     given: dict[int, gs.Tensor] = {}
     for t in node.inputs:
@@ -148,7 +148,7 @@ def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                                                          range(values[t.name].ndim)])
     made = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
     wanted = [t.name for t, own in zip(node.outputs, made, strict=True)
-              if id(t) not in kept and not own.is_empty()]
+              if (id(t) not in kept or t.outputs) and not own.is_empty()]
     copy = gs.Node(op=node.op, name=node.name, domain=node.domain, attrs=dict(node.attrs),
                    inputs=[given.get(id(t), gs.Variable.empty()) for t in node.inputs],
                    outputs=made)

@@ -41,6 +41,7 @@ from llmc.compiler.passes.encoder import move_memory, name_weights, share_weight
 from llmc.compiler.passes.experts import experts
 from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
+from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
@@ -108,6 +109,7 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("fold", fold),
     GraphPass("norm", norm),            # before attention, which looks for per-head norms
     GraphPass("embedding", embedding),  # before add_norm, which would take the positions' Add
+    GraphPass("groups", groups),        # after both, of whose results it takes some columns
     GraphPass("experts", experts),      # before route, which looks for them
     GraphPass("route", route),          # before gemm: the router's linear layer is its border
     GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.rewrite import caches
+from llmc.compiler.graph.rewrite import attends_causally
 from llmc.errors import LlmcError
 
 
@@ -22,7 +22,7 @@ def check_windows(graph: gs.Graph, config: Mapping[str, Any], architecture: str,
     text = config.get("text_config") or config
     if not isinstance(text.get("sliding_window"), int) or text.get("model_type") is None:
         return
-    nodes = [node for node in graph.nodes if caches(node)]
+    nodes = [node for node in graph.nodes if attends_causally(node)]
     for layer, (node, wanted) in enumerate(zip(nodes, _configured(text, len(nodes)), strict=True)):
         found = node.attrs.get("window", 0)
         if wanted is not None and _felt(wanted, max_seq_len) != _felt(found, max_seq_len):

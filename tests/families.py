@@ -33,6 +33,7 @@ _LLAMA = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=100, num_hidde
 _GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64, eos_token_id=2,
              bos_token_id=1)
 _HEADS = {**_LLAMA, "head_dim": 16}
+_GEMMA4 = {**_HEADS, "global_head_dim": 32, "sliding_window": 8}
 
 FAMILIES = {
     "gpt2": _GPT2,
@@ -53,7 +54,20 @@ FAMILIES = {
     "bloom": dict(vocab_size=VOCAB, hidden_size=96, n_layer=3, n_head=6, bos_token_id=1,
                   eos_token_id=2, pad_token_id=0),
     "mpt": dict(vocab_size=VOCAB, d_model=64, n_layers=3, n_heads=4, max_seq_len=64),
+    "gemma4_text": {**_GEMMA4, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
+                    "layer_types": ["sliding_attention", "full_attention"] * 4,
+                    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+                    "use_double_wide_mlp": True, "final_logit_softcapping": 2.0},
+    "gemma4_unified_text": {**_GEMMA4, "num_hidden_layers": 4,
+                            "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
+# Gemma 4 without what its small models have, in its larger ones' form.
+GEMMA4_LARGE = {"num_hidden_layers": 4, "num_kv_shared_layers": 0,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+                "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_MOE = {**GEMMA4_LARGE, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+              "moe_intermediate_size": 40}
 # Families that nobody planned for: the passes must take them as they are.
 UNPLANNED = {
     "starcoder2": _LLAMA,
@@ -236,6 +250,8 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.15, generator)
+        elif name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5, generator)
     return model
 
 

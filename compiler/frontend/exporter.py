@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -183,7 +184,13 @@ def _is_copy(node: torch.fx.Node, name: str) -> bool:
     if name in _CASTS:
         source: Any = node.args[0]
         return bool(source.meta["val"].dtype == node.meta["val"].dtype)
-    return name in _COPIES or (name == "aten::dropout" and node.args[2] is False)
+    return name in _COPIES or (name == "aten::dropout" and node.args[2] is False) \
+        or (name == "aten::slice.Tensor" and _takes_all(*node.args[2:]))
+
+
+def _takes_all(start: object = None, end: object = None, step: object = 1) -> bool:
+    """Whether a slice leaves nothing out, whatever the axis' size."""
+    return start in (None, 0) and end in (None, sys.maxsize) and step == 1
 
 
 def _writes(node: torch.fx.Node) -> bool:

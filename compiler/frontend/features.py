@@ -74,7 +74,6 @@ FEATURES = (
     Feature("attention in chunks (a token sees those of its own chunk)",
             keys=("attention_chunk_size",)),
     Feature("AltUp (several hidden states side by side)", r"AltUp$"),
-    Feature("embeddings of its own for each layer", keys=("hidden_size_per_layer_input",)),
     Feature("short convolutions", r"^Conv1d$"),  # last: what is above has some too
 )
 

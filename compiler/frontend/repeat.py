@@ -13,13 +13,14 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_graphsurgeon as gs
 import torch
 
 from llmc.compiler.frontend.parts import CAUSAL_LM, ENCODER, ROOT, Part, build, text_config
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.probe import data_tensors
-from llmc.compiler.graph.rewrite import describe, tidy
+from llmc.compiler.graph.rewrite import describe, scalar, tidy
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import LlmcError
 
@@ -113,25 +114,30 @@ def _shorten(text: Any, key: str, picked: Sequence[int]) -> None:
     Raises:
         CannotRepeat: it does not let their number be set, as ProphetNet's.
     """
-    count = getattr(text, key)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == count:
-            setattr(text, name, type(value)(value[i] for i in picked))
+    _shorten_lists(text, getattr(text, key), picked)
     try:
         setattr(text, key, len(picked))
     except NotImplementedError as error:
         raise CannotRepeat(f"the config does not let {key} be set") from error
 
 
+def _shorten_lists(text: Any, count: int, picked: Sequence[int]) -> None:
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(text, name, type(value)(value[i] for i in picked))
+
+
 def cut_layers(model: Any, part: Part, layers_name: str, picked: Sequence[int]) -> None:
-    """Take all layers but these out of a model, and out of its config."""
+    """Take all layers but these out of a model, and out of its config's lists. Their number stays,
+    as tables for all layers are of that size.
+    """
     text = text_config(model.config)
     key = part.layers_key(text)
     assert key is not None
     owner, _, leaf = layers_name.rpartition(".")
     layers = model.get_submodule(layers_name)
     setattr(model.get_submodule(owner), leaf, torch.nn.ModuleList(layers[i] for i in picked))
-    _shorten(text, key, picked)
+    _shorten_lists(text, getattr(text, key), picked)
 
 
 def exported_names(names: Set[str], plan: LayerPlan) -> set[str]:
@@ -150,11 +156,21 @@ def exported_names(names: Set[str], plan: LayerPlan) -> set[str]:
 
 @dataclass
 class _Layer:
-    """One exported layer: its nodes, what it reads from the layer before, what it hands on."""
+    """One exported layer.
+
+    Args:
+        nodes: its own.
+        carried_in: what it reads from the layer before.
+        carried_out: what it hands on to the next.
+        kept: what later layers read of it besides, such as keys and values that they share.
+        selecting: ids of nodes that choose, by the layer's index, of what is made for all layers.
+    """
 
     nodes: list[gs.Node]
     carried_in: gs.Tensor | None
     carried_out: gs.Tensor
+    kept: list[gs.Tensor]
+    selecting: set[int]
 
 
 def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
@@ -170,6 +186,10 @@ def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
                                 f"the config but not in the graph")
         if index > 0 or kind not in template:
             template[kind] = index  # a later copy shows what it takes from the layer before
+    for exported, number in zip(layers, plan.picked, strict=True):
+        if exported.kept and plan.group.count(plan.group[number]) > 1:
+            raise CannotRepeat(f"later layers read {len(exported.kept)} tensors of layer {number}, "
+                               f"of whose kind there are others")
     first, names = layers[0], [output.name for output in graph.outputs]
     first.carried_out.name = HIDDEN_STATE.format(0)
     last_exported = layers[-1].carried_out
@@ -179,11 +199,12 @@ def repeat(graph: gs.Graph, plan: LayerPlan) -> gs.Graph:
                if not any(node is inner for layer in layers[1:] for inner in layer.nodes)]
     hidden = first.carried_out
     clones: list[gs.Node] = []
+    kept: dict[int, gs.Tensor] = {}
     for number in range(1, len(plan.group)):
         source = layers[template[plan.group[number]]]
         if source is first:
             raise CannotRepeat(f"layer {number} is like the first, which has no layer before it")
-        nodes, hidden = _clone(source, hidden, prefix, template[plan.group[number]], number)
+        nodes, hidden = _clone(source, hidden, prefix, template[plan.group[number]], number, kept)
         clones.extend(nodes)
     for reader in readers:
         for position, tensor in enumerate(reader.inputs):
@@ -210,32 +231,55 @@ def _cut_layers(graph: gs.Graph, count: int) -> list[_Layer]:
     """The nodes of each layer, by the tags that their names carry."""
     tag = {id(node): node.name.split("|")[0] for node in graph.nodes}
     _untag_shared(graph, tag)
+    selecting = _tag_selecting(graph, tag)
     position = {id(node): index for index, node in enumerate(graph.nodes)}
     groups: list[list[gs.Node]] = [[] for _ in range(count)]
     for node in graph.nodes:
         if tag[id(node)]:
             groups[int(tag[id(node)])].append(node)
     layers: list[_Layer] = []
+    kept: set[int] = set()
     for index, nodes in enumerate(groups):
         if not nodes:
             raise CannotRepeat(f"no node belongs to layer {index}")
         inside = {id(node) for node in nodes}
         made = {id(t) for node in nodes for t in node.outputs}
         before = {id(t) for node in groups[index - 1] for t in node.outputs} if index else set()
-        taken = {id(t): t for node in nodes for t in node.inputs if id(t) in before}
+        taken = {id(t): t for node in nodes for t in node.inputs
+                 if id(t) in before and id(t) not in kept}
         handed = {id(t): t for node in nodes for t in node.outputs
                   if any(id(reader) not in inside for reader in t.outputs)
                   or any(t is output for output in graph.outputs)}
-        if len(handed) != 1 or (index and len(taken) != 1):
+        out = [t for t in handed.values() if len(handed) == 1 or (
+            layers and list(t.shape or ()) == list(layers[0].carried_out.shape or ()))]
+        if len(out) != 1 or (index and len(taken) != 1):
             raise CannotRepeat(f"layer {index} takes {len(taken)} tensors from the layer before "
                                 f"and hands on {len(handed)}")
+        kept.update(id(t) for t in handed.values() if t is not out[0])
         other = [describe(node) for node in nodes for t in node.inputs if t.inputs
-                 and id(t) not in made and id(t) not in before and tag[id(t.inputs[0])]]
+                 and id(t) not in made and id(t) not in before and id(t) not in kept
+                 and tag[id(t.inputs[0])]]
         if other:
             raise CannotRepeat(f"{other[0]} reads from a layer that is not the one before")
         layers.append(_Layer(sorted(nodes, key=lambda node: position[id(node)]),
-                             next(iter(taken.values()), None), next(iter(handed.values()))))
+                             next(iter(taken.values()), None), out[0],
+                             [t for t in handed.values() if t is not out[0]],
+                             {id(node) for node in nodes} & selecting))
     return layers
+
+
+def _tag_selecting(graph: gs.Graph, tag: dict[int, str]) -> set[int]:
+    """Put into each layer what chooses for it, outside of it, from what is made for all layers: the
+    entry of its index, as of Gemma 4's inputs for each layer. The ids of such nodes.
+    """
+    selecting = set()
+    for node in graph.nodes:
+        readers = {tag[id(reader)] for reader in node.outputs[0].outputs} if node.outputs else set()
+        if node.op == "Gather" and not tag[id(node)] and len(readers) == 1 \
+                and next(iter(readers)) and scalar(node.inputs[1]) == float(next(iter(readers))):
+            tag[id(node)] = readers.pop()
+            selecting.add(id(node))
+    return selecting
 
 
 def _untag_shared(graph: gs.Graph, tag: dict[int, str]) -> None:
@@ -265,7 +309,9 @@ def _canonical(layer: _Layer, prefix: str, index: int) -> list[tuple[object, ...
     for node in layer.nodes:
         reads: list[Any] = []
         for tensor in node.inputs:
-            if tensor.is_empty():
+            if id(node) in layer.selecting and tensor is node.inputs[1]:
+                reads.append("index")
+            elif tensor.is_empty():
                 reads.append("")
             elif id(tensor) in number:
                 reads.append(number[id(tensor)])
@@ -291,9 +337,11 @@ def _looks_carried(tensor: gs.Tensor, layer: _Layer) -> bool:
     return list(tensor.shape) == list(layer.carried_out.shape or ())
 
 
-def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int) -> \
-        tuple[list[gs.Node], gs.Tensor]:
-    """The layer's nodes for another index, reading `hidden`; and what they hand on."""
+def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int,
+           kept: dict[int, gs.Tensor]) -> tuple[list[gs.Node], gs.Tensor]:
+    """The layer's nodes for another index, reading `hidden`; and what they hand on. `kept` has the
+    clones of what earlier layers keep for later ones, and gets this one's.
+    """
     made: dict[int, gs.Tensor] = {}
 
     def tensor(original: gs.Tensor) -> gs.Tensor:
@@ -306,11 +354,14 @@ def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int) ->
                 made[id(original)] = gs.Constant(
                     name, Weight(values.shape, values.dtype, unread, name)
                     if isinstance(values, Weight) else values)
-        return made.get(id(original), original)
+        return made.get(id(original), kept.get(id(original), original))
 
     nodes = []
     for node in layer.nodes:
         inputs = [tensor(t) for t in node.inputs]
+        if id(node) in layer.selecting:
+            inputs[1] = gs.Constant(f"layers.{new}.{node.inputs[1].name}",
+                                    np.array(new, np.int64))
         outputs = []
         for result in node.outputs:
             if result.is_empty():
@@ -325,4 +376,5 @@ def _clone(layer: _Layer, hidden: gs.Tensor, prefix: str, old: int, new: int) ->
             attrs["layer"] = new
         nodes.append(gs.Node(op=node.op, name=f"layers.{new}.{node.name}", domain=node.domain,
                              attrs=attrs, inputs=inputs, outputs=outputs))
+    kept.update((id(t), made[id(t)]) for t in layer.kept)
     return nodes, made[id(layer.carried_out)]

@@ -251,6 +251,13 @@ def attends(node: gs.Node | None) -> TypeGuard[gs.Node]:
     return op is not None and op.attention is not None
 
 
+def attends_causally(node: gs.Node) -> TypeGuard[gs.Node]:
+    """Whether a node's op is attention to a cache, its own or another layer's."""
+    op = op_of(node)
+    return op is not None and op.attention is not None and bool(
+        op.attention.caches or op.attention.reads)
+
+
 def knows_sequences(node: gs.Node | None) -> TypeGuard[gs.Node]:
     """Whether a token's result depends on those before it: the op attends or keeps a state."""
     op = op_of(node)

@@ -47,7 +47,8 @@ _LINEAR = frozenset({"MatMul", "Gemm"})
 @dataclass(frozen=True)
 class _Route:
     logits: gs.Tensor
-    bias: gs.Tensor | None
+    weight: gs.Tensor | None
+    role: str
     experts: gs.Tensor
     scores: gs.Tensor
     fields: dict[str, Any]
@@ -55,14 +56,14 @@ class _Route:
 
 def route(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    known: dict[bytes, tuple[dict[str, Any], bool] | NoMatch] = {}
+    known: dict[bytes, tuple[dict[str, Any], str] | NoMatch] = {}
     rule = Rule("route", frozenset({EXPERTS.name}),
                 lambda node, settings: _check(graph, node, known), _rewrite)
     apply_rules(graph, [rule], settings, report)
 
 
 def _check(graph: gs.Graph, node: gs.Node,
-           known: dict[bytes, tuple[dict[str, Any], bool] | NoMatch]) -> _Route | NoMatch | None:
+           known: dict[bytes, tuple[dict[str, Any], str] | NoMatch]) -> _Route | NoMatch | None:
     chosen, scores = (operands(node)[name] for name in ("experts", "scores"))
     if is_op(producer(chosen), ROUTE):
         return None
@@ -73,14 +74,14 @@ def _check(graph: gs.Graph, node: gs.Node,
     weights = [tensor for tensor in piece.inputs if weight(tensor) is not None]
     if len(logits) != 1 or len(weights) > 1:
         return NoMatch(f"the routing reads {len(logits)} linear layers and {len(weights)} weights, "
-                       f"expected one router and at most a bias", chosen)
+                       f"expected one router and at most a bias or a scale", chosen)
     if piece.key not in known:
         known[piece.key] = _recognise(piece, logits[0], weights[0] if weights else None)
     found = known[piece.key]
     if isinstance(found, NoMatch):
         return NoMatch(f"{found.reason} ({_path(piece)})", logits[0])
-    fields, biased = found
-    return _Route(logits[0], weights[0] if biased else None, chosen, scores, fields)
+    fields, role = found
+    return _Route(logits[0], weights[0] if role else None, role, chosen, scores, fields)
 
 
 def _path(piece: Piece) -> str:
@@ -125,23 +126,23 @@ def _region(graph: gs.Graph, chosen: gs.Tensor, scores: gs.Tensor) -> Piece | No
     return Piece(nodes, tuple(borders.values()), (chosen, scores))
 
 
-def _recognise(piece: Piece, logits: gs.Tensor, bias: gs.Tensor | None) -> \
-        tuple[dict[str, Any], bool] | NoMatch:
-    """The fields of llmc::Route that the piece is, and whether it takes the bias."""
+def _recognise(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
+        tuple[dict[str, Any], str] | NoMatch:
+    """The fields of llmc::Route that the piece is, and which of its inputs the weight is."""
     num_experts = logits.shape[-1] if logits.shape else None
     if not isinstance(num_experts, int):
         return NoMatch("the number of experts is not known")
-    if bias is not None and tuple(bias.shape) not in ((num_experts,), (1, num_experts)):
-        return NoMatch(f"the routing's weight is {list(bias.shape)}, not [{num_experts}]")
+    if own is not None and tuple(own.shape) not in ((num_experts,), (1, num_experts)):
+        return NoMatch(f"the routing's weight is {list(own.shape)}, not [{num_experts}]")
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((_TOKENS, num_experts)) * 2).astype(np.float32)
-    given = {"logits": rows}
+    drawn = np.zeros(0, np.float32)
     feeds = {**token_feeds(1, _TOKENS),
              logits.name: rows if len(logits.shape) == 2 else rows[None]}
-    if bias is not None:
+    if own is not None:
         # Small, so that it does not choose alone.
-        given["bias"] = (rng.standard_normal(num_experts) * 0.2).astype(np.float32)
-        feeds[bias.name] = given["bias"].reshape(bias.shape)
+        drawn = (rng.standard_normal(num_experts) * 0.2).astype(np.float32)
+        feeds[own.name] = drawn.reshape(own.shape)
     try:
         chosen, scores = piece.run_all(feeds)
     except CannotEvaluate as error:
@@ -152,14 +153,15 @@ def _recognise(piece: Piece, logits: gs.Tensor, bias: gs.Tensor | None) -> \
                        f"{scores.shape[1]} weighed")
     order = np.argsort(chosen, -1)
     chosen, scores = (np.take_along_axis(made, order, -1) for made in (chosen, scores))
-    for fields, biased in _candidates(chosen.shape[1], num_experts, bias is not None,
-                                      scalars(piece)):
+    for fields, role in _candidates(chosen.shape[1], num_experts, own is not None,
+                                    scalars(piece)):
+        given = {"logits": rows, **({role: drawn} if role else {})}
         try:
-            found = _compare(fields, given if biased else {"logits": rows}, chosen, scores)
+            found = _compare(fields, given, chosen, scores)
         except ValueError:
             continue  # no such Route
         if found is not None:
-            return found, biased
+            return found, role
     return NoMatch("what chooses experts is nothing that llmc::Route does")
 
 
@@ -180,9 +182,9 @@ def _compare(fields: dict[str, Any], inputs: dict[str, np.ndarray], chosen: np.n
     return {**fields, "scale": float(np.float32(round(scale, 6)))}
 
 
-def _candidates(top_k: int, num_experts: int, has_bias: bool, numbers: set[float]) -> \
-        Iterator[tuple[dict[str, Any], bool]]:
-    """Fields, and whether with the bias; what is common first."""
+def _candidates(top_k: int, num_experts: int, has_weight: bool, numbers: set[float]) -> \
+        Iterator[tuple[dict[str, Any], str]]:
+    """Fields, and which input a weight is, "" for none; what is common first."""
     # Those that are there before none: too small to show, they are still what the model adds.
     epsilons = [*sorted(value for value in numbers if 0 < value <= 1e-2), 0.0]
     ways: list[dict[str, Any]] = [{"normalize": 0}]
@@ -194,19 +196,19 @@ def _candidates(top_k: int, num_experts: int, has_bias: bool, numbers: set[float
     for limit in limits:
         for score in ("softmax", "sigmoid", "sqrtsoftplus"):
             for way in ways:
-                for biased in {has_bias, False}:
-                    yield {"top_k": top_k, "score": score, **way, **limit}, biased
+                for role in ("bias", "expert_scale", "") if has_weight else ("",):
+                    yield {"top_k": top_k, "score": score, **way, **limit}, role
     for value in sorted(number for number in numbers if 0 < number < 1):
         for jitter in (value, value / 2):
-            yield {"top_k": top_k, "score": "sparsemixer", "jitter": jitter}, False
+            yield {"top_k": top_k, "score": "sparsemixer", "jitter": jitter}, ""
 
 
 def _rewrite(graph: gs.Graph, match: _Route, settings: Settings) -> None:
     match.experts.dtype, match.scores.dtype = np.int64, np.float32
     inputs = {"logits": match.logits}
-    if match.bias is not None:
-        inputs["bias"] = match.bias
-        if len(match.bias.shape) > 1:
-            inputs["bias"] = gs.Constant(f"{match.bias.name}.flat", Weight.of(
-                values_of(match.bias).load().reshape(-1)))
+    if match.weight is not None:
+        inputs[match.role] = match.weight
+        if len(match.weight.shape) > 1:
+            inputs[match.role] = gs.Constant(f"{match.weight.name}.flat", Weight.of(
+                values_of(match.weight).load().reshape(-1)))
     replace(graph, ROUTE, inputs, [match.experts, match.scores], match.fields)

@@ -202,10 +202,13 @@ class Attention:
         caches: inputs [rows, num_kv_heads, positions, head_dim] that keep keys and values from step
             to step; the output `<cache>_out` continues each. What has caches is causal.
         memory: inputs that an encoder may make, once for each prompt: keys and values.
+        reads: inputs that are the caches of another layer, as it has left them in the same step.
+            What has some is causal.
     """
 
     caches: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

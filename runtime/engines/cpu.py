@@ -267,7 +267,7 @@ class CpuEngine:
         binding = self._binding(step, batch.first_row, len(batch.past_lens))
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
         for name in step.inputs:
-            if name not in self._caches:
+            if name.removesuffix("_out") not in self._caches:
                 array = values[name]
                 binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, shape in self._outputs[step.path]:
@@ -278,16 +278,20 @@ class CpuEngine:
         self._sessions[step.path].run_with_iobinding(binding)
 
     def _binding(self, step: GraphStep, first_row: int, batch_size: int) -> ort.IOBinding:
-        """The step's binding for these cache rows, with the caches bound in place."""
+        """The step's binding for these cache rows, with the caches bound in place: those that it
+        continues, and those that it reads after another step has.
+        """
         key = (step.path, first_row, batch_size)
         if key not in self._bindings:
             binding = self._sessions[step.path].io_binding()
             for name in step.inputs:
-                if name in self._caches:
-                    rows = self._caches[name][first_row:first_row + batch_size]
-                    for bind, bound in ((binding.bind_input, name),
-                                        (binding.bind_output, f"{name}_out")):
-                        bind(bound, "cpu", 0, np.float32, rows.shape, rows.ctypes.data)
+                cache = self._caches.get(name.removesuffix("_out"))
+                if cache is not None:
+                    rows = cache[first_row:first_row + batch_size]
+                    place = "cpu", 0, np.float32, rows.shape, rows.ctypes.data
+                    binding.bind_input(name, *place)
+                    if name in self._caches:
+                        binding.bind_output(f"{name}_out", *place)
             self._bindings[key] = binding
         return self._bindings[key]
 

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.compiler.frontend import load
 
 PREFILL, STEPS = 12, 16
 
@@ -68,6 +69,38 @@ def test_a_hybrid_equals_transformers_at_every_tp_size(family, tmp_path):
 
 def test_heads_may_be_normed_behind_the_rotary_embedding(tmp_path):
     check_family("hunyuan_v1_dense", [1, 2], tmp_path, **families.FAMILIES["qwen3"])
+
+
+@pytest.mark.parametrize("changes", [families.GEMMA4_LARGE, families.GEMMA4_MOE])
+def test_gemma_4_whose_keys_are_its_values_and_with_experts(changes, tmp_path):
+    check_family("gemma4_text", [1, 2, 3, 4], tmp_path, **changes)
+
+
+def test_gemma_4_deals_out_whole_experts(tmp_path):
+    check_family("gemma4_text", [2, 3], tmp_path, expert_parallel=True, **families.GEMMA4_MOE)
+
+
+def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_path, monkeypatch):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    counts = families.count_exported(monkeypatch, "Sdpa")
+    for depth in (5, 6):
+        model = families.tiny_model("gemma4_text", num_hidden_layers=3 * depth,
+                                    num_kv_shared_layers=6, layer_types=kinds * depth)
+        raw = load(families.save(model, tmp_path / f"hf{depth}"))
+        assert raw.notes == () and sum(node.op == "Sdpa" for node in raw.graph.nodes) == 3 * depth
+    assert counts[0] == counts[1] < 15
+    case = families.compile_sizes(tmp_path / "hf6", tmp_path, [2])[2]
+    row = np.random.default_rng(3).integers(3, families.VOCAB, 30).tolist()
+    with llmc.LLM(case) as llm:
+        assert [len(chip.cache) for chip in llm.manifest.chips] == [12, 12]
+        assert {layer.head_dim for layer in llm.manifest.chips[0].cache} == {16, 32}
+        families.assert_close(llm.logits(row), families.reference_logits(model, row))
+
+
+def test_another_layers_cache_has_no_kernel_on_gpus_yet(tmp_path):
+    hf_dir = families.save(families.tiny_model("gemma4_text"), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=r"target 'cuda' has no kernel for llmc::\w+"):
+        llmc.compile(hf_dir, tmp_path / "case", target="cuda")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -33,6 +35,7 @@ from llmc.compiler.passes.attention.bias import Bias, score_bias
 from llmc.compiler.passes.attention.heads import Branch, trace
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
+from llmc.plugins.cached_attention.op import OP as CACHED_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,16 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     data = data_tensors(graph)
     tokens = data_tensors(graph, ("input_ids",))
     shared: dict[bytes, tuple[gs.Constant, gs.Constant]] = {}
+    written: dict[tuple[int, int], _Cached] = {}
     biases: dict[int, Bias | NoMatch | None] = {}
     tables: dict[bytes, Bias] = {}  # that layers share
 
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
         cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
         match = _check(graph, node, data, settings, biases, cross)
+        if not isinstance(match, NoMatch) and (id(node.inputs[1]), id(node.inputs[2])) in written \
+                and {"sinks", "bias"} & operands(node).keys():
+            return NoMatch("a bias or sinks in attention to another layer's keys", node)
         if not isinstance(match, NoMatch) and match.bias is not None:
             table = values_of(match.bias.table).load().tobytes()
             match = dataclasses.replace(match, bias=tables.setdefault(table, match.bias))
@@ -75,7 +82,11 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
     def rewrite(graph: gs.Graph, match: _Attention, settings: Settings) -> None:
         if match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
-            _rewrite(graph, match, settings, shared)
+            key = id(match.node.inputs[1]), id(match.node.inputs[2])
+            if key in written:
+                _rewrite_cached(graph, match, shared, written[key])
+            else:
+                written[key] = _rewrite(graph, match, settings, shared)
         else:
             _rewrite_bidirectional(graph, match)
 
@@ -170,14 +181,51 @@ def _output(graph: gs.Graph, node: gs.Node, num_heads: int, head_dim: int, data:
     return result
 
 
+@dataclass(frozen=True)
+class _Cached:
+    """The caches that a layer leaves."""
+
+    key: gs.Variable
+    value: gs.Variable
+
+
 def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
-             shared: dict[bytes, tuple[gs.Constant, gs.Constant]]) -> None:
+             shared: dict[bytes, tuple[gs.Constant, gs.Constant]]) -> _Cached:
+    sdpa, dim = match.node, match.query.heads.columns.shape[1]
+    attrs, inputs = _common(graph, match, shared, ("v_norm", "q_norm", "k_norm"))
+    layer = sdpa.attrs["layer"]
+    cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)
+    caches = [gs.Variable(f"{kind}_cache_{layer}", np.float32, cache_shape)
+              for kind in ("key", "value")]
+    updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
+    graph.inputs.extend(caches)
+    graph.outputs.extend(updated)
+    inputs |= {**_bias(match), "sinks": operands(sdpa).get("sinks"), "key_cache": caches[0],
+               "value_cache": caches[1], "qkv": _merged_projection(graph, match)}
+    replace(graph, CAUSAL_ATTENTION, inputs, [match.output, *updated], attrs)
+    return _Cached(*updated)
+
+
+def _rewrite_cached(graph: gs.Graph, match: _Attention,
+                    shared: dict[bytes, tuple[gs.Constant, gs.Constant]], cached: _Cached) -> None:
+    attrs, inputs = _common(graph, match, shared, ("q_norm",))
+    inputs |= {"key_cache": cached.key, "value_cache": cached.value,
+               "query": _projection(graph, match.query, match.query.heads.columns, match.output)}
+    replace(graph, CACHED_ATTENTION, inputs, [match.output], attrs)
+
+
+def _common(graph: gs.Graph, match: _Attention,
+            shared: dict[bytes, tuple[gs.Constant, gs.Constant]], norms: Sequence[str]) -> \
+        tuple[dict[str, Any], dict[str, gs.Tensor | None]]:
+    """Fields and inputs that causal attention has in either form, with these norms."""
     sdpa, heads = match.node, match.query.heads
-    dim = heads.columns.shape[1]
-    attrs = dict(num_heads=len(heads.columns), num_kv_heads=match.num_kv_heads, head_dim=dim,
+    attrs = dict(num_heads=len(heads.columns), num_kv_heads=match.num_kv_heads,
+                 head_dim=heads.columns.shape[1],
                  scale=sdpa.attrs["scale"] * heads.gain * match.key.heads.gain,
                  softcap=sdpa.attrs["softcap"], window=sdpa.attrs["window"])
-    inputs: dict[str, gs.Tensor | None] = {**_bias(match), "sinks": operands(sdpa).get("sinks")}
+    inputs: dict[str, gs.Tensor | None] = {
+        "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",)),
+        "past_lens": graph_input(graph, "past_lens", ("batch",))}
     if heads.rotary is not None:
         attrs.update(rotary_dim=heads.rotary.dim, interleaved=int(heads.rotary.interleaved))
         key = heads.rotary.cos.tobytes() + heads.rotary.sin.tobytes()
@@ -187,23 +235,13 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
                 gs.Constant(f"rotary.cos{suffix}", Weight.of(heads.rotary.cos)),
                 gs.Constant(f"rotary.sin{suffix}", Weight.of(heads.rotary.sin)))
         inputs["cos"], inputs["sin"] = shared[key]
-    for name, branch in (("v_norm", match.value), ("q_norm", match.query), ("k_norm", match.key)):
-        if branch.norm is not None:
-            attrs.update(norm_epsilon=branch.norm.epsilon,
-                         norm_after_rotary=int(branch.norm.after_rotary))
-            inputs[name] = branch.norm.gain
-    layer = sdpa.attrs["layer"]
-    cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)
-    caches = [gs.Variable(f"{kind}_cache_{layer}", np.float32, cache_shape)
-              for kind in ("key", "value")]
-    updated = [gs.Variable(f"{cache.name}_out", np.float32, cache_shape) for cache in caches]
-    graph.inputs.extend(caches)
-    graph.outputs.extend(updated)
-    inputs |= {"key_cache": caches[0], "value_cache": caches[1],
-               "qkv": _merged_projection(graph, match),
-               "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",)),
-               "past_lens": graph_input(graph, "past_lens", ("batch",))}
-    replace(graph, CAUSAL_ATTENTION, inputs, [match.output, *updated], attrs)
+    branches = {"q_norm": match.query, "k_norm": match.key, "v_norm": match.value}
+    for name in norms:
+        norm = branches[name].norm
+        if norm is not None:
+            attrs.update(norm_epsilon=norm.epsilon, norm_after_rotary=int(norm.after_rotary))
+            inputs[name] = norm.gain
+    return attrs, inputs
 
 
 def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:

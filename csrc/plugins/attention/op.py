@@ -126,23 +126,28 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> \
              "heads = Reshape(qkv, heads_shape)",
              _ints("kinds", heads, kv_heads, kv_heads),
              "q, k, v = Split<axis=1>(heads, kinds)"]
-    results = []
-    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        made = name
-        for step in ("rotated", "normed") if fields["norm_after_rotary"] else \
-                ("normed", "rotated"):
-            if step == "normed" and f"{name}_norm" in present:
-                lines.append(f"{made}_normed = RMSNormalization<axis=-1, "
-                             f"epsilon={fields['norm_epsilon']!r}>({made}, {name}_norm)")
-                made = f"{made}_normed"
-            if step == "rotated" and rotate and name != "v":
-                lines.append(f"{made}_rotated = RotaryEmbedding<"
-                             f"interleaved={fields['interleaved']}, num_heads={count}, "
-                             f"rotary_embedding_dim={fields['rotary_dim']}>"
-                             f"({made}, cos, sin, position_column)")
-                made = f"{made}_rotated"
-        results.append(made)
-    return lines, results[0], results[1], results[2]
+    made = [_prepared("q", heads, fields, present, rotate),
+            _prepared("k", kv_heads, fields, present, rotate),
+            _prepared("v", kv_heads, fields, present, False)]
+    lines += (line for own, _ in made for line in own)
+    return lines, made[0][1], made[1][1], made[2][1]
+
+
+def _prepared(name: str, count: int, fields: Fields, present: frozenset[str], rotate: bool) -> \
+        tuple[list[str], str]:
+    """Lines that norm and rotate `name`, [T, count, 1, D]; what the result is called."""
+    lines, made = [], name
+    for step in ("rotated", "normed") if fields["norm_after_rotary"] else ("normed", "rotated"):
+        if step == "normed" and f"{name}_norm" in present:
+            lines.append(f"{made}_normed = RMSNormalization<axis=-1, "
+                         f"epsilon={fields['norm_epsilon']!r}>({made}, {name}_norm)")
+            made = f"{made}_normed"
+        if step == "rotated" and rotate:
+            lines.append(f"{made}_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
+                         f"num_heads={count}, rotary_embedding_dim={fields['rotary_dim']}>"
+                         f"({made}, cos, sin, position_column)")
+            made = f"{made}_rotated"
+    return lines, made
 
 
 # Where a token's position lies: the block, and the row in it.
@@ -234,6 +239,16 @@ def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> st
         *([_ints("c128", 128), f"float8s = Constant<value_floats=[{_float8s()}]>()"]
           if as_bytes else []),
         *_append("key", k, fields, as_bytes), *_append("value", v, fields, as_bytes),
+        *_attend(q, fields, present),
+    ]
+    return "\n".join(lines)
+
+
+def _attend(q: str, fields: Fields, present: frozenset[str]) -> list[str]:
+    """Lines for `out` from prepared queries and the caches `key_cache_out` and `value_cache_out`,
+    which hold the new tokens' keys and values too.
+    """
+    return [
         # Keys and values as far as any row is filled: [B, kv_heads, 1, D, L], [.., 1, L, D].
         _ints("c2", 2),
         "filled = Add(past, lengths)",
@@ -252,7 +267,6 @@ def _body(fields: Fields, present: frozenset[str], as_bytes: bool = False) -> st
         "padded_position = Add(past_column, step)",
         *_weights(fields, present, "padded_position"), *_out(fields),
     ]
-    return "\n".join(lines)
 
 
 def _queries(packed: str, fields: Fields) -> list[str]:

@@ -2,6 +2,7 @@
 
     logits   [num_tokens, num_experts]
     bias     [num_experts], added to a score where experts are chosen, not where they are weighed
+    expert_scale  [num_experts], what a chosen expert's score is multiplied by in the end
     experts  int64 [num_tokens, top_k], all different; in no order that anything may rely on
     scores   float32 [num_tokens, top_k], what each of them is multiplied by
 
@@ -45,7 +46,9 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
            "normalized = Div(weights, divisor)"] if fields["normalize"] else
           ["normalized = Identity(weights)"]),
         f"scale = Constant<value_float={fields['scale']!r}>()",
-        "scaled = Mul(normalized, scale)",
+        "scaled_by_all = Mul(normalized, scale)",
+        *(["own_scale = Gather(expert_scale, indices)", "scaled = Mul(scaled_by_all, own_scale)"]
+          if "expert_scale" in present else ["scaled = Identity(scaled_by_all)"]),
         "leading = Shape<end=-1>(logits)",
         f"chosen = Constant<value_ints=[{fields['top_k']}]>()",
         "shape = Concat<axis=0>(leading, chosen)",
@@ -120,7 +123,7 @@ def _check(fields: Fields, present: frozenset[str]) -> None:
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     _check(fields, present)
     experts = f"{fields['groups']} * group" if fields["groups"] > 1 else "experts"
-    return {"logits": ("num_tokens", experts), "bias": (experts,)}
+    return {"logits": ("num_tokens", experts), "bias": (experts,), "expert_scale": (experts,)}
 
 
 def _shapes(shapes: Mapping[str, Shape], fields: Fields) -> list[Shape]:
@@ -147,8 +150,11 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     experts, weights = pick(fields, rows, inputs.get("bias"))
     if fields["normalize"]:
         weights = weights / (weights.sum(-1, keepdims=True) + fields["epsilon"])
+    weights = weights * fields["scale"]
+    if "expert_scale" in inputs:
+        weights = weights * inputs["expert_scale"][experts]
     shape = (*logits.shape[:-1], fields["top_k"])
-    return [experts.reshape(shape), (weights * fields["scale"]).reshape(shape)]
+    return [experts.reshape(shape), weights.reshape(shape)]
 
 
 def _best_reference(fields: Fields, rows: np.ndarray, bias: np.ndarray | None) -> \
@@ -186,10 +192,13 @@ def _highest(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
-    def sample(num_experts: int, biased: bool = False, **fields: int | float | str) -> Sample:
+    def sample(num_experts: int, biased: bool = False, scaled: bool = False,
+               **fields: int | float | str) -> Sample:
         inputs = {"logits": rng.standard_normal((7, num_experts)).astype(np.float32) * 2}
         if biased:
             inputs["bias"] = rng.standard_normal(num_experts).astype(np.float32)
+        if scaled:
+            inputs["expert_scale"] = rng.standard_normal(num_experts).astype(np.float32)
         return Sample(fields, inputs)
 
     return [
@@ -202,13 +211,15 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample(9, True, top_k=2, score="sqrtsoftplus", normalize=1),
         sample(8, top_k=2, score="sparsemixer", jitter=0.2),
         sample(3, top_k=1, score="sparsemixer", jitter=0.01),
+        sample(6, scaled=True, top_k=3, normalize=1),
+        sample(8, True, scaled=True, top_k=2, score="sigmoid", groups=4, top_groups=2),
     ]
 
 
 OP = Op(
     name="Route",
-    version=1,
-    inputs=("logits", "bias?"),
+    version=2,
+    inputs=("logits", "bias?", "expert_scale?"),
     outputs=("experts", "scores"),
     fields={"top_k": 0, "score": "softmax", "groups": 1, "top_groups": 1, "group_score": "max",
             "normalize": 0, "epsilon": 0.0, "scale": 1.0, "jitter": 0.0},
@@ -218,7 +229,8 @@ OP = Op(
     shapes=_shapes,
     dims=_dims,
     body=_body,
-    float32_inputs=frozenset({"bias"}),
+    float32_inputs=frozenset({"bias", "expert_scale"}),
+    coreless=frozenset({"expert_scale"}),
     output_dtypes={"experts": "int64", "scores": "float32"},
     reference=_reference,
     samples=_samples,

@@ -39,6 +39,7 @@ class Route : public Plugin {
       throw Error("Route with sparsemixer takes neither a bias nor groups");
     if (logits[1].known()) check_experts(logits[1].number());
     if (bias != nullptr) expect("Route's bias", *bias, {logits[1]});
+    if (optional(in, 2) != nullptr) throw Error("Route has no kernel for scales of experts yet");
     const Dims chosen{logits[0], p_.top_k};
     return {chosen, chosen};
   }
@@ -74,7 +75,7 @@ class Route : public Plugin {
 }  // namespace
 
 void register_route() {
-  register_plugin({"Route", 1, {"logits", "bias?: float32"}, {"experts: int64 int32", "scores: float32"},
+  register_plugin({"Route", 2, {"logits", "bias?: float32", "expert_scale?: float32"}, {"experts: int64 int32", "scores: float32"},
                    {{"top_k", int64_t{0}}, {"score", std::string("softmax")}, {"groups", int64_t{1}},
                     {"top_groups", int64_t{1}}, {"group_score", std::string("max")}, {"normalize", int64_t{0}},
                     {"epsilon", 0.0}, {"scale", 1.0}, {"jitter", 0.0}},
