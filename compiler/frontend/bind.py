@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from llmc.compiler.frontend.parts import ROOT, text_config
+from llmc.compiler.frontend.parts import ROOT, text_config, text_prefix
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
@@ -121,6 +121,26 @@ class Checkpoint:
             if spelling in self.merged:
                 return self.merged[spelling]
         return None
+
+
+def of_part(checkpoint: Checkpoint, whole: Any, model: Any) -> dict[str, Weight]:
+    """The tensors of the language model in `whole`, by the names that they have in `model`, which
+    is that alone; and those that `whole` does not have, by their own.
+    """
+    prefix = text_prefix(whole)
+    same = type(whole.get_submodule(prefix[:-1])) is type(model)
+    inside = "" if same else f"{model.base_model_prefix}."
+    known = whole.state_dict().keys()
+    tensors = {}
+    for name in (*checkpoint.names, *checkpoint.merged):
+        own = next((spelling for spelling in checkpoint.spellings(name) if spelling in known), name)
+        tensor = checkpoint.get(name)
+        assert tensor is not None
+        if own.startswith(prefix):
+            tensors[inside + own.removeprefix(prefix)] = tensor
+        elif own in model.state_dict() or own not in known:
+            tensors[own] = tensor
+    return tensors
 
 
 _ABOVE = [(Concatenate, 0)]

@@ -16,8 +16,15 @@ import numpy as np
 import onnx_graphsurgeon as gs
 import torch
 from accelerate import init_empty_weights
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from llmc.compiler.frontend.bind import Checkpoint, attach_weights, check_all_used, ties_hold
+from llmc.compiler.frontend.bind import (
+    Checkpoint,
+    attach_weights,
+    check_all_used,
+    of_part,
+    ties_hold,
+)
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -27,6 +34,7 @@ from llmc.compiler.frontend.parts import (
     Part,
     build,
     text_config,
+    text_prefix,
 )
 from llmc.compiler.frontend.repeat import (
     CannotRepeat,
@@ -72,15 +80,20 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
+        notes += _not_taken(config)
         model = _empty_model(config, parts[0], trust_remote_code)
         checkpoint = Checkpoint(model, tensors)
+        if text_prefix(model) and type(text_config(config)) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            whole, config = model, _alone(config, model)
+            model = _empty_model(config, parts[0], trust_remote_code)
+            checkpoint = Checkpoint(model, of_part(checkpoint, whole, model))
         if not ties_hold(model, checkpoint):
             for each in (config, text_config(config)):
                 each.tie_word_embeddings = False
             model = _empty_model(config, parts[0], trust_remote_code)
-        whole = Checkpoint(model, _completed(model, tensors)) if config.is_encoder_decoder \
+        completed = Checkpoint(model, _completed(model, tensors)) if config.is_encoder_decoder \
             else checkpoint
-        graphs = [_export_part(copy.deepcopy(config), part, model, whole, origin,
+        graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes) for part in parts]
 
         @cache
@@ -90,6 +103,22 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
 
         check_all_used(model, checkpoint, names, origin, with_buffers)
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None)
+
+
+def _not_taken(config: Any) -> list[str]:
+    """A sentence where the model takes more than text."""
+    kinds = [words for key, words in (("vision_config", "images"), ("audio_config", "sounds"))
+             if getattr(config, key, None) is not None]
+    return [f"{' and '.join(kinds)} are not taken: of '{config.model_type}' the language model is "
+            f"compiled, which reads text alone"] if kinds else []
+
+
+def _alone(config: Any, whole: Any) -> Any:
+    """The config of the language model that `whole` has beside others."""
+    text = copy.deepcopy(text_config(config))
+    text._attn_implementation, text.dtype = config._attn_implementation, config.dtype
+    text.tie_word_embeddings = bool(whole.all_tied_weights_keys)
+    return text
 
 
 def _empty_model(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:

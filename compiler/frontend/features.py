@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llmc.compiler.frontend.experts import is_experts
-from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config
+from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config, text_prefix
 from llmc.compiler.frontend.states import keeps_state
 from llmc.errors import LlmcError
 
@@ -85,7 +85,8 @@ def check_features(model: Any, part: Part) -> None:
         LlmcError: it names every such feature, and where each is.
     """
     config = text_config(model.config)
-    found = dict(_found(model, config.to_dict()))
+    prefix = text_prefix(model).removesuffix(".")
+    found = dict(_found(model.get_submodule(prefix), config.to_dict()))
     both_ways = _both_ways(model)
     if part is CAUSAL_LM and both_ways and not getattr(config, "is_decoder", False):
         found["attention both ways (a token sees those after it)"] = both_ways

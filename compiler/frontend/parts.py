@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+)
 
 from llmc.errors import LlmcError
 
@@ -48,9 +54,23 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def text_prefix(model: Any) -> str:
+    """What names of a model's modules begin with where it has a language model beside others, such
+    as one that reads images.
+    """
+    text = text_config(model.config)
+    if type(text) is type(model.config):
+        return ""
+    return next((f"{name}." for name, module in model.named_modules()
+                 if name and type(getattr(module, "config", None)) is type(text)), "")
+
+
 def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
     kind, auto = ("causal LM", AutoModelForCausalLM) if part is CAUSAL_LM else \
         ("encoder-decoder LM", AutoModelForSeq2SeqLM)
+    if part is CAUSAL_LM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING \
+            and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        auto = AutoModelForImageTextToText
     try:
         try:
             model = auto.from_config(config, trust_remote_code=trust_remote_code)

@@ -17,7 +17,15 @@ import numpy as np
 import onnx_graphsurgeon as gs
 import torch
 
-from llmc.compiler.frontend.parts import CAUSAL_LM, ENCODER, ROOT, Part, build, text_config
+from llmc.compiler.frontend.parts import (
+    CAUSAL_LM,
+    ENCODER,
+    ROOT,
+    Part,
+    build,
+    text_config,
+    text_prefix,
+)
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.probe import data_tensors
 from llmc.compiler.graph.rewrite import describe, scalar, tidy
@@ -52,7 +60,7 @@ class LayerPlan:
 
 
 def _find_layers(model: Any, part: Part, count: int) -> tuple[str, torch.nn.ModuleList]:
-    prefix = ""
+    prefix = text_prefix(model) if part is CAUSAL_LM else ""
     if part is not CAUSAL_LM:
         inner = model.get_encoder() if part is ENCODER else model.get_decoder()
         prefix = next(f"{name}." for name, module in model.named_modules() if module is inner)
