@@ -19,6 +19,13 @@ the scale and the zero of its group, or code · scale + minimum. How it lies in 
     weight_min     of uint4 and uint8: float32 [out, in / group_size], in place of zeros. GGUF has
                    such weights. A kernel adds the minimum times the sum of x's group.
 
+Activations may be rounded too, by the field `activation_dtype`:
+
+    ""             x is multiplied as it is.
+    float8_e4m3fn  with a weight of that dtype: each row of what is multiplied (of NormGemm behind
+                   its norm) becomes numbers of float8_e4m3fn times a scale, the largest of the row
+                   over 448. However many rows there are, and whatever multiplies them.
+
 A scale for a whole row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales
 are repeated down the rows. This is also what com.microsoft.MatMulNBits reads, as it lies.
 """
@@ -43,17 +50,21 @@ FLOAT8_NUMBERS = tuple(
     (-1.0) ** (bits >> 7) * ((bits & 7) / 512 if not bits & 0x78 else
                              (8 + (bits & 7)) * 2.0 ** ((bits >> 3 & 15) - 10))
     if bits & 0x7F != 0x7F else 0.0 for bits in range(256))
+FLOAT8 = "float8_e4m3fn"
+FLOAT8_MOST = 448.0
+_LEAST_SCALE = 1e-30  # of activations; that of rows of zeros
 _FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
 _KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
 _INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
 
 
-def quantizable(op: Op, weight: str = "weight", row_sums: str = "") -> Op:
+def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool = True) -> Op:
     """`op`, whose input `weight` may be in fewer bits, and whose input `row_sums`, if there is one,
     has the sums of its rows. Its bodies take the product from `product` or `cpu_product`, or the
-    matrix from `dequantize`.
+    matrix from `dequantize`. Where it `rounds`, its reference takes what it multiplies from
+    `activations`.
     """
-    role = Quantized(weight, row_sums=row_sums)
+    role = Quantized(weight, row_sums=row_sums, rounds=rounds)
 
     def dims(fields: Fields, present: frozenset[str]) -> Mapping[str, Shape]:
         assert op.dims is not None and op.samples is not None and op.reference is not None
@@ -92,15 +103,20 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "") -> Op:
         assert op.samples is not None
         plain = op.samples(rng)
         kinds = (("int4", 32, ""), ("uint4", 16, "zero"), ("uint4", 32, "zero"), ("int8", 96, ""),
-                 ("uint8", 12, "zero"), ("float8_e4m3fn", 48, ""), ("int4", 96, ""),
+                 ("uint8", 12, "zero"), (FLOAT8, 48, ""), ("int4", 96, ""),
                  ("uint4", 32, "min"), ("uint8", 16, "min"), ("uint8", 12, "min"))
-        return [*plain, *(_quantized_sample(rng, plain[index % len(plain)], weight, *kind)
+        made = [*plain, *(_quantized_sample(rng, plain[index % len(plain)], weight, *kind)
                           for index, kind in enumerate(kinds))]
+        for index, size in enumerate((96, 48) if rounds else ()):
+            sample = _quantized_sample(rng, plain[index % len(plain)], weight, FLOAT8, size, "")
+            made.append(Sample({**sample.fields, "activation_dtype": FLOAT8}, sample.inputs))
+        return made
 
     return dataclasses.replace(
         op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?", f"{role.minimum}?"),
-        fields={**op.fields, **_FIELDS},
-        choices={**op.choices, "weight_dtype": ("", *CODES)},
+        fields={**op.fields, **_FIELDS, **({"activation_dtype": ""} if rounds else {})},
+        choices={**op.choices, "weight_dtype": ("", *CODES),
+                 **({"activation_dtype": ("", FLOAT8)} if rounds else {})},
         float32_inputs=op.float32_inputs | {role.scale, role.minimum}, quantized=role,
         dims=dims, shapes=shapes, reference=reference, samples=samples)
 
@@ -121,6 +137,21 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     if dtype and (size < 1 or width < 1 or width % size or width % _per_byte(fields)):
         raise ValueError(f"{op.name} has in_features {width}, which are no whole groups of "
                          f"{size}")
+    if fields.get("activation_dtype") and dtype != FLOAT8:
+        raise ValueError(f"{op.name} takes activation_dtype with weight_dtype {FLOAT8} only, not "
+                         f"{dtype!r}")
+
+
+def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
+    """The rows float64 [..., in] that are multiplied, of x as it is or rounded."""
+    x = x.astype(np.float64)
+    if not fields["activation_dtype"]:
+        return x
+    import ml_dtypes
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True, initial=0) / FLOAT8_MOST, _LEAST_SCALE)
+    codes = (x / scale).astype(ml_dtypes.float8_e4m3fn)
+    rounded: np.ndarray = codes.astype(np.float64) * scale
+    return rounded
 
 
 def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
@@ -132,7 +163,7 @@ def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
         zeros = unpack(zero, bits)[:, :scale.shape[1]]
         zeros = zeros.astype(np.float64).repeat(fields["group_size"], 1)
     codes = unpack(weight, bits).astype(np.float64)
-    if fields["weight_dtype"] == "float8_e4m3fn":
+    if fields["weight_dtype"] == FLOAT8:
         codes = np.array(FLOAT8_NUMBERS)[weight]
     matrix: np.ndarray = (codes - zeros) * scale.astype(np.float64).repeat(fields["group_size"], 1)
     if minimum is not None:
@@ -179,7 +210,7 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
     """ONNX text for `made`, rows float32 [rows, in] of what is stored."""
     dtype, size = fields["weight_dtype"], fields["group_size"]
     fixed = CODES[dtype][1]
-    if dtype == "float8_e4m3fn":
+    if dtype == FLOAT8:
         # ONNX has no reading of bits as a number. Nor DequantizeLinear, which ONNX Runtime would
         # compute in every step: this it folds when it loads.
         numbers = ", ".join(map(repr, FLOAT8_NUMBERS))
@@ -219,9 +250,24 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
     return "\n".join(lines)
 
 
+def _rounded(fields: Fields, x: str) -> tuple[list[str], str]:
+    """ONNX text for the rows that are multiplied, and their name."""
+    if not fields["activation_dtype"]:
+        return [], x
+    return [f"x_most = Constant<value_floats=[{FLOAT8_MOST}]>()",
+            f"x_least = Constant<value_floats=[{_LEAST_SCALE!r}]>()",
+            "x_last = Constant<value_ints=[-1]>()",
+            f"x_sizes = Abs({x})", "x_largest = ReduceMax<keepdims=1>(x_sizes, x_last)",
+            "x_steps = Div(x_largest, x_most)", "x_scale = Max(x_steps, x_least)",
+            f"x_scaled = Div({x}, x_scale)",
+            "x_codes = Cast<to=17>(x_scaled)", "x_numbers = Cast<to=1>(x_codes)",
+            "x_rounded = Mul(x_numbers, x_scale)"], "x_rounded"
+
+
 def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") -> str:
     """ONNX text for `made` = x · weightᵀ, however the weight is stored; of standard ops."""
-    lines, matrix = [], "weight"
+    lines, x = _rounded(fields, x)
+    matrix = "weight"
     if fields["weight_dtype"]:
         matrix = "matrix"
         lines.append(dequantize(fields, present, matrix))
@@ -238,8 +284,9 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
     """
     dtype, size = fields["weight_dtype"], fields["group_size"]
     width, height = fields["in_features"], fields["out_features"]
-    if not dtype or dtype == "float8_e4m3fn":  # which is folded to float32 when it is loaded
-        lines = [dequantize(fields, present, "matrix")] if dtype else []
+    if not dtype or dtype == FLOAT8:  # which is folded to float32 when it is loaded
+        lines, x = _rounded(fields, x)
+        lines += [dequantize(fields, present, "matrix")] if dtype else []
         operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
         return "\n".join([*lines, f"{made} = Gemm<transB=1>({operands})"])
     bits, fixed = CODES[dtype]
@@ -289,7 +336,7 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
     inputs = {**plain.inputs, weight: pack(codes, bits),
               "weight_scale": (rng.choice([-1, 1], (height, groups))
                                * rng.uniform(0.01, 0.02, (height, groups))).astype(np.float32)}
-    if dtype == "float8_e4m3fn":
+    if dtype == FLOAT8:
         inputs[weight] = codes & 0xBF  # none is a NaN
     if brings == "zero":
         inputs["weight_zero"] = pack(
@@ -297,8 +344,9 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
     elif brings == "min":
         inputs["weight_min"] = rng.uniform(-0.3, 0.1, (height, groups)).astype(np.float32)
     for name, array in plain.inputs.items():
-        if name not in ("x", weight) and array.shape[1:] == plain.inputs[weight].shape[1:]:
-            inputs[name] = rng.standard_normal((len(array), width)).astype(np.float32)
+        across = plain.inputs[weight].shape[1:]
+        if name not in ("x", weight) and array.ndim and array.shape[-1:] == across:
+            inputs[name] = rng.standard_normal((*array.shape[:-1], width)).astype(np.float32)
     if "x" in inputs:
         x = rng.integers(-100, 100, (len(inputs["x"]), width))
         x[:, ::16] = 127

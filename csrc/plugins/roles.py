@@ -185,6 +185,7 @@ class Quantized:
         zero: the input of its groups' zeros.
         minimum: the input of its groups' minima, in place of zeros.
         row_sums: the input of the sums of its rows, as numbers; "": there is none.
+        rounds: whether the field `activation_dtype` may have what the weight multiplies rounded.
     """
 
     weight: str = "weight"
@@ -192,6 +193,7 @@ class Quantized:
     zero: str = "weight_zero"
     minimum: str = "weight_min"
     row_sums: str = ""
+    rounds: bool = False
 
 
 @dataclass(frozen=True)

@@ -102,4 +102,4 @@ OP = quantizable(Op(
     reference=_reference,
     samples=_samples,
     tolerance=1e-6,
-), "table")
+), "table", rounds=False)

@@ -6,7 +6,7 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
-from llmc.plugins.quantization import cpu_product, product, quantizable
+from llmc.plugins.quantization import activations, cpu_product, product, quantizable
 from llmc.plugins.roles import ByColumns, ByRows
 
 
@@ -25,7 +25,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    y = inputs["x"].astype(np.float64) @ inputs["weight"].astype(np.float64).T
+    y = activations(fields, inputs["x"]) @ inputs["weight"].astype(np.float64).T
     return [REFERENCE[fields["activation"]](y + inputs.get("bias", 0.0))]
 
 
