@@ -108,6 +108,20 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
   return total;
 }
 
+// The sum of a block's x and the largest of its y, none of which is below 0, likewise.
+template <int kThreads>
+__device__ __forceinline__ float2 block_sum_and_max(float x, float y, float2* partial) {
+  float2 both{warp_sum(x), __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(y)))};
+  if constexpr (kThreads == 32) return both;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = both;
+  __syncthreads();
+  both = {0, 0};
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) both = {both.x + partial[w].x, fmaxf(both.y, partial[w].y)};
+  return both;
+}
+
 constexpr float kLog2E = 1.44269504f;
 
 // A logit and its token as one number: greater for greater logits, of equal ones (0 and -0 are) for lower

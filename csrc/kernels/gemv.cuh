@@ -88,6 +88,10 @@ __device__ __forceinline__ void finish_tile(const GemvParams& p, const float (&p
       value *= scale;
       up *= scale;
     }
+    if (p.x_scale != nullptr) {
+      value *= p.x_scale[row] * p.packing.scale[output];
+      if (kind == Tile::kGated) up *= p.x_scale[row] * p.packing.scale[p.out + output];
+    }
     if (p.bias != nullptr) {
       value += to_float(static_cast<const T*>(p.bias)[output]);
       if (kind == Tile::kGated) up += to_float(static_cast<const T*>(p.bias)[p.out + output]);

@@ -47,7 +47,10 @@ cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t s
 
 constexpr int kNormHidden = 32768;  // the longest row
 // sum = x + residual (if there is one); y = norm(sum) * weight + bias. x, residual, y, sum are
-// T [rows, hidden]; weight and bias float32 [hidden] or null; LayerNorm if centred, else RMSNorm.
+// T [rows, hidden]; weight and bias float32 [hidden] or null; LayerNorm if centred, else RMSNorm; if plain, none.
+// Rounded: each row to FP8 (e4m3) with a scale of its own, max|row| / 448. y has the numbers that come of it; where codes is
+// there, it has them instead, uint8 [rows, hidden] in the order in which a packed weight's columns lie, and scale is
+// [rows]: for 16-bit T, and hidden in a multiple of 8.
 struct NormParams {
   void* y;
   void* sum;
@@ -58,6 +61,9 @@ struct NormParams {
   int rows, hidden;
   float epsilon;
   bool centred;
+  bool plain = false, rounded = false;
+  uint8_t* codes = nullptr;
+  float* scale = nullptr;
 };
 cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
 
@@ -79,6 +85,7 @@ struct GemvParams {
   const float* row_sums = nullptr;
   float epsilon = 0;
   Packing packing = {};
+  const float* x_scale = nullptr;  // [rows] of x in FP8
 };
 cudaError_t gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // Brings codes of `count` numbers in rows of `in`, as csrc/plugins/quantization.py stores them, into the order that the
@@ -88,7 +95,11 @@ cudaError_t repack(void* weight, Codes codes, int64_t count, int in, cudaStream_
 cudaError_t transpose(float* to, const float* from, int rows, int columns, cudaStream_t stream);
 // The same of a packed weight, whose groups are multiples of 32 columns.
 cudaError_t packed_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
-// The same of such a weight for more rows, and without norm. Scratch: packed_gemm_scratch() bytes. Counters:
+// The same of a weight in FP8 with a scale for each row, and of x in FP8 as `norm` makes it: codes [rows, in] and x_scale; `in`
+// in a multiple of 64, compute capability 8.9 or more.
+constexpr int kFloat8GemvRows = 32;
+cudaError_t float8_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+// Of a packed weight for more rows, and without norm. Scratch: packed_gemm_scratch() bytes. Counters:
 // kPackedGemmBlocks, zero before and after.
 constexpr int kPackedGemmBlocks = 512;
 int64_t packed_gemm_scratch(int rows);
@@ -135,6 +146,22 @@ struct ExpertsParams {
 enum class ExpertsWay { kFew, kMany, kPlain };
 cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsWay way, cudaStream_t stream);
 int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner);
+
+// y = act(sums · x_scale · weight_scale + bias) + residual, of what FP8 codes come to: sums float32 [rows, out], x_scale
+// [rows], weight_scale [out]; bias [out] and residual [rows, out] T or null. Gated: sums, weight_scale and bias are 2 · out
+// wide, y = act(gate) * up. out is a multiple of 4.
+struct RescaleParams {
+  void* y;
+  const float* sums;
+  const float* x_scale;
+  const float* weight_scale;
+  const void* bias;
+  const void* residual;
+  int rows, out;
+  Activation activation;
+  bool gated;
+};
+cudaError_t rescale(DType dtype, const RescaleParams& params, cudaStream_t stream);
 
 // y[r, i] = act(both[r, i]) * both[r, width + i]; both T [rows, 2 · width].
 cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Activation activation,

@@ -47,11 +47,14 @@ __global__ void embedding_kernel(EmbeddingParams p) {
   }
 }
 
+constexpr float kFloat8Most = 448, kLeastScale = 1e-30f;  // of rows of zeros
+
 // One row per group of kThreads threads, kept in registers between the passes: kTurns vectors of kWidth
-// elements per thread. kThreads 32 puts one row on each warp of the block.
-template <typename T, int kThreads, int kWidth, int kTurns>
+// elements per thread. kThreads 32 puts one row on each warp of the block. Rounding takes no pass over memory.
+template <typename T, int kThreads, int kWidth, int kTurns, bool kRounded>
 __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(NormParams p) {
   __shared__ float partial[kThreads / 32];
+  __shared__ float2 pairs[kThreads / 32];
   const int rows_per_block = blockDim.x / kThreads;
   const int row = blockIdx.x * rows_per_block + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
@@ -96,34 +99,81 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       squares += value[turn][k] * value[turn][k];
     }
   }
-  const float scale = rsqrtf(block_sum<kThreads>(squares, partial) / p.hidden + p.epsilon);
+  if constexpr (!kRounded) {
+    const float scale = rsqrtf(block_sum<kThreads>(squares, partial) / p.hidden + p.epsilon);
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = (turn * kThreads + thread) * kWidth;
-    if (i >= p.hidden) continue;
-    Vec<T, kWidth> out;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int i = (turn * kThreads + thread) * kWidth;
+      if (i >= p.hidden) continue;
+      Vec<T, kWidth> out;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      float y = value[turn][k] * scale;
-      if (p.weight != nullptr) y *= p.weight[i + k];
-      if (p.bias != nullptr) y += p.bias[i + k];
-      out.data[k] = from_float<T>(y);
+      for (int k = 0; k < kWidth; ++k) {
+        float y = value[turn][k] * scale;
+        if (p.weight != nullptr) y *= p.weight[i + k];
+        if (p.bias != nullptr) y += p.bias[i + k];
+        out.data[k] = from_float<T>(y);
+      }
+      store(static_cast<T*>(p.y) + start + i, out);
     }
-    store(static_cast<T*>(p.y) + start + i, out);
+  } else {
+    // The largest of a row comes with its squares, unless a bias is added to what these scale.
+    auto change = [&](const float* by, auto&& f) {
+      float most = 0;
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int i = (turn * kThreads + thread) * kWidth;
+        if (i >= p.hidden) continue;
+        Vec<float, kWidth> own;
+        if (by != nullptr) own = load<float, kWidth>(by + i);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          if (by != nullptr) value[turn][k] = f(value[turn][k], own.data[k]);
+          most = fmaxf(most, fabsf(value[turn][k]));
+        }
+      }
+      return most;
+    };
+    const float own = change(p.weight, [](float x, float gain) { return x * gain; });
+    float2 measured = block_sum_and_max<kThreads>(squares, own, pairs);
+    float scale = p.plain ? 1.f : rsqrtf(measured.x / p.hidden + p.epsilon);
+    if (p.bias != nullptr) {
+      const float biased = change(p.bias, [scale](float x, float bias) { return fmaf(x, scale, bias); });
+      measured = block_sum_and_max<kThreads>(0, biased, pairs);
+      scale = 1;
+    }
+    const float step = fmaxf(measured.y * scale / kFloat8Most, kLeastScale), inverse = scale / step;
+    if (p.codes != nullptr && thread == 0) p.scale[row] = step;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int i = (turn * kThreads + thread) * kWidth;
+      if (i >= p.hidden) continue;
+      Vec<T, kWidth> numbers;
+      Vec<uint8_t, kWidth> codes;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const Float8 code(value[turn][k] * inverse);
+        numbers.data[k] = from_float<T>(to_float(code) * step);
+        codes.data[kWidth == 8 ? place_of(k, 8) : k] = code.__x;
+      }
+      if (p.codes != nullptr) store(p.codes + start + i, codes);
+      else store(static_cast<T*>(p.y) + start + i, numbers);
+    }
   }
 }
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kRounded>
 cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   constexpr int kWarps = 4;
   if (p.hidden <= 1024)
-    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
+    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth, kRounded>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
   if (p.hidden <= 256 * 16)
-    return launch(norm_kernel<T, 256, kWidth, 16 / kWidth>, p.rows, 256, 0, stream, p);
+    return launch(norm_kernel<T, 256, kWidth, 16 / kWidth, kRounded>, p.rows, 256, 0, stream, p);
   if (p.hidden <= 512 * 16)
-    return launch(norm_kernel<T, 512, kWidth, 16 / kWidth>, p.rows, 512, 0, stream, p);
+    return launch(norm_kernel<T, 512, kWidth, 16 / kWidth, kRounded>, p.rows, 512, 0, stream, p);
+  if (p.hidden <= 512 * 32)
+    return launch(norm_kernel<T, 512, kWidth, 32 / kWidth, kRounded>, p.rows, 512, 0, stream, p);
   if (p.hidden <= kNormHidden)
-    return launch(norm_kernel<T, 512, kWidth, kNormHidden / 512 / kWidth>, p.rows, 512, 0, stream, p);
+    return launch(norm_kernel<T, 512, kWidth, kNormHidden / 512 / kWidth, kRounded>, p.rows, 512, 0, stream, p);
   return cudaErrorInvalidValue;
 }
 
@@ -143,6 +193,44 @@ __global__ void gate_kernel(T* y, const T* both, int width, Activation activatio
     out.data[k] = from_float<T>(device::activate(to_float(gates.data[k]), activation) *
                                 to_float(ups.data[k]));
   store(y + row * width + i, out);
+}
+
+// Four columns a thread, a row of blocks for each row.
+template <typename T>
+__global__ void __launch_bounds__(128) rescale_kernel(RescaleParams p) {
+  constexpr int kWidth = 4;
+  wait_for_inputs();
+  let_next_start();
+  const int i = (blockIdx.x * 128 + threadIdx.x) * kWidth;
+  if (i >= p.out) return;
+  const int64_t row = blockIdx.y;
+  const int width = p.gated ? 2 * p.out : p.out;
+  const float x_scale = p.x_scale[row];
+  auto scaled = [&](int first) {
+    auto numbers = load<float, kWidth>(p.sums + row * width + first);
+    const auto weight_scale = load<float, kWidth>(p.weight_scale + first);
+    Vec<T, kWidth> bias;
+    if (p.bias != nullptr) bias = load<T, kWidth>(static_cast<const T*>(p.bias) + first);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      numbers.data[k] *= x_scale * weight_scale.data[k];
+      if (p.bias != nullptr) numbers.data[k] += to_float(bias.data[k]);
+    }
+    return numbers;
+  };
+  const auto value = scaled(i);
+  Vec<float, kWidth> up;
+  if (p.gated) up = scaled(p.out + i);
+  Vec<T, kWidth> residual, out;
+  if (p.residual != nullptr) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + row * p.out + i);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    float y = device::activate(value.data[k], p.activation);
+    if (p.gated) y *= up.data[k];
+    if (p.residual != nullptr) y += to_float(residual.data[k]);
+    out.data[k] = from_float<T>(y);
+  }
+  store(static_cast<T*>(p.y) + row * p.out + i, out);
 }
 
 template <typename T>
@@ -232,8 +320,12 @@ cudaError_t embedding(DType dtype, const EmbeddingParams& p, cudaStream_t stream
 cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return p.hidden % kVec<T> == 0 ? norm_of_width<T, kVec<T>>(p, stream)
-                                   : norm_of_width<T, 1>(p, stream);
+    auto run = [&](auto rounded) {
+      return p.hidden % kVec<T> == 0 ? norm_of_width<T, kVec<T>, rounded.value>(p, stream)
+                                     : norm_of_width<T, 1, rounded.value>(p, stream);
+    };
+    if (p.codes != nullptr && (kVec<T> != 8 || p.hidden % 8 != 0)) return cudaErrorInvalidValue;
+    return p.rounded ? run(std::true_type()) : run(std::false_type());
   });
 }
 
@@ -246,6 +338,14 @@ cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Ac
                     static_cast<T*>(y), static_cast<const T*>(both), width, activation);
     };
     return width % kVec<T> == 0 ? run(gate_kernel<T, kVec<T>>, kVec<T>) : run(gate_kernel<T, 1>, 1);
+  });
+}
+
+cudaError_t rescale(DType dtype, const RescaleParams& p, cudaStream_t stream) {
+  if (p.out % 4 != 0) return cudaErrorInvalidValue;
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(rescale_kernel<T>, dim3(blocks_for(p.out, 512), p.rows), 128, 0, stream, p);
   });
 }
 

@@ -28,6 +28,7 @@ struct Gemm::Plan {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t weight = nullptr, x = nullptr, y = nullptr;
   cublasLtMatmulAlgo_t algorithm{};
+  bool there = true;
 
   ~Plan() {
     if (operation != nullptr) cublasLtMatmulDescDestroy(operation);
@@ -38,7 +39,35 @@ struct Gemm::Plan {
 
 namespace {
 
-// cuBLASLt's proposals, what it thinks is the fastest first.
+// Which products there are, where algorithms are known by shape: of the dtype's numbers, or of FP8, scaled or not.
+enum Kind : int { kNumbers = 0, kSums = 16, kScaled = 32 };
+Kind kind_of(const Float8Scales* float8) {
+  return float8 == nullptr ? kNumbers : float8->x == nullptr ? kSums : kScaled;
+}
+
+template <typename Attribute>
+void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t name, const Attribute& value) {
+  check(cublasLtMatmulDescSetAttribute(operation, name, &value, sizeof value), "a GEMM");
+}
+
+// How FP8 is multiplied: with the tensor core's own sums, as is fastest, and scales that are vectors.
+void describe_float8(cublasLtMatmulDesc_t operation, bool scaled, cudaDataType_t bias) {
+  set(operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1});
+  set(operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias);
+  if (!scaled) return;
+  set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+  set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+}
+
+// Where a product finds what may lie elsewhere the next time.
+void point_to(cublasLtMatmulDesc_t operation, const void* bias, const Float8Scales* float8) {
+  if (bias != nullptr) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+  if (float8 == nullptr || float8->x == nullptr) return;
+  set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, float8->weight);
+  set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, float8->x);
+}
+
+// cuBLASLt's proposals, what it thinks is the fastest first; none where it has no such product.
 template <typename Plan>
 std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, const Plan& plan, int most) {
   cublasLtMatmulPreference_t preference = nullptr;
@@ -50,8 +79,7 @@ std::vector<cublasLtMatmulHeuristicResult_t> propose(cublasLtHandle_t handle, co
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.weight, plan.x, plan.y,
                                                                plan.y, preference, most, found.data(), &count);
   cublasLtMatmulPreferenceDestroy(preference);
-  check(status, "choosing a GEMM");
-  if (count == 0) throw Error("cuBLASLt has no GEMM for this shape");
+  if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, "choosing a GEMM");
   found.resize(count);
   return found;
 }
@@ -130,74 +158,85 @@ void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const 
   else second();
 }
 
-bool Gemm::run(DType dtype, void* y, const void* x, const void* weight, const void* bias,
-               const void* residual, int rows, int in, int out, Activation activation,
-               cudaStream_t stream) {
-  // A residual is what the product is accumulated onto, which cuBLASLt does after the activation's epilogue
-  // only in name: an activation with a residual is the caller's.
-  const bool epilogue = residual == nullptr && (activation == Activation::kRelu ||
-                                                activation == Activation::kGeluTanh);
-  cublasLtEpilogue_t kind = bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-  if (epilogue && activation == Activation::kRelu)
-    kind = bias != nullptr ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
-  if (epilogue && activation == Activation::kGeluTanh)
-    kind = bias != nullptr ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+namespace {
 
-  auto& plan = plans_[{static_cast<int>(dtype), rows, in, out, static_cast<int>(kind),
-                       residual != nullptr, residual == y}];
-  const float one = 1, beta = residual != nullptr ? 1 : 0;
-  if (plan == nullptr) {
-    auto made = std::make_unique<Plan>();
-    const cudaDataType_t type = type_of(dtype);
-    check(cublasLtMatmulDescCreate(&made->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "a GEMM");
-    const cublasOperation_t transpose = CUBLAS_OP_T;
-    check(cublasLtMatmulDescSetAttribute(made->operation, CUBLASLT_MATMUL_DESC_TRANSA, &transpose,
-                                         sizeof transpose), "a GEMM");
-    check(cublasLtMatmulDescSetAttribute(made->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, &kind,
-                                         sizeof kind), "a GEMM");
-    if (bias != nullptr)
-      check(cublasLtMatmulDescSetAttribute(made->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
-                                           sizeof bias), "a GEMM");
-    check(cublasLtMatrixLayoutCreate(&made->weight, type, in, out, in), "a GEMM");
-    check(cublasLtMatrixLayoutCreate(&made->x, type, in, rows, in), "a GEMM");
-    check(cublasLtMatrixLayoutCreate(&made->y, type, out, rows, out), "a GEMM");
-    std::vector<int64_t> shape = {static_cast<int>(dtype), in, out, static_cast<int>(kind), residual != nullptr, rows};
-    auto best = best_.find(shape);
-    std::vector<cublasLtMatmulHeuristicResult_t> found;
-    if (best == best_.end() && times_ && !is_captured(stream)) {
-      // Time what cuBLASLt proposes on the real operands.
-      found = propose(handle_, *made, kCandidates);
-      float shortest = 0;
-      for (const auto& proposed : found) {
-        auto run = [&] {
-          return cublasLtMatmul(handle_, made->operation, &one, weight, made->weight, x, made->x, &beta,
-                                residual != nullptr ? residual : y, made->y, y, made->y, &proposed.algo, workspace_,
-                                kWorkspace, stream);
-        };
-        bool done = true;
-        const float milliseconds = time(stream, [&] { done = done && run() == CUBLAS_STATUS_SUCCESS; });
-        if (!done || (best != best_.end() && milliseconds >= shortest)) continue;
-        shortest = milliseconds;
-        best = best_.insert_or_assign(shape, proposed.algo).first;
-      }
+// A residual is what the product is accumulated onto, which cuBLASLt does after the activation's epilogue
+// only in name: an activation with a residual is the caller's.
+bool takes_activation(const Product& p) {
+  return p.residual == nullptr && (p.activation == Activation::kRelu || p.activation == Activation::kGeluTanh);
+}
+
+cublasLtEpilogue_t epilogue_of(const Product& p) {
+  const bool biased = p.bias != nullptr;
+  if (!takes_activation(p)) return biased ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  if (p.activation == Activation::kRelu) return biased ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+  return biased ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+}
+
+}  // namespace
+
+cublasStatus_t Gemm::multiply(const Product& p, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+                              cudaStream_t stream) {
+  const float one = 1, beta = p.residual != nullptr ? 1 : 0;
+  return cublasLtMatmul(handle_, plan.operation, &one, p.weight, plan.weight, p.x, plan.x, &beta,
+                        p.residual != nullptr ? p.residual : p.y, plan.y, p.y, plan.y, &algorithm, workspace_, kWorkspace,
+                        stream);
+}
+
+Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
+  const int operands = static_cast<int>(p.dtype) + kind_of(p.float8), residual = p.residual != nullptr;
+  const cublasLtEpilogue_t epilogue = epilogue_of(p);
+  auto& plan = plans_[{operands, p.rows, p.in, p.out, static_cast<int>(epilogue), residual, p.residual == p.y}];
+  if (plan != nullptr) return *plan;
+  auto made = std::make_unique<Plan>();
+  const cudaDataType_t type = type_of(p.dtype), multiplied = p.float8 != nullptr ? CUDA_R_8F_E4M3 : type;
+  check(cublasLtMatmulDescCreate(&made->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "a GEMM");
+  set(made->operation, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+  set(made->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+  if (p.float8 != nullptr) describe_float8(made->operation, p.float8->x != nullptr, type);
+  point_to(made->operation, p.bias, p.float8);
+  check(cublasLtMatrixLayoutCreate(&made->weight, multiplied, p.in, p.out, p.in), "a GEMM");
+  check(cublasLtMatrixLayoutCreate(&made->x, multiplied, p.in, p.rows, p.in), "a GEMM");
+  check(cublasLtMatrixLayoutCreate(&made->y, type, p.out, p.rows, p.out), "a GEMM");
+  const std::vector<int64_t> shape = {operands, p.in, p.out, static_cast<int>(epilogue), residual, p.rows};
+  auto best = best_.find(shape);
+  std::vector<cublasLtMatmulHeuristicResult_t> found;
+  if (best == best_.end() && times_ && !is_captured(stream)) {
+    // Time what cuBLASLt proposes on the real operands.
+    found = propose(handle_, *made, kCandidates);
+    float shortest = 0;
+    for (const auto& proposed : found) {
+      bool done = true;
+      const float milliseconds =
+          time(stream, [&] { done = done && multiply(p, *made, proposed.algo, stream) == CUBLAS_STATUS_SUCCESS; });
+      if (!done || (best != best_.end() && milliseconds >= shortest)) continue;
+      shortest = milliseconds;
+      best = best_.insert_or_assign(shape, proposed.algo).first;
     }
-    cublasLtMatmulHeuristicResult_t checked{};
-    if (best != best_.end() &&
-        cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y, &best->second,
-                                &checked) == CUBLAS_STATUS_SUCCESS &&
-        checked.workspaceSize <= kWorkspace)
-      made->algorithm = best->second;
-    else
-      made->algorithm = (found.empty() ? propose(handle_, *made, 1) : found)[0].algo;
-    plan = std::move(made);
   }
-  if (bias != nullptr)
-    check(cublasLtMatmulDescSetAttribute(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
-                                         sizeof bias), "a GEMM");
-  check(cublasLtMatmul(handle_, plan->operation, &one, weight, plan->weight, x, plan->x, &beta,
-                       residual != nullptr ? residual : y, plan->y, y, plan->y, &plan->algorithm,
-                       workspace_, kWorkspace, stream), "a GEMM");
-  return epilogue || activation == Activation::kNone;
+  cublasLtMatmulHeuristicResult_t checked{};
+  if (best != best_.end() &&
+      cublasLtMatmulAlgoCheck(handle_, made->operation, made->weight, made->x, made->y, made->y, &best->second,
+                              &checked) == CUBLAS_STATUS_SUCCESS &&
+      checked.workspaceSize <= kWorkspace) {
+    made->algorithm = best->second;
+  } else {
+    if (found.empty()) found = propose(handle_, *made, 1);
+    made->there = !found.empty();
+    if (made->there) made->algorithm = found[0].algo;
+  }
+  plan = std::move(made);
+  return *plan;
+}
+
+bool Gemm::has(const Product& product, cudaStream_t stream) { return plan_of(product, stream).there; }
+
+bool Gemm::run(const Product& p, cudaStream_t stream) {
+  const Plan& plan = plan_of(p, stream);
+  if (!plan.there) throw Error("cuBLASLt has no GEMM for this shape");
+  point_to(plan.operation, p.bias, p.float8);
+  check(multiply(p, plan, plan.algorithm, stream), "a GEMM");
+  return takes_activation(p) || p.activation == Activation::kNone;
 }
 
 }  // namespace llmc

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "norm.h"
 #include "quantized.h"
 
 namespace llmc {
@@ -19,25 +20,43 @@ struct Linear {
   bool gated;
 };
 
+// What is done to the rows of x before they are multiplied: a norm, with a weight and bias or without; a rounding to FP8.
+struct Rows {
+  bool normed = false, centred = false, rounded = false;
+  float epsilon = 0;
+  const float* weight = nullptr;
+  const float* bias = nullptr;
+};
+
 // Whether the kernels for few rows can serve: 16-bit types, rows of whole 16-byte vectors.
 inline bool can_gemv(const Tensor& x) {
   return x.dtype != DType::kFloat32 && x.shape[0] <= kernels::kGemvRows && x.shape[1] % 8 == 0;
 }
 
+inline int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
 // Bytes for gates and ups side by side, where they are not multiplied at once.
 inline int64_t gates_workspace(const Tensor& x, int64_t out, bool gated) {
-  return gated ? (x.shape[0] * out * width(x.dtype) + 255) / 256 * 256 : 0;
+  return gated ? aligned(x.shape[0] * out * width(x.dtype)) : 0;
 }
+
+// Bytes for what becomes of rows of x before they are multiplied; and for their scales.
+inline int64_t rows_workspace(const Tensor& x) { return aligned(x.size() * width(x.dtype)); }
+inline int64_t scales_workspace(const Tensor& x) { return aligned(x.shape[0] * static_cast<int64_t>(sizeof(float))); }
 
 // Rows for which a weight in fewer bits may be multiplied as it is; there are many enough for it to be made numbers beyond.
 constexpr int kPackedRows = 256;
 
-// Bytes for those, and for a weight in fewer bits as numbers, or for the kernel that takes it as it is.
+// Bytes for those, and for a weight in fewer bits as numbers, or for the kernel that takes it as it is; before them what
+// becomes of x where it is rounded, and instead of them the sums of its products.
 inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, const Quantized& quantized, bool gated) {
   const int64_t out = quantized ? quantized.out() : weight.shape[0];
   const int64_t packed = quantized ? std::max(out * quantized.in() * width(x.dtype),
                                               kernels::packed_gemm_scratch(kPackedRows)) : 0;
-  return gates_workspace(x, out, gated) + packed;
+  const int64_t needed = gates_workspace(x, out, gated) + packed;
+  if (!quantized.rounds()) return needed;
+  const int64_t sums = std::min<int64_t>(x.shape[0], kPackedRows) * out * static_cast<int64_t>(sizeof(float));
+  return rows_workspace(x) + scales_workspace(x) + std::max(needed, sums);
 }
 
 // The shape of y; throws Error where x or the weight is no matrix, or the inputs do not fit together.
@@ -74,11 +93,11 @@ inline void gemm(const Linear& l, void* workspace, const Context& context) {
     p.weight = numbers;
   }
   if (l.gated) {
-    context.gemm->run(dtype, workspace, p.x, p.weight, p.bias, nullptr, p.rows, p.in, 2 * p.out,
-                      Activation::kNone, context.stream);
+    context.gemm->run({dtype, workspace, p.x, p.weight, p.bias, nullptr, p.rows, p.in, 2 * p.out, Activation::kNone},
+                      context.stream);
     check(kernels::gate(dtype, p.y, workspace, p.rows, p.out, l.activation, context.stream), "a gate");
-  } else if (!context.gemm->run(dtype, p.y, p.x, p.weight, p.bias, p.residual, p.rows, p.in, p.out,
-                                l.activation, context.stream)) {
+  } else if (!context.gemm->run({dtype, p.y, p.x, p.weight, p.bias, p.residual, p.rows, p.in, p.out, l.activation},
+                                context.stream)) {
     check(kernels::activate(dtype, p.y, l.y.size(), l.activation, context.stream), "an activation");
   }
 }
@@ -93,9 +112,13 @@ inline bool has_few_rows(const Tensor& x, const kernels::Packing& packing) {
   return can_gemv(x) && (packing.codes == kernels::Codes::kNone || has_steps(x, packing));
 }
 
-// What a choice between two ways depends on.
-inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p, bool many) {
-  const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr) + 8 * many +
+// The choices between two ways: the kernel for few rows, or another, of numbers and of codes; a packed weight as it is, or as
+// numbers; the scales of codes by cuBLASLt, or behind it.
+enum class Choice : int64_t { kFew = 0, kPacked = 8, kFewCodes = 64, kScales = 128 };
+
+// What a choice depends on.
+inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p, Choice choice) {
+  const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr) + static_cast<int64_t>(choice) +
                        16 * static_cast<int64_t>(p.packing.codes);
   return {static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows};
 }
@@ -108,7 +131,7 @@ inline void gemm_of_many(const Linear& l, void* workspace, const Context& contex
     return otherwise();
   const kernels::GemvParams p = gemv_params(l);
   void* scratch = static_cast<char*>(workspace) + gates_workspace(l.x, l.out, l.gated);
-  context.gemm->choose(way_shape(l.x.dtype, p, true), context.stream, [&] {
+  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kPacked), context.stream, [&] {
     check(kernels::packed_gemm(l.x.dtype, p, scratch, context.counters, context.stream), "a GEMM of a weight in fewer bits");
   }, otherwise);
 }
@@ -116,13 +139,116 @@ inline void gemm_of_many(const Linear& l, void* workspace, const Context& contex
 // By the kernel for few rows, or otherwise, which is one for many and what else it needs: whichever is the faster.
 inline void choose_gemv(DType dtype, const kernels::GemvParams& p, const Context& context, const Gemm::Way& otherwise) {
   const auto kernel = p.packing.codes == kernels::Codes::kNone ? kernels::gemv : kernels::packed_gemv;
-  context.gemm->choose(way_shape(dtype, p, false), context.stream, [&] { check(kernel(dtype, p, context.stream), "a GEMV"); },
-                       otherwise);
+  context.gemm->choose(way_shape(dtype, p, Choice::kFew), context.stream,
+                       [&] { check(kernel(dtype, p, context.stream), "a GEMV"); }, otherwise);
+}
+
+// Enqueue the kernel that makes y, or codes and their scales, of the rows of x.
+inline void make_rows(const Tensor& x, const Rows& rows, void* y, uint8_t* codes, float* scale, const Context& context) {
+  kernels::NormParams p{};
+  p.y = y;
+  p.x = x.data;
+  p.weight = rows.weight;
+  p.bias = rows.bias;
+  p.rows = static_cast<int>(x.shape[0]);
+  p.hidden = static_cast<int>(x.shape[1]);
+  p.epsilon = rows.epsilon;
+  p.centred = rows.centred;
+  p.plain = !rows.normed;
+  p.rounded = rows.rounded;
+  p.codes = codes;
+  p.scale = scale;
+  norm(x.dtype, p, "rows of activations", context.stream);
+}
+
+// The same product of other rows.
+inline Linear with_rows(const Linear& l, const Tensor& x) {
+  return {x, l.weight, l.packing, l.out, l.bias, l.residual, l.y, l.activation, l.gated};
+}
+
+inline void norm_then_gemm(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
+  Tensor made = l.x;
+  made.data = workspace;
+  make_rows(l.x, rows, made.data, nullptr, nullptr, context);
+  gemm_of_many(with_rows(l, made), static_cast<char*>(workspace) + rows_workspace(l.x), context);
 }
 
 inline void linear(const Linear& l, void* workspace, const Context& context) {
   if (!has_few_rows(l.x, l.packing)) return gemm_of_many(l, workspace, context);
   choose_gemv(l.x.dtype, gemv_params(l), context, [&] { gemm_of_many(l, workspace, context); });
+}
+
+// Of rows that a kernel of their own makes, however few there are.
+inline void linear_of_made(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
+  Tensor made = l.x;
+  made.data = workspace;
+  make_rows(l.x, rows, made.data, nullptr, nullptr, context);
+  linear(with_rows(l, made), static_cast<char*>(workspace) + rows_workspace(l.x), context);
+}
+
+// Whether this GPU and cuBLASLt multiply codes of FP8 with a scale for each row of both.
+inline bool can_multiply_codes(const Linear& l) {
+  int device = 0, major = 0;
+  check(cudaGetDevice(&device), "asking for the device");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the compute capability");
+  return major == 9 && l.x.dtype != DType::kFloat32 && l.packing.group_size == l.x.shape[1] && l.x.shape[1] % 16 == 0 &&
+         l.out % 8 == 0;
+}
+
+// By cuBLASLt of codes and their scales; false where it has no such product. It has few kernels that multiply by scales, and
+// none that divides long rows among blocks, so for few rows its sums may be multiplied by another kernel.
+inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale, void* workspace, const Context& context) {
+  const kernels::GemvParams p = gemv_params(l);
+  const Float8Scales scales{scale, p.packing.scale}, none;
+  const Activation activation = l.gated ? Activation::kNone : l.activation;
+  const Product whole{l.x.dtype, l.gated ? workspace : p.y, codes, p.weight, p.bias, p.residual, p.rows, p.in, l.out,
+                      activation, &scales};
+  const Product plain{DType::kFloat32, workspace, codes, p.weight, nullptr, nullptr, p.rows, p.in, l.out, Activation::kNone,
+                      &none};
+  const auto scaled = [&] {
+    const bool activated = context.gemm->run(whole, context.stream);
+    if (l.gated)
+      check(kernels::gate(l.x.dtype, p.y, workspace, p.rows, p.out, l.activation, context.stream), "a gate");
+    else if (!activated)
+      check(kernels::activate(l.x.dtype, p.y, l.y.size(), l.activation, context.stream), "an activation");
+  };
+  const auto sums = [&] {
+    context.gemm->run(plain, context.stream);
+    check(kernels::rescale(l.x.dtype, {p.y, static_cast<const float*>(workspace), scale, p.packing.scale, p.bias, p.residual,
+                                       p.rows, p.out, l.activation, l.gated}, context.stream), "scales");
+  };
+  const bool has_whole = context.gemm->has(whole, context.stream);
+  if (p.rows > kPackedRows || !context.gemm->has(plain, context.stream)) {
+    if (has_whole) scaled();
+    return has_whole;
+  }
+  if (has_whole) context.gemm->choose(way_shape(l.x.dtype, p, Choice::kScales), context.stream, scaled, sums);
+  else sums();
+  return true;
+}
+
+// Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for.
+inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
+  if (!can_multiply_codes(l)) return linear_of_made(l, rows, workspace, context);
+  auto* codes = static_cast<uint8_t*>(workspace);
+  auto* scale = reinterpret_cast<float*>(codes + rows_workspace(l.x));
+  void* rest = codes + rows_workspace(l.x) + scales_workspace(l.x);
+  make_rows(l.x, rows, nullptr, codes, scale, context);
+  const auto by_gemm = [&] {
+    if (!codes_gemm(l, codes, scale, rest, context)) linear_of_made(l, rows, workspace, context);
+  };
+  if (l.x.shape[0] > kernels::kFloat8GemvRows || l.x.shape[1] % 64 != 0) return by_gemm();
+  kernels::GemvParams p = gemv_params(l);
+  p.x = codes;
+  p.x_scale = scale;
+  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kFewCodes), context.stream,
+                       [&] { check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8"); }, by_gemm);
+}
+
+// Of x as it is, or rounded where the op says so.
+inline void linear(const Linear& l, const Quantized& quantized, void* workspace, const Context& context) {
+  if (!quantized.rounds()) return linear(l, workspace, context);
+  linear_of_rounded(l, {false, false, true, 0}, workspace, context);
 }
 
 }  // namespace llmc

@@ -86,6 +86,26 @@ void expect(const std::string& what, const Dims& given, const Dims& wanted);
 // Likewise where a dimension is known to be smaller than another.
 void expect_at_least(const std::string& what, const Dim& given, const Dim& wanted);
 
+// What a GEMM of FP8 codes multiplies its sums by, float32: a scale for each row of x, and of the weight; or nothing.
+struct Float8Scales {
+  const float* x = nullptr;
+  const float* weight = nullptr;
+};
+
+// y [rows, out] = act(x [rows, in] · weight [out, in]ᵀ + bias) + residual. With `float8`, x and weight are codes of FP8
+// (e4m3) and y is their scaled product: on GPUs of compute capability 9, `in` a multiple of 16, `out` of 8.
+struct Product {
+  DType dtype;
+  void* y;
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* residual;
+  int rows, in, out;
+  Activation activation;
+  const Float8Scales* float8 = nullptr;
+};
+
 // Matrix products on one device: y = x · weightᵀ with cuBLASLt, algorithms timed once per shape; and whether they are
 // to be preferred to the kernels for few rows, likewise.
 class Gemm {
@@ -105,10 +125,10 @@ class Gemm {
   void know(const Algorithms& algorithms);
   static size_t version();
 
-  // y [rows, out] = act(x [rows, in] · weight [out, in]ᵀ + bias) + residual. Returns whether the activation
-  // was applied: cuBLASLt has ReLU and tanh GELU, others are the caller's.
-  bool run(DType dtype, void* y, const void* x, const void* weight, const void* bias,
-           const void* residual, int rows, int in, int out, Activation activation, cudaStream_t stream);
+  // Returns whether the activation was applied: cuBLASLt has ReLU and tanh GELU, others are the caller's.
+  bool run(const Product& product, cudaStream_t stream);
+  // Whether cuBLASLt has this product; of FP8 it lacks some, with scales those of long rows by few outputs.
+  bool has(const Product& product, cudaStream_t stream);
 
   // Do something one of two ways, the faster one. shape: 5 numbers that the choice depends on, the rows last; fewer than
   // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first.
@@ -121,6 +141,9 @@ class Gemm {
 
  private:
   struct Plan;
+  Plan& plan_of(const Product& product, cudaStream_t stream);
+  cublasStatus_t multiply(const Product& product, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+                          cudaStream_t stream);
   template <typename Work>
   float time(cudaStream_t stream, Work&& work);
 

@@ -13,6 +13,15 @@ Quantized::Quantized(const Fields& fields, size_t first)
   if (found == kinds.end()) throw Error("there is no weight_dtype '" + dtype + "'");
   std::tie(packing_.codes, zeros_) = found->second;
   packing_.group_size = integer(fields, "group_size");
+  const auto rounding = fields.find("activation_dtype");
+  const auto rounded = rounding == fields.end() ? std::string() : std::get<std::string>(rounding->second);
+  if (!rounded.empty() && (rounded != "float8_e4m3fn" || packing_.codes != Codes::kFloat8))
+    throw Error("activation_dtype '" + rounded + "' with weight_dtype '" + dtype +
+                "': only float8_e4m3fn is multiplied by float8_e4m3fn");
+  rounds_ = !rounded.empty();
+  if (rounds_ && in_ > kernels::kNormHidden)
+    throw Error("rows of " + std::to_string(in_) + " activations are rounded, at most " +
+                std::to_string(kernels::kNormHidden) + " are served");
   if (packing_.codes == Codes::kNone) return;
   const int per_byte = packing_.codes == Codes::kFour ? 2 : 1;
   if (packing_.group_size < 1 || in_ < 1 || out_ < 1 || in_ % packing_.group_size != 0 || in_ % per_byte != 0)

@@ -17,7 +17,13 @@ inline Fields quantizable_fields(Fields fields) {
   return fields;
 }
 
-// How an op's weight is stored. `first`: the place of weight_scale among the op's inputs.
+// Those of an op whose rows of x may be rounded, too.
+inline Fields rounding_fields(Fields fields) {
+  fields["activation_dtype"] = std::string("");
+  return quantizable_fields(std::move(fields));
+}
+
+// How an op's weight is stored, and whether its x is rounded. `first`: the place of weight_scale among the op's inputs.
 class Quantized {
  public:
   Quantized(const Fields& fields, size_t first);
@@ -30,6 +36,8 @@ class Quantized {
   void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
   int out() const { return out_; }
   int in() const { return in_; }
+  // Whether rows of x are rounded to FP8, with a scale each.
+  bool rounds() const { return rounds_; }
   // Rows of the weight, whatever its form.
   int rows(const Tensor& weight) const { return *this ? out_ : static_cast<int>(weight.shape[0]); }
 
@@ -38,6 +46,7 @@ class Quantized {
   bool zeros_;  // groups have zeros, or minima
   int out_, in_;
   size_t first_;
+  bool rounds_ = false;
 };
 
 }  // namespace llmc

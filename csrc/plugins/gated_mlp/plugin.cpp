@@ -22,7 +22,7 @@ class GatedMLP : public Plugin {
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_,
-            true}, workspace, context);
+            true}, quantized_, workspace, context);
   }
 
  private:
@@ -34,7 +34,7 @@ class GatedMLP : public Plugin {
 
 void register_gated_mlp() {
   register_plugin({"GatedMLP", 1, quantizable_ports({"x", "weight: weight_dtype", "bias?"}), {"y"},
-                   quantizable_fields({{"activation", std::string("silu")}}), {},
+                   rounding_fields({{"activation", std::string("silu")}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GatedMLP>(fields);
                    }});

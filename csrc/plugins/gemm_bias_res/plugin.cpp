@@ -22,7 +22,7 @@ class GemmBiasRes : public Plugin {
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     linear({in[0], in[1], quantized_.packing(in), quantized_.rows(in[1]), optional(in, 2), optional(in, 3), out[0],
-            Activation::kNone, false}, workspace, context);
+            Activation::kNone, false}, quantized_, workspace, context);
   }
 
  private:
@@ -33,7 +33,7 @@ class GemmBiasRes : public Plugin {
 
 void register_gemm_bias_res() {
   register_plugin({"GemmBiasRes", 1, quantizable_ports({"x", "weight: weight_dtype", "bias?", "residual?"}), {"y"},
-                   quantizable_fields({}), {},
+                   rounding_fields({}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GemmBiasRes>(fields);
                    }});
