@@ -18,11 +18,11 @@ TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None and op.has_core]
 
 
-def check(extension, op, fields, inputs, dtype, firsts=((),)):
+def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
     """Run the kernel on what the dtype makes of the inputs, and compare. Attention takes sequences
     of one token that come first by themselves, and also as prompts; and prompts by the library too,
     where it serves them. `firsts`: which of two ways each choice falls on, instead of timing. An
-    output of a dtype of its own is exact, or as in float32.
+    output of a dtype of its own is exact, or as in float32. `least`: the least tolerance.
     """
     fields = op.complete(fields)
     tensors = tensors_of(op, fields, inputs, dtype)
@@ -61,7 +61,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),)):
                 actual, array = actual[filled], array[filled]
             assert np.isfinite(actual).all()
             error = np.abs(actual - array)
-            allowed = TOLERANCE.get(kind, 0) * np.abs(array).max(initial=0)
+            allowed = max(TOLERANCE.get(kind, 0), least) * np.abs(array).max(initial=0)
             assert not error.size or error.max() <= allowed, \
                 f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
 
@@ -264,6 +264,48 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
         many = [(True,), (False,)]
         firsts = many if rows > 16 else [(True,), *((False, *own) for own in many)]
     check(extension, plugins.registry()[name], fields, inputs, dtype, firsts)
+
+
+# What the sums of FP8 lose, and what is rounded to the other of two numbers of FP8.
+FLOAT8 = 2e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "out", "group"), [
+    (1, 4096, 512, 4096), (5, 576, 96, 576), (1, 192, 4232, 192), (8, 1088, 9000, 1088),
+    (16, 8256, 200, 8256), (12, 832, 8600, 832), (17, 1024, 64, 1024), (32, 2176, 4488, 2176),
+    (30, 272, 48, 272), (64, 14336, 128, 14336), (130, 512, 1000, 512),
+    (256, 2048, 96, 2048), (300, 1024, 264, 1024), (7, 512, 37, 512), (40, 60, 30, 60),
+    (3, 512, 64, 128), (20, 16416, 32, 16416)])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
+                                  "NormGemm, gated"])
+def test_linear_of_activations_in_fp8(extension, name, rows, width, out, group, dtype):
+    rng = np.random.default_rng(5)
+    name, _, gated = name.partition(", ")
+    count = 2 * out if name == "GatedMLP" or gated else out
+    fields = {"weight_dtype": "float8_e4m3fn", "activation_dtype": "float8_e4m3fn",
+              "group_size": group, "in_features": width, "out_features": count}
+    scale = rng.uniform(0.5, 1, (count, width // group)) / width**0.5
+    inputs = {"x": rng.standard_normal((rows, width)) * 10.0 ** rng.integers(-1, 2, (rows, 1)),
+              "weight": rng.integers(0, 256, (count, width), dtype=np.uint8) & 0xBF,
+              "bias": rng.standard_normal(count), "weight_scale": scale.astype(np.float32)}
+    if name == "GemmBiasRes":
+        inputs["residual"] = rng.standard_normal((rows, out))
+    else:
+        fields["activation"] = "silu"
+    if name == "NormGemm":
+        fields |= {"centred": int(not gated), "gated": int(bool(gated)), "epsilon": 1e-5}
+        inputs |= {"norm_weight": rng.uniform(0.5, 2, width),
+                   "norm_bias": rng.uniform(-1, 1, width)}
+    firsts = [()]
+    if dtype != "float32" and rows <= 256:
+        if group == width and width % 16 == count % 8 == 0:
+            firsts = [(True,), (False,)]
+            few = rows <= 32 and width % 64 == 0
+        elif width % 32 == group % 32 == 0:  # by the numbers that codes stand for
+            firsts, few = [(True,), (False,)], rows <= 16
+        firsts = [(True,), *((False, *own) for own in firsts)] if firsts[0] and few else firsts
+    check(extension, plugins.registry()[name], fields, inputs, dtype, firsts, FLOAT8)
 
 
 RANDOM = settings(max_examples=40, deadline=None, derandomize=True,

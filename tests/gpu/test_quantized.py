@@ -46,6 +46,13 @@ def off(actual, expected):
                for own, right in zip(actual, expected, strict=True))
 
 
+def compile_to(directory, hf, dtype, quantize, **options):
+    case = directory / "-".join([dtype, quantize, *options])
+    llmc.compile(hf, case, target="cuda", dtype=dtype, quantize=quantize, max_seq_len=512,
+                 **options)
+    return case
+
+
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(extension, family, scheme, tmp_path):
@@ -53,10 +60,8 @@ def test_logits(extension, family, scheme, tmp_path):
     hf = families.save(model, tmp_path / "hf")
 
     def compiled(dtype, quantize):
-        case = tmp_path / f"{dtype}-{quantize}"
-        llmc.compile(hf, case, target="cuda", dtype=dtype, quantize=quantize, group_size=32,
-                     quantize_lm_head=quantize if quantize != "none" else "", max_seq_len=512)
-        return case
+        return compile_to(tmp_path, hf, dtype, quantize, group_size=32,
+                          quantize_lm_head=quantize if quantize != "none" else "")
 
     exact = compiled("float32", scheme)
     right, plain = truth(exact), truth(compiled("float32", "none"))
@@ -64,3 +69,32 @@ def test_logits(extension, family, scheme, tmp_path):
     for dtype in ("float16", "bfloat16"):
         allowed = 3 * off(on_gpu(compiled(dtype, "none")), plain)
         assert off(on_gpu(compiled(dtype, scheme)), right) <= allowed, dtype
+
+
+def far(actual, expected):
+    """Of each token the largest difference, of the range."""
+    return np.concatenate([np.abs(own - right).max(-1) / np.ptp(right)
+                           for own, right in zip(actual, expected, strict=True)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_activations_in_fp8(extension, family, tmp_path):
+    """An activation between two numbers of FP8 may go to either, and then others of its token in
+    later layers do: in float32 those of some tokens, in 16 bits of all, which are off by as much as
+    rounding itself changes, and no more.
+    """
+    model = families.tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
+    hf = families.save(model, tmp_path / "hf")
+
+    def compiled(dtype, quantize="fp8", **options):
+        return compile_to(tmp_path, hf, dtype, quantize, **options)
+
+    exact = compiled("float32", quantize_activations=True)
+    right, plain = truth(exact), truth(compiled("float32", "none"))
+    effect = np.median(far(truth(compiled("float32")), right))
+    found = far(on_gpu(exact), right)
+    assert np.quantile(found, 0.2) < 1e-3 < effect / 3 and np.median(found) < effect
+    for dtype in ("float16", "bfloat16"):
+        lost = np.median(far(on_gpu(compiled(dtype, "none")), plain))
+        found = far(on_gpu(compiled(dtype, quantize_activations=True)), right)
+        assert np.median(found) < lost + effect and found.max() < 5 * (lost + effect), dtype
