@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -19,9 +20,11 @@ from safetensors.torch import load_file, save_file
 
 
 def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
-          heads: int, kv_heads: int, layers_per_shard: int = 1000, positions: int = 8192) -> Path:
+          heads: int, kv_heads: int, layers_per_shard: int = 1000, positions: int = 8192,
+          stored: str = "") -> Path:
     """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
-    safetensors shards of `layers_per_shard` layers each.
+    safetensors shards of `layers_per_shard` layers each; the matrices of layers in bfloat16 too, or
+    in compressed-tensors' form of `fp8`, `fp8 weights` (activations are not rounded) or `int4`.
     """
     dim = hidden // heads
     config = {
@@ -30,8 +33,13 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 500000.0,
         "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "eos_token_id": 2, "bos_token_id": 1}
+    if stored:
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "ignore": ["lm_head"],
+            "format": "pack-quantized" if stored == "int4" else "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], **_STORED[stored]}}}
     shapes = {**_attention(hidden, heads, kv_heads, dim), **_mlp("mlp", hidden, intermediate)}
-    return _write_shards(Path(directory), config, shapes, layers_per_shard)
+    return _write_shards(Path(directory), config, shapes, layers_per_shard, stored)
 
 
 def write_mixture(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
@@ -67,13 +75,38 @@ def _mlp(name: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]
             f"{name}.down_proj": (hidden, intermediate)}
 
 
+# What a config of compressed-tensors says of weights and activations.
+_FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+_STORED: dict[str, dict[str, Any]] = {
+    "fp8": {"weights": _FLOAT8,
+            "input_activations": {**_FLOAT8, "strategy": "token", "dynamic": True}},
+    "fp8 weights": {"weights": _FLOAT8},
+    "int4": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
+                         "symmetric": True}}}
+
+
+def _packed(name: str, rows: int, width: int, stored: str, codes: torch.Tensor) -> \
+        dict[str, torch.Tensor]:
+    """A matrix as compressed-tensors stores it, of these bytes over and over."""
+    count = rows * width // (2 if stored == "int4" else 1)
+    own = codes.repeat(-(-count // len(codes)))[:count].reshape(rows, -1)
+    if stored == "int4":
+        return {f"{name}_packed": own.view(torch.int32),
+                f"{name}_shape": torch.tensor([rows, width]),
+                f"{name}_scale": torch.full((rows, width // 128), 0.004, dtype=torch.bfloat16)}
+    return {name: own.view(torch.float8_e4m3fn),
+            f"{name}_scale": torch.full((rows, 1), 0.1 / 448, dtype=torch.bfloat16)}
+
+
 def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]],
-                  layers_per_shard: int) -> Path:
+                  layers_per_shard: int, stored: str = "") -> Path:
     """A config, and shards with tensors of these shapes for each layer, the vectors around 1."""
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     noise = torch.randn(1 << 20) * 0.02
+    codes = torch.randint(256, noise.shape, dtype=torch.uint8) if stored == "int4" else \
+        (noise / 0.1 * 448).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def random(*shape: int) -> torch.Tensor:
         count = shape[0] * shape[1] if len(shape) == 2 else shape[0]
@@ -87,8 +120,12 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
               for start in range(0, layers, layers_per_shard)]
     index = {}
     for number, shard in enumerate(shards, 1):
-        tensors = {f"model.layers.{layer}.{name}.weight": random(*shape)
-                   for layer in shard for name, shape in shapes.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for layer, (name, shape) in itertools.product(shard, shapes.items()):
+            weight = f"model.layers.{layer}.{name}.weight"
+            start = 4 * int(torch.randint(1 << 17, ()))
+            tensors.update(_packed(weight, *shape, stored, codes[start:])
+                           if stored and len(shape) == 2 else {weight: random(*shape)})
         if number == 1:
             tensors["model.embed_tokens.weight"] = random(vocab, hidden)
         if number == len(shards):

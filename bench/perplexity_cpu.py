@@ -39,6 +39,7 @@ OWN = {
     "int8, 32": dict(quantize="int8", group_size=32),
     "int8, 64": dict(quantize="int8", group_size=64),
     "fp8, a row": dict(quantize="fp8"),
+    "fp8, a row; activations fp8, a token": dict(quantize="fp8", quantize_activations=True),
     "uint4, 32": dict(quantize="uint4", group_size=32),
     "uint4, 64": dict(quantize="uint4", group_size=64),
     "int4, 32": dict(quantize="int4", group_size=32),

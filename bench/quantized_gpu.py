@@ -1,0 +1,67 @@
+"""Steps of Llama-3.1-8B's shape by how its linear layers are stored, on one GPU, random weights.
+
+    python bench/quantized_gpu.py WORK_DIR [--stored fp8,int4,bf16] [--layers 32]
+
+`fp8` is a compressed-tensors checkpoint whose tokens are rounded as they come (FP8_DYNAMIC), `fp8
+weights` the same of weights alone, `int4` one of groups of 128 (W4A16), `bf16` the plain model; the
+LM head is in bfloat16, as in the checkpoints that people have. Each row: the first token and a
+step, medians of runs of one and of 65 tokens by the host's clock, greedy, after prompts of 128
+tokens; the first token of 64 × 128 is a prefill of 8,192 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import bench_model
+import vllm_gpu
+
+import llmc
+
+CASES = [(batch, 128) for batch in (1, 8, 16, 17, 32, 64, 128)]
+LONGEST = 4096
+
+
+def case_of(stored: str, work: Path, layers: int) -> Path:
+    """The case directory of the model in this form, made where it is not there."""
+    name = stored.replace(" ", "-")
+    case = work / f"{name}-{layers}"
+    if not case.is_dir():
+        start = time.perf_counter()
+        hf = bench_model.write(work / f"{name}-{layers}-hf", layers_per_shard=8, positions=LONGEST,
+                               stored="" if stored == "bf16" else stored,
+                               **{**vllm_gpu.SHAPE, "layers": layers})
+        written = time.perf_counter()
+        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LONGEST)
+        print(f"{stored}: written in {written - start:.0f} s, compiled in "
+              f"{time.perf_counter() - written:.0f} s", flush=True)
+    return case
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--stored", type=lambda text: text.split(","),
+                        default=["fp8", "fp8 weights", "int4", "bf16"])
+    parser.add_argument("--layers", type=int, default=vllm_gpu.SHAPE["layers"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile_only", action="store_true")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    for stored in arguments.stored:
+        case = case_of(stored, arguments.work, arguments.layers)
+        if arguments.compile_only:
+            continue
+        with llmc.LLM(case, max_batch_size=128, verify=False, prefix_reuse=False,
+                      max_num_batched_tokens=64 * 128) as llm:
+            print(f"{stored}, {arguments.layers} layers", flush=True)
+            vllm_gpu.static(
+                lambda prompts, count, llm=llm: llm.generate(
+                    prompts, llmc.SamplingParams(max_tokens=count, ignore_eos=True)),
+                arguments.rounds, CASES)
+
+
+if __name__ == "__main__":
+    main()
