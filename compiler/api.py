@@ -17,11 +17,12 @@ from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
-from llmc.compiler.passes.quantize import DEQUANTIZED, UNQUANTIZED_EXPERTS
+from llmc.compiler.passes.quantize import DEQUANTIZED, ROUNDED, UNQUANTIZED_EXPERTS
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options, cuda
 from llmc.compiler.windows import check_windows
 from llmc.interrupts import check_interrupted, interruptible
+from llmc.plugins.quantization import FLOAT8
 from llmc.runtime.manifest import (
     PAGED,
     Chip,
@@ -39,7 +40,7 @@ from llmc.runtime.tokenizer import named_end, read_tokenizer
 
 _DEVICES = 8
 _HEADS = {"int4": "int8", "uint4": "int8"}  # SmolLM2 in int4: perplexity 39.1, not 43.4
-_DTYPES = {"fp8": "float8_e4m3fn"}  # as `quantize` has them
+_DTYPES = {"fp8": FLOAT8}  # as `quantize` has them
 
 Progress = Callable[[str], None]
 
@@ -51,6 +52,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             max_batch_size: int = 64, hf_dir: str | Path | None = None,
             compute_capability: str | None = None, kv_dtype: str = "",
             quantize: str = "", group_size: int = 0, quantize_lm_head: str = "",
+            quantize_activations: bool = False,
             calibrate: str | Path | None = None, expert_parallel: bool = False,
             trust_remote_code: bool = False, allow_pickle: bool = False,
             progress: Progress = lambda text: None) -> Manifest:
@@ -67,11 +69,14 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         kv_dtype: of the KV caches; the cuda and tensorrt targets have float8_e4m3fn; "": as dtype.
         quantize: what the weights of linear layers are rounded to: int8, int4, uint4 (int4 with
             zero points) or fp8; "": they stay as they are; none: what the checkpoint has in fewer
-            bits becomes `dtype` too. Activations stay in `dtype`.
+            bits becomes `dtype` too.
         group_size: numbers along a row of a weight that share a scale; 0: the largest of 128, 64,
             32 and 16 that the row is whole groups of, with fp8 the row.
         quantize_lm_head: likewise, of the LM head, and with it the embedding where the two are
             tied; none: not at all; "": int8 where the rest has 4 bits, which lose most there.
+        quantize_activations: with fp8, each token of what these layers multiply is rounded to FP8
+            too, by a scale of its own; not the LM head's. Else activations stay in `dtype`, but for
+            a checkpoint that says so.
         calibrate: a UTF-8 text of at least 1024 tokens, for which what is rounded is scaled and
             corrected.
         expert_parallel: chips have whole experts of a mixture, not some columns of each.
@@ -91,9 +96,10 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     options = Options(dtype, compute_capability, max_batch_size,
                       output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
                       tp_size, max_seq_len, mem_max_seq_len,
-                      scheme=_scheme(quantize, group_size),
+                      scheme=_scheme(quantize, group_size, quantize_activations),
                       head_scheme=_scheme(quantize_lm_head or _HEADS.get(quantize, quantize),
-                                          group_size), calibrated=calibrate is not None,
+                                          group_size),
+                      quantize_activations=quantize_activations, calibrated=calibrate is not None,
                       dequantize=quantize == "none", expert_parallel=expert_parallel)
     check_options(options)
     check_output(output)
@@ -129,10 +135,11 @@ def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress)
     return divide(fused, options)
 
 
-def _scheme(name: str, group_size: int) -> Scheme | None:
+def _scheme(name: str, group_size: int, activations: bool = False) -> Scheme | None:
     """How an option wants weights stored; a dtype that does not exist is refused with the others.
     """
-    return None if name in ("", "none") else Scheme(_DTYPES.get(name, name), group_size)
+    return None if name in ("", "none") else \
+        Scheme(_DTYPES.get(name, name), group_size, FLOAT8 if activations else "")
 
 
 def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
@@ -150,10 +157,14 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
             progress(f"experts stay in {options.dtype}, as no kernel has them in fewer bits yet; "
                      f"--quantize rounds the other linear layers")
     for report in lowered.reports if not options.dequantize else ():
-        if options.target == cuda.KIND and any(
-                name.startswith(_DTYPES["fp8"]) for name in report.matches):
+        of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
+        rounded = report.matches.get(ROUNDED, 0)
+        if options.target == cuda.KIND and of_float8 > rounded:
             progress(f"weights in FP8 are converted to {options.dtype} as they are read, on GPUs "
                      f"that multiply FP8 too")
+        if options.target == cuda.KIND and rounded:
+            progress(f"{rounded} linear layers multiply FP8 by FP8 on GPUs of compute capability "
+                     f"9.0; on others both are converted to {options.dtype} as they are read")
         count = report.matches.get(DEQUANTIZED, 0)
         if count:
             progress(f"the {options.target} target has no kernels for {count} of the checkpoint's "

@@ -207,7 +207,8 @@ def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
         op = op_of(node)
         if op is not None and op.packed(fields := fields_of(node)) and op.quantized is not None:
             found[operands(node)[op.quantized.weight].name] = WeightForm(
-                dtype=fields["weight_dtype"], group_size=fields["group_size"])
+                dtype=fields["weight_dtype"], group_size=fields["group_size"],
+                activation_dtype=fields.get("activation_dtype", ""))
     return dict(sorted(found.items()))
 
 

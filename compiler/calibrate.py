@@ -166,7 +166,8 @@ class _Space:
     def keep(self, stored: Stored) -> Stored:
         """The same form, read from the file."""
         return Stored(stored.dtype, self._kept(stored.codes), self._kept(stored.scales),
-                      stored.zeros and self._kept(stored.zeros))
+                      stored.zeros and self._kept(stored.zeros),
+                      activation_dtype=stored.activation_dtype)
 
     def _kept(self, weight: Weight) -> Weight:
         start, width = self._end, weight.shape[1] * weight.dtype.itemsize
@@ -213,7 +214,8 @@ def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:
         matrix[:, stop:] -= errors @ factors[start:stop, stop:]
     has_zeros = CODES[scheme.dtype][1] is None
     return Stored(scheme.dtype, Weight.of(codes, name), Weight.of(scales, name),
-                  Weight.of(zeros.astype(np.uint8), name) if has_zeros else None)
+                  Weight.of(zeros.astype(np.uint8), name) if has_zeros else None,
+                  activation_dtype=scheme.activation_dtype)
 
 
 def _products(x: np.ndarray) -> np.ndarray:

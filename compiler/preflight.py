@@ -15,6 +15,7 @@ from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.graph.quantization import SMALLEST_GROUP
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
+from llmc.plugins.quantization import FLOAT8
 
 TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
@@ -156,6 +157,9 @@ def _schemes(options: Options) -> str | None:
         if scheme.group_size % multiple:
             return (f"group_size {scheme.group_size} is no multiple of {multiple}, which the "
                     f"kernels of target '{options.target}' take; give 32, 64 or 128")
+    if options.quantize_activations and (options.scheme is None or options.scheme.dtype != FLOAT8):
+        return ("quantize_activations is given without quantize fp8; give both, as rounded "
+                "activations are multiplied by FP8 weights only")
     if options.head_scheme is not None and options.scheme is None:
         return "quantize_lm_head is given without quantize; give both"
     if options.calibrated and options.scheme is None:

@@ -205,6 +205,9 @@ def main() -> None:
 @click.option("--quantize_lm_head", default="", metavar="int8|int4|uint4|fp8|none",
               help="Of the LM head, and the embedding where they are tied.  [default: as "
                    "--quantize, but int8 in place of 4 bits]")
+@click.option("--quantize_activations", is_flag=True,
+              help="With --quantize fp8: round what these layers multiply to FP8 too, each token "
+                   "by a scale of its own.")
 @click.option("--calibrate", type=click.Path(path_type=Path), default=None, metavar="TEXT",
               help="A text, on which what --quantize rounds is corrected.")
 @click.option("--target", default="cpu", help="Engine kind.")

@@ -17,6 +17,8 @@ def _count_forms(chip: Chip) -> dict[str, int]:
     counts: dict[str, int] = {}
     for form in chip.quantization.values():
         name = f"{form.dtype}, groups of {form.group_size}"
+        if form.activation_dtype:
+            name += f", activations {form.activation_dtype}"
         counts[name] = counts.get(name, 0) + 1
     return dict(sorted(counts.items()))
 

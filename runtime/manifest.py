@@ -160,10 +160,12 @@ class EncoderProgram(_Frozen):
 class WeightForm(_Frozen):
     """A weight matrix in fewer bits, as llmc.plugins.quantization has it: its scales are the weight
     `<name>_scale`, its zeros or minima, where the dtype has such, `<name>_zero` or `<name>_min`.
+    `activation_dtype`: what it multiplies is rounded to that.
     """
 
     dtype: WeightDType
     group_size: Count
+    activation_dtype: Literal["", "float8_e4m3fn"] = ""
 
 
 class Chip(_Frozen):

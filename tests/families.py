@@ -402,6 +402,20 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
 
 
+def round_tokens(model: torch.nn.Module) -> None:
+    """From now on round to FP8 what the layers' linear modules multiply, each token by a scale of
+    its own; not what the LM head does.
+    """
+    def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x, = inputs
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale,
+
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("Linear", "Conv1D") and "lm_head" not in name:
+            module.register_forward_pre_hook(rounded)
+
+
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
     """Largest difference at most `tolerance` of the expected range."""
     assert actual.shape == expected.shape

@@ -9,7 +9,8 @@ of 32, the first code in the lowest bits:
     AWQ                 qweight [in, out / 8], qzeros, scales likewise; columns 0 2 4 6 1 3 5 7 of
                         eight lie in this order
     compressed-tensors  weight_packed [out, in / 8], weight_scale [out, groups], weight_zero_point
-                        [out / 8, groups]; codes and zeros plus 8; or weight in int8 or FP8
+                        [out / 8, groups]; codes and zeros plus 8; or weight in int8 or FP8.
+                        What says that tokens are rounded to FP8 by scales of their own is kept
     FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
@@ -33,6 +34,7 @@ import numpy as np
 from llmc.compiler.graph.quantization import SMALLEST_GROUP, Stored
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+from llmc.plugins.quantization import FLOAT8
 
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -280,18 +282,21 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     return True
 
 
-def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None) -> None:
+def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None,
+            activation_dtype: str = "") -> None:
     name = f"{module}.weight"
     if name not in decoder.left or decoder.left[name].dtype != _FP8:
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
                         f"scales")
     tensor = decoder.left.pop(name)
     codes = _map(tensor, tensor.shape, np.uint8, lambda block: block.view(np.uint8))
-    _with_scales(decoder, module, f"{module}.{suffix}", "float8_e4m3fn", codes, block)
+    _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
+                 activation_dtype=activation_dtype)
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
-                 block: Sequence[int] | None, zeros: Weight | None = None) -> None:
+                 block: Sequence[int] | None, zeros: Weight | None = None,
+                 activation_dtype: str = "") -> None:
     """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block."""
     rows, width = codes.shape
     shape = decoder.left[name].shape if name in decoder.left else ()
@@ -320,7 +325,7 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
             raise LlmcError(f"tensor '{name}' in '{decoder.origin}' has shape {list(shape)}, of "
                             f"whose groups {width} columns are no whole ones")
         scales = decoder.scales(name, (rows, groups))
-    decoder.keep(module, Stored(dtype, codes, scales, zeros))
+    decoder.keep(module, Stored(dtype, codes, scales, zeros, activation_dtype=activation_dtype))
 
 
 def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -339,6 +344,7 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return False  # rotations of activations, which the graph has not
     block = next((arguments["block_structure"] for arguments in weights
                   if arguments.get("strategy") == "block"), None)
+    rounded = FLOAT8 if all(map(_rounds_tokens, groups)) else ""
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
@@ -351,8 +357,18 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
         else:
-            _float8(decoder, module, "weight_scale", block)
+            _float8(decoder, module, "weight_scale", block, rounded)
     return True
+
+
+def _rounds_tokens(group: Mapping[str, Any]) -> bool:
+    """Whether the layers of a group of a config round each token of their inputs to FP8, by a scale
+    that they find for it, before they multiply it by weights that have one for all columns.
+    """
+    said = group.get("input_activations")
+    wanted = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    return isinstance(said, Mapping) and all(said.get(key) == wanted[key] for key in wanted) \
+        and (group.get("weights") or {}).get("strategy") in ("channel", "tensor")
 
 
 def _packed(decoder: _Decoder, module: str) -> None:

@@ -16,13 +16,11 @@ import numpy as np
 
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import CODES, FLOAT8_NUMBERS, pack
+from llmc.plugins.quantization import CODES, FLOAT8, FLOAT8_MOST, FLOAT8_NUMBERS, pack
 
 SMALLEST_GROUP = 16  # that kernels have
 _GROUP_SIZES = (128, 64, 32, 16)
 _PIECE = 1 << 20  # numbers that are computed with at once
-_FLOAT8 = "float8_e4m3fn"
-_FLOAT8_MOST = 448.0
 _NUMBERS = np.array(FLOAT8_NUMBERS, np.float32)
 
 
@@ -34,16 +32,19 @@ class Scheme:
         dtype: a `weight_dtype` of llmc.plugins.quantization.
         group_size: numbers along a row that share a scale; 0: the largest of 128, 64, 32 and 16
             that the row is whole groups of, or the row; in FP8 the row.
+        activation_dtype: of llmc.plugins.quantization, what they multiply is rounded to; "": to
+            nothing.
     """
 
     dtype: str
     group_size: int = 0
+    activation_dtype: str = ""
 
     def group_size_for(self, width: int) -> int | None:
         """Of a row of `width` numbers; None where it is no whole groups."""
         if self.group_size:
             return self.group_size if width % self.group_size == 0 else None
-        if self.dtype == _FLOAT8:
+        if self.dtype == FLOAT8:
             return width
         return next((size for size in _GROUP_SIZES if width % size == 0), width)
 
@@ -60,6 +61,7 @@ class Stored:
         minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them, whose codes
             and scales have at most 24 bits together, so that a zero times a scale is exact.
         order: int64 [in], which column of the matrix each column of `codes` is; None: the same.
+        activation_dtype: what the activations that it multiplies are rounded to, if that is said.
     """
 
     dtype: str
@@ -68,6 +70,7 @@ class Stored:
     zeros: Weight | None = None
     minima: Weight | None = None
     order: np.ndarray | None = None
+    activation_dtype: str = ""
 
     @property
     def bits(self) -> int:
@@ -156,7 +159,7 @@ class Stored:
         if len({None if part.order is None else part.order.tobytes() for part in parts}) > 1:
             return None
         size = math.gcd(*(part.group_size for part in parts))
-        if len({part.dtype == _FLOAT8 for part in parts}) > 1 or (
+        if len({part.dtype == FLOAT8 for part in parts}) > 1 or (
                 size < SMALLEST_GROUP and len({part.group_size for part in parts}) > 1):
             return None
         parts = [part.regrouped(size) for part in parts]
@@ -168,10 +171,12 @@ class Stored:
             found = [weight for weight in weights if weight is not None]
             return Weight.concat(found) if found else None
 
+        rounded = {part.activation_dtype for part in parts}
         return Stored(parts[0].dtype, Weight.concat([part.codes for part in parts]),
                       Weight.concat([part.scales for part in parts]),
                       stacked([part.zeros for part in parts]),
-                      stacked([part.minima for part in parts]), self.order)
+                      stacked([part.minima for part in parts]), self.order,
+                      rounded.pop() if len(rounded) == 1 else "")
 
     def _widened(self, bits: int, minima: bool) -> Stored:
         """The same numbers in codes of so many bits without a fixed zero."""
@@ -198,7 +203,7 @@ class Stored:
     def _packed(self, codes: Weight) -> Weight:
         def rows(start: int, stop: int) -> np.ndarray:
             block = codes.rows(start, stop)
-            if self.dtype == _FLOAT8 and ((block & 0x7F) == 0x7F).any():
+            if self.dtype == FLOAT8 and ((block & 0x7F) == 0x7F).any():
                 raise LlmcError(f"'{codes.name}' has NaN among its weights; the checkpoint is "
                                 f"damaged")
             return pack(block, self.bits)
@@ -244,7 +249,8 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
         scheme.dtype, Weight((rows, width), np.uint8, in_pieces(codes, width), name),
         Weight(shape, np.float32, in_pieces(scales, width), name),
         Weight(shape, np.uint8, in_pieces(zeros, width), name)
-        if CODES[scheme.dtype][1] is None else None)
+        if CODES[scheme.dtype][1] is None else None,
+        activation_dtype=scheme.activation_dtype)
 
 
 def in_pieces(rows: Callable[[int, int], np.ndarray], width: int) -> \
@@ -269,8 +275,8 @@ def scales_of(groups: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         return scales, np.rint(-low / scales)
     zeros = np.full(low.shape, fixed, np.float32)
     extreme = np.where(-low > high, low, high)
-    if dtype == _FLOAT8:
-        return _nonzero(np.abs(extreme) / np.float32(_FLOAT8_MOST)), zeros
+    if dtype == FLOAT8:
+        return _nonzero(np.abs(extreme) / np.float32(FLOAT8_MOST)), zeros
     if bits == 8:
         return _nonzero(np.abs(extreme) / np.float32(127)), zeros
     return _nonzero(extreme / np.float32(-8)), zeros  # code 0, -8, has no opposite: the extreme's
@@ -283,7 +289,7 @@ def _nonzero(scales: np.ndarray) -> np.ndarray:
 
 def decode(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
     """The numbers float32 of codes [..., group_size]."""
-    numbers = _NUMBERS[codes] if dtype == _FLOAT8 else codes.astype(np.float32) - zeros[..., None]
+    numbers = _NUMBERS[codes] if dtype == FLOAT8 else codes.astype(np.float32) - zeros[..., None]
     scaled: np.ndarray = numbers * scales[..., None]
     return scaled
 
@@ -291,8 +297,8 @@ def decode(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str)
 def encode(groups: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
     """The nearest codes uint8 of groups [..., group_size]."""
     scaled = groups / scales[..., None]
-    if dtype == _FLOAT8:
-        clipped = np.clip(scaled, -_FLOAT8_MOST, _FLOAT8_MOST)
+    if dtype == FLOAT8:
+        clipped = np.clip(scaled, -FLOAT8_MOST, FLOAT8_MOST)
         codes: np.ndarray = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         return codes
     codes = np.clip(np.rint(scaled) + zeros[..., None], 0, 2 ** CODES[dtype][0] - 1)

@@ -2,10 +2,16 @@
 
 Given:   GemmBiasAct(RMSNorm(x, g), w, b), or with LayerNorm, GatedMLP
 Result:  NormGemm(x, w · g, b, row sums of w · g), with the norm's bias in b
+
+Where w is stored in fewer bits, which take no gain, and what it multiplies is rounded, by a kernel
+that has whole rows anyway:
+
+Result:  NormGemm(x, w, b, norm_weight=g, norm_bias)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +55,7 @@ class _NormGemm:
     norm: gs.Node
     role: Norm
     gemm: gs.Node
+    folded: bool
 
 
 def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | NoMatch | None:
@@ -65,14 +72,26 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | No
     if len(operands(user)["weight"].outputs) > 1:  # a table that is the LM head too stays whole
         return NoMatch("the GEMM's weight is another node's too", user)
     stored = values_of(operands(user)["weight"]).stored
-    if stored is not None and settings.reads(stored):
+    stays = stored is not None and settings.reads(stored)
+    if stored is not None and stays and not stored.activation_dtype:
         return NoMatch("the GEMM's weight stays in codes, which take no gain", user)
-    return _NormGemm(node, op.norm, user)
+    return _NormGemm(node, op.norm, user, not stays)
 
 
 def _rewrite(graph: gs.Graph, match: _NormGemm, settings: Settings) -> None:
     norm, gemm, role = operands(match.norm), match.gemm, match.role
-    fields = fields_of(gemm)
+    inputs = _folded(norm, gemm, role, settings) if match.folded else {
+        "weight": operands(gemm)["weight"], "bias": operand(gemm, "bias"),
+        "norm_weight": norm[role.gain], "norm_bias": norm.get(role.bias)}
+    replace(graph, NORM_GEMM, {"x": norm[role.x], **inputs}, list(gemm.outputs),
+            {"centred": int(role.centred), "gated": int(is_op(gemm, GATED_MLP)),
+             "epsilon": fields_of(match.norm)[role.epsilon],
+             "activation": fields_of(gemm)["activation"]})
+
+
+def _folded(norm: Mapping[str, gs.Tensor], gemm: gs.Node, role: Norm, settings: Settings) -> \
+        dict[str, gs.Tensor | None]:
+    """The weight that has the norm's gain, its row sums, and the bias that has the norm's."""
     gain = values_of(norm[role.gain]).load().astype(np.float32)
     weight, bias = operands(gemm)["weight"], operand(gemm, "bias")
     matrix = values_of(weight)
@@ -84,8 +103,4 @@ def _rewrite(graph: gs.Graph, match: _NormGemm, settings: Settings) -> None:
             (matrix.dot(shift) + known).astype(np.float32), f"{weight.name}.bias"))
     sums = gs.Constant(f"{weight.name}.row_sums", Weight.of(scaled.cast(numpy_dtype(
         settings.dtype)).dot(np.ones(len(gain), np.float32)))) if role.centred else None
-    replace(graph, NORM_GEMM,
-            {"x": norm[role.x], "weight": gs.Constant(f"{weight.name}{NORMED}", scaled),
-             "bias": bias, "row_sums": sums}, list(gemm.outputs),
-            {"centred": int(role.centred), "gated": int(is_op(gemm, GATED_MLP)),
-             "epsilon": fields_of(match.norm)[role.epsilon], "activation": fields["activation"]})
+    return {"weight": gs.Constant(f"{weight.name}{NORMED}", scaled), "bias": bias, "row_sums": sums}

@@ -3,7 +3,7 @@
 Given:   GemmBiasAct(x, W), W float32 [out, in], with the form that its checkpoint stores it in, or
          a scheme to round it to
 Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_size, in_features,
-         out_features)
+         out_features, activation_dtype)
 
 Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
 never rounded again. Of our own rounding, tables of embeddings take part where the LM head is the
@@ -39,7 +39,7 @@ from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
-DEQUANTIZED = "dequantised"  # in reports
+DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
 UNQUANTIZED_EXPERTS = "experts left as they are"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 
@@ -86,6 +86,9 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
                           in_features=in_features, out_features=out_features)
         report.count(f"{stored.dtype}, groups of {stored.group_size}")
+        if role.rounds and stored.activation_dtype:
+            node.attrs["activation_dtype"] = stored.activation_dtype
+            report.count(ROUNDED)
 
 
 def is_rounded(node: gs.Node) -> bool:

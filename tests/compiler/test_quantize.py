@@ -32,6 +32,7 @@ from llmc.runtime.step import Step
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()
 WIDER = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192}}  # whole groups on 3 chips
 EXACT, EIGHT_BITS = 1e-5, 0.03  # of activations, relative to the range of logits
+FLIPPED = 1e-3  # what a few activations change that lie between two numbers of FP8
 
 
 def nonzero(scale):
@@ -82,7 +83,7 @@ def reference_bodies(monkeypatch):
     monkeypatch.setattr(cpu, "KIND", "")
 
 
-def truth(family, root, scheme, size, head=True):
+def truth(family, root, scheme, size, head=True, activations=False):
     """Logits of transformers with rounded weights; size 0: a whole row."""
     model, _ = model_and_raw(family, root)
     state = {}
@@ -98,6 +99,8 @@ def truth(family, root, scheme, size, head=True):
     config = type(model.config).from_dict(model.config.to_dict())
     other = type(model)(config).eval()
     other.load_state_dict(state)
+    if activations:
+        families.round_tokens(other)
     return families.reference_logits(other, TOKENS)
 
 
@@ -105,7 +108,8 @@ def compiled(family, root, case, tp_size=1, **options):
     _, raw = model_and_raw(family, root)
     raw = families.copy_raw(raw)
     dtype = {"fp8": "float8_e4m3fn"}
-    schemes = {key: api._scheme(dtype.get(name, name), options.get("group_size", 0))
+    schemes = {key: api._scheme(dtype.get(name, name), options.get("group_size", 0),
+                                key == "scheme" and options.get("activations", False))
                for key, name in (("scheme", options["quantize"]),
                                  ("head_scheme", options.get("head", options["quantize"])))}
     chosen = Options(tp_size=tp_size, target=options.get("target", "cpu"),
@@ -126,6 +130,17 @@ def test_standard_onnx_computes_what_transformers_does_with_the_rounded_weights(
         scheme, size, root, tmp_path, reference_bodies):
     case = compiled("llama", root, tmp_path / "case", quantize=scheme, group_size=size)
     families.assert_close(logits(case), truth("llama", root, scheme, size), EXACT)
+
+
+@pytest.mark.parametrize("body", ["", "cpu"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tokens_are_rounded_to_fp8_as_they_come(family, body, root, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "KIND", body)
+    case = compiled(family, root, tmp_path / "case", quantize="fp8", activations=True)
+    expected = truth(family, root, "fp8", 0, activations=True)
+    families.assert_close(logits(case), expected, FLIPPED)
+    without = truth(family, root, "fp8", 0)
+    assert np.abs(expected - without).max() > 0.005 * np.ptp(without)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
@@ -195,6 +210,26 @@ def test_gains_of_norms_are_in_what_a_schedule_has_rounded(scheme, size, root, t
                           families.reference_logits(model, TOKENS), 0.2 if size == 32 else 0.05)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_schedule_rounds_tokens_behind_their_norms(family, tmp_path):
+    model = families.tiny_model(family, **WIDER[family])
+    state = {name: torch.full_like(tensor, name.endswith("weight"))
+             if "norm" in name or ".ln_" in name else tensor
+             for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)  # no gains and biases, which a schedule has in its weights
+    hf = families.save(model, tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", target="cuda", quantize="fp8", quantize_activations=True,
+                 quantize_lm_head="none")
+    model.load_state_dict({name: torch.tensor(rounded(tensor.numpy().T, "fp8", len(tensor)).T)
+                           if ".c_" in name and tensor.ndim == 2 else
+                           torch.tensor(rounded(tensor.numpy(), "fp8", tensor.shape[1]))
+                           if "_proj.weight" in name else tensor
+                           for name, tensor in state.items()})
+    families.round_tokens(model)
+    found = schedule_logits(Interpreters(tmp_path / "case"))
+    families.assert_close(found, families.reference_logits(model, TOKENS), FLIPPED)
+
+
 def test_what_the_cuda_target_s_kernels_do_not_read_stays_numbers(root, tmp_path):
     case = compiled("qwen2", root, tmp_path / "case", quantize="int8", target="cuda")
     refused = [text for report in read_manifest(case).passes if report.name == "quantize"
@@ -254,6 +289,21 @@ def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
     llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16", quantize="fp8",
                  compute_capability="8.0", progress=said.append)
     assert any("weights in FP8 are converted to bfloat16 as they are read" in text for text in said)
+    assert not any("FP8 by FP8" in text for text in said)
+
+
+def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(tiny_hf, tmp_path):
+    from llmc.runtime.inspection import summarize
+
+    said = []
+    llmc.compile(tiny_hf, tmp_path / "case", target="cuda", dtype="bfloat16", quantize="fp8",
+                 quantize_activations=True, progress=said.append)
+    manifest = read_manifest(tmp_path / "case")
+    counts = summarize(manifest)["chips"][0]["quantization"]
+    rounds = sum(count for form, count in counts.items() if "activations float8_e4m3fn" in form)
+    assert sum(counts.values()) - rounds == 1  # the LM head
+    assert any(f"{rounds} linear layers multiply FP8 by FP8 on GPUs of compute capability 9.0" in
+               text for text in said)
 
 
 @pytest.mark.parametrize(("options", "said"), [
@@ -263,6 +313,9 @@ def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
      "group_size 48 is no multiple of 32, which the kernels of target 'cuda' take; give 32"),
     ({"quantize": "int4", "group_size": 7}, "group_size 7 is not an even number from 16"),
     ({"quantize_lm_head": "int8"}, "quantize_lm_head is given without quantize"),
+    ({"quantize_activations": True}, "quantize_activations is given without quantize fp8"),
+    ({"quantize": "int8", "quantize_activations": True},
+     "quantize_activations is given without quantize fp8"),
     ({"quantize": "int4", "group_size": 48}, "group_size 48 does not divide the rows of 'model"),
 ])
 def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path):

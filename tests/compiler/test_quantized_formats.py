@@ -115,7 +115,11 @@ def pack_quantized(bits=4, zeros="middle", group=32, order=False):
                       group_size=group, symmetric=zeros == "middle"), make
 
 
-def float8(strategy, suffix="weight_scale", said=None, side=48):
+# How a config says that each token is rounded as it comes.
+DYNAMIC = dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
+
+
+def float8(strategy, suffix="weight_scale", said=None, side=48, activations=None):
     def make(name, weight):
         stem, (rows, width) = name.removesuffix(".weight"), weight.shape
         codes = (weight * 100).astype(ml_dtypes.float8_e4m3fn)
@@ -125,8 +129,11 @@ def float8(strategy, suffix="weight_scale", said=None, side=48):
         full = scales.reshape(-1, 1) if strategy != "block" else np.array(
             [[scales[i // side, j // side] for j in range(width)] for i in range(rows)])
         return {name: codes, f"{stem}.{suffix}": scales}, codes.astype(np.float32) * full
-    return said or compressed("float-quantized", num_bits=8, type="float", strategy=strategy,
-                              block_structure=[side, side] if strategy == "block" else None), make
+    said = said or compressed("float-quantized", num_bits=8, type="float", strategy=strategy,
+                              block_structure=[side, side] if strategy == "block" else None)
+    if activations is not None:
+        said["config_groups"]["group_0"]["input_activations"] = activations
+    return said, make
 
 
 def int8(zeros=False):
@@ -184,6 +191,7 @@ FORMATS = {
     "gptq-odd-groups": (gptq(order="odd"), ""),
     "fp8-tensor": (float8("tensor"), "float8_e4m3fn"),
     "fp8-channel": (float8("channel"), "float8_e4m3fn"),
+    "fp8-dynamic": (float8("channel", activations=DYNAMIC), "float8_e4m3fn"),
     "fp8-block-compressed": (float8("block"), "float8_e4m3fn"),
     "fp8-block": (float8("block", "weight_scale_inv",
                          dict(quant_method="fp8", weight_block_size=[48, 48])), "float8_e4m3fn"),
@@ -240,11 +248,13 @@ def test_numbers_are_bit_for_bit_the_format_s(kind, plain_hf, tmp_path):
         == (FORMATS[kind][1] == "")
 
 
-def transformers_logits(plain, truth):
+def transformers_logits(plain, truth, activations=False):
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     state = model.state_dict()
     state.update({name: torch.tensor(array.astype(np.float32)) for name, array in truth.items()})
     model.load_state_dict(state)
+    if activations:
+        families.round_tokens(model)
     return families.reference_logits(model, TOKENS)
 
 
@@ -263,6 +273,31 @@ def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_h
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {form.dtype for form in forms.values()} == {FORMATS[kind][1]}
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize(("strategy", "said", "rounds"), [
+    ("channel", DYNAMIC, True), ("tensor", DYNAMIC, True), ("block", DYNAMIC, False),
+    ("channel", {**DYNAMIC, "dynamic": False}, False),
+    ("channel", {**DYNAMIC, "strategy": "tensor"}, False), ("channel", {}, False)])
+def test_tokens_are_rounded_where_a_checkpoint_says_that_each_is_as_it_comes(
+        strategy, said, rounds, target, plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", float8(strategy, side=32, activations=said))
+    llmc.compile(directory, tmp_path / "case", target=target)
+    if target == "cuda":
+        found = Interpreters(tmp_path / "case").compute(STEP)
+    else:
+        with llmc.LLM(tmp_path / "case") as llm:
+            found = llm.logits(TOKENS)
+    # A few activations may lie between two numbers of FP8.
+    families.assert_close(found, transformers_logits(plain_hf, truth, rounds),
+                          1e-3 if rounds else 1e-5)
+    manifest = read_manifest(tmp_path / "case")
+    forms = manifest.chips[0].quantization.values()
+    assert {form.activation_dtype for form in forms} == {"float8_e4m3fn" if rounds else ""}
+    if target == "cuda":  # norms are done by what rounds; the LM head does its own anyway
+        found, = (report.matches for report in manifest.passes if report.name == "norm_gemm")
+        assert found == {"norm-gemm": 5 if rounds else 1}
 
 
 @pytest.mark.parametrize(("target", "tp_size", "kept"), [
