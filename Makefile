@@ -1,5 +1,6 @@
 # make demo: compile a real model and ask it something.  make test: what CI runs.  make test-all: all tests.
-# make test-vllm: those of llmc inside vLLM.
+# make test-vllm: those of llmc inside vLLM.  make test-serve: the server under schemathesis, its page in Chromium.
+# make test-page: the page alone.  make load: 16 clients for ten minutes.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ ARCHITECTURES ?= 90
 ENGINE := build/cuda-$(subst ;,-,$(ARCHITECTURES))
 VLLM := build/vllm
 
-.PHONY: demo test test-all test-gpu check lint engine test-vllm clean
+.PHONY: demo test test-all test-gpu check lint engine test-vllm test-serve test-page load clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +86,22 @@ test-vllm: $(VENV)/.demo $(VLLM)/.venv
 	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp1 --quantize none
 	$(BIN)/llmc compile $(GGUF) -o $(VLLM)/tp2 --quantize none --tp_size 2
 	$(VLLM)/venv/bin/python -m pytest --confcutdir=tests/vllm_plugin tests/vllm_plugin
+
+# The page's tests need Debian's chromium too, and say so.
+$(VENV)/.test-serve: $(VENV)/.test
+	$(PIP) --editable '.[test-serve]'
+	touch $@
+
+test-serve: $(VENV)/.test-serve
+	$(PYTEST) -rs tests/server
+
+test-page: $(VENV)/.test-serve
+	$(PYTEST) -rs tests/server/test_page_browser.py
+
+MINUTES ?= 10
+load: $(VENV)/.test-serve $(VENV)/.demo
+	$(BIN)/llmc compile $(GGUF) -o build/load
+	PYTHONPATH=tests $(BIN)/python tests/server_load.py build/load --minutes $(MINUTES)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

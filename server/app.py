@@ -22,10 +22,11 @@ from llmc.server.answer import Answer, event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, error_body
-from llmc.server.limits import Gate, Limits
+from llmc.server.limits import OPEN, Gate, Limits
 from llmc.server.log import LOGGER, Logged, note
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
+from llmc.server.openapi import OPERATIONS, description
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -111,17 +112,9 @@ class Api:
         await before.llm.close()
 
     def app(self) -> Starlette:
-        def post(path: str, endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> Route:
-            return Route(path, endpoint, methods=["POST"])
-
         return Starlette(
-            routes=[
-                post("/v1/chat/completions", self.chat), post("/v1/completions", self.completions),
-                post("/v1/responses", self.responses),
-                post("/tokenize", self.tokenize), post("/detokenize", self.detokenize),
-                Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.named),
-                Route("/health", self.health), Route("/version", self.version),
-                Route("/metrics", self.metrics), Route("/", self.page)],
+            routes=[Route(own.path.replace("{name}", "{name:path}"), getattr(self, own.endpoint),
+                          methods=[own.method]) for own in OPERATIONS],
             middleware=[Middleware(Logged, limits=self._limits)],
             exception_handlers={HTTPException: self._refused, LlmcError: self._wrong,
                                 ClientDisconnect: self._gone, Exception: self._failed})
@@ -175,6 +168,9 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(),
                         media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(description(OPEN))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(_PAGE.read_text("utf-8"), headers={

@@ -13,7 +13,7 @@ from llmc.errors import LlmcError
 from llmc.server.errors import ApiError
 
 # What may be had without a key: nothing is generated, and nobody's texts are told.
-_OPEN = ("/", "/health", "/metrics", "/version")
+OPEN = ("/", "/health", "/metrics", "/openapi.json", "/version")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Limits:
 
     def check_key(self, path: str, authorization: bytes) -> None:
         """Raises ApiError where a request needs the key and does not have it."""
-        if self.api_key is None or path in _OPEN:
+        if self.api_key is None or path in OPEN:
             return
         scheme, _, given = authorization.partition(b" ")
         # In constant time, so that nobody learns the key letter by letter.

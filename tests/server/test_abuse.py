@@ -3,14 +3,11 @@ remains.
 """
 
 import asyncio
-import random
-import re
-import time
 
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from server_load import come_and_go, is_empty, resident
 from server_process import serving, until
 
 from llmc.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
@@ -50,60 +47,9 @@ def test_no_body_is_the_server_s_fault(server, request_):
         assert "Traceback" not in answer["error"]["message"]
 
 
-def resident(process):
-    """Bytes of memory that it holds."""
-    with open(f"/proc/{process.pid}/status") as status:
-        return int(re.search(r"VmRSS:\s+(\d+) kB", status.read())[1]) * 1024
-
-
-async def come_and_go(server, seconds, seed):
-    """16 clients, some of which leave in the middle, and some of which ask for nonsense."""
-    end = time.monotonic() + seconds
-    answered = []
-
-    async def client(number):
-        luck = random.Random(seed * 100 + number)
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0,
-                                      timeout=30) as own:
-            while time.monotonic() < end:
-                kind = luck.random()
-                given = dict(model="tiny", prompt=[luck.randrange(3, 250) for _ in range(9)],
-                             max_tokens=luck.randrange(1, 50), n=luck.choice([1, 1, 3]))
-                try:
-                    if kind < 0.3:
-                        await asyncio.wait_for(own.completions.create(**given),
-                                               luck.choice([0.01, 0.05]))
-                    elif kind < 0.7:
-                        stream = await own.completions.create(stream=True, **given)
-                        leaves = luck.randrange(60)
-                        async for _ in stream:
-                            leaves -= 1
-                            if not leaves:
-                                await stream.close()
-                                break
-                    elif kind < 0.8:
-                        await own.completions.create(**given | {"prompt": [9999]})
-                    else:
-                        await own.completions.create(
-                            **given, extra_body={"guided_regex": "[a-z]{1,9}"})
-                    answered.append(number)
-                except (TimeoutError, openai.BadRequestError):
-                    pass
-
-    await asyncio.gather(*map(client, range(16)))
-    return answered
-
-
-def is_empty(server):
-    found = dict(re.findall(r"^([\w:]+)\{[^}]*\} (\S+)$", server.get("/metrics"), re.M))
-    return all(float(found[name]) == 0 for name in (
-        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
-        "llmc:requests_inside"))
-
-
 def test_clients_that_come_and_go_leave_nothing(server):
-    answered = asyncio.run(come_and_go(server, 2, 1))
-    assert {*answered} == {*range(16)}
+    became = asyncio.run(come_and_go(server, 2, 1))
+    assert {number for number, kind in became if kind == "answered"} == {*range(16)}
     until(lambda: is_empty(server))
 
 

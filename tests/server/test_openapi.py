@@ -1,0 +1,27 @@
+"""The description of the interface: whole, and what schemathesis makes of it does no harm."""
+
+import json
+
+import pytest
+from server_load import malformed
+
+from llmc.server.protocol import ChatRequest
+
+
+def test_the_description_has_all_paths_and_fields(server):
+    told = json.loads(server.get("/openapi.json"))
+    assert {*told["paths"]} >= {"/v1/chat/completions", "/v1/completions", "/v1/responses",
+                                "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
+    chat = told["paths"]["/v1/chat/completions"]["post"]
+    assert {*chat["responses"]} == {"200", "400", "401", "404", "408", "413", "415", "429", "503"}
+    schemas = told["components"]["schemas"]
+    assert {*schemas["ChatRequest"]["properties"]} == {*ChatRequest.model_fields}
+    found = json.dumps(told).split('"$ref": "#/components/schemas/')[1:]
+    assert {own.split('"')[0] for own in found} <= {*schemas}
+
+
+def test_what_schemathesis_asks_is_answered_as_described(server):
+    pytest.importorskip("schemathesis", reason="needs the extra test-serve")
+    found = malformed(server, seed=1, examples=8)
+    assert found[200] >= 20 and found[400] >= 20, found
+    assert {*found} <= {200, 400, 404, 415}, found

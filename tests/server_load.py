@@ -1,0 +1,193 @@
+"""Clients that come and go, and bodies of every kind, for as long as is asked.
+
+    pip install 'llmc[test,test-serve]'
+    python tests/server_load.py CASE_DIR --minutes 10        prints the table
+
+14 clients of the `openai` package ask for completions, chats and guided texts, and leave in the
+middle or do not; 2 send what schemathesis makes of /openapi.json, sound and not. Each minute has a
+row. The exit code is 1 where an answer had a status or a form that is not documented, where memory
+grew by more than 5 % in the second half, or where anything remains at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import sys
+import threading
+import time
+from collections import Counter
+
+import openai
+from server_process import serving, until
+
+SOUND = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+         "/v1/completions": {"prompt": [5, 6], "max_tokens": 4},
+         "/v1/responses": {"input": "a", "max_output_tokens": 4}}
+
+
+def resident(process):
+    """Bytes of memory that it holds."""
+    with open(f"/proc/{process.pid}/status") as status:
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status.read())[1]) * 1024
+
+
+def is_empty(server):
+    found = dict(re.findall(r"^([\w:]+)\{[^}]*\} (\S+)$", server.get("/metrics"), re.M))
+    return all(float(found[name]) == 0 for name in (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+        "llmc:requests_inside"))
+
+
+async def come_and_go(server, seconds, seed, clients=16):
+    """Clients, some of which leave in the middle, and some of which ask for nonsense; what became
+    of their requests, by client and kind.
+    """
+    end = time.monotonic() + seconds
+    became = Counter()
+
+    async def client(number):
+        luck = random.Random(seed * 100 + number)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0,
+                                      timeout=30) as own:
+            while time.monotonic() < end:
+                became[number, await _ask(own, luck)] += 1
+
+    await asyncio.gather(*map(client, range(clients)))
+    return became
+
+
+async def _ask(client, luck):
+    kind = luck.random()
+    given = dict(model="tiny", prompt=[luck.randrange(3, 250) for _ in range(9)],
+                 max_tokens=luck.randrange(1, 50), n=luck.choice([1, 1, 3]))
+    try:
+        if kind < 0.3:
+            await asyncio.wait_for(client.completions.create(**given), luck.choice([0.01, 0.05]))
+        elif kind < 0.7:
+            stream = await client.completions.create(stream=True, **given)
+            leaves = luck.randrange(60)
+            async for _ in stream:
+                leaves -= 1
+                if not leaves:
+                    await stream.close()
+                    return "left"
+        elif kind < 0.8:
+            await client.completions.create(**given | {"prompt": [9999999]})
+        else:
+            await client.completions.create(**given, extra_body={"guided_regex": "[a-z]{1,9}"})
+    except TimeoutError:
+        return "left"
+    except openai.BadRequestError:
+        return "refused"
+    return "answered"
+
+
+def malformed(server, seed, examples, end=float("inf")):
+    """Have schemathesis ask for every path, so often each, with what the description allows and
+    with what it does not.
+
+    Returns:
+        How often which status was answered.
+
+    Raises:
+        FailureGroup: of schemathesis: an answer's status, type or form is not documented.
+    """
+    import schemathesis
+
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    became = Counter()
+    for own in schema.get_all_operations():
+        operation = own.ok()
+        for mode in [*schemathesis.GenerationMode][:2 if operation.body else 1]:
+            became += _ask_often(operation, mode, seed, examples, end)
+    return became
+
+
+def _ask_often(operation, mode, seed, examples, end):
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as seeded
+    from hypothesis import strategies as st
+    from schemathesis import checks
+    from schemathesis.specs.openapi import checks as described
+
+    named = [checks.not_a_server_error, described.status_code_conformance,
+             described.content_type_conformance, described.response_schema_conformance]
+    sound = SOUND.get(operation.path) if mode.is_positive else None
+    became = Counter()
+
+    @seeded(seed)
+    @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))
+    @given(operation.as_strategy(generation_mode=mode), st.randoms())
+    def ask(case, luck):
+        if time.monotonic() > end:
+            return
+        if sound and luck.random() < 0.7:  # few are answered that have all fields by chance
+            others = sorted({*case.body} - {"model", *sound})
+            case.body = sound | {name: case.body[name] for name in
+                                 luck.sample(others, min(len(others), 2))}
+        answer = case.call(timeout=60)
+        became[answer.status_code] += 1
+        case.validate_response(answer, checks=named)
+
+    ask()
+    return became
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("case_dir")
+    parser.add_argument("--minutes", type=int, default=10)
+    arguments = parser.parse_args()
+    with serving(arguments.case_dir, "--request_timeout", 20) as server:
+        print("| minute | answered | refused | left | schemathesis, by status | RSS (MB) |\n"
+              "| --- | --- | --- | --- | --- | --- |", flush=True)
+        sizes = [_minute(server, number) for number in range(arguments.minutes)]
+        until(lambda: is_empty(server))
+        code, log = server.end()
+    late = sizes[len(sizes) // 2:]
+    problems = [text for text, true in {
+        f"the server ended with {code}": code != 0,
+        "the log tells of a server's error": '"status": 5' in log or '"exception"' in log,
+        f"memory grew from {late[0]} to {late[-1]} bytes": late[-1] > 1.05 * late[0]}.items()
+        if true]
+    print("\n" + ("; ".join(problems) or "nothing remains: no sequence, no block, no request"))
+    return bool(problems)
+
+
+def _minute(server, number):
+    """A row of the table; the memory at its end."""
+    found, errors = Counter(), []
+    end = time.monotonic() + 60
+
+    def send(seed):
+        try:
+            while time.monotonic() < end:
+                found.update(malformed(server, seed, 20, end))
+                seed += 2
+        except BaseException as error:  # the main thread's to raise
+            errors.append(error)
+
+    senders = [threading.Thread(target=send, args=(1000 * number + first,)) for first in (0, 1)]
+    for sender in senders:
+        sender.start()
+    became = asyncio.run(come_and_go(server, 60, number, clients=14))
+    for sender in senders:
+        sender.join()
+    if errors:
+        raise errors[0]
+    until(lambda: is_empty(server))
+    kinds = [sum(count for (_, kind), count in became.items() if kind == own)
+             for own in ("answered", "refused", "left")]
+    size = resident(server.process)
+    statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
+    print(f"| {number + 1} | {' | '.join(map(str, kinds))} | {statuses} | {size / 2**20:.1f} |",
+          flush=True)
+    return size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
