@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.names import HIDDEN_STATE
-from llmc.compiler.graph.rewrite import attends, caches, state_of, values_of
+from llmc.compiler.graph.rewrite import attends, attends_causally, caches, state_of, values_of
 from llmc.compiler.passes.packing import head_weight, token_table
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Dims, EncoderInfo
@@ -26,11 +26,12 @@ def describe_model(graph: gs.Graph, architecture: str, vocab_size: int, max_seq_
     if not attention and not states:
         raise LlmcError(f"the decoder of '{architecture}' has no causal self-attention")
     fields = attention[0].attrs if attention else {}
+    attending = sum(map(attends_causally, graph.nodes))
     # A hybrid's layers have a cache, one or two states, or both.
     layers = sum(re.fullmatch(HIDDEN_STATE.format(r"\d+"), tensor.name) is not None
                  for tensor in graph.tensors().values()) if states else 0
     head = head_weight(graph)
-    return Dims(num_layers=max(layers, len(attention), 1),
+    return Dims(num_layers=max(layers, attending, 1),
                 hidden_size=token_table(graph).shape[1], num_heads=fields.get("num_heads", 0),
                 num_kv_heads=fields.get("num_kv_heads", 0), head_dim=fields.get("head_dim", 0),
                 vocab_size=vocab_size, padded_vocab_size=values_of(head).shape[0],

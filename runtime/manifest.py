@@ -437,7 +437,7 @@ class Manifest(_Frozen):
                                  f"unlike the model")
             layers = self.dims.num_layers
             if len(chip.cache) != len(chip.num_heads) or len(chip.cache) > layers or \
-                    (len(chip.cache) < layers and not chip.states):
+                    (len(chip.cache) < layers and not chip.states and not self._shares_caches):
                 raise ValueError(f"chip {chip.rank} has caches for {len(chip.cache)} layers and "
                                  f"heads for {len(chip.num_heads)}, the model has "
                                  f"{layers}")
@@ -499,6 +499,13 @@ class Manifest(_Frozen):
                 if state.size > _MOST_ROW_BYTES:
                     raise ValueError(f"{name!r} takes {state.size} bytes for a sequence, more than "
                                      f"any device has")
+
+    @property
+    def _shares_caches(self) -> bool:
+        """Whether layers read other layers' caches."""
+        known = plugins.registry()
+        return any(op.attention is not None and op.attention.reads
+                   for op in map(known.get, self.ops) if op is not None)
 
     def _check_inputs(self, chip: Chip) -> None:
         """What a chip is given is what an engine gives it, of its dtype and shape."""
