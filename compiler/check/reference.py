@@ -23,14 +23,19 @@ def load_reference(model: str | Path, dtype: str = "float32") -> Model:
         LlmcError: there is none, or transformers cannot load it.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from llmc.compiler.frontend.parts import causal_lm_class
 
     path = Path(model)
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} \
         if path.suffix == ".gguf" else {"pretrained_model_name_or_path": find_directory(model)}
     try:
-        return AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype),
-                                                    attn_implementation="eager").eval()
+        config = AutoConfig.from_pretrained(**source)
+        # Falcon's eager attention adds ALiBi twice.
+        return causal_lm_class(config).from_pretrained(
+            **source, dtype=getattr(torch, dtype),
+            attn_implementation="sdpa" if getattr(config, "alibi", False) else "eager").eval()
     except Exception as error:  # transformers raises many kinds for a bad model
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
         raise LlmcError(f"transformers cannot load '{model}' ({first})") from error
@@ -54,9 +59,12 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "") -> \
     """
     import torch
 
+    from llmc.compiler.frontend.parts import text_prefix
+
     depth = model.config.get_text_config().num_hidden_layers
-    layers: Iterable[Model] = next((module for module in model.modules()
-                   if isinstance(module, torch.nn.ModuleList) and len(module) == depth), [])
+    layers: Iterable[Model] = next((
+        module for name, module in model.named_modules() if name.startswith(text_prefix(model))
+        and isinstance(module, torch.nn.ModuleList) and len(module) == depth), [])
     seen: dict[str, np.ndarray] = {}
 
     def keep(name: str) -> Any:

@@ -65,12 +65,15 @@ def text_prefix(model: Any) -> str:
                  if name and type(getattr(module, "config", None)) is type(text)), "")
 
 
+def causal_lm_class(config: Any) -> Any:
+    """transformers' automatic class for a model that makes text, perhaps of images too."""
+    return AutoModelForImageTextToText if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING \
+        and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+
+
 def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
-    kind, auto = ("causal LM", AutoModelForCausalLM) if part is CAUSAL_LM else \
+    kind, auto = ("causal LM", causal_lm_class(config)) if part is CAUSAL_LM else \
         ("encoder-decoder LM", AutoModelForSeq2SeqLM)
-    if part is CAUSAL_LM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING \
-            and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        auto = AutoModelForImageTextToText
     try:
         try:
             model = auto.from_config(config, trust_remote_code=trust_remote_code)

@@ -48,11 +48,14 @@ from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.states import states_as_nodes
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight, unread
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
+
+_FLOAT, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.BFLOAT16
 
 
 class Contradiction(LlmcError):
@@ -391,9 +394,40 @@ def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant) and tensor.name in shapes:
             tensor._values = Weight(shapes[tensor.name], np.float32, unread, tensor.name)
+    _widen(graph)
     tidy(graph)
     fold_constants(graph)
     return graph
+
+
+def _widen(graph: gs.Graph) -> None:
+    """Compute in float32 what is computed in bfloat16, for which ONNX Runtime has few kernels on
+    CPUs, and round the results to bfloat16, which gives the same.
+    """
+    narrow: set[int] = set()
+
+    def cast(node: gs.Node, source: gs.Tensor, made: gs.Tensor, to: int) -> gs.Node:
+        return gs.Node(op="Cast", name=f"{node.name}.{made.name}", attrs={"to": to},
+                       inputs=[source], outputs=[made])
+
+    nodes: list[gs.Node] = []
+    for node in graph.nodes:
+        inputs = [tensor for tensor in node.inputs if id(tensor) in narrow]
+        nodes.append(node)
+        if node.op == "Cast":
+            narrow |= {id(node.outputs[0])} if node.attrs["to"] == _BFLOAT16 else set()
+        elif inputs and node.op in ELEMENTWISE:
+            wide = {id(t): gs.Variable(f"{t.name}.wide", np.float32, t.shape)
+                    for t in inputs}
+            nodes[-1:] = [cast(node, t, wide[id(t)], _FLOAT) for t in inputs] + [node]
+            node.inputs = [wide.get(id(t), t) for t in node.inputs]
+            (made,) = node.outputs
+            node.outputs = [gs.Variable(f"{made.name}.wide", np.float32, made.shape)]
+            nodes.append(cast(node, node.outputs[0], made, _BFLOAT16))
+            narrow.add(id(made))
+        elif inputs and node.op in LAYOUT:
+            narrow.update(id(t) for t in node.outputs)
+    graph.nodes[:] = nodes
 
 
 def _is_fake(tensor: Any) -> bool:

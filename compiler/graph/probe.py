@@ -17,7 +17,6 @@ import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
-from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
 from llmc import plugins
 from llmc.compiler.graph.names import ENCODER_OUTPUT
@@ -96,8 +95,6 @@ class Piece:
         try:
             results: list[np.ndarray] = _session(model).run(None, renamed)
             return results
-        except NoKernel:  # bfloat16, of which ONNX Runtime computes little on a CPU
-            return _run_by_reference(self, model, renamed)
         except Exception as error:  # onnxruntime's exceptions share no base class
             raise CannotEvaluate(self.output, str(error)) from error
 
@@ -170,17 +167,6 @@ def _session(model: bytes) -> ort.InferenceSession:
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def _run_by_reference(piece: Piece, model: bytes, feeds: dict[str, np.ndarray]) -> \
-        list[np.ndarray]:
-    from onnx.reference import ReferenceEvaluator
-    try:
-        results: list[np.ndarray] = ReferenceEvaluator(onnx.load_from_string(model)) \
-            .run(None, feeds)  # type: ignore[assignment]
-        return results
-    except Exception as error:  # of what NumPy raises
-        raise CannotEvaluate(piece.output, str(error)) from error
 
 
 def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],

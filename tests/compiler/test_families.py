@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load
 
 PREFILL, STEPS = 12, 16
@@ -93,6 +94,7 @@ def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_pat
     row = np.random.default_rng(3).integers(3, families.VOCAB, 30).tolist()
     with llmc.LLM(case) as llm:
         assert [len(chip.cache) for chip in llm.manifest.chips] == [12, 12]
+        assert llm.manifest.dims.num_layers == 18
         assert {layer.head_dim for layer in llm.manifest.chips[0].cache} == {16, 32}
         families.assert_close(llm.logits(row), families.reference_logits(model, row))
 
@@ -124,6 +126,12 @@ def test_alibi_that_is_rounded_is_a_bias_by_key(falcon_rw, tmp_path):
             for step in range(16):
                 families.assert_close(got, expected[[379 + step, 4 + step]])
                 got = session.extend([[row[380 + step]], [row[5 + step]]])
+
+
+def test_diff_runs_the_export_that_rounds_to_bfloat16(falcon_rw, tmp_path):
+    llmc.compile(falcon_rw[1], tmp_path / "case", tp_size=2)
+    compared = diff(tmp_path / "case", falcon_rw[1], tokens=16)
+    assert compared.verdict is None, compared
 
 
 def test_alibi_of_one_key_head_is_taken_too(tmp_path):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import llmc
+from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "depth": 3,
@@ -61,6 +62,14 @@ def test_the_language_model_compiles_from_the_whole_checkpoint(family, tmp_path)
             session = llm.session(1)
             families.assert_close(session.extend([ROW[:9]])[0], expected[8])
             families.assert_close(session.extend([[ROW[9]]])[0], expected[9])
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_vl"])
+def test_diff_compares_the_language_model(family, tmp_path):
+    hf_dir = families.save(tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf_dir, tmp_path / "case", tp_size=2)
+    compared = diff(tmp_path / "case", hf_dir, tokens=16)
+    assert compared.verdict is None, compared
 
 
 def test_that_images_are_not_taken_is_told(tmp_path):
