@@ -5,20 +5,24 @@ Given:   q = GemmBiasAct(x, Wq) → Reshape → (RMSNorm) → Transpose → rota
          v = GemmBiasAct(x, Wv) → Reshape → Transpose
          Sdpa(q, k, v) → Transpose → Reshape
 Result:  CausalAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, cu_seqlens,
-         past_lens, cos, sin, q_norm, k_norm), and the graph takes and returns the KV cache
+         past_lens, cos, sin, q_norm, k_norm, v_norm), and the graph takes and returns the KV cache
+
+Given:   Sdpa of keys and values that an Sdpa before it has read
+Result:  CachedAttention(GemmBiasAct(x, Wq), key_cache, value_cache, …) of what that one has cached
 
 Given:   Sdpa of an encoder, or of a decoder with keys and values made from the encoder's output
 Result:  BidirectionalAttention(q, k, v, cu_seqlens); the decoder's also takes memory_starts and
          encoder_sequence_length, which say where in k and v a sequence's are
 
-A bias of the scores must depend on the distance of key and query alone: it becomes a table.
+A bias of the scores must depend on the distance of key and query alone, or on the key's position:
+it becomes a table.
 
 What lies between a projection and Sdpa is run, not compared with a drawing:
 
     heads    which column of the projection each element of each head comes from, so that fused,
              interleaved and repeated layouts all become a choice of rows of the weight
     rotary   the rotation at every position, whatever scaling the model's rope uses
-    bias     what is added to the scores, by distance
+    bias     what is added to the scores, by distance or by key
     rule     what these must be together, and the rewrite
 """
 
