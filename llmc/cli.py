@@ -154,6 +154,7 @@ _GIVEN: dict[Any, dict[str, Any]] = {
     int | None: dict(type=int), str | None: dict(type=str),
     str | Mapping[str, object] | None: dict(type=str, metavar="SCHEMA"),
     Sequence[str]: dict(multiple=True), Sequence[str | Sequence[int]]: dict(multiple=True),
+    Sequence[int]: dict(type=int, multiple=True),
     Mapping[int, float]: dict(multiple=True, callback=_biases, metavar="ID=BIAS", default=()),
     bool | Literal["never"]: dict(type=click.Choice(["false", "true", "never"]), default="false",
                                   callback=_early_stopping)}

@@ -187,6 +187,7 @@ class _Loaded:
             return
         for sample, tokens in enumerate(made.sequences()[:None if all_beams else 1]):
             found = self._reader.completing(made.request, sample)
+            found.num_cached_tokens = made.num_cached_tokens
             for token in tokens:
                 taken = found.take(token, None)
                 yield found.piece(taken)

@@ -241,6 +241,7 @@ class Loop:
             if sequence not in self._owners:
                 continue  # its call has failed just now
             call, owner = self._owners[sequence]
+            owner.num_cached_tokens = sequence.cached
             try:
                 own = self._search(sequence, owner, chosen) if isinstance(owner, Searching) \
                     else self._decode(sequence, owner, chosen)

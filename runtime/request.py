@@ -64,7 +64,7 @@ class Piece:
     """One step of a streamed completion: a token and the text that it completes, perhaps none.
 
     `finish_reason` is set on a completion's last piece; `index`, `sample` and `logprobs` are as in
-    `Completion`.
+    `Completion`. Of the prompt, `num_cached_tokens` were in the cache when the completion began.
     """
 
     index: int
@@ -73,6 +73,7 @@ class Piece:
     text: str
     finish_reason: str | None
     logprobs: Logprobs | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ class Completing:
 
     Where a device works by itself, the loop's thread finds out whether a token ends it, and the
     caller's makes the text of it, unless there are stop strings to be found. `latest` is when it
-    was begun, or got its latest token; `guide` says what may come next, if something does.
+    was begun, or got its latest token; `guide` says what may come next, if something does;
+    `num_cached_tokens` of its prompt were in the cache.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
@@ -135,7 +137,7 @@ class Completing:
         self.sampler = request.sampler(sample)
         self.latest = time.monotonic()
         self.guide = request.decoding.guide and request.decoding.guide.copy()
-        self.generated = 0
+        self.generated = self.num_cached_tokens = 0
         self._text = TextStream(tokenizer, shown_before, request.params.stop)
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
@@ -171,7 +173,7 @@ class Completing:
         if token.finish_reason:
             text += self._text.finish()
         return Piece(self.request.index, self.sample, token.token_id, text, token.finish_reason,
-                     token.logprobs)
+                     token.logprobs, self.num_cached_tokens)
 
     def _read(self, token: int, ends: bool, number: int) -> str:
         return "" if ends else self._text.push(
@@ -206,6 +208,7 @@ class Searching:
 
     def __post_init__(self) -> None:
         self.sampler = self.request.sampler(0)
+        self.num_cached_tokens = 0
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
         """Search, perhaps once more, from the prompt on."""
@@ -386,15 +389,14 @@ class Reader:
                             f"{self._max_slots}; load the model with a larger one")
         self._check_tokens(params.logit_bias)
         self._check_tokens(() if params.end_id is None else (params.end_id,))
+        self._check_tokens(params.stop_token_ids)
         vocab_size = self.manifest.dims.vocab_size
         if (params.logprobs or 0) > vocab_size:
             raise LlmcError(f"logprobs {params.logprobs} exceeds the vocabulary of {vocab_size}")
 
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        if params.ignore_eos:
-            return frozenset()
-        return frozenset(self.manifest.tokenizer.eos_token_ids if params.end_id is None
-                         else (params.end_id,))
+        own = self.manifest.tokenizer.eos_token_ids if params.end_id is None else (params.end_id,)
+        return frozenset(() if params.ignore_eos else own) | {*params.stop_token_ids}
 
     def _bad_words(self, params: SamplingParams, ends: frozenset[int]) -> list[tuple[int, ...]]:
         """The bad words as token ids; a text with and without a space before it."""

@@ -49,6 +49,7 @@ class Sequence:
     Attributes:
         tokens: generated and known. Those of beams are their search's.
         computed: positions that are in the cache once all that was submitted has run.
+        cached: of its prompt, when it first began.
         ahead: tokens that were asked for and are not known yet.
         beams: what each beam goes on with, once known.
         coming: names of blocks that it is about to compute.
@@ -73,6 +74,7 @@ class Sequence:
     slots: list[int] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     computed: int = 0
+    cached: int = 0
     ahead: int = 0
     beams: list[int] = field(default_factory=list)
     coming: list[bytes] = field(default_factory=list)
@@ -425,6 +427,8 @@ class Scheduler:
         sequence.tables = [table]
         sequence.slots = [heapq.heappop(self._slots) for _ in range(sequence.width)]
         sequence.computed = min(len(table.blocks) * self.blocks.block_size, sequence.known - 1)
+        if not sequence.epoch:
+            sequence.cached = sequence.computed
         self.blocks.grow(table, sequence.known)
         sequence.coming = names[table.named:] if self._reuse else []
         self._coming.update(sequence.coming)

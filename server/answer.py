@@ -31,6 +31,7 @@ class Answer(ABC):
         self.model, self.job = model, job
         self.created = int(time.time())
         self.completion_tokens = 0
+        self._cached: dict[int, int] = {}  # tokens of each prompt that were in the cache
 
     @abstractmethod
     async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
@@ -40,11 +41,23 @@ class Answer(ABC):
     def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
 
+    def count(self, piece: Piece) -> None:
+        """One more token; n completions read their prompt once."""
+        self.completion_tokens += 1
+        if piece.sample == 0:
+            self._cached[piece.index] = piece.num_cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, as far as that is known."""
+        return sum(self._cached.values())
+
     def usage(self) -> Object:
         """Tokens so far."""
         prompt = self.job.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens,
-                "total_tokens": prompt + self.completion_tokens}
+                "total_tokens": prompt + self.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
 class Choices(Answer):
@@ -70,7 +83,7 @@ class Choices(Answer):
     async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
         made: dict[int, list[Piece]] = {}
         async for piece in pieces:
-            self.completion_tokens += 1
+            self.count(piece)
             made.setdefault(self.job.choice(piece), []).append(piece)
         return {**self._head(self.WHOLE), "choices": [self.choice(index, made[index])
                                                       for index in sorted(made)],
@@ -80,7 +93,7 @@ class Choices(Answer):
         head = self._head(self.CHUNK)
         async with aclosing(pieces):
             async for piece in pieces:
-                self.completion_tokens += 1
+                self.count(piece)
                 for choice in self.deltas(self.job.choice(piece), piece):
                     chunk = {**head, "choices": [choice]}
                     if self._include_usage:

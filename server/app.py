@@ -191,7 +191,10 @@ class Api:
                 async with asyncio.timeout_at(deadline):
                     job = await read(model, body)
                     answer = answered(model, body, job)
-                    stack.callback(lambda: note(request.scope, **answer.usage()))
+                    stack.callback(lambda: note(
+                        request.scope, prompt_tokens=job.prompt_tokens,
+                        cached_tokens=answer.cached_tokens,
+                        completion_tokens=answer.completion_tokens))
                     pieces = self._metrics.measured(job, model.pieces(job))
                     if not body.stream:
                         return JSONResponse(await _unless_gone(request, answer.whole(pieces)))

@@ -53,7 +53,7 @@ class ChatAnswer(Choices):
                 message["tool_calls"] = calls
                 reason = _called(reason)
         return {"index": index, "message": message, "logprobs": self._logprobs(pieces),
-                "finish_reason": reason, "stop_reason": None}
+                "finish_reason": reason, "stop_reason": self.job.stop_reason(pieces[-1])}
 
     def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
         if index not in self._begun:
@@ -69,7 +69,10 @@ class ChatAnswer(Choices):
             told = [{}]
         for place, delta in enumerate(told):
             last = place == len(told) - 1
-            yield _delta(index, delta, logprobs if last else None, reason if last else None)
+            chunk = _delta(index, delta, logprobs if last else None, reason if last else None)
+            if last and reason:
+                chunk["stop_reason"] = self.job.stop_reason(piece)
+            yield chunk
 
     def _tools(self) -> ToolText | None:
         """What finds calls in a choice's text; None where there are no tools."""

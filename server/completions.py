@@ -45,7 +45,7 @@ class CompletionAnswer(Choices):
         logprobs = self._logprobs(index, pieces) if pieces[-1].logprobs else None
         return {"index": index, "text": "".join(piece.text for piece in pieces),
                 "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason,
-                "stop_reason": None}
+                "stop_reason": self.job.stop_reason(pieces[-1])}
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Object:
         told: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -39,6 +39,11 @@ class Job:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+    def stop_reason(self, piece: Piece) -> int | None:
+        """Which of `stop_token_ids` ended a completion, as vLLM tells it."""
+        return piece.token_id if piece.finish_reason == "stop" and \
+            piece.token_id in self.params.stop_token_ids else None
+
     def choice(self, piece: Piece) -> int:
         """The index of the choice that a piece belongs to."""
         return piece.index * self.n + piece.sample

@@ -24,7 +24,6 @@ _MAX_CALLS = 16  # of an answer that must call tools
 _Refused = dict[str, tuple[tuple[Any, ...], str]]
 _REFUSED: _Refused = {
     "include_stop_str_in_output": ((False, None), "stop strings are not shown"),
-    "stop_token_ids": ((None, []), "give stop strings, or end_id for another end token"),
     "skip_special_tokens": ((True, None), "special tokens are not shown"),
     "prompt_logprobs": ((None,), "log-probabilities are those of generated tokens"),
     "truncate_prompt_tokens": ((None,), "shorten the prompt"),
@@ -127,6 +126,7 @@ class Generation(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
     bad_words: list[str | list[int]] | None = None
     priority: int = 0
     use_beam_search: bool = False
@@ -203,10 +203,10 @@ class Generation(Body):
 
 _ANY_OBJECT = {"type": "object"}
 # What SamplingParams has under the same name, with the same meaning.
-_SAME = ("stop", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p",
-         "repetition_penalty", "min_tokens", "bad_words", "length_penalty", "typical_p", "end_id",
-         "early_stopping", "diversity_rate", "guided_json", "guided_regex", "guided_choice",
-         "guided_grammar")
+_SAME = ("stop", "stop_token_ids", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
+         "min_p", "repetition_penalty", "min_tokens", "bad_words", "length_penalty", "typical_p",
+         "end_id", "early_stopping", "diversity_rate", "guided_json", "guided_regex",
+         "guided_choice", "guided_grammar")
 
 
 class CompletionRequest(Generation):

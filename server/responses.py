@@ -71,7 +71,7 @@ class ResponseAnswer(Answer):
         yield told(self._status, {"response": self._response(self._status, [item])})
 
     def _take(self, piece: Piece) -> None:
-        self.completion_tokens += 1
+        self.count(piece)
         self._text += piece.text
         self._reason = piece.finish_reason or self._reason
 
@@ -102,7 +102,7 @@ class ResponseAnswer(Answer):
             "tool_choice": "auto", "tools": [], "truncation": "disabled",
             "usage": None if status == "in_progress" else {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"]}}

@@ -22,7 +22,7 @@ MAX_N = 2**16  # completions of a prompt, which a result holds together
 MAX_STOP = 64  # each is looked for after every token
 _MAX_BIAS = 3.4e38  # of float32
 # What beam search leaves no place for.
-_NOT_WITH_BEAMS = ("temperature", "n", "stop", "logprobs")
+_NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs")
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # A guide itself says when a completion may end.
 _NOT_WITH_GUIDES = ("min_tokens", "ignore_eos", "end_id", "beam_width")
@@ -152,6 +152,9 @@ class SamplingParams:
         Sequence[str], "Texts that end a completion; they and what follows are not shown."] = ()
     ignore_eos: Annotated[bool, "Go on after the end token."] = False
     end_id: Annotated[int | None, "The end token, instead of the model's own."] = None
+    stop_token_ids: Annotated[
+        Sequence[int], "Tokens that end a completion, and are not shown, beside the end token; "
+                       "also where ignore_eos is given."] = ()
     logprobs: Annotated[
         int | None, "Also give log-probabilities of each token and of this many likeliest ones, "
                     "at most 20 where GPUs choose the tokens.",
@@ -232,6 +235,8 @@ class SamplingParams:
             yield "a text of guided_choice is empty"
         if len(self.stop) > MAX_STOP:
             yield f"there are {len(self.stop)} stop strings; give at most {MAX_STOP}"
+        if len(self.stop_token_ids) > MAX_STOP:
+            yield f"there are {len(self.stop_token_ids)} stop_token_ids; give at most {MAX_STOP}"
 
 
 # What reads a value of each type of field; a TypeError or ValueError says what to give.
@@ -326,6 +331,13 @@ def _texts(value: object) -> tuple[str, ...]:
         raise TypeError("a text, or a list of texts") from None
 
 
+def _tokens(value: object) -> tuple[int, ...]:
+    try:
+        return tuple(map(whole, listed(value)))
+    except TypeError:
+        raise TypeError("a list of token ids") from None
+
+
 def _words(value: object) -> tuple[str | tuple[int, ...], ...]:
     try:
         return tuple(text(own) if isinstance(own, str) else tuple(map(whole, listed(own)))
@@ -353,6 +365,7 @@ def _early_stopping(value: object) -> bool | Literal["never"]:
 FIELDS = described(SamplingParams)
 _READERS: dict[Any, Callable[[object], Any]] = {
     int: whole, float: _number, bool: flag, int | None: _or_none, Sequence[str]: _texts,
+    Sequence[int]: _tokens,
     Sequence[str | Sequence[int]]: _words, Mapping[int, float]: _biases,
     bool | Literal["never"]: _early_stopping, str | None: _text_or_none,
     str | Mapping[str, object] | None: _schema}

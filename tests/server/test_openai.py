@@ -82,7 +82,8 @@ def test_n_completions_with_a_seed(client, llm):
     dict(stop=["e"]), dict(stop="o"), dict(logit_bias={"40": 100}), dict(presence_penalty=1.5),
     dict(frequency_penalty=2.0), dict(seed=5, temperature=0.8, top_p=0.9), dict(seed=-1, top_k=4),
     dict(seed=2, temperature=1.2, min_p=0.2), dict(repetition_penalty=1.8), dict(min_tokens=4),
-    dict(ignore_eos=True), dict(priority=3), dict(bad_words=["fox"]), dict(top_k=-1),
+    dict(ignore_eos=True), dict(stop_token_ids=[40, 41]), dict(priority=3),
+    dict(bad_words=["fox"]), dict(top_k=-1),
     dict(seed=9, typical_p=0.5), dict(user="someone", unknown=3)])
 def test_parameters_mean_what_they_mean_to_the_runtime(client, llm, params):
     given = dict(params)
@@ -99,6 +100,38 @@ def test_parameters_mean_what_they_mean_to_the_runtime(client, llm, params):
         extra_body={} | ({} if "seed" in params else {"temperature": 0}) | params)
     assert answer.choices[0].text == expected.text
     assert answer.choices[0].finish_reason == expected.finish_reason
+
+
+def test_usage_tells_what_of_a_prompt_was_in_the_cache(client):
+    prompt = [7 + index for index in range(40)]
+    for again in (False, True):
+        whole = client.completions.create(prompt=prompt, max_tokens=2, **GREEDY)
+        *_, last = client.completions.create(prompt=[prompt, prompt[::-1]], max_tokens=2,
+                                             stream=True, stream_options={"include_usage": True},
+                                             **GREEDY)
+        assert (whole.usage.prompt_tokens_details.cached_tokens > 0) == again
+        assert last.usage.prompt_tokens_details.cached_tokens >= 16 * (1 + again)
+        assert last.usage.prompt_tokens == 80
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_token_ends_an_answer_and_is_told(client, llm, ignore_eos):
+    free = greedy(llm, [5, 6, 7], 12, ignore_eos=True)
+    ends = free.token_ids[5]
+    count = free.token_ids.index(ends) + 1
+    extra = {"stop_token_ids": [ends], "ignore_eos": ignore_eos}
+    answer = client.completions.create(prompt=[5, 6, 7], max_tokens=12, extra_body=extra, **GREEDY)
+    choice, = answer.choices
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", ends)
+    assert choice.text == llm.detokenize(free.token_ids[:count - 1], skip_special_tokens=True)
+    assert answer.usage.completion_tokens == count
+    later = client.completions.create(prompt=[5, 6, 7], max_tokens=12, **GREEDY, extra_body={
+        **extra, "min_tokens": count})
+    assert later.usage.completion_tokens > count
+    *_, last = client.chat.completions.create(
+        messages=MESSAGES, max_tokens=3, stream=True, **GREEDY,
+        extra_body={"stop_token_ids": [*range(40, 100)]})
+    assert hasattr(last.choices[0], "stop_reason")
 
 
 def test_log_probabilities(client, llm):
@@ -138,8 +171,7 @@ def test_beam_search_gives_all_beams_best_first(client, llm):
 
 
 def test_what_is_not_served_is_refused_by_name(client):
-    for name, value in (("echo", True), ("suffix", "x"), ("best_of", 4), ("stop_token_ids", [3]),
-                        ("prompt_logprobs", 1)):
+    for name, value in (("echo", True), ("suffix", "x"), ("best_of", 4), ("prompt_logprobs", 1)):
         with pytest.raises(openai.BadRequestError, match=f"{name} is not served") as caught:
             client.completions.create(model="tiny", prompt="the", extra_body={name: value})
         assert caught.value.param == name
