@@ -84,6 +84,10 @@ async def _ask(client, luck):
         return "left"
     except openai.BadRequestError:
         return "refused"
+    except openai.APIError as error:
+        if "the request took longer than" not in str(error):  # which the description allows
+            raise
+        return "late"
     return "answered"
 
 
@@ -147,8 +151,8 @@ def main():
     # Hypothesis wants a process for each, as Python 3.11 parses in one thread at a time.
     with serving(arguments.case_dir, "--request_timeout", 20) as server, \
             ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as senders:
-        print("| minute | answered | refused | left | schemathesis, by status | RSS (MB) |\n"
-              "| --- | --- | --- | --- | --- | --- |", flush=True)
+        print("| minute | answered | refused | left | late | schemathesis, by status | RSS (MB) |"
+              "\n| --- | --- | --- | --- | --- | --- | --- |", flush=True)
         sizes = [_minute(server, senders, number) for number in range(arguments.minutes)]
         code, log = server.end()
     late = sizes[len(sizes) // 2:]
@@ -180,7 +184,7 @@ def _minute(server, senders, number):
     found = sum((own.result() for own in sent), Counter())
     until(lambda: is_empty(server))
     kinds = [sum(count for (_, kind), count in became.items() if kind == own)
-             for own in ("answered", "refused", "left")]
+             for own in ("answered", "refused", "left", "late")]
     size = resident(server.process)
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
     print(f"| {number + 1} | {' | '.join(map(str, kinds))} | {statuses} | {size / 2**20:.1f} |",
