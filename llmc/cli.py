@@ -655,7 +655,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 @click.option("--port", default=8000, help="0 for any that is free.")
 @click.option("--served_model_name", default=None,
               help="What clients call the model.  [default: the directory's name]")
-@click.option("--tool_call_parser", type=click.Choice(["hermes", "llama3_json"]), default=None,
+@click.option("--tool_call_parser", default=None,
+              type=click.Choice(["hermes", "llama3_json", "harmony"]),
               help="How the model calls tools.  [default: as its chat template does]")
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")

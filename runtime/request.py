@@ -138,7 +138,8 @@ class Completing:
         self.latest = time.monotonic()
         self.guide = request.decoding.guide and request.decoding.guide.copy()
         self.generated = self.num_cached_tokens = 0
-        self._text = TextStream(tokenizer, shown_before, request.params.stop)
+        self._text = TextStream(tokenizer, shown_before, request.params.stop,
+                                request.params.show_special_tokens)
 
     def state(self, tokens: Sequence[int]) -> SamplingState:
         return SamplingState(self.sampler, tuple(tokens))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from llmc.runtime.decoding.params import GUIDES, SamplingParams
 from llmc.runtime.request import Piece
 from llmc.server.answer import Choices, Object
 from llmc.server.errors import ApiError
+from llmc.server.harmony import Harmony
 from llmc.server.model import Job, Model
 from llmc.server.protocol import ChatRequest
-from llmc.server.tools import PARSERS, Arguments, Plain, ToolText, merged
+from llmc.server.tools import Arguments, Hermes, Plain, ToolText, merged
 
 
 async def read_chat(model: Model, body: ChatRequest) -> Job:
@@ -31,7 +34,18 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
     if max_tokens is None:  # an answer ends by itself
         max_tokens = max(model.llm.max_model_len - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return Job([prompt], body.sampling(max_tokens, logprobs), body.priority)
+    params = with_channels(model, body.sampling(max_tokens, logprobs))
+    return Job([prompt], params, body.priority)
+
+
+def with_channels(model: Model, params: SamplingParams) -> SamplingParams:
+    """Parameters that show the marks of Harmony's channels, where an answer has them."""
+    return replace(params, show_special_tokens=True) if _has_channels(model, params) else params
+
+
+def _has_channels(model: Model, params: SamplingParams) -> bool:
+    """Whether an answer is in Harmony's channels, which no guide knows."""
+    return model.tool_call_parser == "harmony" and not any(getattr(params, own) for own in GUIDES)
 
 
 class ChatAnswer(Choices):
@@ -47,8 +61,10 @@ class ChatAnswer(Choices):
         message: Object = {"role": "assistant", "content": text}
         tools = self._tools()
         if tools is not None:
-            content, calls = merged([*tools.push(text), *tools.finish()])
+            content, calls, reasoning = merged([*tools.push(text), *tools.finish()])
             message["content"] = content or (None if calls else "")
+            if reasoning:
+                message["reasoning_content"] = reasoning
             if calls:
                 message["tool_calls"] = calls
                 reason = _called(reason)
@@ -75,15 +91,17 @@ class ChatAnswer(Choices):
             yield chunk
 
     def _tools(self) -> ToolText | None:
-        """What finds calls in a choice's text; None where there are no tools."""
+        """What finds calls and reasoning in a choice's text; None where there are none."""
         names = [tool.function.name for tool in self._body.offered]
+        if _has_channels(self.model, self.job.params):
+            return Harmony(names)
         if not names:
             return None
         if self._body.tool_choice == "required":
             return Plain(names)
         if self._body.forces_a_call:
             return Arguments(names)
-        return PARSERS[self.model.tool_call_parser or "hermes"](names)
+        return Plain(names) if self.model.tool_call_parser == "llama3_json" else Hermes(names)
 
     def _logprobs(self, pieces: Sequence[Piece]) -> Object | None:
         if not pieces[-1].logprobs:

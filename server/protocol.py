@@ -24,7 +24,6 @@ _MAX_CALLS = 16  # of an answer that must call tools
 _Refused = dict[str, tuple[tuple[Any, ...], str]]
 _REFUSED: _Refused = {
     "include_stop_str_in_output": ((False, None), "stop strings are not shown"),
-    "skip_special_tokens": ((True, None), "special tokens are not shown"),
     "prompt_logprobs": ((None,), "log-probabilities are those of generated tokens"),
     "truncate_prompt_tokens": ((None,), "shorten the prompt"),
     "return_token_ids": ((None, False), "give the text to /tokenize"),
@@ -127,6 +126,7 @@ class Generation(Body):
     min_tokens: int | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
     bad_words: list[str | list[int]] | None = None
     priority: int = 0
     use_beam_search: bool = False
@@ -162,7 +162,8 @@ class Generation(Body):
             raise ApiError(f"log-probabilities of {logprobs} tokens are more than {MAX_LOGPROBS}",
                            param="logprobs")
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        given |= dict(max_tokens=max_tokens, logprobs=logprobs, ignore_eos=self.ignore_eos)
+        given |= dict(max_tokens=max_tokens, logprobs=logprobs, ignore_eos=self.ignore_eos,
+                      show_special_tokens=not self.skip_special_tokens)
         given |= self._guides()
         if self.seed is not None:
             given["seed"] = self.seed % 2**64

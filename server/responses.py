@@ -11,9 +11,12 @@ from contextlib import aclosing
 
 from llmc.runtime.request import Piece
 from llmc.server.answer import Answer, Object, event
+from llmc.server.chat import with_channels
 from llmc.server.errors import ApiError
+from llmc.server.harmony import Harmony
 from llmc.server.model import Job, Model
 from llmc.server.protocol import ResponsesRequest
+from llmc.server.tools import merged
 
 
 async def read_response(model: Model, body: ResponsesRequest) -> Job:
@@ -28,7 +31,7 @@ async def read_response(model: Model, body: ResponsesRequest) -> Job:
     prompt = await model.read_messages(body.messages)
     room = max(model.llm.max_model_len - len(prompt), 1)
     max_tokens = room if body.max_output_tokens is None else body.max_output_tokens
-    return Job([prompt], body.sampling(max_tokens, None), body.priority)
+    return Job([prompt], with_channels(model, body.sampling(max_tokens, None)), body.priority)
 
 
 class ResponseAnswer(Answer):
@@ -37,6 +40,8 @@ class ResponseAnswer(Answer):
         self._body = body
         self._id, self._message_id = (f"{kind}_{secrets.token_hex(24)}" for kind in ("resp", "msg"))
         self._text, self._reason = "", "stop"
+        self._channels = Harmony(()) if job.params.show_special_tokens and \
+            model.tool_call_parser == "harmony" else None
 
     async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
         async for piece in pieces:
@@ -60,9 +65,9 @@ class ResponseAnswer(Answer):
             yield told("content_part.added", {**place, "part": self._part()})
             piece: Piece | None = first
             while piece is not None:
-                self._take(piece)
-                if piece.text:
-                    yield told("output_text.delta", {**place, "delta": piece.text, "logprobs": []})
+                text = self._take(piece)
+                if text:
+                    yield told("output_text.delta", {**place, "delta": text, "logprobs": []})
                 piece = await anext(pieces, None)
         yield told("output_text.done", {**place, "text": self._text, "logprobs": []})
         yield told("content_part.done", {**place, "part": self._part()})
@@ -70,10 +75,17 @@ class ResponseAnswer(Answer):
         yield told("output_item.done", {"output_index": 0, "item": item})
         yield told(self._status, {"response": self._response(self._status, [item])})
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: Piece) -> str:
+        """What a piece adds to the text; reasoning does nothing."""
         self.count(piece)
-        self._text += piece.text
+        text = piece.text
+        if self._channels is not None:
+            deltas = [*self._channels.push(text),
+                      *(self._channels.finish() if piece.finish_reason else ())]
+            text = merged(deltas)[0]
+        self._text += text
         self._reason = piece.finish_reason or self._reason
+        return text
 
     @property
     def _status(self) -> str:

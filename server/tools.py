@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 Delta = dict[str, Any]
-ToolCallParser = Literal["hermes", "llama3_json"]
+ToolCallParser = Literal["hermes", "llama3_json", "harmony"]
 _BLANK = " \t\r\n"
 
 
@@ -257,29 +257,31 @@ class Arguments(ToolText):
         raise AssertionError
 
 
-PARSERS: dict[str, Callable[[Iterable[str]], ToolText]] = {"hermes": Hermes, "llama3_json": Plain}
 
 
 def parser_of(chat_template: str) -> ToolCallParser | None:
     """How a model with this chat template calls tools; None where llmc does not know."""
+    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
+        return "harmony"
     if "<tool_call>" in chat_template:
         return "hermes"
     return "llama3_json" if "<|python_tag|>" in chat_template else None
 
 
-def merged(deltas: Iterable[Delta]) -> tuple[str, list[dict[str, Any]]]:
-    """All content, and all calls, whole."""
-    content = ""
+def merged(deltas: Iterable[Delta]) -> tuple[str, list[dict[str, Any]], str]:
+    """All content, all calls, and all reasoning, whole."""
+    content = reasoning = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         content += delta.get("content", "")
+        reasoning += delta.get("reasoning_content", "")
         for call in delta.get("tool_calls", ()):
             if call["index"] == len(calls):
                 calls.append({"id": call["id"], "type": "function",
                               "function": dict(call["function"])})
             else:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    return content, calls
+    return content, calls, reasoning
 
 
 def _overlap(text: str, tag: str) -> int:

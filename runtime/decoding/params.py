@@ -155,6 +155,8 @@ class SamplingParams:
     stop_token_ids: Annotated[
         Sequence[int], "Tokens that end a completion, and are not shown, beside the end token; "
                        "also where ignore_eos is given."] = ()
+    show_special_tokens: Annotated[
+        bool, "Special tokens are part of the text; those that end it are not."] = False
     logprobs: Annotated[
         int | None, "Also give log-probabilities of each token and of this many likeliest ones, "
                     "at most 20 where GPUs choose the tokens.",

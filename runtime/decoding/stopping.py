@@ -19,8 +19,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int],
-                 stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+                 stop: Sequence[str], show_special_tokens: bool = False) -> None:
+        self._tokenizer, self._skip = tokenizer, not show_special_tokens
         # Tokens whose text is out, and those after them.
         self._context = _context(tokenizer, prompt) if tokenizer is not None else []
         self._pending: list[int] = []
@@ -60,11 +60,11 @@ class TextStream:
 
     def _decode(self, tokenizer: Tokenizer) -> str:
         """The text of the pending tokens, as it reads behind the context."""
-        before = tokenizer.decode(self._context)
-        text = tokenizer.decode(self._context + self._pending)
+        before = tokenizer.decode(self._context, self._skip)
+        text = tokenizer.decode(self._context + self._pending, self._skip)
         # A decoder may read a run of bytes as no text because its end is none.
         return text.removeprefix(before) if text.startswith(before) \
-            else tokenizer.decode(self._pending)
+            else tokenizer.decode(self._pending, self._skip)
 
     def finish(self) -> str:
         """What was held back and turned out to be no stop string, nor a whole character."""

@@ -42,7 +42,7 @@ def test_calls_are_found_however_a_text_is_cut(parser, text, content, arguments,
     for start, end in zip([0, *ends], ends, strict=False):
         deltas += tools.push(text[start:end])
     deltas += tools.finish()
-    told, calls = merged(deltas)
+    told, calls, _ = merged(deltas)
     assert told == content
     assert [json.loads(call["function"]["arguments"]) for call in calls] == arguments
     assert [call["function"]["name"] for call in calls] == \

@@ -1,0 +1,85 @@
+"""Harmony's channels, as gpt-oss writes them, however its text is cut."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmc.runtime.request import Piece
+from llmc.server.chat import ChatAnswer, with_channels
+from llmc.server.harmony import Harmony
+from llmc.server.model import Job
+from llmc.server.protocol import ChatRequest
+from llmc.server.tools import merged, parser_of
+
+START = "<|start|>assistant"
+THINK = "<|channel|>analysis<|message|>User asks 2 < 3.<|end|>"
+FINAL = "<|channel|>final<|message|>Yes: <b>2 < 3</b> <|maybe"
+CALL = ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": [1, "<|"]}'
+        "<|call|>")
+BEFORE = (' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Oslo"}'
+          "<|call|>")
+OTHER = "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}<|call|>"
+PREAMBLE = "<|channel|>commentary<|message|>I look it up.<|end|>"
+ADD, WEATHER = ("add", {"x": [1, "<|"]}), ("get_weather", {"city": "Oslo"})
+REASON, ANSWER = "User asks 2 < 3.", "Yes: <b>2 < 3</b> <|maybe"
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), [
+    (THINK + START + FINAL, REASON, ANSWER, []),
+    (THINK + START + FINAL + "<|return|>", REASON, ANSWER, []),
+    (FINAL, "", ANSWER, []), ("", "", "", []), (THINK, REASON, "", []),
+    (THINK + START + CALL, REASON, "", [ADD]),
+    (THINK + START + CALL.removesuffix("<|call|>"), REASON, "", [ADD]),  # the token that ends it
+    (START + BEFORE, "", "", [WEATHER]),
+    (THINK + START + PREAMBLE + START + CALL + START + BEFORE, REASON, "I look it up.",
+     [ADD, WEATHER]),
+    (THINK + START + OTHER, REASON, "{}", []), ("<|channel|>analysis<|mess", "", "", [])])
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(0, 250), max_size=40))
+def test_channels_are_told_apart(text, reasoning, content, calls, cuts):
+    own = Harmony(["add", "get_weather"])
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    deltas = [delta for start, end in zip([0, *ends], ends, strict=False)
+              for delta in own.push(text[start:end])]
+    told, found, thought = merged([*deltas, *own.finish()])
+    assert (told, thought) == (content, reasoning)
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in found] == calls
+    assert len({call["id"] for call in found}) == len(calls) == own.calls
+
+
+def test_what_is_known_is_told_at_once():
+    own = Harmony(["add"])
+    assert [*own.push("<|channel|>analysis<|message|>Hm")] == [{"reasoning_content": "Hm"}]
+    assert [*own.push(", so<|en")] == [{"reasoning_content": ", so"}]
+    assert [*own.push("d|><|start|>assistant<|channel|>final<|message|>A")] == [{"content": "A"}]
+
+
+def test_an_answer_tells_reasoning_and_calls_whole_and_in_a_stream():
+    model = SimpleNamespace(name="m", tool_call_parser="harmony")
+    body = ChatRequest.model_validate({
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "add"}}]})
+    job = Job([[1]], with_channels(model, body.sampling(9, None)))
+    assert job.params.show_special_tokens
+    texts = [*(THINK + START + CALL).removesuffix("<|call|>"), ""]
+    pieces = [Piece(0, 0, 5, text, None) for text in texts[:-1]] + [Piece(0, 0, 6, "", "stop")]
+    choice = ChatAnswer(model, body, job).choice(0, pieces)
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"] == REASON
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    answer = ChatAnswer(model, body, job)
+    chunks = [chunk for piece in pieces for chunk in answer.deltas(0, piece)]
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    deltas = [chunk["delta"] for chunk in chunks[1:]]
+    assert "".join(own.get("reasoning_content", "") for own in deltas) == REASON
+    assert json.loads(merged(deltas)[1][0]["function"]["arguments"]) == ADD[1]
+    guided = body.model_copy(update={"tools": [], "guided_regex": "a"})
+    assert not with_channels(model, guided.sampling(9, None)).show_special_tokens
+
+
+def test_a_template_says_that_its_model_speaks_harmony():
+    assert parser_of("<|start|>system<|message|>…<|channel|>analysis") == "harmony"
