@@ -378,6 +378,21 @@ def test_scaled_channels_make_the_same_model(family, root, tmp_path):
     families.assert_close(logits(tmp_path / "case"), families.reference_logits(model, TOKENS))
 
 
+def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path):
+    """They stand behind it, and see what it has cached."""
+    hf = families.save(families.tiny_model("gemma4_text", vocab_size=VOCAB, intermediate_size=96,
+                                           vocab_size_per_layer_input=VOCAB,
+                                           hidden_size_per_layer_input=32), tmp_path / "hf")
+    write_tokenizer(hf)
+    llmc.compile(hf, tmp_path / "case", quantize="int8", group_size=16, calibrate=talkative[2])
+    llmc.compile(hf, tmp_path / "exact")
+    found = []
+    for name in ("case", "exact"):
+        with llmc.LLM(tmp_path / name) as llm:
+            found.append(llm.logits(TOKENS))
+    families.assert_close(*found, 0.05)
+
+
 def test_calibrated_weights_are_divided_with_their_groups(talkative, tmp_path, reference_bodies):
     _, hf, text = talkative
     found = []
