@@ -54,6 +54,9 @@ FAMILIES = {
     "bloom": dict(vocab_size=VOCAB, hidden_size=96, n_layer=3, n_head=6, bos_token_id=1,
                   eos_token_id=2, pad_token_id=0),
     "mpt": dict(vocab_size=VOCAB, d_model=64, n_layers=3, n_heads=4, max_seq_len=64),
+}
+# Those for which GPUs have no kernels yet.
+ON_CPUS = {
     "gemma4_text": {**_GEMMA4, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
                     "layer_types": ["sliding_attention", "full_attention"] * 4,
                     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
@@ -236,7 +239,7 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
-    known = {**FAMILIES, **UNPLANNED, **MIXTURES, **HYBRIDS}.get(family, {})
+    known = {**FAMILIES, **ON_CPUS, **UNPLANNED, **MIXTURES, **HYBRIDS}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
     return randomized(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 

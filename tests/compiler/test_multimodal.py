@@ -21,7 +21,7 @@ _MROPE = families.rope("default", mrope_section=[4, 2, 2])
 # taken for the other.
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
-    "gemma4": families.FAMILIES["gemma4_text"],
+    "gemma4": families.ON_CPUS["gemma4_text"],
     "mistral3": families.FAMILIES["mistral"],
     "qwen3_vl": {**families.FAMILIES["qwen3"], **_MROPE},
     "qwen3_vl_moe": {**families.MIXTURES["qwen3_moe"], **_MROPE},
