@@ -44,8 +44,8 @@ def is_empty(server):
 
 
 async def come_and_go(server, seconds, seed, clients=16):
-    """Clients, some of which leave in the middle, and some of which ask for nonsense; what became
-    of their requests, by client and kind.
+    """Clients, some of which leave in the middle, and some of which ask for nonsense, for so long and
+    until each has been answered; what became of their requests, by client and kind.
     """
     end = time.monotonic() + seconds
     became = Counter()
@@ -54,7 +54,7 @@ async def come_and_go(server, seconds, seed, clients=16):
         luck = random.Random(seed * 100 + number)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0,
                                       timeout=30) as own:
-            while time.monotonic() < end:
+            while time.monotonic() < end or not became[number, "answered"]:
                 became[number, await _ask(own, luck)] += 1
 
     await asyncio.gather(*map(client, range(clients)))
