@@ -362,8 +362,10 @@ cudaError_t of_type(const AttentionParams& p, cudaStream_t stream) {
 }  // namespace
 
 bool prefills_on_hopper(DType dtype, const AttentionParams& p) {
+  const int group = p.num_heads / p.num_kv_heads;
+  if (group > kRows || p.num_tokens / (kRows / group) + p.batch > 65535) return false;  // more than a grid has
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && !p.float8 && p.softcap == 0 &&
-         p.block_table != nullptr && p.block_size >= kPrefillUnit && p.num_heads / p.num_kv_heads <= kRows &&
+         p.block_table != nullptr && p.block_size >= kPrefillUnit &&
          (p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256) &&
          device_property<cudaDevAttrComputeCapabilityMajor>() == 9 && encode() != nullptr;
 }
