@@ -101,19 +101,21 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
     options = [part for name, value in settings.items() for part in (f"--{name}", value)]
     result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--prompt", "fox", *options,
                  "--bad_words", "quick", "--logit_bias", "7=-inf", "--logit_bias", "9=1.5",
-                 "--stop", "xyz", "--ignore_eos", "--json")
+                 "--stop", "xyz", "--stop_token_ids", "3", "--show_special_tokens", "--ignore_eos",
+                 "--json")
     assert result.exit_code == 0, result.output
     with LLM(case_tp2) as llm:
         expected = llm.generate(["the", "fox"], SamplingParams(
             **settings, bad_words=["quick"], logit_bias={7: float("-inf"), 9: 1.5}, stop=["xyz"],
-            ignore_eos=True))
+            stop_token_ids=[3], show_special_tokens=True, ignore_eos=True))
     completions = json.loads(result.stdout)["completions"]
     assert [c["prompt"] for c in completions] == ["the", "the", "fox", "fox"]
     assert [c["token_ids"] for c in completions] == [list(e.token_ids) for e in expected]
     assert [c["cumulative_logprob"] for c in completions] == \
         [e.cumulative_logprob for e in expected]
     assert {f.name for f in dataclasses.fields(SamplingParams)} == \
-        {*settings, *GUIDES, "bad_words", "logit_bias", "stop", "ignore_eos"}
+        {*settings, *GUIDES, "bad_words", "logit_bias", "stop", "stop_token_ids",
+         "show_special_tokens", "ignore_eos"}
     help_text = run("run", "--help").stdout
     shown = " ".join(help_text.split("\nSampling:\n")[1].replace("-\n", "-").split())
     for field in FIELDS:  # said once, shown there too
