@@ -44,8 +44,8 @@ def is_empty(server):
 
 
 async def come_and_go(server, seconds, seed, clients=16):
-    """Clients, some of which leave in the middle, and some of which ask for nonsense, for so long and
-    until each has been answered; what became of their requests, by client and kind.
+    """Clients, some of which leave in the middle, and some of which ask for nonsense, for so long
+    and until each has been answered; what became of their requests, by client and kind.
     """
     end = time.monotonic() + seconds
     became = Counter()
