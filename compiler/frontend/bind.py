@@ -130,7 +130,7 @@ def of_part(checkpoint: Checkpoint, whole: Any, model: Any) -> dict[str, Weight]
     prefix = text_prefix(whole)
     same = type(whole.get_submodule(prefix[:-1])) is type(model)
     inside = "" if same else f"{model.base_model_prefix}."
-    known = whole.state_dict().keys()
+    known, wanted = whole.state_dict().keys(), model.state_dict().keys()
     tensors = {}
     for name in (*checkpoint.names, *checkpoint.merged):
         own = next((spelling for spelling in checkpoint.spellings(name) if spelling in known), name)
@@ -138,7 +138,7 @@ def of_part(checkpoint: Checkpoint, whole: Any, model: Any) -> dict[str, Weight]
         assert tensor is not None
         if own.startswith(prefix):
             tensors[inside + own.removeprefix(prefix)] = tensor
-        elif own in model.state_dict() or own not in known:
+        elif own in wanted or own not in known:
             tensors[own] = tensor
     return tensors
 

@@ -40,6 +40,8 @@ class MaskProver:
         self._data = data
         self._max_seq_len = settings.max_seq_len
         self._known: dict[bytes, int | NoMatch] = {}
+        # By a part's id: the part, which so stays what has this id, and its bias.
+        self._biases: dict[int, tuple[gs.Tensor, gs.Tensor | None]] = {}
 
     def window(self, parts: Sequence[gs.Tensor], causal: bool) -> int | NoMatch:
         """The sliding window, 0 for none that max_seq_len tokens would notice, if the parts
@@ -47,7 +49,7 @@ class MaskProver:
         """
         pieces: list[Piece] = []
         for part in parts:
-            piece = _mask_piece(part, self._data)
+            piece = self._piece(part)
             if isinstance(piece, NoMatch):
                 return piece
             pieces += [piece] if piece is not None else []
@@ -61,15 +63,27 @@ class MaskProver:
                 self._known[key] = unclear.reason
         return self._known[key]
 
-
     def bias(self, part: gs.Tensor) -> gs.Tensor | None:
         """What a part adds to the scores of keys that it shows: all of it where it hides none, or
         what stands in it beside a number that hides. None for nothing.
         """
-        beside = None if id(part) in self._data else _beside_hidden(part)
-        if beside is not None:
-            return beside
-        return part if id(part) not in self._data and _hides_nothing(part, self._data) else None
+        if id(part) in self._data:
+            return None
+        if id(part) not in self._biases:
+            beside = _beside_hidden(part)
+            if beside is None and _hides_nothing(part, self._data):
+                beside = part
+            self._biases[id(part)] = part, beside
+        return self._biases[id(part)][1]
+
+    def _piece(self, part: gs.Tensor) -> Piece | NoMatch | None:
+        """What computes one part of the mask, None where it is none."""
+        added = self.bias(part)
+        if added is part:
+            return None
+        if id(part) not in self._data and added is None:
+            return cone(part, self._data, _MASK_OPS)
+        return _where_piece(part, self._data, added)
 
 
 class _Unclear(Exception):
@@ -105,13 +119,9 @@ def _hides_nothing(part: gs.Tensor, data: set[int]) -> bool:
     return bool(added.dtype != bool and added.any() and (added > _HIDDEN).all())
 
 
-def _mask_piece(part: gs.Tensor, data: set[int]) -> Piece | NoMatch | None:
-    """What computes one part of the mask, None where it is none. A Where is run with zeros for
-    scores, and for what it adds to them.
+def _where_piece(part: gs.Tensor, data: set[int], beside: gs.Tensor | None) -> Piece | NoMatch:
+    """What computes a Where of scores, or of `beside`, which it adds to them: with zeros for these.
     """
-    beside = None if id(part) in data else _beside_hidden(part)
-    if id(part) not in data and beside is None:
-        return None if _hides_nothing(part, data) else cone(part, data, _MASK_OPS)
     where = producer(part)
     assert where is not None
     scores = [t for t in where.inputs if id(t) in data or t is beside]

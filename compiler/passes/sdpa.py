@@ -198,7 +198,7 @@ def _split_heads(graph: gs.Graph, found: _Sdpa, reshaped: Sequence[gs.Node], dat
     query, key, value = (node.inputs[0] for node in above if node is not None)
     output, = (node.outputs[0] for node in users if node is not None)
     return dataclasses.replace(found, query=query, key=key, value=value, output=output,
-                          key_is_transposed=False)
+                               key_is_transposed=False)
 
 
 def _joins_heads(node: gs.Node, data: set[int]) -> bool:

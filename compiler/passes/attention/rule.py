@@ -70,19 +70,18 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
         cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
         match = _check(graph, node, data, settings, biases, cross)
-        if not isinstance(match, NoMatch) and (id(node.inputs[1]), id(node.inputs[2])) in written \
-                and {"sinks", "bias"} & operands(node).keys():
+        if isinstance(match, NoMatch):
+            return match
+        if _cache_of(node) in written and {"sinks", "bias"} & operands(node).keys():
             return NoMatch("a bias or sinks in attention to another layer's keys", node)
-        if not isinstance(match, NoMatch) and match.bias is not None:
+        if match.bias is not None:
             table = values_of(match.bias.table).load().tobytes()
             match = dataclasses.replace(match, bias=tables.setdefault(table, match.bias))
-        if isinstance(match, NoMatch) or (node.attrs["causal"] and not cross):
-            return match
-        return _check_bidirectional(match)
+        return match if node.attrs["causal"] and not cross else _check_bidirectional(match)
 
     def rewrite(graph: gs.Graph, match: _Attention, settings: Settings) -> None:
         if match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
-            key = id(match.node.inputs[1]), id(match.node.inputs[2])
+            key = _cache_of(match.node)
             if key in written:
                 _rewrite_cached(graph, match, shared, written[key])
             else:
@@ -92,6 +91,11 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
     apply_rules(graph, [Rule("attention", frozenset({SDPA.name}), check, rewrite)], settings,
                 report)
+
+
+def _cache_of(node: gs.Node) -> tuple[int, int]:
+    """Which keys and values a node reads, as layers that share a cache read the same."""
+    return id(node.inputs[1]), id(node.inputs[2])
 
 
 def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
