@@ -40,10 +40,10 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
 
 def with_channels(model: Model, params: SamplingParams) -> SamplingParams:
     """Parameters that show the marks of Harmony's channels, where an answer has them."""
-    return replace(params, show_special_tokens=True) if _has_channels(model, params) else params
+    return replace(params, show_special_tokens=True) if has_channels(model, params) else params
 
 
-def _has_channels(model: Model, params: SamplingParams) -> bool:
+def has_channels(model: Model, params: SamplingParams) -> bool:
     """Whether an answer is in Harmony's channels, which no guide knows."""
     return model.tool_call_parser == "harmony" and not any(getattr(params, own) for own in GUIDES)
 
@@ -93,7 +93,7 @@ class ChatAnswer(Choices):
     def _tools(self) -> ToolText | None:
         """What finds calls and reasoning in a choice's text; None where there are none."""
         names = [tool.function.name for tool in self._body.offered]
-        if _has_channels(self.model, self.job.params):
+        if has_channels(self.model, self.job.params):
             return Harmony(names)
         if not names:
             return None

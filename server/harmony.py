@@ -11,7 +11,6 @@ named as vLLM names them: `reasoning_content`, `content`, `tool_calls`.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Iterator
 
 from llmc.server.tools import Delta, ToolText
@@ -71,9 +70,4 @@ class Harmony(ToolText):
         called = _RECIPIENT.search(header.replace(CONSTRAIN, " ").replace(CHANNEL, " "))
         if called is not None and called[1] in self._names:
             self._channel = "call"
-            self.calls += 1
-            yield self._delta({"name": called[1], "arguments": ""},
-                              id=f"call_{secrets.token_hex(12)}", type="function")
-
-    def _outside(self, text: str) -> tuple[str, str]:
-        raise AssertionError
+            yield self._opened(called[1])

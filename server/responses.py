@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from llmc.runtime.request import Piece
 from llmc.server.answer import Answer, Object, event
-from llmc.server.chat import with_channels
+from llmc.server.chat import has_channels, with_channels
 from llmc.server.errors import ApiError
 from llmc.server.harmony import Harmony
 from llmc.server.model import Job, Model
@@ -40,8 +40,7 @@ class ResponseAnswer(Answer):
         self._body = body
         self._id, self._message_id = (f"{kind}_{secrets.token_hex(24)}" for kind in ("resp", "msg"))
         self._text, self._reason = "", "stop"
-        self._channels = Harmony(()) if job.params.show_special_tokens and \
-            model.tool_call_parser == "harmony" else None
+        self._channels = Harmony(()) if has_channels(model, job.params) else None
 
     async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
         async for piece in pieces:

@@ -95,12 +95,34 @@ class ToolText(ABC):
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = {*names}
-        self._call: _Call | None = None
-        self._told = False  # the name of the call under way
         self.calls = 0
 
+    @abstractmethod
     def push(self, text: str) -> Iterator[Delta]:
-        """What becomes of more text: `content`, or `tool_calls`."""
+        """What becomes of more text: `content`, `reasoning_content` or `tool_calls`."""
+
+    def finish(self) -> Iterator[Delta]:
+        """What becomes of the rest, at the end."""
+        return iter(())
+
+    def _opened(self, name: str) -> Delta:
+        self.calls += 1
+        return self._delta({"name": name, "arguments": ""},
+                           id=f"call_{secrets.token_hex(12)}", type="function")
+
+    def _delta(self, function: dict[str, str], **others: str) -> Delta:
+        return {"tool_calls": [{"index": self.calls - 1, **others, "function": function}]}
+
+
+class _Objects(ToolText):
+    """Calls that are JSON objects in the text."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self._call: _Call | None = None
+        self._told = False  # the name of the call under way
+
+    def push(self, text: str) -> Iterator[Delta]:
         while text:
             if self._call is None:
                 content, text = self._outside(text)
@@ -111,7 +133,6 @@ class ToolText(ABC):
             yield from self._tell(self._call)
 
     def finish(self) -> Iterator[Delta]:
-        """What becomes of the rest, at the end."""
         content = self._held()
         if self._call is not None and not self._told:
             content += self._opening() + self._call.text
@@ -134,14 +155,6 @@ class ToolText(ABC):
         if over:
             self._call, self._told = None, False
 
-    def _opened(self, name: str) -> Delta:
-        self.calls += 1
-        return self._delta({"name": name, "arguments": ""},
-                           id=f"call_{secrets.token_hex(12)}", type="function")
-
-    def _delta(self, function: dict[str, str], **others: str) -> Delta:
-        return {"tool_calls": [{"index": self.calls - 1, **others, "function": function}]}
-
     def _begin(self) -> None:
         self._call, self._told = _Call(), False
 
@@ -162,7 +175,7 @@ class ToolText(ABC):
         """Content at the beginning of a text that is in no call, and the rest."""
 
 
-class Hermes(ToolText):
+class Hermes(_Objects):
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`, also Qwen's."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -201,7 +214,7 @@ class Hermes(ToolText):
         self._awaited = self._OPEN
 
 
-class Plain(ToolText):
+class Plain(_Objects):
     """Calls one after the other, and nothing else: Llama 3's `{"name": …, "parameters": …}`, or a
     list of them. An answer that does not begin so is text.
     """
@@ -252,11 +265,6 @@ class Arguments(ToolText):
             yield self._opened(self._name)
         if text:
             yield self._delta({"arguments": text})
-
-    def _outside(self, text: str) -> tuple[str, str]:
-        raise AssertionError
-
-
 
 
 def parser_of(chat_template: str) -> ToolCallParser | None:
