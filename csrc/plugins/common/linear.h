@@ -188,9 +188,12 @@ inline void linear_of_made(const Linear& l, const Rows& rows, void* workspace, c
 
 // Whether this GPU and cuBLASLt multiply codes of FP8 with a scale for each row of both.
 inline bool can_multiply_codes(const Linear& l) {
-  int device = 0, major = 0;
-  check(cudaGetDevice(&device), "asking for the device");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the compute capability");
+  static const int major = [] {  // all of a process's devices are alike
+    int device = 0, found = 0;
+    check(cudaGetDevice(&device), "asking for the device");
+    check(cudaDeviceGetAttribute(&found, cudaDevAttrComputeCapabilityMajor, device), "asking for the compute capability");
+    return found;
+  }();
   return major == 9 && l.x.dtype != DType::kFloat32 && l.packing.group_size == l.x.shape[1] && l.x.shape[1] % 16 == 0 &&
          l.out % 8 == 0;
 }
