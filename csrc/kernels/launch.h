@@ -202,7 +202,8 @@ struct AttentionParams {
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
-// Whether that has Hopper's own kernel for these prompts, which was faster than cuDNN's at every length tried.
+// Whether that has Hopper's own kernel for these prompts. It is ahead of cuDNN's where blocks follow one another; where they
+// lie anywhere, level with it for very long prompts (bench/attention_gpu.py).
 bool prefills_on_hopper(DType dtype, const AttentionParams& params);
 // For a library: of each sequence, and then of nothing up to `rows`, where its queries begin, in elements
 // (starts [rows + 1]), and how many tokens are new and there in all ([rows] each). Cached values are cleared
