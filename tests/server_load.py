@@ -127,7 +127,8 @@ def _ask_often(operation, mode, seed, examples, end):
     @seeded(seed)
     @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
-    @given(operation.as_strategy(generation_mode=mode), st.randoms())
+    # A seed, drawn at once: what hypothesis draws must not hang on when the time is over.
+    @given(operation.as_strategy(generation_mode=mode), st.randoms(use_true_random=True))
     def ask(case, luck):
         if time.monotonic() > end:
             return
