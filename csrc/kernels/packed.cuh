@@ -127,20 +127,22 @@ __device__ __forceinline__ int zero_of(const Packing& p, int64_t row, int group,
   return __ldg(p.zero + row * groups + group);
 }
 
+// What a code counts, less its zero.
+template <Codes kCodes>
+__device__ __forceinline__ float number_of(uint32_t code, int zero) {
+  if constexpr (kCodes != Codes::kFloat8) return static_cast<float>(static_cast<int>(code) - zero);
+  Float8 bits;
+  bits.__x = static_cast<uint8_t>(code);
+  return to_float(bits);
+}
+
 // One number of a repacked weight [out, in]; a group may begin at any column.
 template <Codes kCodes>
 __device__ __forceinline__ float number_at(const Packing& p, const uint8_t* codes, int64_t row, int column, int out, int in) {
   const int group = column / p.group_size, groups = in / p.group_size;
   const int64_t place = row * in + place_of(column, in);
-  float number;
-  if constexpr (kCodes == Codes::kFloat8) {
-    Float8 bits;
-    bits.__x = codes[place];
-    number = to_float(bits);
-  } else {
-    const int code = kCodes == Codes::kFour ? codes[place / 2] >> place % 2 * 4 & 15 : codes[place];
-    number = static_cast<float>(code - zero_of<kCodes>(p, row, group, groups));
-  }
+  const int code = kCodes == Codes::kFour ? codes[place / 2] >> place % 2 * 4 & 15 : codes[place];
+  const float number = number_of<kCodes>(code, zero_of<kCodes>(p, row, group, groups));
   const int64_t at = static_cast<int64_t>(group) * out + row;
   return fmaf(number, p.scale[at], p.minimum != nullptr ? p.minimum[at] : 0.f);
 }

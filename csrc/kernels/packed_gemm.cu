@@ -14,7 +14,7 @@
 #include <algorithm>
 
 #include "gemv.cuh"
-#include "packed.cuh"
+#include "packed_gemm.cuh"
 
 namespace llmc::kernels {
 namespace {
@@ -28,16 +28,6 @@ constexpr int kMostShares = 4;  // of a tile, unless there are few
 
 template <Codes kCodes>
 constexpr int kColumns = kRowBytes * 8 / kBits<kCodes>;  // of a stage
-
-struct Shares {
-  int tiles, out_tiles, stages;  // stages of a tile
-  float* partial;                // [blocks, 2, a tile]
-  int32_t* counters;             // [blocks]
-
-  __host__ __device__ int begin(int block, int blocks) const {
-    return static_cast<int>(static_cast<int64_t>(tiles) * stages * block / blocks);
-  }
-};
 
 // Of a row's group, each in both halves of a word.
 struct Group {
@@ -270,13 +260,7 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
       __threadfence();
       __syncthreads();
       // Who begins the tile, and who ends it.
-      auto owner = [&](int of) {
-        int found = static_cast<int>(static_cast<int64_t>(of) * blocks / (static_cast<int64_t>(shares.tiles) * shares.stages));
-        while (shares.begin(found + 1, blocks) <= of) ++found;
-        while (shares.begin(found, blocks) > of) --found;
-        return found;
-      };
-      const int from = owner(tile_begin), to = owner(tile_begin + shares.stages - 1);
+      const int from = shares.owner(tile_begin, blocks), to = shares.owner(tile_begin + shares.stages - 1, blocks);
       if (threadIdx.x == 0) {
         is_last = atomicAdd(shares.counters + from, 1) == to - from;
         if (is_last) shares.counters[from] = 0;
@@ -401,6 +385,7 @@ cudaError_t packed_gemm(DType dtype, const GemvParams& p, void* scratch, int32_t
   const int group = p.packing.group_size;
   if (p.norm || p.rows < 1 || p.in % 32 != 0 || group < 32 || group % 32 != 0 || p.in % group != 0)
     return cudaErrorInvalidValue;
+  if (packs_on_hopper(dtype, p)) return packed_gemm_on_hopper(dtype, p, scratch, counters, stream);
   if (dtype == DType::kFloat16) return run_type<__half>(p, scratch, counters, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, scratch, counters, stream);
   return cudaErrorInvalidValue;

@@ -342,21 +342,34 @@ __global__ void __launch_bounds__(256) transpose_kernel(float* to, const float* 
   if (i < static_cast<int64_t>(rows) * columns) to[i] = from[i % rows * columns + i / rows];
 }
 
-// Eight columns a thread.
+// Eight columns a thread, of which a row's threads follow one another; all of a unit in one group, where groups are so.
 template <typename T, Codes kCodes>
-__global__ void __launch_bounds__(256) unpack_kernel(T* y, const uint8_t* weight, Packing packing, int out, int in) {
+__global__ void __launch_bounds__(256) unpack_kernel(T* y, const uint8_t* weight, Packing packing, int in) {
   wait_for_inputs();
   let_next_start();
-  const int per_row = (in + 7) / 8;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x, row = at / per_row;
-  if (row >= out) return;
-  const int first = static_cast<int>(at % per_row) * 8;
-  if (in % 8 == 0) {
-    Vec<T, 8> numbers;
+  const int64_t row = blockIdx.x;
+  const int first = (blockIdx.y * 256 + threadIdx.x) * 8, out = gridDim.x;
+  if (first >= in) return;
+  if (in % 8 == 0 && packing.group_size % 8 == 0) {
+    constexpr int kBit = kBits<kCodes>;
+    const auto words = load<uint32_t, kBit / 4>(reinterpret_cast<const uint32_t*>(weight + (row * in + first) / 8 * kBit));
+    const int group = first / packing.group_size;
+    const int64_t at = static_cast<int64_t>(group) * out + row;
+    const float scale = __ldg(packing.scale + at), minimum = packing.minimum != nullptr ? __ldg(packing.minimum + at) : 0.f;
+    const int zero = zero_of<kCodes>(packing, row, group, in / packing.group_size);
+    float numbers[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      numbers.data[i] = from_float<T>(number_at<kCodes>(packing, weight, row, first + i, out, in));
-    store(y + row * in + first, numbers);
+    for (int i = 0; i < 8; ++i) {
+      const int bit = place_of(i, 8) * kBit;
+      const uint32_t code = words.data[bit / 32] >> bit % 32 & ((1u << kBit) - 1);
+      numbers[i] = fmaf(number_of<kCodes>(code, zero), scale, minimum);
+    }
+    if constexpr (sizeof(T) == 4) {
+      store_floats(y + row * in + first, reinterpret_cast<const float(&)[4]>(numbers[0]));
+      store_floats(y + row * in + first + 4, reinterpret_cast<const float(&)[4]>(numbers[4]));
+    } else {
+      store_floats(y + row * in + first, numbers);
+    }
   } else {
     for (int column = first; column < min(first + 8, in); ++column)
       y[row * in + column] = from_float<T>(number_at<kCodes>(packing, weight, row, column, out, in));
@@ -390,8 +403,8 @@ cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& pack
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return with_codes(packing.codes, [&](auto codes) {
-      return launch(unpack_kernel<T, codes.value>, blocks_for(static_cast<int64_t>(out) * ((in + 7) / 8), 256), 256, 0,
-                    stream, static_cast<T*>(y), static_cast<const uint8_t*>(weight), packing, out, in);
+      return launch(unpack_kernel<T, codes.value>, dim3(out, blocks_for(in, 2048)), 256, 0, stream, static_cast<T*>(y),
+                    static_cast<const uint8_t*>(weight), packing, in);
     });
   });
 }

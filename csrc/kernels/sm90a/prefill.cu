@@ -300,30 +300,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 #endif
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, or null.
-Encode encode() {
-  static const Encode found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const bool there = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                                        &result) == cudaSuccess;
-    return there && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  return found;
-}
-
-// Sizes from the innermost on; a box has 64 of it.
+// Of elements of T; a box has kLine of the innermost ones.
 template <typename T, int kRank>
 bool map(CUtensorMap& made, const void* data, const cuuint64_t (&sizes)[kRank], const cuuint32_t (&box)[kRank]) {
-  cuuint64_t strides[kRank - 1] = {sizes[0] * 2};
-  for (int i = 1; i < kRank - 1; ++i) strides[i] = strides[i - 1] * sizes[i];
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return sm90a::map(made, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, data, sizes, sizeof(T), box);
 }
 
 template <typename T, int kDim, int kKeys, int kRunKeys>

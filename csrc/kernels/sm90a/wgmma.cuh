@@ -56,6 +56,42 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier.at) : "memory");
 }
 
+// Bytes that lie side by side; addresses and counts are multiples of 16.
+__device__ __forceinline__ void copy_bytes(uint32_t target, const void* from, uint32_t bytes, Barrier barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(target), "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
+}
+
+// What this thread has written to shared memory, for the tensor core to see.
+__device__ __forceinline__ void let_products_see() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, or null.
+inline Encode encode() {
+  static const Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const bool there = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                                        &result) == cudaSuccess;
+    return there && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  return found;
+}
+
+// Describes a tensor for copy_box: sizes and the box in elements of `width` bytes, from the innermost on.
+template <int kRank>
+bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
+         const cuuint64_t (&sizes)[kRank], int width, const cuuint32_t (&box)[kRank]) {
+  cuuint64_t strides[kRank - 1] = {sizes[0] * width};
+  for (int i = 1; i < kRank - 1; ++i) strides[i] = strides[i - 1] * sizes[i];
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  return encode()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+template <typename T>
+constexpr auto kMapType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
 // How the tensor core reads a tile from this address on. By rows, k along them; by columns, k across them, where
 // `next_columns` is the distance of the next 64 columns in bytes.
 __device__ __forceinline__ uint64_t by_rows(uint32_t address) {
@@ -77,7 +113,7 @@ __device__ __forceinline__ void wait_for_products() {
 // Products of a warpgroup. Of c [64, N] thread t holds c[4 j + 2 r + i], which is row t / 32 · 16 + t % 32 / 4 + 8 r,
 // column 8 j + t % 4 · 2 + i. of_shared: c = a · bᵀ, or c += where it adds; a [64, 16] and b [N, 16] in shared memory,
 // both by rows. of_registers: c += a · b; of a [64, 16] a thread holds what it holds of 16 columns of a c, in pairs (of
-// row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns.
+// row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns, or [N, 16] by rows.
 template <typename T, int N>
 struct Product;
 
@@ -100,16 +136,20 @@ struct Product;
 #define R120 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
-#define TEXT_64 R0 ", " R8 ", " R16 ", " R24
+#define TEXT_16 R0
+#define TEXT_32 R0 ", " R8
+#define TEXT_64 TEXT_32 ", " R16 ", " R24
 #define TEXT_128 TEXT_64 ", " R32 ", " R40 ", " R48 ", " R56
 #define TEXT_160 TEXT_128 ", " R64 ", " R72
 #define TEXT_256 TEXT_160 ", " R80 ", " R88 ", " R96 ", " R104 ", " R112 ", " R120
-#define OPERANDS_64 C16(0), C16(16)
+#define OPERANDS_16 C4(0), C4(4)
+#define OPERANDS_32 C16(0)
+#define OPERANDS_64 OPERANDS_32, C16(16)
 #define OPERANDS_128 OPERANDS_64, C16(32), C16(48)
 #define OPERANDS_160 OPERANDS_128, C16(64)
 #define OPERANDS_256 OPERANDS_160, C16(80), C16(96), C16(112)
 
-#define PRODUCT(T, NAME, N, I0, I1, I2, I3, I4)                                                                    \
+#define PRODUCT(T, NAME, N, I0, I1, I2, I3, I4, I5)                                                                \
   template <>                                                                                                      \
   struct Product<T, N> {                                                                                           \
     static __device__ __forceinline__ void of_shared(float (&c)[N / 2], uint64_t a, uint64_t b, int adds) {        \
@@ -118,17 +158,20 @@ struct Product;
                    I0 ", " I1 ", p, 1, 1, 0, 0;\n}"                                                               \
                    : OPERANDS_##N : "l"(a), "l"(b), "r"(adds));                                                    \
     }                                                                                                              \
+    template <bool kByColumns = true>                                                                              \
     static __device__ __forceinline__ void of_registers(float (&c)[N / 2], const uint32_t* a, uint64_t b) {        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" TEXT_##N "}, {"            \
-                   I0 ", " I1 ", " I2 ", " I3 "}, " I4 ", p, 1, 1, 1;\n}"                                         \
-                   : OPERANDS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                           \
+                   I0 ", " I1 ", " I2 ", " I3 "}, " I4 ", p, 1, 1, " I5 ";\n}"                                     \
+                   : OPERANDS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kByColumns}));     \
     }                                                                                                              \
   };
 #define PRODUCTS(N, ...) PRODUCT(__half, "f16", N, __VA_ARGS__) PRODUCT(__nv_bfloat16, "bf16", N, __VA_ARGS__)
-PRODUCTS(64, "%32", "%33", "%34", "%35", "%36")
-PRODUCTS(128, "%64", "%65", "%66", "%67", "%68")
-PRODUCTS(160, "%80", "%81", "%82", "%83", "%84")
-PRODUCTS(256, "%128", "%129", "%130", "%131", "%132")
+PRODUCTS(16, "%8", "%9", "%10", "%11", "%12", "%13")
+PRODUCTS(32, "%16", "%17", "%18", "%19", "%20", "%21")
+PRODUCTS(64, "%32", "%33", "%34", "%35", "%36", "%37")
+PRODUCTS(128, "%64", "%65", "%66", "%67", "%68", "%69")
+PRODUCTS(160, "%80", "%81", "%82", "%83", "%84", "%85")
+PRODUCTS(256, "%128", "%129", "%130", "%131", "%132", "%133")
 
 }  // namespace llmc::sm90a

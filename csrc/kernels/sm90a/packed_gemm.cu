@@ -1,0 +1,516 @@
+// packed_gemm() on Hopper's tensor cores. A tile is kOut rows of the weight (gated: half as many gates and their ups) for
+// kTokens rows of x. kGroups warpgroups multiply: codes become numbers of 16 bits in registers, as the tensor core's first
+// operand, while it multiplies those before; x is its second, from shared memory. Of 16 rows of an operand the first 8 are
+// from the low half of the tile and the others from the high half, so that a thread has gates and their ups. One warp copies,
+// and three bring what has come of x into the order in which codes give their columns (packed.cuh): of 32 columns thread t has
+// eight that follow one another, in pairs, where the tensor core wants one pair of every eight.
+//
+// Tiles that one block has whole go from the registers to y; of the others every block that had a part sums up a part,
+// when all have left what they have, in the order of the columns, so that the same x gives the same y. Reads the weight
+// once for each kTokens rows of x, and x once for each tile, from the cache.
+#include <algorithm>
+
+#include "../packed_gemm.cuh"
+#include "wgmma.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+using namespace sm90a;
+
+constexpr int kOut = 256, kRowBytes = 64;             // rows of the weight in a tile; bytes of a row in a stage
+constexpr int kOperandRows = 32;                      // of either half, that an operand of 64 rows has
+constexpr int kLine = 64;                             // columns that a row of x has in shared memory
+constexpr int kPart = 16, kPitch = kOperandRows + 4;  // rows of x that leave at once, and floats from one to the next
+constexpr uint32_t kMost = 232448;                    // bytes of shared memory
+constexpr float kLeast = 0.8f;                        // of a turn of all multiprocessors, for tiles to stay whole
+
+// Warpgroups that multiply, and operands that each has of a tile: more sums leave room for fewer threads.
+template <int kTokens>
+constexpr int kGroups = kTokens > 64 ? 2 : 4;
+template <int kTokens>
+constexpr int kOperands = kOut / 2 / kOperandRows / kGroups<kTokens>;
+template <int kTokens>
+constexpr int kThreads = (1 + kGroups<kTokens>) * 128;
+template <Codes kCodes>
+constexpr int kColumns = kRowBytes * 8 / kBits<kCodes>;  // of a stage
+
+// Where in shared memory things lie, in bytes from a multiple of 1,024 on. kWhole: groups are of whole stages and have no
+// minima; otherwise of 32 columns or more, and a stage has their scales and then their minima for every 32 of its columns.
+template <Codes kCodes, int kTokens, bool kWhole>
+struct Place {
+  static constexpr int kGroups = kWhole ? 1 : kColumns<kCodes> / 32;
+  static constexpr uint32_t kWeightBytes = kOut * kRowBytes, kXBytes = kTokens * kColumns<kCodes> * 2;
+  static constexpr uint32_t kScalesAt = kWeightBytes + kXBytes, kScaleBytes = kGroups * kOut * 4;
+  static constexpr uint32_t kStageBytes = kScalesAt + (kWhole ? 1 : 2) * kScaleBytes;
+  static constexpr uint32_t kSumBytes = kOut / kOperandRows * kPart * kPitch * 4, kRest = kSumBytes + 256 + 1024;
+  static constexpr int kStages = std::min(8u, (kMost - kRest) / kStageBytes);
+  static constexpr uint32_t kSumsAt = kStages * kStageBytes, kBarriersAt = kSumsAt + kSumBytes;
+  static constexpr uint32_t kBytes = kSumsAt + kRest;
+  static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && 24 * kStages <= 256);
+
+  uint8_t* bytes;
+  uint32_t base = shared_address(bytes);
+
+  __device__ uint8_t* stage(int slot) const { return bytes + slot * kStageBytes; }
+  __device__ uint32_t weights(int slot) const { return base + slot * kStageBytes; }
+  __device__ uint32_t x(int slot) const { return base + slot * kStageBytes + kWeightBytes; }
+  __device__ uint32_t scales(int slot) const { return base + slot * kStageBytes + kScalesAt; }
+  __device__ Barrier there(int slot) const { return {base + kBarriersAt + 8 * slot}; }
+  __device__ Barrier read(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
+  __device__ Barrier x_there(int slot) const { return {base + kBarriersAt + 8 * (2 * kStages + slot)}; }  // as it comes
+};
+
+// Until so many threads are here.
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// A block's part of the stages of all tiles, one after the other; the token_tiles of the same rows of the weight follow one
+// another.
+struct Part {
+  int first, count, stages, token_tiles;
+};
+
+// A place in it.
+struct Cursor {
+  int stage, token_tile, out_tile;
+
+  __device__ Cursor(const Part& part, int i)
+      : stage((part.first + i) % part.stages), token_tile((part.first + i) / part.stages % part.token_tiles),
+        out_tile((part.first + i) / part.stages / part.token_tiles) {}
+  __device__ __forceinline__ void go_on(const Part& part) {
+    if (++stage < part.stages) return;
+    stage = 0;
+    if (++token_tile < part.token_tiles) return;
+    token_tile = 0;
+    ++out_tile;
+  }
+};
+
+// Four outputs of a row of x from their sums, and those of their ups.
+template <typename T>
+__device__ __forceinline__ void finish(const GemvParams& p, int row, int output, float4 sums, float4 ups) {
+  float of[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
+  if (p.bias != nullptr) {
+    const auto bias = load<T, 4>(static_cast<const T*>(p.bias) + output);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) of[k] += to_float(bias.data[k]);
+  }
+  if (p.activation != Activation::kNone)
+#pragma unroll
+    for (float& value : of) value = device::activate(value, p.activation);
+  if (p.gated) {
+    Vec<T, 4> bias{};
+    if (p.bias != nullptr) bias = load<T, 4>(static_cast<const T*>(p.bias) + p.out + output);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) of[k] *= up[k] + to_float(bias.data[k]);
+  }
+  const int64_t at = static_cast<int64_t>(row) * p.out + output;
+  if (p.residual != nullptr) {
+    const auto residual = load<T, 4>(static_cast<const T*>(p.residual) + at);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) of[k] += to_float(residual.data[k]);
+  }
+  store_floats(static_cast<T*>(p.y) + at, of);
+}
+
+struct Maps {
+  CUtensorMap weights, x;
+};
+
+template <Codes kCodes, int kTokens, bool kWhole>
+__device__ __forceinline__ void copy_all(const Place<kCodes, kTokens, kWhole>& place, const Maps& maps, const GemvParams& p,
+                                         const Part& part) {
+  using P = Place<kCodes, kTokens, kWhole>;
+  constexpr int kStageColumns = kColumns<kCodes>;
+  const int groups = p.in / p.packing.group_size, all_rows = p.gated ? 2 * p.out : p.out;
+  const int tile_out = p.gated ? kOut / 2 : kOut;
+  const float per_group = 1.f / p.packing.group_size;
+  Cursor of_weights(part, 0), of_x = of_weights;
+  auto copy_weights = [&](int slot) {
+    const Barrier there = place.there(slot);
+    const uint32_t to = place.weights(slot), scales = place.scales(slot);
+    const int low = of_weights.out_tile * tile_out, high = p.gated ? p.out + low : low + kOut / 2;
+    const int of_low = min(kOut / 2, p.out - low), of_high = min(kOut / 2, max(all_rows - high, 0));
+    const bool has_minima = !kWhole && p.packing.minimum != nullptr;
+    there.expect(P::kWeightBytes + 4 * (of_low + of_high) * P::kGroups * (1 + has_minima));
+    copy_box(to, maps.weights, there, of_weights.stage * kRowBytes, low);
+    copy_box(to + P::kWeightBytes / 2, maps.weights, there, of_weights.stage * kRowBytes, high);
+#pragma unroll
+    for (int k = 0; k < P::kGroups; ++k) {
+      const float column = of_weights.stage * kStageColumns + 32 * k + 0.5f;
+      const int64_t first = static_cast<int64_t>(min(static_cast<int>(column * per_group), groups - 1)) * all_rows;
+      auto copy_rows = [&](const float* from, uint32_t target) {
+        copy_bytes(target, from + first + low, 4 * of_low, there);
+        if (of_high > 0) copy_bytes(target + kOut / 2 * 4, from + first + high, 4 * of_high, there);
+      };
+      copy_rows(p.packing.scale, scales + k * kOut * 4);
+      if (has_minima) copy_rows(p.packing.minimum, scales + P::kScaleBytes + k * kOut * 4);
+    }
+    of_weights.go_on(part);
+  };
+  auto copy_x = [&](int slot) {
+    place.x_there(slot).expect(P::kXBytes);
+#pragma unroll
+    for (int line = 0; line < kStageColumns / kLine; ++line)
+      copy_box(place.x(slot) + line * kTokens * kLine * 2, maps.x, place.x_there(slot),
+               of_x.stage * kStageColumns + line * kLine, of_x.token_tile * kTokens);
+    of_x.go_on(part);
+  };
+  const int before = min(part.count, P::kStages);  // weights do not depend on the kernel before
+  for (int i = 0; i < before; ++i) copy_weights(i);
+  wait_for_inputs();
+  for (int i = 0; i < before; ++i) copy_x(i);
+  for (int i = before; i < part.count; ++i) {
+    const int slot = i % P::kStages;
+    place.read(slot).wait(i / P::kStages - 1 & 1);
+    copy_weights(slot);
+    copy_x(slot);
+  }
+}
+
+// Of 32 columns of x, 64 bytes, the first words of all four vectors, then the second ones and so on. A warp takes 8 rows of
+// 128 bytes at a time.
+template <Codes kCodes, int kTokens, bool kWhole>
+__device__ __forceinline__ void arrange_all(const Place<kCodes, kTokens, kWhole>& place, const Part& part, int warp) {
+  using P = Place<kCodes, kTokens, kWhole>;
+  constexpr int kEights = P::kXBytes / 1024, kMost = (kEights + 2) / 3, kAtOnce = kMost < 2 ? kMost : 2;
+  const int lane = threadIdx.x % 32, t = lane % 4, chunk = lane / 4 % 2, row = lane / 8;
+  for (int i = 0; i < part.count; ++i) {
+    const int slot = i % P::kStages;
+    uint8_t* own = place.stage(slot) + P::kWeightBytes + warp * 1024 + row * 128;
+    // Of rows `row` and row + 4.
+    const uint8_t* from[2] = {own + 64 * chunk + 16 * (t ^ row), own + 512 + 64 * (chunk ^ 1) + 16 * (t ^ row)};
+    uint8_t* to[4];
+#pragma unroll
+    for (int word = 0; word < 4; ++word) to[word] = own + 64 * chunk + 16 * (word ^ row) + 4 * t;
+    const int turn = 512 + (chunk == 0 ? 64 : -64);
+    place.x_there(slot).wait(i / P::kStages & 1);
+#pragma unroll
+    for (int first = 0; first < kMost; first += kAtOnce) {
+      uint4 vectors[kAtOnce][2];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if ((first + k) * 3 + warp < kEights)
+            vectors[k][half] = *reinterpret_cast<const uint4*>(from[half] + (first + k) * 3072);
+      __syncwarp();
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if ((first + k) * 3 + warp < kEights) {
+            const uint4& v = vectors[k][half];
+            const uint32_t words[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int word = 0; word < 4; ++word)
+              *reinterpret_cast<uint32_t*>(to[word] + half * turn + (first + k) * 3072) = words[word];
+          }
+    }
+    let_products_see();
+    __syncwarp();
+    if (lane == 0) place.there(slot).arrive();
+  }
+}
+
+template <typename T, Codes kCodes, int kTokens, bool kWhole>
+__device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole>& place, const GemvParams& p,
+                                             const Shares& shares, const Part& part, int warpgroup) {
+  using P = Place<kCodes, kTokens, kWhole>;
+  constexpr int kChunks = kColumns<kCodes> / 32;
+  const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  const int tile_out = p.gated ? kOut / 2 : kOut, block = blockIdx.x, blocks = gridDim.x;
+  const int groups = p.in / p.packing.group_size;
+  const float per_group = 1.f / p.packing.group_size;
+  const bool has_minima = !kWhole && p.packing.minimum != nullptr;
+  constexpr int kOwn = kOperands<kTokens>, kAll = kGroups<kTokens> * 128;
+  const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 + g;  // of either half of a tile, and for each operand
+  auto* staged = reinterpret_cast<float*>(place.bytes + P::kSumsAt) + warpgroup * kOwn * 2 * kPart * kPitch;
+  wait_for_inputs();
+  let_next_start();
+
+  auto release = [&](int i) {
+    if (thread % 32 == 0) place.read(i % P::kStages).arrive();
+  };
+  uint32_t numbers[2][kOwn][8];          // of this chunk and the one before
+  int from_others = -1, to_others = -1;  // tiles that others begin, and that others end
+  for (int i = 0; i < part.count;) {
+    const Cursor begun(part, i);
+    const int first = i, end = min(part.count, i + shares.stages - begun.stage);
+    float total[kOwn][kTokens / 2] = {};
+    int zero[kOwn][2] = {};  // of the next stage
+    auto load_zeros = [&](int stage) {
+      const int group = min(static_cast<int>((stage * kColumns<kCodes> + 0.5f) * per_group), groups - 1);
+#pragma unroll
+      for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int low = begun.out_tile * tile_out + own_row + m * kOperandRows;
+          const int row = p.gated ? h * p.out + min(low, p.out - 1) : min(low + h * kOut / 2, p.out - 1);
+          zero[m][h] = zero_of<kCodes>(p.packing, row, group, groups);
+        }
+    };
+    if (kWhole && p.packing.zero != nullptr) load_zeros(begun.stage);
+    for (; i < end; ++i) {
+      const int slot = i % P::kStages;
+      const uint8_t* own = place.stage(slot) + own_row * kRowBytes;
+      uint32_t scale[kOwn][2], offset[kOwn][2], minimum[kOwn][2];
+      auto find_group = [&](int k) {
+        const auto* scales = reinterpret_cast<const float*>(place.stage(slot) + P::kScalesAt) + k * kOut + own_row;
+#pragma unroll
+        for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float* at = scales + h * kOut / 2 + m * kOperandRows;
+            float of_zero = kMiddle<kCodes>;
+            if (has_minima) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
+              const float least = at[P::kScaleBytes / 4];
+              of_zero = *at == 0.f ? 0.f : fminf(fmaxf(rintf(__fdividef(-least, *at)), 0.f), (1 << kBits<kCodes>) - 1);
+              const float lacking = fmaf(of_zero, *at, least);
+              minimum[m][h] = pack<T>(lacking, lacking);
+            }
+            scale[m][h] = pack<T>(*at, *at);
+            offset[m][h] = offset_of<T, kCodes>(static_cast<int>(of_zero));
+          }
+      };
+      place.there(slot).wait(i / P::kStages & 1);
+      if (kWhole) find_group(0);
+      if (kWhole && p.packing.zero != nullptr) {
+#pragma unroll
+        for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) offset[m][h] = offset_of<T, kCodes>(zero[m][h]);
+        if (i + 1 < end) load_zeros(begun.stage + i + 1 - first);
+      }
+      constexpr int kWords = kBits<kCodes> / 4;
+      uint32_t codes[kChunks][kOwn][2][kWords];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+        for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint8_t* row = own + (h * kOut / 2 + m * kOperandRows) * kRowBytes;
+            const int vector = chunk * kWords + t * kWords / 4, turned = g / 2 % 4;  // the copy turns vectors so
+            *reinterpret_cast<Vec<uint32_t, kWords>*>(codes[chunk][m][h]) =
+                *reinterpret_cast<const Vec<uint32_t, kWords>*>(row + 16 * (vector ^ turned) + t * kWords * 4 % 16);
+          }
+      const uint64_t x = by_rows(place.x(slot));
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        auto& now = numbers[chunk % 2];
+        if (!kWhole) find_group(chunk);
+#pragma unroll
+        for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            uint32_t pairs[4];
+            numbers_of<T, kCodes>(pairs, {codes[chunk][m][h][0], codes[chunk][m][h][kWords - 1]}, offset[m][h]);
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+              now[m][2 * k + h] = has_minima ? product_and_sum<T>(pairs[k], scale[m][h], minimum[m][h])
+                                             : product<T>(pairs[k], scale[m][h]);
+          }
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < 2; ++step)
+#pragma unroll
+          for (int m = 0; m < kOwn; ++m)
+            Product<T, kTokens>::template of_registers<false>(
+                total[m], now[m] + 4 * step, x + (chunk / 2 * kTokens * kLine * 2 + chunk % 2 * 64 + step * 32) / 16);
+        end_products();
+        wait_for_products<1>();
+        if (chunk == 0 && i > first) release(i - 1);
+      }
+    }
+    wait_for_products<0>();
+    release(end - 1);
+    const int first_token = begun.token_tile * kTokens, rows = min(kTokens, p.rows - first_token);
+    const int first_output = begun.out_tile * tile_out;
+    const bool begins = begun.stage == 0;
+    if (end - first == shares.stages) {
+#pragma unroll
+      for (int piece = 0; piece < kTokens / kPart; ++piece) {
+        meet(1 + warpgroup, 128);
+#pragma unroll
+        for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+          for (int j = 0; j < kPart / 8; ++j)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+              staged[((2 * m + c / 2) * kPart + 8 * j + 2 * t + c % 2) * kPitch + warp * 8 + g] =
+                  total[m][4 * (piece * kPart / 8 + j) + c];
+        meet(1 + warpgroup, 128);
+        constexpr int kFours = kOperandRows / 4, kUnits = kOwn * kPart * kFours;
+        for (int of = thread; of < (p.gated ? 1 : 2) * kUnits; of += 128) {
+          const int half = of / kUnits, m = of % kUnits / (kPart * kFours);
+          const int four = of % kFours * 4, token = of / kFours % kPart;
+          const int output = first_output + half * kOut / 2 + (warpgroup * kOwn + m) * kOperandRows + four;
+          if (piece * kPart + token >= rows || output >= p.out) continue;
+          const float* sums = staged + ((2 * m + half) * kPart + token) * kPitch + four;
+          float4 ups{};
+          if (p.gated) ups = *reinterpret_cast<const float4*>(sums + kPart * kPitch);
+          finish<T>(p, first_token + piece * kPart + token, output, *reinterpret_cast<const float4*>(sums), ups);
+        }
+      }
+    } else {
+      float* to = shares.partial + (2 * block + begins) * static_cast<int64_t>(kOut * kTokens) + own_row;
+#pragma unroll
+      for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const int token = 8 * j + 2 * t + c % 2;
+            if (token < rows) __stcg(to + token * kOut + c / 2 * (kOut / 2) + m * kOperandRows, total[m][4 * j + c]);
+          }
+      (begins ? to_others : from_others) = begun.out_tile * part.token_tiles + begun.token_tile;
+    }
+  }
+
+  // A block leaves all that it has of divided tiles before it waits for others.
+  if (from_others < 0 && to_others < 0) return;
+  __threadfence();
+  meet(1 + kGroups<kTokens>, kAll);
+  const int everybody = threadIdx.x - 128;
+  auto first_of = [&](int tile) { return shares.owner(tile * shares.stages, blocks); };
+  auto count_of = [&](int tile) { return shares.owner((tile + 1) * shares.stages - 1, blocks) - first_of(tile) + 1; };
+  auto leave = [&](int tile) {
+    if (tile >= 0 && everybody == 0) atomicAdd(shares.counters + first_of(tile), 1);
+  };
+  auto sum_up = [&](int tile) {
+    if (tile < 0) return;
+    const int from = first_of(tile), count = count_of(tile);
+    if (everybody == 0) {
+      int32_t* counter = shares.counters + from;
+      while (*static_cast<volatile int32_t*>(counter) < count) {}
+      __threadfence();
+      if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // all have seen it
+    }
+    meet(1 + kGroups<kTokens>, kAll);
+    const int first_token = tile % part.token_tiles * kTokens, first_output = tile / part.token_tiles * tile_out;
+    const int rows = min(kTokens, p.rows - first_token), fours = tile_out / 4;
+    for (int of = (block - from) * kAll + everybody; of < rows * fours; of += count * kAll) {
+      const int token = of / fours, four = of % fours * 4;
+      if (first_output + four >= p.out) continue;
+      float4 sums{}, ups{};
+      auto add = [](float4& to, const float* from) {
+        const float4 more = __ldcg(reinterpret_cast<const float4*>(from));
+        to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
+      };
+#pragma unroll 4
+      for (int other = 0; other < count; ++other) {
+        const float* at = shares.partial + (2 * (from + other) + (other == 0)) * static_cast<int64_t>(kOut * kTokens) +
+                          token * kOut + four;
+        add(sums, at);
+        if (p.gated) add(ups, at + kOut / 2);
+      }
+      finish<T>(p, first_token + token, first_output + four, sums, ups);
+    }
+  };
+  leave(from_others), leave(to_others);
+  sum_up(from_others), sum_up(to_others);
+}
+
+template <typename T, Codes kCodes, int kTokens, bool kWhole>
+__global__ void __launch_bounds__(kThreads<kTokens>, 1)
+    packed_gemm_kernel(const __grid_constant__ Maps maps, GemvParams p, Shares shares) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using P = Place<kCodes, kTokens, kWhole>;
+  extern __shared__ uint8_t raw[];
+  const P place{raw + (-shared_address(raw) & 1023)};
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < P::kStages; ++slot) {
+      place.there(slot).init(1 + 3);
+      place.x_there(slot).init(1);
+      place.read(slot).init(kGroups<kTokens> * 4);
+    }
+    let_copies_see_barriers();
+  }
+  const int first = shares.begin(blockIdx.x, gridDim.x), last = shares.begin(blockIdx.x + 1, gridDim.x);
+  const Part part{first, last - first, shares.stages, shares.tiles / shares.out_tiles};
+  __syncthreads();
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups<kTokens> == 2 ? 88 : 56));
+    const int warp = threadIdx.x / 32;
+    if (warp > 0) arrange_all(place, part, warp - 1);
+    else if (threadIdx.x == 0) copy_all(place, maps, p, part);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGroups<kTokens> == 2 ? 208 : 104));
+    multiply_all<T>(place, p, shares, part, group - 1);
+  }
+#endif
+}
+
+template <typename T, Codes kCodes, int kTokens, bool kWhole>
+cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+  using P = Place<kCodes, kTokens, kWhole>;
+  auto kernel = packed_gemm_kernel<T, kCodes, kTokens, kWhole>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
+  if (error != cudaSuccess) return error;
+  const auto in = static_cast<cuuint64_t>(p.in), rows = static_cast<cuuint64_t>(p.gated ? 2 * p.out : p.out);
+  Maps maps;
+  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, {in * kBits<kCodes> / 8, rows},
+           1, {kRowBytes, kOut / 2}) ||
+      !map(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, p.x, {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLine, kTokens}))
+    return cudaErrorInvalidValue;
+  const int out_tiles = static_cast<int>(blocks_for(p.out, p.gated ? kOut / 2 : kOut));
+  const int tiles = out_tiles * static_cast<int>(blocks_for(p.rows, kTokens));
+  const int stages = static_cast<int>(blocks_for(p.in, kColumns<kCodes>));
+  // To divide tiles costs more than that some multiprocessors have nothing to do for less than a fifth of the time.
+  const int places = std::min(static_cast<int>(multiprocessors()), kPackedGemmBlocks);
+  const bool divides = tiles < places * static_cast<int>(blocks_for(tiles, places)) * kLeast;
+  const int blocks = std::min(places, divides ? tiles * stages : tiles);
+  return launch(kernel, blocks, kThreads<kTokens>, P::kBytes, stream, maps, p,
+                Shares{tiles, out_tiles, stages, static_cast<float*>(scratch), counters, divides ? 1 : stages});
+}
+
+template <typename T, Codes kCodes, bool kWhole>
+cudaError_t of_codes(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+  return p.rows <= 16   ? run<T, kCodes, 16, kWhole>(p, scratch, counters, stream)
+         : p.rows <= 32 ? run<T, kCodes, 32, kWhole>(p, scratch, counters, stream)
+         : p.rows <= 64 ? run<T, kCodes, 64, kWhole>(p, scratch, counters, stream)
+                        : run<T, kCodes, 128, kWhole>(p, scratch, counters, stream);
+}
+
+// Whether groups are of whole stages, and have no minima.
+template <Codes kCodes>
+bool has_whole_groups(const GemvParams& p) {
+  const int group = p.packing.group_size;
+  return (group % kColumns<kCodes> == 0 || group == p.in) && p.packing.minimum == nullptr;
+}
+
+template <typename T>
+cudaError_t of_type(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
+  return with_codes(p.packing.codes, [&](auto codes) {
+    constexpr Codes kCodes = codes.value;
+    if (has_whole_groups<kCodes>(p)) return of_codes<T, kCodes, true>(p, scratch, counters, stream);
+    if constexpr (kCodes == Codes::kFloat8) return cudaErrorInvalidValue;
+    else return of_codes<T, kCodes, false>(p, scratch, counters, stream);
+  });
+}
+
+}  // namespace
+
+bool packs_on_hopper(DType dtype, const GemvParams& p) {
+  bool serves = false;  // small groups have no zeros of their own here
+  with_codes(p.packing.codes, [&](auto codes) {
+    serves = has_whole_groups<codes.value>(p) || (codes.value != Codes::kFloat8 && p.packing.zero == nullptr);
+    return cudaSuccess;
+  });
+  return serves && (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && p.out % 4 == 0 && p.in % 32 == 0 &&
+         p.packing.group_size % 32 == 0 && !p.norm && device_property<cudaDevAttrComputeCapabilityMajor>() == 9 &&
+         encode() != nullptr;
+}
+
+cudaError_t packed_gemm_on_hopper(DType dtype, const GemvParams& p, void* scratch, int32_t* counters,
+                                  cudaStream_t stream) {
+  return dtype == DType::kFloat16 ? of_type<__half>(p, scratch, counters, stream)
+                                  : of_type<__nv_bfloat16>(p, scratch, counters, stream);
+}
+
+}  // namespace llmc::kernels
