@@ -24,7 +24,8 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
           stored: str = "") -> Path:
     """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
     safetensors shards of `layers_per_shard` layers each; the matrices of layers in bfloat16 too, or
-    in compressed-tensors' form of `fp8`, `fp8 weights` (activations are not rounded) or `int4`.
+    in compressed-tensors' form of `fp8`, `fp8 weights` (activations are not rounded), `int4`, or
+    `int4 head`, where the LM head is in int4 too.
     """
     dim = hidden // heads
     config = {
@@ -35,8 +36,9 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
         "eos_token_id": 2, "bos_token_id": 1}
     if stored:
         config["quantization_config"] = {
-            "quant_method": "compressed-tensors", "ignore": ["lm_head"],
-            "format": "pack-quantized" if stored == "int4" else "float-quantized",
+            "quant_method": "compressed-tensors",
+            "ignore": [] if stored == "int4 head" else ["lm_head"],
+            "format": "pack-quantized" if "int4" in stored else "float-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], **_STORED[stored]}}}
     shapes = {**_attention(hidden, heads, kv_heads, dim), **_mlp("mlp", hidden, intermediate)}
     return _write_shards(Path(directory), config, shapes, layers_per_shard, stored)
@@ -77,20 +79,20 @@ def _mlp(name: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]
 
 # What a config of compressed-tensors says of weights and activations.
 _FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 _STORED: dict[str, dict[str, Any]] = {
     "fp8": {"weights": _FLOAT8,
             "input_activations": {**_FLOAT8, "strategy": "token", "dynamic": True}},
     "fp8 weights": {"weights": _FLOAT8},
-    "int4": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
-                         "symmetric": True}}}
+    "int4": {"weights": _INT4}, "int4 head": {"weights": _INT4}}
 
 
 def _packed(name: str, rows: int, width: int, stored: str, codes: torch.Tensor) -> \
         dict[str, torch.Tensor]:
     """A matrix as compressed-tensors stores it, of these bytes over and over."""
-    count = rows * width // (2 if stored == "int4" else 1)
+    count = rows * width // (2 if "int4" in stored else 1)
     own = codes.repeat(-(-count // len(codes)))[:count].reshape(rows, -1)
-    if stored == "int4":
+    if "int4" in stored:
         return {f"{name}_packed": own.view(torch.int32),
                 f"{name}_shape": torch.tensor([rows, width]),
                 f"{name}_scale": torch.full((rows, width // 128), 0.004, dtype=torch.bfloat16)}
@@ -105,7 +107,7 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
     (root / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     noise = torch.randn(1 << 20) * 0.02
-    codes = torch.randint(256, noise.shape, dtype=torch.uint8) if stored == "int4" else \
+    codes = torch.randint(256, noise.shape, dtype=torch.uint8) if "int4" in stored else \
         (noise / 0.1 * 448).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def random(*shape: int) -> torch.Tensor:
@@ -130,7 +132,8 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
             tensors["model.embed_tokens.weight"] = random(vocab, hidden)
         if number == len(shards):
             tensors["model.norm.weight"] = random(hidden)
-            tensors["lm_head.weight"] = random(vocab, hidden)
+            tensors |= _packed("lm_head.weight", vocab, hidden, stored, codes) \
+                if stored == "int4 head" else {"lm_head.weight": random(vocab, hidden)}
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(tensors, root / file)
         index.update(dict.fromkeys(tensors, file))

@@ -4,9 +4,9 @@
 
 `fp8` is a compressed-tensors checkpoint whose tokens are rounded as they come (FP8_DYNAMIC), `fp8
 weights` the same of weights alone, `int4` one of groups of 128 (W4A16), `bf16` the plain model; the
-LM head is in bfloat16, as in the checkpoints that people have. Each row: the first token and a
-step, medians of runs of one and of 65 tokens by the host's clock, greedy, after prompts of 128
-tokens; the first token of 64 × 128 is a prefill of 8,192 tokens.
+LM head is in bfloat16, as in the checkpoints that people have, but for `int4 head`. Each row: the
+first token and a step, medians of runs of one and of 65 tokens by the host's clock, greedy, after
+prompts of 128 tokens; the first token of 64 × 128 is a prefill of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("--stored", type=lambda text: text.split(","),
-                        default=["fp8", "fp8 weights", "int4", "bf16"])
+                        default=["fp8", "fp8 weights", "int4", "int4 head", "bf16"])
     parser.add_argument("--layers", type=int, default=vllm_gpu.SHAPE["layers"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile_only", action="store_true")
