@@ -55,8 +55,19 @@ FAMILIES = {
                   eos_token_id=2, pad_token_id=0),
     "mpt": dict(vocab_size=VOCAB, d_model=64, n_layers=3, n_heads=4, max_seq_len=64),
 }
+_LATENT = {**_LLAMA, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
+           "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_LATENT_EXPERTS = {**_LATENT, "moe_intermediate_size": 40, "n_routed_experts": 8,
+                   "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+                   "first_k_dense_replace": 1}
 # Those for which GPUs have no kernels yet.
 ON_CPUS = {
+    "deepseek_v2": {**_LATENT_EXPERTS, "q_lora_rank": None},
+    "deepseek_v3": {**_LATENT_EXPERTS, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}},
+    "glm4_moe_lite": {**_LATENT_EXPERTS, "q_lora_rank": None},
+    "minicpm3": _LATENT,
     "gemma4_text": {**_GEMMA4, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
                     "layer_types": ["sliding_attention", "full_attention"] * 4,
                     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,

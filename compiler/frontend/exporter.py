@@ -18,7 +18,9 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnxscript import version_converter
+from onnxscript import opset18, version_converter
+from onnxscript.function_libs.torch_lib.tensor_typing import TReal
+from onnxscript.values import Opset, TracedOnnxFunction
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.onnx._internal.exporter import _core, _flags, _ir_passes, _registration
 from torch.onnx._internal.exporter._torchlib import _torchlib_registry
@@ -115,9 +117,23 @@ def _bounded(dynamic_shapes: tuple[Mapping[int, Any], ...], message: str, longes
     return tuple(refined)
 
 
+def _unsqueeze(self: TReal, dim: int) -> TReal:
+    """The last axis has the two parts of a complex number."""
+    return opset18.Unsqueeze(self, opset18.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
+
+
+# Of complex numbers, what torch has no function for.
+_COMPLEX = {torch.ops.aten.unsqueeze.default: _unsqueeze}
+
+
 @functools.cache
 def _whole_registry() -> _registration.ONNXRegistry:
-    return _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
+    registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
+    for target, function in _COMPLEX.items():
+        registry._register(target, _registration.OnnxDecompMeta(
+            onnx_function=TracedOnnxFunction(Opset("llmc", 1), function), fx_target=target,
+            signature=None, is_complex=True))
+    return registry
 
 
 @functools.cache

@@ -42,7 +42,8 @@ LAYOUT = frozenset({
     "Reshape", "Transpose", "Slice", "Split", "Concat", "Unsqueeze", "Squeeze", "Expand", "Gather",
     "Identity", "Cast", "Flatten", "GatherND",
 })
-ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "ScatterElements"}
+ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "ScatterElements",
+                   "ScatterND"}
 
 
 def data_tensors(graph: gs.Graph, sources: Sequence[str] = ("input_ids", ENCODER_OUTPUT)) -> \

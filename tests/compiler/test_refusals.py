@@ -23,10 +23,6 @@ _EXPERTS = r"a mixture of experts of its own kind \({} 4; \w+ '[\w.]+'\)"
 FEATURES = {
     "jetmoe": (dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2),
                _EXPERTS.format("num_local_experts")),
-    "deepseek_v3": (dict(_LLAMA, **_MLA, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-                         topk_group=1),
-                    r"multi-head latent attention, .* \(kv_lora_rank 16\)"),
-    "minicpm3": (dict(_LLAMA, **_MLA), r"has multi-head latent attention, "),
     "llama4_text": (dict(_LLAMA, num_local_experts=4),
                     _EXPERTS.format("num_local_experts")
                     + r" and attention in chunks .* \(attention_chunk_size 8192\)"),

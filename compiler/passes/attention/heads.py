@@ -30,21 +30,26 @@ from llmc.compiler.passes.attention.rotary import Rotary, find_layout, read_tabl
 class Heads:
     """What lies between a projection and one input of Sdpa.
 
-    `columns [heads, head_dim]` are the projection's columns; `gain` a constant factor.
+    `columns [heads, head_dim]` are the projection's columns; `gain` a constant factor. Where a
+    rotary embedding turns other elements than the first ones, a head's elements are in `order`,
+    those that it turns first: scores are the same if queries and keys have one order.
     """
 
     columns: np.ndarray
     gain: float
     rotary: Rotary | None
+    order: tuple[int, ...] = ()
 
     @property
     def distinct(self) -> np.ndarray:
         """`columns` without the repetitions of a head, in order of first use."""
-        _, first = np.unique(self.columns[:, 0], return_index=True)
+        _, first = np.unique(self.columns, axis=0, return_index=True)
         return self.columns[np.sort(first)]
 
     def apply(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """`[batch, heads, seq, head_dim]` of a projection x `[batch, seq, width]`, in float64."""
+        """`[batch, heads, seq, head_dim]` of a projection x `[batch, seq, width]`, in float64, a
+        head's elements in `order`.
+        """
         result = x[..., self.columns].transpose(0, 2, 1, 3).astype(np.float64)
         if self.rotary is not None:
             result = self.rotary.rotate(result, positions)
@@ -62,11 +67,17 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Branch:
-    """One input of Sdpa: the projection, and what is done to it."""
+    """One input of Sdpa: the projection, or several side by side, and what is done to it."""
 
-    projected: gs.Tensor
+    sources: tuple[gs.Tensor, ...]
     heads: Heads
     norm: HeadNorm | None
+
+    @property
+    def projected(self) -> gs.Tensor:
+        """The only source."""
+        projected, = self.sources
+        return projected
 
 
 def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoMatch:
@@ -80,26 +91,31 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoM
         return piece
     sources = [t for t in piece.inputs if id(t) in data and producer(t) is not None]
     norms = [node for node in piece.nodes if _per_head_norm(node)]
-    if len(sources) != 1 or len(norms) > 1:
+    if not sources or len(norms) > (len(sources) == 1):
         return NoMatch(f"it comes from {len(sources)} projections through {len(norms)} norms",
                        tensor)
-    source, = sources
-    width = source.shape[-1] if source.shape else None
-    if not isinstance(width, int):
-        return NoMatch("the projection's width is not known", source)
+    widths: list[int] = []
+    for source in sources:
+        width = source.shape[-1] if source.shape else None
+        if not isinstance(width, int):
+            return NoMatch("the projection's width is not known", source)
+        widths.append(width)
     linear = Piece(piece.nodes, tuple(t for t in piece.inputs if not isinstance(t, gs.Constant)),
                    piece.outputs).without(norms)
-    heads = _identify(_Linear(linear, source.name, width), settings.max_seq_len)
+    heads = _identify(_Linear(linear, tuple(source.name for source in sources), tuple(widths)),
+                      settings.max_seq_len)
     if isinstance(heads, NoMatch):
         return NoMatch(heads.reason, tensor)
     if not norms:
-        return Branch(source, heads, None)
+        return Branch(tuple(sources), heads, None)
     norm = _head_norm(norms[0], heads)
     if isinstance(norm, NoMatch):
         return norm
+    if heads.order:
+        return NoMatch("a norm of heads whose last elements are rotated", norms[0])
     for own in (norm, replace(norm, after_rotary=True)):
-        if _norm_is_inside(piece, source, width, own, heads):
-            return Branch(source, heads, own)
+        if _norm_is_inside(piece, sources[0], widths[0], own, heads):
+            return Branch(tuple(sources), heads, own)
     return NoMatch("it is not a per-head norm before or behind a rotary embedding", norms[0])
 
 
@@ -147,19 +163,24 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm,
 
 @dataclass(frozen=True)
 class _Linear:
-    """A piece that is linear in its one data input `[batch, seq, width]`. Equal when it computes
-    the same function, so that what was found out for one layer serves all."""
+    """A piece that is linear in its data inputs `[batch, seq, width]`, here side by side as one.
+    Equal when it computes the same function, so that what was found out for one layer serves all.
+    """
 
     piece: Piece
-    source: str
-    width: int
+    sources: tuple[str, ...]
+    widths: tuple[int, ...]
 
     def __hash__(self) -> int:
         return hash(self.piece.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Linear) and (self.piece.key, self.width) == \
-            (other.piece.key, other.width)
+        return isinstance(other, _Linear) and (self.piece.key, self.widths) == \
+            (other.piece.key, other.widths)
+
+    @property
+    def width(self) -> int:
+        return sum(self.widths)
 
     @property
     def takes_positions(self) -> bool:
@@ -168,8 +189,9 @@ class _Linear:
     def __call__(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """`[batch, heads, seq, head_dim]` for x `[batch, seq, width]`, positions `[seq]`."""
         batch, seq, _ = x.shape
+        parts = np.split(x.astype(np.float32), np.cumsum(self.widths)[:-1], axis=-1)
         return self.piece.run({**token_feeds(batch, seq, positions),
-                               self.source: x.astype(np.float32)})
+                               **dict(zip(self.sources, parts, strict=True))})
 
 
 @lru_cache(maxsize=256)
@@ -187,28 +209,42 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
             np.abs(columns - np.rint(columns)).max() > 0.05:
         return NoMatch("it is not a choice of the projection's columns at position 0")
     columns = np.rint(columns).astype(np.int64)
-    gain = float(at_zero[0, -1])
     head_dim = columns.shape[1]
     basis = np.zeros((head_dim, len(sample), linear.width), np.float32)
     basis[np.arange(head_dim), :, columns[0]] = 1.0
-    rotation = linear(basis, sample)[:, 0].transpose(1, 2, 0) / gain  # [position, out, in]
-    rotary: Rotary | None = None
-    if not close(rotation, np.broadcast_to(np.eye(head_dim), rotation.shape), 1e-6):
-        layout = find_layout(rotation)
+    rotation = linear(basis, sample)[:, 0].transpose(1, 2, 0)  # [position, out, in]
+    gain, order, rotary, layout = float(at_zero[0, -1]), np.arange(head_dim), None, None
+    if not close(rotation, np.broadcast_to(gain * np.eye(head_dim), rotation.shape), 1e-6):
+        layout = find_layout(rotation / gain)
+        if layout is None:
+            order = _turning_first(rotation)
+            gain = float(at_zero[0, order[-1]])
+            layout = find_layout(rotation[:, order][:, :, order] / gain)
         if layout is None:
             return NoMatch("it is neither the identity nor a rotary embedding")
+        columns = columns[:, order]
 
         def rotated(elements: np.ndarray, positions: np.ndarray) -> np.ndarray:
             x = np.zeros((1, len(positions), linear.width), np.float32)
             x[..., columns[0][elements]] = 1.0
-            return np.asarray(linear(x, positions)[0, 0] / gain)
+            return np.asarray(linear(x, positions)[0, 0][:, order] / gain)
 
         found = read_table(rotated, linear.takes_positions, *layout, max_seq_len)
         if isinstance(found, NoMatch):
             return found
         rotary = found
-    heads = Heads(columns, 1.0 if abs(gain - 1.0) < 1e-6 else gain, rotary)
+    changed = tuple(order.tolist()) if (order != np.arange(head_dim)).any() else ()
+    heads = Heads(columns, 1.0 if abs(gain - 1.0) < 1e-6 else gain, rotary, changed)
     x = rng.standard_normal((2, len(sample), linear.width)).astype(np.float32)
-    if not close(linear(x, sample), heads.apply(x, sample), 1e-4):
+    if not close(linear(x, sample)[..., order], heads.apply(x, sample), 1e-4):
         return NoMatch("it is not the same rotary embedding for every head")
     return heads
+
+
+def _turning_first(rotation: np.ndarray) -> np.ndarray:
+    """A head's elements `[head_dim]`, those first of which something depends on the position;
+    rotation `[position, out, in]`.
+    """
+    differs = np.abs(rotation - rotation[:1]) > 1e-6 * np.abs(rotation).max()
+    turning = differs.any((0, 1)) | differs.any((0, 2))
+    return np.concatenate([np.flatnonzero(turning), np.flatnonzero(~turning)])

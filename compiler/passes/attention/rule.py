@@ -32,7 +32,7 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
-from llmc.compiler.passes.attention.heads import Branch, trace
+from llmc.compiler.passes.attention.heads import Branch, Heads, trace
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
 from llmc.plugins.cached_attention.op import OP as CACHED_ATTENTION
@@ -45,6 +45,7 @@ class _Attention:
     key: Branch
     value: Branch
     num_kv_heads: int
+    value_dim: int  # of a head's output, the first of head_dim
     output: gs.Tensor
     bias: Bias | None
 
@@ -118,10 +119,16 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     if query.norm is not None and key.norm is not None \
             and query.norm.after_rotary != key.norm.after_rotary:
         return NoMatch("of queries and keys, one is normed behind the rotary embedding", node)
-    if query.heads.columns.shape[1] != key.heads.columns.shape[1] or \
-            key.heads.columns.shape != value.heads.columns.shape:
+    if query.heads.order != key.heads.order:
+        return NoMatch("of queries and keys, other elements are rotated", node)
+    num_heads, head_dim = len(query.heads.columns), key.heads.columns.shape[1]
+    value_dim = value.heads.columns.shape[1]
+    if value_dim < head_dim and value.norm is None and not cross and node.attrs["causal"]:
+        value = dataclasses.replace(value, heads=_padded(value.heads, head_dim))
+    if query.heads.columns.shape[1] != head_dim or key.heads.columns.shape != \
+            value.heads.columns.shape:
         return NoMatch("queries, keys and values differ in head_dim or heads", node)
-    num_heads, repeated = len(query.heads.columns), len(key.heads.columns)
+    repeated = len(key.heads.columns)
     num_kv_heads = len(key.heads.distinct)
     if num_kv_heads != len(value.heads.distinct) or num_heads % num_kv_heads:
         return NoMatch("the key and value heads cannot be grouped", node)
@@ -129,7 +136,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         if not np.array_equal(branch.heads.columns, np.repeat(
                 branch.heads.distinct, repeated // num_kv_heads, axis=0)):
             return NoMatch("the key and value heads are not repeated in groups", node)
-    output = _output(graph, node, num_heads, key.heads.columns.shape[1], data)
+    output = _output(graph, node, num_heads, value_dim, data)
     if isinstance(output, NoMatch):
         return output
     bias: Bias | NoMatch | None = None
@@ -144,8 +151,14 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         bias = biases[id(tensor)]
     if isinstance(bias, NoMatch):
         return bias
-    return (_CrossAttention if cross else _Attention)(node, query, key, value, num_kv_heads, output,
-                                                      bias)
+    return (_CrossAttention if cross else _Attention)(node, query, key, value, num_kv_heads,
+                                                      value_dim, output, bias)
+
+
+def _padded(heads: Heads, dim: int) -> Heads:
+    """Heads of `dim` elements; what the further ones are does not matter, they are not read."""
+    more = np.repeat(heads.columns[:, :1], dim - heads.columns.shape[1], axis=1)
+    return dataclasses.replace(heads, columns=np.concatenate([heads.columns, more], axis=1))
 
 
 def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
@@ -206,8 +219,20 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
     graph.outputs.extend(updated)
     inputs |= {**_bias(match), "sinks": operands(sdpa).get("sinks"), "key_cache": caches[0],
                "value_cache": caches[1], "qkv": _merged_projection(graph, match)}
-    replace(graph, CAUSAL_ATTENTION, inputs, [match.output, *updated], attrs)
+    replace(graph, CAUSAL_ATTENTION, inputs, [_whole_heads(graph, match), *updated], attrs)
     return _Cached(*updated)
+
+
+def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:
+    """Attention's output, of which match.output is what there is of values in each head."""
+    num_heads, dim = match.query.heads.columns.shape
+    if match.value_dim == dim:
+        return match.output
+    shape = [*match.output.shape[:-1], num_heads * dim] if match.output.shape else None
+    whole = gs.Variable(f"{match.output.name}.heads", np.float32, shape)
+    columns = np.arange(num_heads * dim).reshape(num_heads, dim)[:, :match.value_dim]
+    _gathered(graph, whole, columns.reshape(-1), match.output)
+    return whole
 
 
 def _rewrite_cached(graph: gs.Graph, match: _Attention,
@@ -215,7 +240,7 @@ def _rewrite_cached(graph: gs.Graph, match: _Attention,
     attrs, inputs = _common(graph, match, shared, ("q_norm",))
     inputs |= {"key_cache": cached.key, "value_cache": cached.value,
                "query": _projection(graph, match.query, match.query.heads.columns, match.output)}
-    replace(graph, CACHED_ATTENTION, inputs, [match.output], attrs)
+    replace(graph, CACHED_ATTENTION, inputs, [_whole_heads(graph, match)], attrs)
 
 
 def _common(graph: gs.Graph, match: _Attention,
@@ -278,20 +303,51 @@ def _projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs
     part = gs.Variable(f"{branch.projected.name}.{int(rows[0])}.{output.name}", np.float32, shape)
     op, weights = op_of(gemm), row_weights(gemm)
     if gemm is None or op is None or not weights:
-        return _gathered(graph, branch, rows, part)
+        return _gathered(graph, branch.projected, rows, part)
     cut = {name: gs.Constant(f"{tensor.name}.{part.name}", values_of(tensor).take_rows(rows))
            for name, tensor in weights.items()}
     replace(graph, op, {**operands(gemm), **cut}, [part], gemm.attrs)
     return part
 
 
-def _gathered(graph: gs.Graph, branch: Branch, columns: np.ndarray, part: gs.Variable) -> \
+def _gathered(graph: gs.Graph, of: gs.Tensor, columns: np.ndarray, part: gs.Variable) -> \
         gs.Variable:
     """`part` as columns of what does not come from a linear layer."""
+    part.inputs.clear()
     graph.nodes.append(gs.Node(
         op="Gather", name=part.name, attrs={"axis": -1}, outputs=[part],
-        inputs=[branch.projected, gs.Constant(f"{part.name}.index", columns)]))
+        inputs=[of, gs.Constant(f"{part.name}.index", columns)]))
     return part
+
+
+def _joined(graph: gs.Graph, sources: Sequence[gs.Tensor]) -> gs.Tensor:
+    """Tensors side by side."""
+    if len(sources) == 1:
+        return sources[0]
+    joined = gs.Variable(".".join(source.name for source in sources), np.float32)
+    graph.nodes.append(gs.Node(op="Concat", name=joined.name, attrs={"axis": -1},
+                               inputs=[*sources], outputs=[joined]))
+    return joined
+
+
+def _of_tokens(graph: gs.Graph, source: gs.Tensor) -> gs.Tensor:
+    """A linear layer's `[batch, 1, seq, width]`, as of a latent that caches see as one head's,
+    without that axis.
+    """
+    gemm = producer(source)
+    op = op_of(gemm)
+    if gemm is None or op is None or not row_weights(gemm) or len(source.shape or ()) != 4:
+        return source
+    name, x = next((name, tensor) for name, tensor in operands(gemm).items()
+                   if not isinstance(tensor, gs.Constant))
+    view = producer(x)
+    if source.shape[1] != 1 or view is None or view.op not in ("Reshape", "Unsqueeze") \
+            or len(view.inputs[0].shape or ()) != 3:
+        return source
+    flat = gs.Variable(f"{source.name}.tokens", np.float32,
+                       [*view.inputs[0].shape[:-1], source.shape[-1]])
+    replace(graph, op, {**operands(gemm), name: view.inputs[0]}, [flat], gemm.attrs)
+    return flat
 
 
 def _merged_projection(graph: gs.Graph, match: _Attention) -> gs.Tensor:
@@ -303,13 +359,17 @@ def _merged_projection(graph: gs.Graph, match: _Attention) -> gs.Tensor:
     name = f"{match.output.name}.qkv"
     shape = [*match.output.shape[:-1], width] if match.output.shape else None
     qkv = gs.Variable(name, dtype=np.float32, shape=shape)
-    gemms = [gemm for branch in branches
-             if row_weights(gemm := producer(branch.projected)) and gemm is not None]
+    gemms = [gemm for branch in branches if len(branch.sources) == 1
+             and row_weights(gemm := producer(branch.projected)) and gemm is not None]
     if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
         parts: list[gs.Variable] = []
+        flat = {id(source): _of_tokens(graph, source)
+                for source in {id(source): source for branch in branches
+                               for source in branch.sources}.values()}
         for branch, index in zip(branches, rows, strict=True):
-            part = gs.Variable(f"{branch.projected.name}.{len(parts)}.{name}", dtype=np.float32)
-            parts.append(_gathered(graph, branch, index, part))
+            of = _joined(graph, [flat[id(source)] for source in branch.sources])
+            part = gs.Variable(f"{of.name}.{len(parts)}.{name}", dtype=np.float32)
+            parts.append(_gathered(graph, of, index, part))
         graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": -1}, inputs=parts,
                                    outputs=[qkv]))
         return qkv
