@@ -101,6 +101,13 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     """
     keys = ("max_position_embeddings", "n_positions", "max_seq_len")
     limit = about.number(*keys)
+    chosen = about.number("index_topk")  # keys that sparse attention chooses, up to there all
+    if chosen is not None and wish is not None and wish > chosen:
+        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: beyond index_topk {chosen} "
+                        f"'{about.name}' chooses among the keys, which llmc does not; allowed: 2 to "
+                        f"{chosen}")
+    if chosen is not None:
+        limit = min(limit or chosen, chosen)
     if wish is None:
         rope = about.config.get("rope_scaling") or about.config.get("rope_parameters") or {}
         switches = "original_max_position_embeddings" in rope and "long_factor" in rope

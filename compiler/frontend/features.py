@@ -64,7 +64,6 @@ FEATURES = (
     Feature("xLSTM layers, which keep a state instead of keys and values", r"^xLSTMLayer$"),
     Feature("RWKV layers, which keep a state instead of keys and values", r"^Rwkv\w*Attention$"),
     Feature("gated linear recurrences", r"Rglru$"),
-    Feature("sparse attention with an indexer of keys", r"Indexer$", keys=("index_topk",)),
     Feature("keys and values that are compressed along the sequence", r"Compressor$"),
     Feature("differential attention (one softmax less another)",
             parameters=frozenset({"lambda_q1"})),

@@ -126,6 +126,7 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
     AttentionMaskInterface.register(ATTENTION, functools.partial(_mask, functions))
     _freeze_rotary(model)
     use_experts(model)
+    _choose_all_keys(model)
     model.tie_weights()  # making parameters empty has untied them
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
@@ -146,6 +147,19 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
             longest or 0)
     _see(exported.graph, functions, part, longest)
     return exported
+
+
+def _choose_all_keys(model: torch.nn.Module) -> None:
+    """Indexers choose `index_topk` keys, all of them where there are no more: `limit_seq_len` sees
+    to that.
+    """
+    def chosen(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        batch, seq, _hidden = hidden_states.shape
+        return torch.arange(seq, dtype=torch.int32).expand(batch, seq, seq)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Indexer"):
+            module.forward = chosen  # type: ignore[method-assign]
 
 
 def _wrap(model: Any, part: Part) -> \
@@ -175,7 +189,7 @@ def _sdpa(part: Part, module: Any, query: torch.Tensor, key: torch.Tensor, value
     """
     neutral = {"position_ids", "output_attentions", "use_cache", "cache_position", "head_mask",
                "output_router_logits", "logits_to_keep", "return_dict", "num_items_in_batch",
-               "position_embeddings"}
+               "position_embeddings", "indices"}  # of all keys: see _choose_all_keys
     for name, argument in others.items():
         if name not in neutral and argument is not None and argument is not False:
             raise LlmcError(f"{type(module).__name__} passes {name!r} to its attention, which "

@@ -7,8 +7,8 @@ Given:   q = GemmBiasAct(x, Wq) → Reshape → (RMSNorm) → Transpose → rota
 Result:  CausalAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, cu_seqlens,
          past_lens, cos, sin, q_norm, k_norm, v_norm), and the graph takes and returns the KV cache
 
-Given:   Sdpa of latent attention: keys from GemmBiasAct(latent, Wkv) and, for their rotated elements,
-         from GemmBiasAct(x, Wk) that all heads share; values from the first, of fewer elements
+Given:   Sdpa of latent attention: keys from GemmBiasAct(latent, Wkv) and, for what is rotated, from
+         GemmBiasAct(x, Wk) that all heads share; values from the first, of fewer elements
 Result:  CausalAttention of heads that are whole, as one without a latent has them, so the cache
          keeps these; values are filled up, and what is filled up is left out behind it
 

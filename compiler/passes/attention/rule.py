@@ -108,7 +108,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
             return branch
         branches.append(branch)
     query, key, value = branches
-    if value.heads.rotary or value.heads.gain != 1.0:
+    if value.heads.rotary or (value.heads.gain != 1.0 and (cross or not node.attrs["causal"])):
         return NoMatch("the values are rotated or scaled", node)
     rotaries = query.heads.rotary, key.heads.rotary
     if (rotaries[0] is None) != (rotaries[1] is None) or (
@@ -224,14 +224,25 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
 
 
 def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:
-    """Attention's output, of which match.output is what there is of values in each head."""
-    num_heads, dim = match.query.heads.columns.shape
+    """Attention's output, of which match.output is what there is of values in each head, times
+    their factor.
+    """
+    (num_heads, dim), gain = match.query.heads.columns.shape, match.value.heads.gain
+    output, name = match.output, match.output.name
+    batch_and_seq = output.shape[:-1] if output.shape else None
+    if gain != 1.0:
+        plain = gs.Variable(f"{name}.plain", np.float32, output.shape)
+        factor = gs.Constant(f"{name}.factor", np.array(gain, np.float32))
+        output.inputs.clear()
+        graph.nodes.append(gs.Node(op="Mul", name=f"{name}.scaled", inputs=[plain, factor],
+                                   outputs=[output]))
+        output = plain
     if match.value_dim == dim:
-        return match.output
-    shape = [*match.output.shape[:-1], num_heads * dim] if match.output.shape else None
-    whole = gs.Variable(f"{match.output.name}.heads", np.float32, shape)
+        return output
+    whole = gs.Variable(f"{name}.heads", np.float32,
+                        None if batch_and_seq is None else [*batch_and_seq, num_heads * dim])
     columns = np.arange(num_heads * dim).reshape(num_heads, dim)[:, :match.value_dim]
-    _gathered(graph, whole, columns.reshape(-1), match.output)
+    _gathered(graph, whole, columns.reshape(-1), output)
     return whole
 
 
