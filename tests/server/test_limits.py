@@ -13,9 +13,6 @@ import openai
 import pytest
 from server_process import serving, until
 
-from llmc.server.errors import ApiError
-from llmc.server.limits import Limits
-
 LONG = dict(model="tiny", prompt=[5, 6], max_tokens=60, temperature=1.0, n=128,
             extra_body={"ignore_eos": True})  # some seconds
 
@@ -228,42 +225,3 @@ def test_another_case_directory_takes_over_without_losing_a_request(case_tp1, ca
         until(lambda: any("cannot be served" in line for line in server.log))
         assert client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
         assert server.end()[0] == 0
-
-
-def test_the_key_is_compared_in_constant_time(monkeypatch):
-    compared = []
-    monkeypatch.setattr("llmc.server.limits.hmac.compare_digest",
-                        lambda given, key: compared.append((given, key)) or given == key)
-    limits = Limits(api_key="kéy-1")
-    limits.check_key("/v1/models", "Bearer kéy-1".encode())
-    for given in ("Bearer k", "Bearer another key that is longer", "Basic kéy-1", "Bearer", ""):
-        with pytest.raises(ApiError, match="the API key is missing or wrong"):
-            limits.check_key("/v1/models", given.encode())
-    assert len(compared) == 6 and {key for _, key in compared} == {"kéy-1".encode()}
-
-
-CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-
-
-def test_a_chat_template_does_not_reach_out_of_its_sandbox(case_tp1, tmp_path):
-    case = shutil.copytree(case_tp1, tmp_path / "case")
-    path, = case.rglob("chat_template.jinja")
-    sound = path.read_text()
-    with serving(case) as server:
-        for template in (
-                "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-                "{{ cycler.__init__.__globals__.os.environ }}",
-                "{{ raise_exception.__globals__['json'] }}",
-                "{{ (messages|map(attribute='__class__')|first).__name__ }}",
-                "{{ ''|attr('__class__')|attr('__base__') }}",
-                "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
-                "{{ messages.append(messages) }}", "{{ messages[0].update(role='system') }}",
-                "{% include '/etc/passwd' %}", "{% import 'os' as os %}",
-                "{{ range(10 ** 9) | list }}", "{{ raise_exception('in its own words') }}",
-                "{% for i in range(10 ** 5) %}{{ 'a' * 10 ** 5 }}{% endfor %}", "{{ 1 / 0 }}"):
-            path.write_text(template)
-            status, _, body = server.post("/v1/chat/completions", CHAT)
-            assert status == 400, (template, body)
-            assert str(tmp_path) not in json.dumps(body) and "root:" not in json.dumps(body)
-        path.write_text(sound)
-        assert server.post("/v1/chat/completions", CHAT)[0] == 200
