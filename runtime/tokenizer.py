@@ -19,6 +19,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 
 _MAX_CHARACTERS = 2**24  # that a chat template may write: more than any model reads
+_MAX_SECONDS = 2.0  # of a core, that it may take; what real ones take is milliseconds
 
 
 def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
@@ -92,7 +93,7 @@ def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[s
 
 
 def _render(path: Path, variables: Mapping[str, object]) -> str:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
@@ -104,6 +105,28 @@ def _render(path: Path, variables: Mapping[str, object]) -> str:
         if size > _MAX_CHARACTERS:
             raise jinja2.TemplateError(f"it writes more than {_MAX_CHARACTERS} characters")
     return "".join(parts)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox for one rendering, whose loops end: each `range` has bounds, but loops in loops
+    would keep a thread for days, and no thread can be ended from without.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._end = time.thread_time() + _MAX_SECONDS
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(jinja2.nodes.For):
+            turn = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            loop.body.insert(0, jinja2.nodes.ExprStmt(turn).set_lineno(loop.lineno))
+        return template
+
+    def turn(self) -> None:
+        """A loop begins a turn."""
+        if time.thread_time() > self._end:
+            raise jinja2.TemplateError(f"its loops take more than {_MAX_SECONDS:g} s")
 
 
 class _Generation(jinja2.ext.Extension):
