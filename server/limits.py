@@ -55,8 +55,8 @@ class Limits:
             return
         scheme, _, given = authorization.partition(b" ")
         # In constant time, so that nobody learns the key letter by letter.
-        if not hmac.compare_digest(given.strip(), self.api_key.encode()) or \
-                scheme.lower() != b"bearer":
+        key = self.api_key.encode("utf-8", "surrogateescape")  # of a command line: any bytes
+        if not hmac.compare_digest(given.strip(), key) or scheme.lower() != b"bearer":
             raise ApiError("the API key is missing or wrong; give it as: Authorization: Bearer …",
                            401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
