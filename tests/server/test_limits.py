@@ -11,6 +11,7 @@ import time
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from server_process import serving, until
 
 LONG = dict(model="tiny", prompt=[5, 6], max_tokens=60, temperature=1.0, n=128,
@@ -191,20 +192,39 @@ def test_an_address_that_is_taken_is_a_user_s_error(server, case_tp1):
     assert "Traceback" not in str(caught.value)
 
 
-def test_metrics_have_vllm_s_names(server):
+# As vLLM 0.32's loggers.py has them.
+VLLM = {"gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+                  "cache_config_info"],
+        "counter": ["prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
+                    "prompt_tokens", "generation_tokens", "request_success"],
+        "histogram": ["time_to_first_token_seconds", "inter_token_latency_seconds",
+                      "e2e_request_latency_seconds", "request_prompt_tokens",
+                      "request_generation_tokens"]}
+
+
+def test_metrics_have_vllm_s_names_types_and_labels(server):
     before = value(server, "vllm:generation_tokens_total")
     server.client.completions.create(model="tiny", prompt=[[5, 6, 7], [8, 9]], max_tokens=4,
                                      extra_body={"ignore_eos": True})
     assert value(server, "vllm:generation_tokens_total") - before == 8
-    for name in ("vllm:num_requests_waiting", "vllm:num_preemptions_total",
-                 "vllm:prefix_cache_hits_total"):
-        assert re.search(rf'^{name}{{engine="0",model_name="tiny"}} ', server.get("/metrics"), re.M)
+    told = {own.name: own for own in text_string_to_metric_families(server.get("/metrics"))}
+    assert {name: own.type for name, own in told.items() if name.startswith("vllm:")
+            and not name.endswith("_created")} == \
+        {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names}
+    for name, own in told.items():  # those of when each began, prometheus_client's, too
+        ended = {"finished_reason"} if name.startswith("vllm:request_success") else set()
+        for sample in own.samples:
+            if name != "vllm:cache_config_info":
+                assert {*sample.labels} - {"le"} == {"model_name", "engine"} | ended, sample
     for name in ("vllm:time_to_first_token_seconds_count", "vllm:prefix_cache_queries_total",
                  "vllm:inter_token_latency_seconds_count", "vllm:e2e_request_latency_seconds_count",
                  "vllm:request_success_total", "vllm:prompt_tokens_total"):
         assert value(server, name) > 0, name
-    info = re.search(r"^vllm:cache_config_info{(.*)} 1.0", server.get("/metrics"), re.M)[1]
-    assert 'block_size="' in info and 'num_gpu_blocks="' in info
+    info, = told["vllm:cache_config_info"].samples
+    assert info.value == 1 and {**info.labels, "num_gpu_blocks": ""} == {
+        "model_name": "tiny", "engine": "0", "block_size": "16", "cache_dtype": "auto",
+        "num_gpu_blocks": ""}
+    assert int(info.labels["num_gpu_blocks"]) > 0
 
 
 def test_another_case_directory_takes_over_without_losing_a_request(case_tp1, case_tp2, tmp_path):
