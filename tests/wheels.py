@@ -1,0 +1,91 @@
+"""What both wheels are in venvs that have nothing else.
+
+    make wheels                                              builds them and runs this
+    python tests/wheels.py WHEELS_DIR [PYTHON]…              for each of these Pythons, of 3.12 on
+
+The pure wheel is installed alone: the command answers, and nothing of the compiler is there. The
+CUDA engine's, of the stable ABI, is installed beside it, where no nvcc is on the PATH: what
+it links is what pip brought or what every Linux has, it loads, and it says how many GPUs there are
+or, in one sentence, that there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Of glibc and g++, whose oldest version that the engine asks for is the wheel's tag's matter.
+_OF_THE_SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
+                  "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2", "linux-vdso.so.1"}
+_COUNT = """
+from llmc.errors import LlmcError
+from llmc.runtime.engines import cuda
+engine = cuda.extension()
+print(engine.__file__)
+print("version", engine.version)
+try:
+    print("GPUs", cuda.device_count())
+except LlmcError as error:
+    print("refused:", error)
+"""
+_PURE = """
+import importlib.util, llmc, sys
+assert "torch" not in sys.modules and sys.prefix in llmc.__file__
+assert not any(map(importlib.util.find_spec, ("torch", "onnx", "llmc_cuda", "nvidia")))
+"""
+
+
+def main(wheels: Path, pythons: list[str]) -> None:
+    (pure,), (cuda,) = (list(wheels.glob(f"{name}-*.whl")) for name in ("llmc", "llmc_cuda"))
+    assert pure.name.endswith("-py3-none-any.whl"), pure.name
+    assert re.search(r"-cp312-abi3-(linux|manylinux\w*)_x86_64\.whl$", cuda.name), cuda.name
+    for python in pythons:
+        with tempfile.TemporaryDirectory() as directory:
+            venv = Venv(python, Path(directory))
+            venv.install(pure)
+            assert "serve" in venv.run(venv.bin / "llmc", "--help")
+            venv.run(venv.bin / "python", "-I", "-c", _PURE)
+            venv.install(cuda)
+            library, version, told = venv.run(venv.bin / "python", "-I", "-c",
+                                              _COUNT).splitlines()
+            venv.check_libraries(Path(library))
+            assert re.fullmatch(r"GPUs [1-9]\d*|refused: there is no NVIDIA GPU here \(.+\); .+",
+                                told), told
+            print(f"{python}: {cuda.name}, {version}; {told}")
+
+
+class Venv:
+    """A venv of this Python, and an environment without nvcc and without libraries' paths."""
+
+    def __init__(self, python: str, directory: Path) -> None:
+        subprocess.run([python, "-m", "venv", directory], check=True)
+        self.bin = directory / "bin"
+        self._environment = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(directory),
+                             "PIP_CACHE_DIR": os.path.expanduser("~/.cache/pip"), **{
+                                 name: value for name, value in os.environ.items()
+                                 if name.startswith("PIP_")}}
+
+    def run(self, *command: object) -> str:
+        """What it writes to stdout."""
+        return subprocess.run([*map(str, command)], check=True, env=self._environment,
+                              stdout=subprocess.PIPE, text=True).stdout
+
+    def install(self, wheel: Path) -> None:
+        self.run(self.bin / "pip", "--quiet", "--disable-pip-version-check", "install",
+                 "--no-compile", wheel)
+
+    def check_libraries(self, library: Path) -> None:
+        """What the library links is the venv's or the system's, and all of it is there."""
+        assert library.name == "_cuda.abi3.so", library
+        for line in self.run("ldd", library).splitlines():
+            name, _, where = line.strip().partition(" => ")
+            assert Path(name.split()[0]).name in _OF_THE_SYSTEM or \
+                str(self.bin.parent) in os.path.normpath(where.split(" (")[0]), line
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or [sys.executable])
