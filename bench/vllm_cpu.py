@@ -46,8 +46,10 @@ def main() -> None:
     print(f"{bench_model.environment()}, vllm {version}\n")
     print("| server | at once | tokens/s | first token, median / p99 (ms) | between tokens, median "
           "/ p99 (ms) | failed |\n| --- | --- | --- | --- | --- | --- |")
-    servers = {"llmc serve": [sys.executable, "-m", "llmc.cli", "serve", case],
-               "vllm serve": [arguments.vllm, "serve", case, "--shutdown-timeout", "10"]}
+    names = ["--port", "PORT", "--served-model-name", "smollm2"]
+    servers = {"llmc serve": [sys.executable, "-m", "llmc.cli", "serve", case, *names],
+               "vllm serve": [arguments.vllm, "serve", case, "--host", "127.0.0.1",
+                              "--shutdown-timeout", "10", *names]}
     for name, command in servers.items():
         with serving(command, arguments.work / "log") as url:
             measure(arguments.vllm, url, case, 1, arguments.work)  # what comes first is slower
@@ -61,14 +63,17 @@ def main() -> None:
 
 @contextmanager
 def serving(command: list[str | Path], log: Path) -> Iterator[str]:
-    """The URL of a server, once it is ready."""
+    """The URL of a server, once it is ready.
+
+    Args:
+        command: with "PORT" where its port goes.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    names = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2"]
     with log.open("w") as file:
-        server = subprocess.Popen([*command, *names], stdout=file, stderr=subprocess.STDOUT,
-                                  start_new_session=True)
+        server = subprocess.Popen([str(port) if own == "PORT" else own for own in command],
+                                  stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         while not _is_ready(url):
@@ -85,7 +90,7 @@ def serving(command: list[str | Path], log: Path) -> Iterator[str]:
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5):
             return True
     except OSError:
         return False
