@@ -104,8 +104,8 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     chosen = about.number("index_topk")  # keys that sparse attention chooses, up to there all
     if chosen is not None and wish is not None and wish > chosen:
         raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: beyond index_topk {chosen} "
-                        f"'{about.name}' chooses among the keys, which llmc does not; allowed: 2 to "
-                        f"{chosen}")
+                        f"'{about.name}' chooses among the keys, which llmc does not; allowed: 2 "
+                        f"to {chosen}")
     if chosen is not None:
         limit = min(limit or chosen, chosen)
     if wish is None:

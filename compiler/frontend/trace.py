@@ -159,7 +159,7 @@ def _choose_all_keys(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if type(module).__name__.endswith("Indexer"):
-            module.forward = chosen  # type: ignore[method-assign]
+            module.forward = chosen
 
 
 def _wrap(model: Any, part: Part) -> \
