@@ -355,9 +355,6 @@ class Reader:
         """What a completion begins with, where something guides it."""
         if not any(getattr(params, name) for name in GUIDES):
             return None
-        if self.manifest.target.on_gpus:
-            raise LlmcError("a guide needs masks, which GPUs do not apply yet; leave it out, or "
-                            "compile with --target cpu")
         if self.tokenizer is None or not self.manifest.tokenizer.eos_token_ids:
             raise LlmcError("this model was compiled without a tokenizer that has an end token, "
                             "which a guide needs")

@@ -362,6 +362,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const Sent sent = pack(packed, inputs, logits_indices, step.batch);
     const int64_t sampled = packed.add(slots), picked = packed.add(rows);
     const int64_t copies = packed.add(inputs.copies.data, inputs.copies.size);
+    const int64_t mask_rows = packed.add(inputs.mask_rows.data, inputs.mask_rows.size);
+    const int64_t masks = packed.add(inputs.masks.data, inputs.masks.size);
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
@@ -381,7 +383,9 @@ int64_t Engine::submit(const StepInputs& inputs) {
     ticket.results = {};
     Tensor logits = resolve(program_.logits(), step);
     if (captured) logits.shape[0] = inputs.batch();
-    choose(ticket, inputs, logits, rows, at<int32_t>(received, sampled), at<int64_t>(received, picked));
+    Masks masked{};
+    if (inputs.mask_rows.size > 0) masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
+    choose(ticket, inputs, logits, rows, at<int32_t>(received, sampled), at<int64_t>(received, picked), masked);
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
   } catch (...) {
     broken_ = true;
@@ -393,7 +397,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
 
 // Let slots choose from these rows of the logits, and enqueue that the host gets what it asks for.
 void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
-                    const int32_t* slots, const int64_t* device_rows) {
+                    const int32_t* slots, const int64_t* device_rows, const Masks& masks) {
   const cudaStream_t stream = stream_.handle;
   Results& results = ticket.results;
   auto read = [&](PinnedRoom& room, const void* data, int64_t bytes) {
@@ -416,7 +420,7 @@ void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   if (!rows.empty()) {
     std::vector<int32_t> known;
     for (int32_t sequence : inputs.sample) known.push_back(inputs.slots[sequence]);
-    sampler_->choose(chosen, slots, known);
+    sampler_->choose(chosen, slots, known, masks);
     results.tokens = static_cast<const int64_t*>(read(ticket.tokens, sampler_->chosen(), 8 * chosen.shape[0]));
     if (sampler_->logprobs() != nullptr)
       results.logprobs = static_cast<const kernels::Logprobs*>(read(

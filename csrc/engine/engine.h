@@ -126,7 +126,7 @@ class Engine {
   void prepare(const char* received, const Sent& sent);
   void run_model(const Step& step);
   void choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
-              const int32_t* slots, const int64_t* device_rows);
+              const int32_t* slots, const int64_t* device_rows, const Masks& masks);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
 
   Program program_;

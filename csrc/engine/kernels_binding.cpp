@@ -144,14 +144,15 @@ float sample(const std::vector<Foreign>& tensors, int vocab, int64_t none, bool 
   return timed([&] { return kernels::sample(logits.dtype, p, nullptr); }, repeats, "sample");
 }
 
-// Scores, logits, states, slots, lists, and the three of a history.
+// Scores, logits, states, slots, lists, the three of a history, rows of masks, and masks; or these two empty.
 float process(const std::vector<Foreign>& tensors, int vocab, int repeats) {
-  const Given t("process", tensors, 8);
+  const Given t("process", tensors, 10);
   const Tensor &scores = t.matrix(0, vocab), &logits = t.matrix(1, vocab);
   const int64_t rows = logits.shape[0];
   const kernels::ProcessParams p{t.floats(0, {rows, scores.shape[1]}), logits.data, states_of(t, 2, 1),
                                  t.ints(3, {rows}), t.ints(4, {0}), history_of(t, 5, vocab), static_cast<int>(rows),
-                                 vocab, static_cast<int>(logits.shape[1]), static_cast<int>(scores.shape[1])};
+                                 vocab, static_cast<int>(logits.shape[1]), static_cast<int>(scores.shape[1]), t.ints(8, {0}),
+                                 static_cast<const uint32_t*>(t.bytes(9, {0}, 4))};
   return timed([&] { return kernels::process(logits.dtype, p, nullptr); }, repeats, "process");
 }
 

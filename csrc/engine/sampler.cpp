@@ -78,9 +78,10 @@ void Sampler::admit(const Admissions& admit, const AdmittedArrays& given,
                         static_cast<int>(states.size())}, stream_), "entering slots");
 }
 
-void Sampler::choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots) {
+void Sampler::choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
+                     const Masks& masks) {
   const int rows = static_cast<int>(slots.size()), stride = static_cast<int>(logits.shape[1]);
-  bool draws = false, processes = false, keeps = false;
+  bool draws = false, processes = masks.rows != nullptr, keeps = false;
   reported_ = false;
   for (int32_t slot : slots) {
     SlotRecord& known = slots_[slot];
@@ -96,7 +97,7 @@ void Sampler::choose(const Tensor& logits, const int32_t* device_slots, const st
       scores_ = memory_.allocate<float>(limits_.max_batch * width, "the logits that sampling parameters change");
     const kernels::ProcessParams process{scores_, logits.data, states_, device_slots,
                                          lists_ ? static_cast<const int32_t*>(lists_->data) : nullptr, history_, rows,
-                                         vocab_size_, stride, static_cast<int>(width)};
+                                         vocab_size_, stride, static_cast<int>(width), masks.rows, masks.words};
     check(kernels::process(dtype, process, stream_), "processing logits");
     dtype = DType::kFloat32;
     p.logits = scores_, p.stride = static_cast<int>(width), p.none = -1;

@@ -10,6 +10,12 @@
 
 namespace llmc {
 
+// What the host sent of a step's masks, on the device; null where there are none.
+struct Masks {
+  const int32_t* rows;
+  const uint32_t* words;
+};
+
 // What the host sent of Admissions, on the device.
 struct AdmittedArrays {
   const kernels::SlotState* states;
@@ -30,7 +36,8 @@ class Sampler {
 
   // Enqueue the choice of a token from each row of logits [rows, width] by the slots on the device, of which the host
   // knows `slots`; and what follows for these.
-  void choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots);
+  void choose(const Tensor& logits, const int32_t* device_slots, const std::vector<int32_t>& slots,
+              const Masks& masks);
   // What was chosen, and where any slot of the last choice wants them its log-probabilities; [rows] each, on the device.
   const int64_t* chosen() const { return chosen_; }
   const kernels::Logprobs* logprobs() const { return reported_ ? logprobs_ : nullptr; }

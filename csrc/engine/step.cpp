@@ -114,6 +114,15 @@ void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& le
                   text(limits.memory_rows()) + " rows");
 }
 
+void check_masks(const StepInputs& inputs, int vocab_size) {
+  if (inputs.mask_rows.size == 0 && inputs.masks.size == 0) return;
+  const int64_t words = (vocab_size + 31) / 32;
+  check_size("the rows of masks", inputs.mask_rows.size, inputs.sample.size);
+  if (inputs.masks.size % words != 0)
+    throw Error("masks of " + text(inputs.masks.size) + " words are not of " + text(words) + " each");
+  check_range("the rows of masks", inputs.mask_rows, -1, inputs.masks.size / words);
+}
+
 }  // namespace
 
 void Limits::check() const {
@@ -188,6 +197,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
     step.reach = std::max<int>(step.reach, past + fresh);
   }
   check_range("sample", inputs.sample, 0, batch);
+  check_masks(inputs, vocab_size);
   for (int64_t i = 1; i < sampled; ++i)
     if (inputs.sample[i] <= inputs.sample[i - 1]) throw Error("sample is not ascending");
   if (inputs.candidates < 0 || inputs.candidates > vocab_size)

@@ -70,6 +70,8 @@ struct StepInputs {
   int candidates;
   Logits logits;
   HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or nothing: see EncoderInputs
+  HostArray<int32_t> mask_rows;                // [num_sampled], or nothing: of masks, -1 where all tokens are allowed
+  HostArray<uint32_t> masks;                   // [.., ceil(vocab_size / 32)]: see kernels::ProcessParams
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

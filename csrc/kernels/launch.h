@@ -341,6 +341,10 @@ struct ProcessParams {
   const int32_t* lists;
   TokenHistory history;    // counts null where no slot's is kept
   int rows, vocab, stride, scores_stride;
+  // Where only some tokens may be chosen: row r's mask is mask_rows[r], below 0 none; masks [.., ceil(vocab / 32)], in
+  // which bit t % 32 of word t / 32 is token t's. mask_rows null where no row has one.
+  const int32_t* mask_rows;  // [rows]
+  const uint32_t* masks;
 };
 cudaError_t process(DType dtype, const ProcessParams& params, cudaStream_t stream);
 

@@ -1,10 +1,10 @@
 // What sampling parameters do to logits before a token is chosen, in the order and the arithmetic of
 // runtime/decoding/sampling.py: logit biases, repetition penalty, presence and frequency penalty, bad words, end
-// tokens that come too early, forced tokens.
+// tokens that come too early, forced tokens; and then the step's masks.
 //
-// Two kernels: one copies the logits as float32, at the speed of memory; of the other a block takes a row and
+// Three kernels: one copies the logits as float32, at the speed of memory; of the next a block takes a row and
 // changes what its slot's record names. Penalties are for tokens that the slot's history holds, so the work is
-// in the sequence's length, not the vocabulary's.
+// in the sequence's length, not the vocabulary's. The last, where a row has a mask, forbids what that does not allow.
 #include "device.cuh"
 
 namespace llmc::kernels {
@@ -107,16 +107,28 @@ __global__ void processing_kernel(ProcessParams p) {
     if (turns[i] == drawn) scores[forced[i]] = 0;
 }
 
+// A warp takes a word of the mask at a time.
+__global__ void mask_kernel(ProcessParams p) {
+  wait_for_inputs();
+  let_next_start();
+  const int row = p.mask_rows[blockIdx.y], token = blockIdx.x * kProcessingThreads + threadIdx.x;
+  if (row < 0 || token >= p.vocab) return;
+  const uint32_t word = p.masks[static_cast<int64_t>(row) * ((p.vocab + 31) / 32) + token / 32];
+  if ((word >> (token % 32) & 1) == 0) p.scores[static_cast<int64_t>(blockIdx.y) * p.scores_stride + token] = -INFINITY;
+}
+
 }  // namespace
 
 cudaError_t process(DType dtype, const ProcessParams& p, cudaStream_t stream) {
-  const cudaError_t status = with_type(dtype, [&](auto* type) {
+  cudaError_t status = with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const dim3 grid(blocks_for(p.vocab, kCopyThreads * kCopyVectors * kVec<T>), p.rows);
     return launch(score_kernel<T>, grid, kCopyThreads, 0, stream, p.scores, static_cast<const T*>(p.logits),
                   p.vocab, p.stride, p.scores_stride);
   });
-  return status != cudaSuccess ? status : launch(processing_kernel, p.rows, kProcessingThreads, 0, stream, p);
+  if (status == cudaSuccess) status = launch(processing_kernel, p.rows, kProcessingThreads, 0, stream, p);
+  if (status != cudaSuccess || p.mask_rows == nullptr) return status;
+  return launch(mask_kernel, dim3(blocks_for(p.vocab, kProcessingThreads), p.rows), kProcessingThreads, 0, stream, p);
 }
 
 }  // namespace llmc::kernels

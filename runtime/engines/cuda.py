@@ -37,6 +37,7 @@ AHEAD = 2  # steps: while one runs, the next is waiting on the device and the on
 INSTALL = "pip install -v ./csrc"
 _ALIGNED = 128  # max_tokens is a multiple, so that every value of the arena is aligned
 _NONE = np.empty(0, np.int32)
+_NO_MASKS = np.empty(0, np.uint32)
 
 
 def extension() -> ModuleType:
@@ -379,7 +380,18 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0) -> tuple[Any, ...]:
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
             step.num_decode, step.sample, step.copies, step.candidates,
-            ("none", "sampled", "all").index(step.logits), starts, lens, *admit.arrays())
+            ("none", "sampled", "all").index(step.logits), starts, lens, *mask_arrays(step),
+            *admit.arrays())
+
+
+def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
+    """Of each of `Step.sample` the row of its mask, -1 where it has none, and the masks."""
+    if not step.masks:
+        return _NONE, _NO_MASKS
+    places = {slot: place for place, slot in enumerate(step.masks)}
+    rows = [places.get(slot, -1) for slot in step.slots[step.sample].tolist()]
+    return (np.array(rows, np.int32),
+            np.stack([*step.masks.values()]).astype(np.uint32, copy=False))
 
 
 def told(record: np.void, wish: int) -> Logprobs:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from on_device import DTYPES, describe
 
+from llmc.runtime.decoding import processors
 from llmc.runtime.decoding.processing import LOGPROBS, MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, SamplingParams, probabilities
 from llmc.runtime.engines.admission import SLOT_STATE, Admissions, slot_state
@@ -191,14 +192,24 @@ class Device:
                              len(admit))
         self.lists = torch.from_numpy(made.lists).cuda()
 
-    def process(self, logits, slots, repeats=1):
+    def process(self, logits, slots, masks=None, repeats=1):
+        """`masks`: by row, as in `Step.masks`."""
         scores = torch.full((len(slots), -(-self.vocab // 4) * 4), torch.nan, device="cuda")
         rows = torch.tensor(slots, dtype=torch.int32).cuda()
+        chosen, words = (torch.from_numpy(array).cuda() for array in self._masks(masks, len(slots)))
         time = self.extension.process(
-            [*map(describe, (scores, logits, self.states, rows, self.lists)), *self.history],
-            self.vocab, repeats=repeats)
+            [*map(describe, (scores, logits, self.states, rows, self.lists)), *self.history,
+             describe(chosen), describe(words)], self.vocab, repeats=repeats)
         result = scores[:, :self.vocab].cpu().numpy()
         return (result, time) if repeats > 1 else result
+
+    @staticmethod
+    def _masks(masks, rows):
+        if not masks:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        places = {row: place for place, row in enumerate(masks)}
+        return np.array([places.get(row, -1) for row in range(rows)], np.int32), \
+            np.stack([*masks.values()]).view(np.int32)
 
 
 RULES = {
@@ -210,6 +221,10 @@ WORDS = [[[4]], [[5, 6], [7, 8, 9], [11, 3], [2, 1]]]
 
 
 FORCED = [{0: (3,), 5: (2, 7)}, {1: (4, 9), 30: (1,), 700: (0,)}]
+
+
+def random_mask(rng, vocab):
+    return np.packbits(rng.random(-(-vocab // 32) * 32) < 0.3, bitorder="little").view(np.uint32)
 
 
 def samplers(kinds, prompts, vocab, seed=0):
@@ -233,10 +248,11 @@ def samplers(kinds, prompts, vocab, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "stride"), [(101, 104), (101, 101), (32000, 32000),
                                                (128256, 128256)])
-@pytest.mark.parametrize("kinds", [*([name] for name in RULES), ["bad_words"], ["forced"],
+@pytest.mark.parametrize("kinds", [[], *([name] for name in RULES), ["bad_words"], ["forced"],
                                    [*RULES, "bad_words"], [*RULES, "bad_words", "forced"]],
                          ids="+".join)
-def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dtype):
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dtype, masked):
     """To the bit, for prompts and generated tokens of several lengths, in slots that are not the
     rows of the logits."""
     rng = np.random.default_rng(4)
@@ -251,10 +267,13 @@ def test_logits_are_processed_as_on_the_host(extension, kinds, vocab, stride, dt
     made = samplers(kinds, prompts, vocab)
     device.admit({slot: SamplingState(sampler, tuple(tokens))
                   for slot, sampler, tokens in zip(slots, made, generated, strict=True)})
-    scores = device.process(logits, slots)
+    masks = {row: random_mask(rng, vocab) for row in (6, 0, 3)} if masked else {}
+    scores = device.process(logits, slots, masks)
     seen = logits.float().cpu().numpy()[:, :vocab]
     for row, sampler in enumerate(made):
         expected = sampler.process(seen[row], generated[row])
+        if row in masks:
+            expected = processors.allow(expected, masks[row])
         wrong = np.flatnonzero(scores[row] != expected)
         assert len(wrong) == 0, \
             f"row {row}: token {wrong[0]}, logit {seen[row, wrong[0]]}, is " \

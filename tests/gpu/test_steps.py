@@ -196,6 +196,28 @@ def test_a_slot_without_an_allowed_token_says_so_and_others_go_on(extension, com
     assert done[1].tokens == continued(model, [7], params[1])[0]
 
 
+def mask_of(tokens):
+    bits = np.zeros(-(-families.VOCAB // 32) * 32, bool)
+    bits[tokens] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def test_masks_say_what_may_be_chosen(extension, compiled):
+    """In this step alone, also where the slot's own rules forbid all of it."""
+    case, model = compiled
+    engine = load(case / "float32")
+    params = [SamplingParams(), SamplingParams(bad_words=[[50]]), SamplingParams()]
+    states = {slot: SamplingState(sampler_of(own, [5]))
+              for slot, own in zip((2, 0, 3), params, strict=True)}
+    step = Step.of([[5], [6], [7]], [0] * 3, [[1], [2], [3]], [2, 0, 3], sample=[0, 1, 2],
+                   admit=states, masks={3: mask_of([50, 60, 61]), 0: mask_of([50])})
+    tokens = engine.collect(engine.submit(step)).tokens.tolist()
+    logits = [families.reference_logits(model, [token])[-1] for token in (5, 6, 7)]
+    assert tokens == [int(logits[0].argmax()), -1, max((50, 60, 61), key=logits[2].__getitem__)]
+    again = engine.collect(engine.submit(replace(step, admit={}, masks={}))).tokens.tolist()
+    assert again[2] == int(logits[2].argmax())
+
+
 def test_lists_of_any_length_come_and_go(extension, compiled):
     case, model = compiled
     rng = np.random.default_rng(0)
@@ -240,6 +262,7 @@ def ready(compiled, **options):
     (dict(copies=np.array([[1, 2], [3, 2]], np.int32)), "block 2 is copied to twice"),
     (dict(copies=np.array([[1, 2], [2, 3]], np.int32)), "block 2 is copied from and to"),
     (dict(candidates=102), "102 candidates are not from 0"),
+    (dict(masks={1: np.zeros(5, np.uint32)}), "masks of 5 words are not of 4 each"),
 ])
 def test_a_step_that_points_out_of_what_there_is_is_refused(extension, compiled, changes, match):
     """And the engine goes on as before."""

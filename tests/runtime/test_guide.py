@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from dataclasses import replace
 
 import families
 import jsonschema
@@ -11,7 +12,8 @@ import pytest
 
 import llmc
 from llmc.runtime.decoding import processors
-from llmc.runtime.step import Limits
+from llmc.runtime.engines.cuda import mask_arrays
+from llmc.runtime.step import Limits, Step
 
 SHORT = [
     {"type": "integer", "minimum": 3, "maximum": 250}, {"type": "boolean"},
@@ -127,13 +129,15 @@ def test_guides_that_cannot_be_read_are_refused(llm, params):
         llm.generate([[5]], llmc.SamplingParams(**params))
 
 
-def test_gpus_refuse_guides(tiny_hf, tmp_path):
-    from llmc.runtime.manifest import read_manifest
-    from llmc.runtime.request import Reader
-    llmc.compile(tiny_hf, tmp_path / "case", target="cuda")
-    reader = Reader(read_manifest(tmp_path / "case"), tmp_path / "case", 4)
-    with pytest.raises(llmc.LlmcError, match="which GPUs do not apply yet"):
-        reader.requests([[5]], llmc.SamplingParams(guided_choice=["a"]))
+def test_gpus_get_the_rows_of_masks_in_the_order_of_what_is_sampled():
+    masks = {7: np.array([1, 2], np.uint32), 4: np.array([3, 4], np.uint32),
+             9: np.array([5, 6], np.uint32)}
+    step = Step.of([[5], [6], [7], [8]], [0] * 4, [[0], [1], [2], [3]], [4, 5, 7, 9],
+                   sample=[0, 1, 2], masks=masks)
+    rows, words = mask_arrays(step)
+    assert rows.tolist() == [1, -1, 0] and rows.dtype == np.int32
+    assert words.tolist() == [[1, 2], [3, 4], [5, 6]] and words.dtype == np.uint32
+    assert not any(map(len, mask_arrays(replace(step, masks={}))))
 
 
 def schemas():
