@@ -3,8 +3,10 @@
     python bench/vllm_gpu.py llmc WORK_DIR      makes what it needs there
     python bench/vllm_gpu.py vllm WORK_DIR      where vLLM can be imported; with --rates that
                                                 alone, with --prefix the shared prefix alone
+    python bench/vllm_gpu.py llmc-vllm WORK_DIR     vLLM with llmc's worker, once `llmc` has made
+                                                    its case directory; where llmc-vllm is, too
 
-Both print the same rows, to be run one after the other on one machine. The crowd: 512 requests,
+All print the same rows, to be run one after the other on one machine. The crowd: 512 requests,
 32 to 512 random tokens in and 16 to 256 out, 256 at once; all there from the start, or with a
 prefix of 512 tokens that all share, or coming as a Poisson process of so many a second (of
 --rates). Static batches: first token and step, from runs of one and of 65 tokens.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import time
@@ -27,6 +30,7 @@ SHAPE = dict(hidden=4096, layers=32, vocab=128256, intermediate=14336, heads=32,
 AT_ONCE, NEW = 256, 65
 STATIC = [(1, 128), (8, 128), (16, 128), (17, 128), (64, 128), (128, 128), (8, 8000), (1, 32000)]
 LONGEST = 33024
+CASE = "llama-8b-llmc"
 
 Prompts = list[list[int]]
 
@@ -69,21 +73,28 @@ def static(generate: Callable[[Prompts, int], object], rounds: int,
               f"{(whole - first) / (NEW - 1):.3f} ms |", flush=True)
 
 
-def run_llmc(arguments: argparse.Namespace) -> None:
-    import bench_model
-
-    import llmc
-    from llmc.runtime.traffic import Traffic, measure_traffic
-
-    case = arguments.work / "llama-8b-llmc"
+def compiled(work: Path) -> Path:
+    """The case directory, made where it is not there."""
+    case = work / CASE
     if not case.is_dir():
+        import bench_model
+
+        import llmc
+
         start = time.perf_counter()
-        hf = bench_model.write(arguments.work / "llama-8b", layers_per_shard=8, positions=131072,
-                               **SHAPE)
+        hf = bench_model.write(work / "llama-8b", layers_per_shard=8, positions=131072, **SHAPE)
         written = time.perf_counter()
         llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LONGEST)
         print(f"written in {written - start:.0f} s, compiled in "
               f"{time.perf_counter() - written:.0f} s", flush=True)
+    return case
+
+
+def run_llmc(arguments: argparse.Namespace) -> None:
+    import llmc
+    from llmc.runtime.traffic import Traffic, measure_traffic
+
+    case = compiled(arguments.work)
     options: dict[str, Any] = dict(max_batch_size=AT_ONCE, verify=False,
                                    max_num_batched_tokens=arguments.max_num_batched_tokens)
 
@@ -127,13 +138,9 @@ def run_llmc(arguments: argparse.Namespace) -> None:
         print(llm.metrics(), flush=True)
 
 
-def run_vllm(arguments: argparse.Namespace) -> None:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    import json
-
-    from vllm import LLM, SamplingParams
-
-    directory = arguments.work / "llama-8b-config"
+def _described(work: Path) -> str:
+    """A directory with a config.json of the shape, for vLLM's own model."""
+    directory = work / "llama-8b-config"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
@@ -143,10 +150,22 @@ def run_vllm(arguments: argparse.Namespace) -> None:
         "rope_theta": 500000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1,
         "torch_dtype": "bfloat16"}))
-    options: dict[str, Any] = dict(
-        model=str(directory), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-        max_model_len=LONGEST, max_num_seqs=AT_ONCE, seed=0, disable_log_stats=True,
-        attention_backend="FLASH_ATTN", enable_flashinfer_autotune=False)
+    return str(directory)
+
+
+def run_vllm(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = dict(max_num_seqs=AT_ONCE, max_model_len=LONGEST, seed=0,
+                                   disable_log_stats=True)
+    if arguments.side == "llmc-vllm":
+        options |= dict(model=str(arguments.work / CASE),
+                        max_num_batched_tokens=arguments.max_num_batched_tokens)
+    else:
+        options |= dict(model=_described(arguments.work), load_format="dummy", dtype="bfloat16",
+                        skip_tokenizer_init=True, attention_backend="FLASH_ATTN",
+                        enable_flashinfer_autotune=False)
 
     def params(count: int) -> Any:
         return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True,
@@ -213,7 +232,7 @@ async def _vllm_traffic(rates: Sequence[float], options: dict[str, Any]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("side", choices=("llmc", "vllm"))
+    parser.add_argument("side", choices=("llmc", "vllm", "llmc-vllm"))
     parser.add_argument("work", type=Path)
     parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")],
                         default=[])
@@ -225,8 +244,12 @@ def main() -> None:
     parser.add_argument("--static_tokens", type=int, default=8192,
                         help="llmc: max_num_batched_tokens of the static batches.")
     parser.add_argument("--prefix", action="store_true", help="vLLM: the shared prefix alone.")
+    parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
+    if arguments.compile_only:
+        compiled(arguments.work)
+        return
     (run_llmc if arguments.side == "llmc" else run_vllm)(arguments)
 
 

@@ -43,8 +43,9 @@ def test_tokens_are_llmc_s_own(llm, prompts):
     assert_own(1, prompts, greedy(llm, prompts), MAX_TOKENS)
 
 
-def test_two_workers_run_two_chips_and_their_tokens_are_llmc_s_own(prompts):
-    llm = load(2, max_num_batched_tokens=64, max_num_seqs=4)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_workers_run_two_chips_and_their_tokens_are_llmc_s_own(prompts, ahead):
+    llm = load(2, max_num_batched_tokens=64, max_num_seqs=4, async_scheduling=ahead)
     try:
         assert llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 2
         assert_own(2, prompts, greedy(llm, prompts), MAX_TOKENS)
@@ -92,10 +93,11 @@ def test_a_prompt_that_was_there_is_not_computed_again(llm, prompts):
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
-def test_prompts_are_read_in_chunks_and_who_is_preempted_gets_the_same_tokens(prompts):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompts_are_read_in_chunks_and_who_is_preempted_gets_the_same_tokens(prompts, ahead):
     longer = 90
     llm = load(num_gpu_blocks_override=40, max_num_batched_tokens=32, max_num_seqs=8,
-               enable_prefix_caching=False)
+               enable_prefix_caching=False, async_scheduling=ahead)
     try:
         assert_own(1, prompts, greedy(llm, prompts, max_tokens=longer), longer)
         assert metric(llm, "vllm:num_preemptions") > 0

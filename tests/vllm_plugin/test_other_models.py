@@ -60,7 +60,6 @@ def test_the_options_of_another_model_are_not_touched(other_model, monkeypatch):
     (dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not for"),
     (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
      "speculative_config .* is not for"),
-    (dict(async_scheduling=True), "async_scheduling True is not for"),
     (dict(logprobs_mode="processed_logprobs"), "logprobs_mode 'processed_logprobs' is not for"),
 ])
 def test_what_a_case_directory_does_not_have_is_refused_by_name(given, said):

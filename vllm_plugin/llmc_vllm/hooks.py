@@ -8,7 +8,7 @@ from typing import Any
 
 from llmc.errors import LlmcError
 from llmc_vllm import options, parameters
-from llmc_vllm.model import ARCHITECTURE, MODEL_TYPE, TARGET, is_case_dir
+from llmc_vllm.model import ARCHITECTURE, MODEL_TYPE, is_case_dir
 
 
 def install() -> None:
@@ -47,10 +47,9 @@ def _with_check(process_inputs: Any) -> Any:
     @functools.wraps(process_inputs)
     def process(self: Any, request_id: str, prompt: Any, params: Any, *arguments: Any,
                 **named: Any) -> Any:
-        config = self.model_config.hf_config
-        if config.model_type == MODEL_TYPE:
+        if self.model_config.hf_config.model_type == MODEL_TYPE:
             try:
-                parameters.check(params, getattr(config, TARGET))
+                parameters.check(params)
             except LlmcError as error:
                 raise VLLMValidationError(str(error)) from error
         return process_inputs(self, request_id, prompt, params, *arguments, **named)

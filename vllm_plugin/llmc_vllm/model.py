@@ -15,8 +15,7 @@ from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 MODEL_TYPE = "llmc"
 ARCHITECTURE = "LlmcForCausalLM"
 CONFIG_NAME = "config.json"
-# What it says of the case directory, beside what vLLM asks of any model.
-CASE_DIR, TARGET = "llmc_case_dir", "llmc_target"
+CASE_DIR = "llmc_case_dir"  # what it says beside what vLLM asks of any model
 
 
 def is_case_dir(path: object) -> bool:
@@ -63,4 +62,4 @@ def describe(case_dir: Path, manifest: Manifest) -> dict[str, Any]:
         "head_dim": dims.head_dim, "vocab_size": dims.vocab_size,
         "max_position_embeddings": dims.max_seq_len, "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        CASE_DIR: str(case_dir), TARGET: manifest.target.kind}
+        CASE_DIR: str(case_dir)}

@@ -22,8 +22,7 @@ _REFUSED = (
     "kv_transfer_config", "ec_transfer_config", "weight_transfer_config", "diffusion_config",
     "watermark_config", "kv_offloading_size", "cpu_offload_gb", "enable_prompt_embeds",
     "enable_sleep_mode", "enable_return_routed_experts", "return_sampling_mask",
-    "enable_trace_replay", "logits_processors", "logprobs_mode", "async_scheduling",
-    "attention_backend")
+    "enable_trace_replay", "logits_processors", "logprobs_mode", "attention_backend")
 
 
 def complete(args: Any, case_dir: Path) -> None:
@@ -44,7 +43,9 @@ def complete(args: Any, case_dir: Path) -> None:
     args.dtype = manifest.dtype
     args.block_size = args.block_size or BLOCK_SIZE
     args.skip_tokenizer_init = args.skip_tokenizer_init or manifest.tokenizer.path is None
-    args.enforce_eager, args.async_scheduling = True, False
+    args.enforce_eager = True
+    if manifest.target.kind == "cpu":  # whose steps end when they are submitted
+        args.async_scheduling = bool(args.async_scheduling)
     limit = manifest.target.max_batch_size
     if args.max_num_seqs is None and (manifest.target.kind == "cpu" or limit):
         args.max_num_seqs = min(limit or _MAX_NUM_SEQS, _MAX_NUM_SEQS)

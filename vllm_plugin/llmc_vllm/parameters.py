@@ -21,12 +21,11 @@ _BANS = ("bad_words", "min_tokens")
 _ANY_SEED = 2**64
 
 
-def check(params: Any, target: str) -> None:
+def check(params: Any) -> None:
     """Refuse what a request cannot ask for.
 
     Args:
         params: vLLM's SamplingParams, or PoolingParams.
-        target: that the model was compiled for.
 
     Raises:
         LlmcError: naming the parameter.
@@ -37,9 +36,6 @@ def check(params: Any, target: str) -> None:
                             for names in (_REFUSED, _MASKS, _BANS))
     if refused:
         raise LlmcError(f"{refused[0]} is not for a model that llmc compiled; leave it out")
-    if masks and target != "cpu":
-        raise LlmcError(f"{masks[0]} is for models that were compiled with --target cpu, not "
-                        f"{target}; leave it out")
     if masks and len(masks + bans) > 1:
         raise LlmcError(f"{(masks + bans)[1]} does not go with {masks[0]}, as together they might "
                         f"allow no token; leave one of them out")

@@ -45,9 +45,8 @@ class Rank(Protocol):
 
 def block_bytes(manifest: Manifest, block_size: int) -> int:
     """Bytes of a block of the KV cache, on the rank that has the most heads."""
-    widest = max(sum(layer.num_kv_heads * layer.head_dim for layer in chip.cache)
-                 for chip in manifest.chips)
-    return 2 * widest * DTYPE_BYTES[manifest.kv_dtype] * block_size
+    widest = max(sum(layer.token_size for layer in chip.cache) for chip in manifest.chips)
+    return widest * DTYPE_BYTES[manifest.kv_dtype] * block_size
 
 
 def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: Room,

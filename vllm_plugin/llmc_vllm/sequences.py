@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmc.runtime.decoding.sampling import Logprobs, Sampler
-from llmc.runtime.step import Limits, Sampled, SamplingState, Step
+from llmc.runtime.step import LAST, Limits, Sampled, SamplingState, Step
 from llmc_vllm.parameters import allowed_mask
 
 
@@ -20,7 +20,7 @@ class Sequence:
 
     Args:
         params: vLLM's SamplingParams.
-        tokens: the prompt's and those generated.
+        tokens: the prompt's and those generated; LAST for one that is under way.
         blocks: of the KV cache, in order.
         computed: tokens whose keys and values are there.
         mask: see `allowed_mask`.
@@ -129,6 +129,8 @@ class Sequences:
             if request_id in cached.resumed_req_ids:
                 self._give_back(sequence)
                 sequence.blocks = []
+                # Of what was under way when it had to leave, vLLM may have kept nothing.
+                sequence.tokens = list(cached.all_token_ids.get(request_id, sequence.tokens))
             sequence.blocks += blocks[0] if blocks else []
             sequence.computed = computed
 
@@ -158,14 +160,23 @@ def with_grammar(part: Part, grammar: Any) -> Step:
         if own.request_id in rows and own.slot is not None}})
 
 
-def append(part: Part, sampled: Sampled) -> dict[str, int]:
-    """What a step chose is the next token of its sequences; by request."""
-    tokens = {}
-    for own, token in zip(part.chosen, sampled.tokens.tolist(), strict=True):
-        assert token >= 0, f"no token was allowed for request {own.request_id}"
-        own.tokens.append(token)
-        tokens[own.request_id] = token
-    return tokens
+class Pending:
+    """The next tokens of a part's sequences, of which nothing is known but their places."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self._places = [(own.tokens, len(own.tokens)) for own in part.chosen]
+        for tokens, _ in self._places:
+            tokens.append(LAST)
+
+    def settle(self, sampled: Sampled) -> dict[str, int]:
+        """They are what the step chose; by request."""
+        made = {}
+        for own, (tokens, place), token in zip(self.part.chosen, self._places,
+                                               sampled.tokens.tolist(), strict=True):
+            assert token >= 0, f"no token was allowed for request {own.request_id}"
+            tokens[place] = made[own.request_id] = token
+        return made
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -14,15 +16,21 @@ from vllm.distributed import (
 )
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    LogprobsLists,
+    ModelRunnerOutput,
+)
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.replica import Room
+from llmc.runtime.step import Step
 from llmc_vllm.model import CASE_DIR
 from llmc_vllm.parameters import sampler
 from llmc_vllm.ranks import Rank, block_bytes, load_rank
-from llmc_vllm.sequences import Part, Sequences, TokenLogprobs, append, with_grammar
+from llmc_vllm.sequences import Part, Pending, Sequences, TokenLogprobs, with_grammar
 
 _CACHE = "llmc.kv_cache"  # of all layers of a rank, as one
 
@@ -31,13 +39,15 @@ class LlmcWorker(WorkerBase):
     """See `vllm.v1.worker.worker_base.WorkerBase`.
 
     What vLLM schedules is planned by `execute_model` and run by `sample_tokens`, as it makes the
-    masks of structured output between them.
+    masks of structured output between them. With async scheduling a step is planned and submitted
+    while the one before it runs.
     """
 
     _rank: Rank
     _sequences: Sequences
     _parts: list[Part]
     _request_ids: list[str]
+    _under_way: deque[_Output]
 
     def init_device(self) -> None:
         parallel = self.parallel_config
@@ -85,6 +95,7 @@ class LlmcWorker(WorkerBase):
         self._sequences = Sequences(
             self._rank.limits, self._manifest.dims.vocab_size,
             functools.partial(sampler, model_seed=self.model_config.seed))
+        self._under_way = deque()
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -101,23 +112,56 @@ class LlmcWorker(WorkerBase):
         return f"{made.source.architecture} by llmc, {made.tp_size} x {made.target.kind}"
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        while len(self._under_way) > 1:  # vLLM asks one rank alone for what steps led to
+            self._under_way.popleft().get_output()
         self._parts = self._sequences.plan(scheduler_output)
         self._request_ids = list(scheduler_output.num_scheduled_tokens)
         return None if self._parts else EMPTY_MODEL_RUNNER_OUTPUT
 
-    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        names, tokens = self._request_ids, dict[str, int]()
-        logprobs = TokenLogprobs(self._manifest.dims.vocab_size)
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        made = _Output(self._rank, self._request_ids, self._manifest.dims.vocab_size)
         for part in self._parts:
-            sampled = self._rank.collect(self._rank.submit(with_grammar(part, grammar_output)))
-            tokens.update(append(part, sampled))
-            logprobs.add(part, sampled)
-        rows = logprobs.rows(names)
-        return ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: row for row, name in enumerate(names)},
-            sampled_token_ids=[[tokens[name]] if name in tokens else [] for name in names],
-            logprobs=None if rows is None else LogprobsLists(*rows))
+            made.submit(part, with_grammar(part, grammar_output))
+        if not self.scheduler_config.async_scheduling:
+            return made.get_output()
+        self._under_way.append(made)
+        return made
 
     def shutdown(self) -> None:
         if hasattr(self, "_rank"):
             self._rank.close()
+
+
+class _Output(AsyncModelRunnerOutput):
+    """What a step of vLLM's leads to, which waits for whoever asks first."""
+
+    def __init__(self, rank: Rank, request_ids: list[str], vocab_size: int) -> None:
+        self._rank, self._request_ids = rank, request_ids
+        self._tokens: dict[str, int] = {}
+        self._logprobs = TokenLogprobs(vocab_size)
+        self._last: tuple[int, Pending] | None = None
+        self._lock = Lock()
+
+    def submit(self, part: Part, step: Step) -> None:
+        """The next part; the one before it has ended then."""
+        self._collect()
+        ticket = self._rank.submit(step)
+        self._last = ticket, Pending(part)
+
+    def _collect(self) -> None:
+        if self._last is None:
+            return
+        (ticket, pending), self._last = self._last, None
+        sampled = self._rank.collect(ticket)
+        self._tokens |= pending.settle(sampled)
+        self._logprobs.add(pending.part, sampled)
+
+    def get_output(self) -> ModelRunnerOutput:
+        with self._lock:
+            self._collect()
+        names, rows = self._request_ids, self._logprobs.rows(self._request_ids)
+        return ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=[[self._tokens[name]] if name in self._tokens else []
+                               for name in names],
+            logprobs=None if rows is None else LogprobsLists(*rows))
