@@ -17,9 +17,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -326,11 +326,10 @@ class LLM(_Loaded):
                     work.begin(self._calls(coming.popleft()[1], work.outbox), priority)
                     continue
                 made = work.take()
-                if made is None:
+                if not made:
                     ready.wait(wait)
                     ready.clear()
-                else:
-                    yield made
+                yield from made
         finally:
             work.abort()
 
@@ -371,28 +370,74 @@ class AsyncLLM(_Loaded):
         Args:
             all_beams: of a beam search all sequences, best first, each a sample; else the best.
         """
+        async with aclosing(self.stream_batches(prompts, params, priority=priority,
+                                                all_beams=all_beams)) as batches:
+            async for pieces in batches:
+                for piece in pieces:
+                    yield piece
+
+    async def stream_batches(self, prompts: Prompt | Sequence[Prompt],
+                             params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                             priority: int = 0, all_beams: bool = False) -> \
+            AsyncGenerator[list[Piece], None]:
+        """`stream`, but each time all tokens that are there: who is slower than they come has less
+        to do for each.
+        """
         requests = await asyncio.to_thread(self._reader.requests, prompts, params)
         async with aclosing(self._made(requests, priority)) as all_made:
             async for made in all_made:
-                for piece in self._pieces(made, all_beams):
-                    yield piece
+                yield [piece for own in made for piece in self._pieces(own, all_beams)]
 
     async def _made(self, requests: list[Request], priority: int) -> \
-            AsyncGenerator[Token | Searching, None]:
-        """What comes of requests, until all of it has come."""
-        ready, loop = asyncio.Event(), asyncio.get_running_loop()
-        work = Work(lambda: loop.call_soon_threadsafe(ready.set))
+            AsyncGenerator[list[Token | Searching], None]:
+        """What comes of requests, until all of it has come; each time all that is there."""
+        ready, alarm = asyncio.Event(), _Alarm.of_running_loop()
+        work = Work(lambda: alarm.ring(ready))
         try:
             work.begin(self._calls(requests, work.outbox), priority)
             while work.left:
                 made = work.take()
-                if made is None:
+                if made:
+                    yield made
+                else:
                     await ready.wait()
                     ready.clear()
-                else:
-                    yield made
         finally:
             work.abort()
+
+
+class _Alarm:
+    """Sets events of an asyncio loop from other threads, those of a step all at once: to wake the
+    loop takes a system call, at which a thread loses its turn.
+    """
+
+    _ALL: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarm]] = \
+        weakref.WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._lock = threading.Lock()
+        self._events: list[asyncio.Event] = []
+
+    @staticmethod
+    def of_running_loop() -> _Alarm:
+        loop = asyncio.get_running_loop()
+        return _Alarm._ALL.setdefault(loop, _Alarm(loop))
+
+    def ring(self, event: asyncio.Event) -> None:
+        with self._lock:
+            self._events.append(event)
+            first = len(self._events) == 1
+        loop = self._loop()
+        if first and loop is not None:
+            with suppress(RuntimeError):  # it was closed, so nobody waits
+                loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        for event in events:
+            event.set()
 
 
 def _close(loops: list[Loop]) -> None:

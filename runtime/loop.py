@@ -32,30 +32,23 @@ class Outbox:
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._ready: deque[Token | Searching] = deque()
+        self._ready: list[Token | Searching] = []
         self._unread: Counter[Completing] = Counter()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def take(self) -> tuple[Token | Searching | None, bool]:
-        """What is next, None where there is nothing yet; and whether somebody waited for it.
+    def take(self) -> tuple[list[Token | Searching], bool]:
+        """All that is there, perhaps nothing yet; and whether somebody may have waited for that.
 
         Raises:
             LlmcError: what ended the requests.
         """
         with self._lock:
-            if not self._ready:
-                if self._error is not None:
-                    raise self._error
-                return None, False
-            made = self._ready[0]
-            waited = isinstance(made, Token) and self.is_behind(made.owner)
-            self._ready.popleft()
-            if isinstance(made, Token):
-                self._unread[made.owner] -= 1
-                waited = waited and not self.is_behind(made.owner)
-                if made.finish_reason:
-                    del self._unread[made.owner]
+            if not self._ready and self._error is not None:
+                raise self._error
+            waited = any(map(self.is_behind, self._unread))
+            made, self._ready = self._ready, []
+            self._unread.clear()
             return made, waited
 
     def put(self, made: list[Token | Searching]) -> None:
@@ -372,8 +365,8 @@ class Work:
             self.abort()
             raise
 
-    def take(self) -> Token | Searching | None:
-        """What is next; None: there is nothing yet.
+    def take(self) -> list[Token | Searching]:
+        """All that is there; perhaps nothing yet.
 
         Raises:
             LlmcError: what ended it.
@@ -382,8 +375,8 @@ class Work:
         if stalled:
             for loop in {loop for loop, _ in self._calls}:
                 loop.go_on()
-        if made is not None:
-            self.left -= isinstance(made, Searching) or made.finish_reason is not None
+        self.left -= sum(isinstance(own, Searching) or own.finish_reason is not None
+                         for own in made)
         return made
 
     def abort(self) -> None:

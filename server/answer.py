@@ -34,12 +34,12 @@ class Answer(ABC):
         self._cached: dict[int, int] = {}  # tokens of each prompt that were in the cache
 
     @abstractmethod
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
+    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
         """The answer, once there is nothing more to come."""
 
     @abstractmethod
-    def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """Server-sent events."""
+    def stream(self, batches: AsyncGenerator[list[Piece], None]) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, those of a batch of pieces together."""
 
     def count(self, piece: Piece) -> None:
         """One more token; n completions read their prompt once."""
@@ -80,28 +80,35 @@ class Choices(Answer):
     def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
         """What a stream tells of a piece of a choice."""
 
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
+    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
         made: dict[int, list[Piece]] = {}
-        async for piece in pieces:
-            self.count(piece)
-            made.setdefault(self.job.choice(piece), []).append(piece)
+        async for pieces in batches:
+            for piece in pieces:
+                self.count(piece)
+                made.setdefault(self.job.choice(piece), []).append(piece)
         return {**self._head(self.WHOLE), "choices": [self.choice(index, made[index])
                                                       for index in sorted(made)],
                 "usage": self.usage()}
 
-    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
+            AsyncGenerator[bytes, None]:
         head = self._head(self.CHUNK)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                self.count(piece)
-                for choice in self.deltas(self.job.choice(piece), piece):
-                    chunk = {**head, "choices": [choice]}
-                    if self._include_usage:
-                        chunk["usage"] = self.usage() if self._continuous else None
-                    yield event(chunk)
+        async with aclosing(batches):
+            async for pieces in batches:
+                chunks = [chunk for piece in pieces for chunk in self._chunks(head, piece)]
+                if chunks:
+                    yield b"".join(map(event, chunks))
         if self._include_usage:
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE
+
+    def _chunks(self, head: Object, piece: Piece) -> Iterator[Object]:
+        self.count(piece)
+        for choice in self.deltas(self.job.choice(piece), piece):
+            chunk = {**head, "choices": [choice]}
+            if self._include_usage:
+                chunk["usage"] = self.usage() if self._continuous else None
+            yield chunk
 
     def _head(self, kind: str) -> Object:
         return {"id": self._id, "object": kind, "created": self.created, "model": self.model.name}

@@ -26,7 +26,7 @@ from llmc.server.limits import OPEN, Gate, Limits
 from llmc.server.log import LOGGER, Logged, note
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
-from llmc.server.openapi import OPERATIONS, description
+from llmc.server.openapi import DOWN, OPERATIONS, description
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -241,13 +241,18 @@ class Api:
     # What went wrong.
 
     def _told(self, error: LlmcError) -> tuple[int, str]:
-        """The status of an error, and its message without a path of this machine."""
+        """The status of an error, and its message without a path of this machine. Why a model does
+        not run any more is for the log.
+        """
         status = error.status if isinstance(error, ApiError) else 400
         if status == 400:
             try:
                 self.model.llm.check_health()
-            except LlmcError:
+            except LlmcError as reason:
+                LOGGER.error("%s", reason)
                 status = 503
+        if status == 503:
+            return status, DOWN
         return status, str(error).replace(str(self.model.llm.case_dir.absolute()), self.model.name)
 
     async def _wrong(self, request: Request, error: Exception) -> Response:

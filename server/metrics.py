@@ -94,18 +94,19 @@ class Metrics:
         """In Prometheus' format."""
         return generate_latest(self._registry)
 
-    async def measured(self, job: Job, pieces: AsyncGenerator[Piece, None]) -> \
-            AsyncGenerator[Piece, None]:
+    async def measured(self, job: Job, batches: AsyncGenerator[list[Piece], None]) -> \
+            AsyncGenerator[list[Piece], None]:
         """The pieces of a request, of which each is measured as it passes."""
         watch = _Watch(self)
-        async with aclosing(pieces):
-            async for piece in pieces:
+        async with aclosing(batches):
+            async for pieces in batches:
                 if not watch.tokens:
                     for prompt in job.prompts:
                         self._prompt.observe(len(prompt))
                     self._prompts.inc(job.prompt_tokens)
-                watch.see(piece)
-                yield piece
+                for piece in pieces:
+                    watch.see(piece)
+                yield pieces
 
 
 class _Watch:

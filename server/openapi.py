@@ -27,7 +27,7 @@ _WRONG = {400: "what is asked cannot be had", 404: "another model is served",
           408: "the body, or the answer, took too long", 413: "the body is too large",
           415: "the body is no JSON by its type"}
 _FULL = {429: "come again after Retry-After seconds"}
-_DOWN = {503: "a step failed; the model has to be loaded again"}
+DOWN = "a step failed; the model has to be loaded again"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Operation:
 
 def _post(path: str, endpoint: str, body: type[Body], *answer: str,
           generates: bool = False) -> Operation:
-    wrong = _WRONG | _DOWN | (_FULL if generates else {})
+    wrong = _WRONG | {503: DOWN} | (_FULL if generates else {})
     return Operation("POST", path, endpoint, answer, body, tuple(sorted(wrong.items())))
 
 
@@ -71,7 +71,7 @@ OPERATIONS = (
     Operation("GET", "/v1/models", "models", ("object", "data")),
     Operation("GET", "/v1/models/{name}", "named", ("id", "object", "created", "owned_by"),
               wrong=((404, _WRONG[404]),)),
-    Operation("GET", "/health", "health", "", wrong=tuple(_DOWN.items())),
+    Operation("GET", "/health", "health", "", wrong=((503, DOWN),)),
     Operation("GET", "/version", "version", ("version",)),
     Operation("GET", "/metrics", "metrics", "text/plain"),
     Operation("GET", "/openapi.json", "openapi", ("openapi", "info", "paths")),

@@ -42,12 +42,14 @@ class ResponseAnswer(Answer):
         self._text, self._reason = "", "stop"
         self._channels = Harmony(()) if has_channels(model, job.params) else None
 
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> Object:
-        async for piece in pieces:
-            self._take(piece)
+    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
+        async for pieces in batches:
+            for piece in pieces:
+                self._take(piece)
         return self._response(self._status, [self._message(self._status, [self._part()])])
 
-    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
+            AsyncGenerator[bytes, None]:
         numbers = itertools.count()
         place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
@@ -55,19 +57,19 @@ class ResponseAnswer(Answer):
             kind = f"response.{kind}"
             return event({"type": kind, "sequence_number": next(numbers), **content}, kind)
 
-        async with aclosing(pieces):
-            first = await anext(pieces)  # before which something may be wrong with the request
+        async with aclosing(batches):
+            # Before the first, something may be wrong with the request.
+            pieces: list[Piece] | None = await anext(batches)
             yield told("created", {"response": self._response("in_progress", [])})
             yield told("in_progress", {"response": self._response("in_progress", [])})
             yield told("output_item.added", {"output_index": 0,
                                              "item": self._message("in_progress", [])})
             yield told("content_part.added", {**place, "part": self._part()})
-            piece: Piece | None = first
-            while piece is not None:
-                text = self._take(piece)
+            while pieces is not None:
+                text = "".join(map(self._take, pieces))
                 if text:
                     yield told("output_text.delta", {**place, "delta": text, "logprobs": []})
-                piece = await anext(pieces, None)
+                pieces = await anext(batches, None)
         yield told("output_text.done", {**place, "text": self._text, "logprobs": []})
         yield told("content_part.done", {**place, "part": self._part()})
         item = self._message(self._status, [self._part()])

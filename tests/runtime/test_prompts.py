@@ -236,7 +236,9 @@ def test_sequences_are_made_when_there_is_a_row_for_them(llm, monkeypatch):
         stream = llm.stream(prompts, tokens(1, n=count, temperature=1.0))
         next(stream)
         time.sleep(0.1)
-        assert 1 < len(made) <= 3 + 4 + 1 + 1
+        # A step makes 4 of fewer than 3 unread tokens too many; so many were taken, so many kept,
+        # and then those in slots and the next one.
+        assert 1 < len(made) <= 2 * (2 + 4) + 4 + 1
         assert next(stream)
         stream.close()
 
