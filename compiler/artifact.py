@@ -193,7 +193,8 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
         rank=rank, path=f"chip{rank}", steps=steps,
         inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
         cache=tuple(LayerCache(num_kv_heads=node.attrs["num_kv_heads"],
-                               head_dim=node.attrs["head_dim"]) for node in attention),
+                               head_dim=node.attrs["head_dim"], latent=len(caches(node)) == 1)
+                    for node in attention),
         num_heads=tuple(node.attrs["num_heads"] for node in attention),
         states=tuple(StateCache(shape=tuple(kept[0].shape[1:])) for node in graph.nodes
                      if (kept := state_of(node)) is not None),

@@ -32,8 +32,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
     width, kv_width = DTYPE_BYTES[manifest.dtype], DTYPE_BYTES[manifest.kv_dtype]
     chips: list[dict[str, Any]] = []
     for chip in manifest.chips:
-        cache = sum(2 * kv_width * layer.num_kv_heads * layer.head_dim * length
-                    for layer in chip.cache)
+        cache = sum(kv_width * layer.token_size * length for layer in chip.cache)
         memory = 0
         if manifest.encoder is not None and chip.encoder is not None:
             memory = sum(width * manifest.encoder.max_seq_len * int(tensor.shape[-1])

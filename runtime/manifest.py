@@ -123,11 +123,23 @@ class CollectiveStep(_Frozen):
 class LayerCache(_Frozen):
     """The KV cache of one attention layer on one chip: `key_cache_<layer>`, `value_cache_<layer>`,
     each `[batch, num_kv_heads, max_seq_len, head_dim]`, where the layout is paged `[num_blocks,
-    num_kv_heads, block_size, head_dim]`.
+    num_kv_heads, block_size, head_dim]`. Where it is `latent`, `latent_cache_<layer>` alone, of
+    which all heads make their keys and values.
     """
 
     num_kv_heads: Count
     head_dim: Count
+    latent: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of what there is a cache."""
+        return ("latent",) if self.latent else ("key", "value")
+
+    @property
+    def token_size(self) -> int:
+        """Elements of a token."""
+        return len(self.kinds) * self.num_kv_heads * self.head_dim
 
 
 class StateCache(_Frozen):
@@ -201,7 +213,7 @@ class Chip(_Frozen):
     def caches(self) -> dict[str, LayerCache]:
         """By their names."""
         return {f"{kind}_cache_{layer}": cache for layer, cache in enumerate(self.cache)
-                for kind in ("key", "value")}
+                for kind in cache.kinds}
 
     @property
     def state_caches(self) -> dict[str, StateCache]:
@@ -589,8 +601,9 @@ class Manifest(_Frozen):
                              f"head_dim {dims.head_dim}")
         for chip in self.chips:
             for layer, (heads, cache) in enumerate(zip(chip.num_heads, chip.cache, strict=True)):
-                if heads % cache.num_kv_heads or \
-                        cache.head_dim != self.chips[0].cache[layer].head_dim:
+                first_chip = self.chips[0].cache[layer]
+                if heads % cache.num_kv_heads or (cache.head_dim, cache.latent) != \
+                        (first_chip.head_dim, first_chip.latent):
                     raise ValueError(
                         f"layer {layer} of chip {chip.rank} has {heads} heads, "
                         f"{cache.num_kv_heads} KV heads and head_dim {cache.head_dim}, which do "
@@ -604,7 +617,8 @@ class Manifest(_Frozen):
                 here = f"version {known[name].version}" if name in known else "none"
                 raise ValueError(f"the model uses version {version} of {name}, this llmc has "
                                  f"{here}")
-        wanted = {"CausalAttention", "Embedding"} if self.chips[0].cache else {"Embedding"}
+        wanted = {"Embedding"} | {"LatentAttention" if cache.latent else "CausalAttention"
+                                  for cache in self.chips[0].cache}
         if self.chips[0].states and not any(known[name].state for name in self.ops):
             raise ValueError("the model keeps states, which none of its ops does")
         if self.encoder:
@@ -630,7 +644,7 @@ class Manifest(_Frozen):
 
 
 def cache_shape(cache: LayerCache, max_seq_len: int, *, paged: bool) -> tuple[int | str, ...]:
-    """Of a layer's cache of keys or of values."""
+    """Of a layer's cache of keys, of values or of latents."""
     if paged:
         return "num_blocks", cache.num_kv_heads, "block_size", cache.head_dim
     return "batch", cache.num_kv_heads, max_seq_len, cache.head_dim

@@ -73,8 +73,7 @@ def load_replica(manifest: Manifest, case_dir: Path, placements: list[Placement]
 
 def token_bytes(manifest: Manifest) -> int:
     """Bytes of the KV cache that a token takes, on all chips of a CPU together."""
-    return sum(8 * layer.num_kv_heads * layer.head_dim for chip in manifest.chips
-               for layer in chip.cache)
+    return sum(4 * layer.token_size for chip in manifest.chips for layer in chip.cache)
 
 
 def cpu_limits(manifest: Manifest, room: Room) -> Limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -411,6 +412,39 @@ def end_with(llm: llmc.LLM, monkeypatch: pytest.MonkeyPatch, ends: Sequence[int]
     tokenizer = llm.manifest.tokenizer.model_copy(update={"eos_token_ids": tuple(ends)})
     monkeypatch.setattr(llm._reader, "manifest",
                         llm.manifest.model_copy(update={"tokenizer": tokenizer}))
+
+
+def greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """The tokens that transformers gives."""
+    known = list(prompt)
+    while len(known) < len(prompt) + count:
+        known.append(int(reference_logits(model, known)[-1].argmax()))
+    return tuple(known[len(prompt):])
+
+
+def best_of_beams(model: torch.nn.Module, prompt: Sequence[int], beams: int, count: int) -> \
+        tuple[int, ...]:
+    """What transformers' beam search finds, without a cache."""
+    with torch.no_grad():
+        best = model.generate(torch.tensor([prompt]), num_beams=beams, max_new_tokens=count,
+                              do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=False)
+    return tuple(best[0, len(prompt):].tolist())
+
+
+def ask_at_once(llm: llmc.LLM, prompts: Sequence[Sequence[int]],
+                params: Callable[[int], llmc.SamplingParams]) -> dict[int, list]:
+    """What each prompt, asked by a thread of its own, is answered; `params` by index."""
+    got = {}
+
+    def ask(index: int) -> None:
+        got[index] = llm.generate([prompts[index]], params(index))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got
 
 
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:

@@ -167,10 +167,9 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
         state = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                  "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                  "logits_indices": step.logits_indices}
-        for layer, cache in enumerate(chip.cache):
-            shape = (1, cache.num_kv_heads, manifest.dims.max_seq_len, cache.head_dim)
-            for kind in ("key", "value"):
-                state[f"{kind}_cache_{layer}"] = np.zeros(shape, np.float32)
+        for name, cache in chip.caches.items():
+            state[name] = np.zeros((1, cache.num_kv_heads, manifest.dims.max_seq_len,
+                                    cache.head_dim), np.float32)
         for name, kept_state in chip.state_caches.items():
             state[name] = np.zeros((1, *kept_state.shape), np.float32)
         states.append(state)

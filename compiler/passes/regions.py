@@ -179,7 +179,8 @@ def _data(node: gs.Node, kind: str) -> list[tuple[gs.Tensor, str]]:
         given = [(operand(node, states.packed), _PACKED),
                  *((operand(node, name), _HEADS) for name in states.rows), (result, _HEADS)]
     elif heads is not None:
-        given = [*((operand(node, name), _PACKED) for name in heads.heads), (result, _HEADS)]
+        given = [*((operand(node, name), _HEADS if kinds == "q" else _PACKED)
+                   for name, kinds in heads.heads.items()), (result, _HEADS)]
     elif is_llmc(node):
         way = shard_of(node, ByElements) or shard_of(node, ByGroups)
         assert way is not None

@@ -215,7 +215,7 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
                 return way
         if isinstance(way, ByHeads) and _takes_heads(node, way, plan):
             shares = plan.shares[id(node)]
-            dim = node.attrs["head_dim"]
+            dim = result.shape[-1] // node.attrs["num_heads"]
             plan.columns[id(result)] = [np.arange(s.start * dim, s.stop * dim) for s in shares]
             return way
         if isinstance(way, ByStateHeads) and id(node) in plan.region.shares:
@@ -293,7 +293,7 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan, is_head: b
     fields = attention.attrs
     shares = share_heads(fields["num_heads"], fields["num_kv_heads"], tp_size)
     plan.shares[id(result)] = shares
-    return [_head_columns(heads.heads[name], share, fields) for share in shares]
+    return [_head_columns(heads.heads[name], share, fields, width) for share in shares]
 
 
 def _unit(user: gs.Node | None, tensor: gs.Tensor, group_size: int) -> int:
@@ -305,10 +305,12 @@ def _unit(user: gs.Node | None, tensor: gs.Tensor, group_size: int) -> int:
     return 1
 
 
-def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int]) -> np.ndarray:
-    """What a rank has of a tensor that holds these kinds of heads, one behind the other."""
-    return head_columns(share, [(fields["num_heads" if kind == "q" else "num_kv_heads"],
-                                 fields["head_dim"], kind == "q") for kind in kinds])
+def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int], width: int) -> np.ndarray:
+    """What a rank has of a tensor so wide that holds these kinds of heads, one behind the other."""
+    counts = [fields["num_heads" if kind == "q" else "num_kv_heads"] for kind in kinds]
+    dim = width // sum(counts)
+    return head_columns(share, [(count, dim, kind == "q")
+                                for count, kind in zip(counts, kinds, strict=True)])
 
 
 def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor) -> bool:

@@ -43,8 +43,8 @@ class ByColumns:
 
 @dataclass(frozen=True)
 class ByHeads:
-    """A rank has some query heads, and the KV heads that they read. The fields `num_heads`,
-    `num_kv_heads` and `head_dim` say what there is; the first output is cut by query heads.
+    """A rank has some query heads, and the KV heads that they read. The fields `num_heads` and
+    `num_kv_heads` say what there is; the first output is cut by query heads.
 
     Args:
         heads: for each input that is cut along its last axis, what it holds, one behind the other:
@@ -198,7 +198,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Attention:
-    """The op knows of sequences. Its fields are those that `ByHeads` speaks of.
+    """The op knows of sequences. Its fields are those that `ByHeads` speaks of, and `head_dim`.
 
     Args:
         caches: inputs [rows, num_kv_heads, positions, head_dim] that keep keys and values from step

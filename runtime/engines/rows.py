@@ -34,9 +34,8 @@ class Rows:
         self._rows: list[np.ndarray] = []  # [caches, max_slots, num_kv_heads, max_seq_len, ...]
         self._blocks: list[np.ndarray] = []  # [num_blocks, caches, num_kv_heads, block_size, ...]
         by_shape: dict[tuple[int, int], list[str]] = {}
-        for index, layer in enumerate(chip.cache):
-            by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).extend(
-                f"{kind}_cache_{index}" for kind in ("key", "value"))
+        for name, layer in chip.caches.items():
+            by_shape.setdefault((layer.num_kv_heads, layer.head_dim), []).append(name)
         for (heads, dim), names in by_shape.items():
             self._rows.append(_zeros((len(names), limits.max_slots, heads, max_seq_len, dim)))
             self._blocks.append(np.zeros((limits.num_blocks, len(names), heads, self._size, dim),

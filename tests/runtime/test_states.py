@@ -2,12 +2,9 @@
 tokens that transformers gives.
 """
 
-import threading
-
 import families
 import numpy as np
 import pytest
-import torch
 
 import llmc
 from llmc.runtime.manifest import read_manifest
@@ -43,12 +40,7 @@ def case(cases, request):
 @pytest.fixture(scope="module")
 def expected(model):
     """transformers' tokens."""
-    made = []
-    for prompt in PROMPTS:
-        known = list(prompt)
-        while len(known) < len(prompt) + COUNT:
-            known.append(int(families.reference_logits(model, known)[-1].argmax()))
-        made.append(tuple(known[len(prompt):]))
+    made = [families.greedy(model, prompt, COUNT) for prompt in PROMPTS]
     assert len({*made}) == len(made)
     return made
 
@@ -57,26 +49,11 @@ def tokens(count=COUNT, **params):
     return llmc.SamplingParams(max_tokens=count, ignore_eos=True, **params)
 
 
-def ask_at_once(llm, params):
-    """Each prompt by a thread; `params` by index."""
-    got = {}
-
-    def ask(index):
-        got[index] = llm.generate([PROMPTS[index]], params(index))
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return got
-
-
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_a_crowd_gets_transformers_tokens_though_some_have_to_leave(case, expected, block_size):
     with llmc.LLM(case, max_batch_size=3, max_num_batched_tokens=7, kv_cache_tokens=48,
                   block_size=block_size) as llm:
-        got = ask_at_once(llm, lambda index: tokens())
+        got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
         assert [got[n][0].token_ids for n in range(len(PROMPTS))] == expected
         assert block_size > 1 or llm.metrics()["preemptions"] > 0
 
@@ -104,7 +81,7 @@ def test_completions_are_drawn_as_they_are_alone(case):
         alone = [[own.token_ids for own in llm.generate([prompt], params)]
                  for prompt, params in zip(PROMPTS, drawn, strict=True)]
     with llmc.LLM(case, max_batch_size=3, kv_cache_tokens=128, block_size=4) as llm:
-        got = ask_at_once(llm, lambda index: drawn[index])
+        got = families.ask_at_once(llm, PROMPTS, lambda index: drawn[index])
     assert [[own.token_ids for own in got[n]] for n in range(len(PROMPTS))] == alone
 
 
@@ -114,11 +91,7 @@ def test_beams_are_transformers(case, model, beams):
     with llmc.LLM(case, block_size=4) as llm:
         got = llm.generate(PROMPTS[:4], params)
     for prompt, own in zip(PROMPTS, got, strict=False):
-        with torch.no_grad():
-            best = model.generate(torch.tensor([prompt]), num_beams=beams, max_new_tokens=COUNT,
-                                  do_sample=False, eos_token_id=None, pad_token_id=0,
-                                  use_cache=False)
-        assert own.token_ids == tuple(best[0, len(prompt):].tolist())
+        assert own.token_ids == families.best_of_beams(model, prompt, beams, COUNT)
 
 
 def test_who_leaves_frees_its_place(case, expected):

@@ -9,8 +9,10 @@ Result:  CausalAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, c
 
 Given:   Sdpa of latent attention: keys from GemmBiasAct(latent, Wkv) and, for what is rotated, from
          GemmBiasAct(x, Wk) that all heads share; values from the first, of fewer elements
-Result:  CausalAttention of heads that are whole, as one without a latent has them, so the cache
-         keeps these; values are filled up, and what is filled up is left out behind it
+Result:  LatentAttention, which caches one row of latent and shared columns; see `latent`. Where
+         that is no smaller, or there is more between, CausalAttention of heads that are whole, as
+         one without a latent has them, so the cache keeps these; values are filled up, and what is
+         filled up is left out behind it
 
 Given:   Sdpa of keys and values that an Sdpa before it has read
 Result:  CachedAttention(GemmBiasAct(x, Wq), key_cache, value_cache, …) of what that one has cached

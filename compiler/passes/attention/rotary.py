@@ -44,6 +44,17 @@ class Rotary:
         result[..., second] = x[..., second] * cos + x[..., first] * sin
         return result
 
+    def turned(self) -> tuple[np.ndarray, Rotary | None]:
+        """The elements that are turned at some position, in the order that the layout wants, and
+        the rotation of these alone; None where there are none.
+        """
+        turns = (np.abs(self.cos - 1.0) > 1e-6).any(0) | (np.abs(self.sin) > 1e-6).any(0)
+        pairs = np.stack([own[turns] for own in _pairs(self.dim, self.interleaved)])
+        elements = pairs.T if self.interleaved else pairs
+        return elements.reshape(-1), Rotary(
+            elements.size, self.interleaved, np.ascontiguousarray(self.cos[:, turns]),
+            np.ascontiguousarray(self.sin[:, turns])) if turns.any() else None
+
 
 def _pairs(dim: int, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
     """The elements that are turned together, `[dim / 2]` each."""

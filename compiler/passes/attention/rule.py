@@ -18,14 +18,9 @@ from llmc.compiler.graph.rewrite import (
     Settings,
     apply_rules,
     consumers,
-    fields_of,
     graph_input,
-    merge_constants,
-    op_of,
     operands,
-    producer,
     replace,
-    row_weights,
     values_of,
     weight,
 )
@@ -33,6 +28,8 @@ from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
 from llmc.compiler.passes.attention.heads import Branch, Heads, trace
+from llmc.compiler.passes.attention.latent import Latent, find_latent, rewrite_latent
+from llmc.compiler.passes.attention.projections import gathered, merged_projection, projection
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
 from llmc.plugins.cached_attention.op import OP as CACHED_ATTENTION
@@ -48,6 +45,7 @@ class _Attention:
     value_dim: int  # of a head's output, the first of head_dim
     output: gs.Tensor
     bias: Bias | None
+    latent: Latent | None = None
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -85,6 +83,12 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
             key = _cache_of(match.node)
             if key in written:
                 _rewrite_cached(graph, match, shared, written[key])
+            elif match.latent is not None:
+                latent = match.latent
+                attrs, inputs = _common(graph, dataclasses.replace(match, query=latent.query),
+                                        shared, ())
+                rewrite_latent(graph, latent, match.output, attrs, inputs,
+                               match.node.attrs["layer"], settings)
             else:
                 written[key] = _rewrite(graph, match, settings, shared)
         else:
@@ -151,8 +155,13 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         bias = biases[id(tensor)]
     if isinstance(bias, NoMatch):
         return bias
-    return (_CrossAttention if cross else _Attention)(node, query, key, value, num_kv_heads,
-                                                      value_dim, output, bias)
+    if cross:
+        return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
+    # Others that read the same keys would find them in no cache.
+    plain = node.attrs["causal"] and not node.attrs["window"] and not node.attrs["softcap"] \
+        and len(given) == 3 and len(consumers(graph, node.inputs[1])) == 1
+    return _Attention(node, query, key, value, num_kv_heads, value_dim, output, bias,
+                      find_latent(query, key, value, value_dim) if plain else None)
 
 
 def _padded(heads: Heads, dim: int) -> Heads:
@@ -218,7 +227,8 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
     graph.inputs.extend(caches)
     graph.outputs.extend(updated)
     inputs |= {**_bias(match), "sinks": operands(sdpa).get("sinks"), "key_cache": caches[0],
-               "value_cache": caches[1], "qkv": _merged_projection(graph, match)}
+               "value_cache": caches[1],
+               "qkv": merged_projection(graph, match.branches, match.output)}
     replace(graph, CAUSAL_ATTENTION, inputs, [_whole_heads(graph, match), *updated], attrs)
     return _Cached(*updated)
 
@@ -242,7 +252,7 @@ def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:
     whole = gs.Variable(f"{name}.heads", np.float32,
                         None if batch_and_seq is None else [*batch_and_seq, num_heads * dim])
     columns = np.arange(num_heads * dim).reshape(num_heads, dim)[:, :match.value_dim]
-    _gathered(graph, whole, columns.reshape(-1), output)
+    gathered(graph, whole, columns.reshape(-1), output)
     return whole
 
 
@@ -250,7 +260,7 @@ def _rewrite_cached(graph: gs.Graph, match: _Attention,
                     shared: dict[bytes, tuple[gs.Constant, gs.Constant]], cached: _Cached) -> None:
     attrs, inputs = _common(graph, match, shared, ("q_norm",))
     inputs |= {"key_cache": cached.key, "value_cache": cached.value,
-               "query": _projection(graph, match.query, match.query.heads.columns, match.output)}
+               "query": projection(graph, match.query, match.query.heads.columns, match.output)}
     replace(graph, CACHED_ATTENTION, inputs, [_whole_heads(graph, match)], attrs)
 
 
@@ -290,9 +300,9 @@ def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
     if isinstance(match, _CrossAttention):
         inputs |= {"key_starts": graph_input(graph, "memory_starts", ("batch",)),
                    "key_lens": graph_input(graph, "encoder_sequence_length", ("batch",))}
-    inputs |= {"query": _projection(graph, query, query.heads.columns, match.output),
-               "key": _projection(graph, key, key.heads.distinct, match.output),
-               "value": _projection(graph, value, value.heads.distinct, match.output),
+    inputs |= {"query": projection(graph, query, query.heads.columns, match.output),
+               "key": projection(graph, key, key.heads.distinct, match.output),
+               "value": projection(graph, value, value.heads.distinct, match.output),
                "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",))}
     replace(graph, BIDIRECTIONAL_ATTENTION, inputs, [match.output],
             dict(num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
@@ -302,102 +312,3 @@ def _rewrite_bidirectional(graph: gs.Graph, match: _Attention) -> None:
 
 def _bias(match: _Attention) -> dict[str, gs.Tensor | None]:
     return {} if match.bias is None else {match.bias.name: match.bias.table}
-
-
-def _projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs.Tensor) -> \
-        gs.Tensor:
-    """Columns of a projection, by another GEMM where they are not all of one, in order."""
-    rows, gemm = columns.reshape(-1), producer(branch.projected)
-    if np.array_equal(rows, np.arange(branch.projected.shape[-1])):
-        return branch.projected
-    shape = [*branch.projected.shape[:-1], len(rows)]
-    part = gs.Variable(f"{branch.projected.name}.{int(rows[0])}.{output.name}", np.float32, shape)
-    op, weights = op_of(gemm), row_weights(gemm)
-    if gemm is None or op is None or not weights:
-        return _gathered(graph, branch.projected, rows, part)
-    cut = {name: gs.Constant(f"{tensor.name}.{part.name}", values_of(tensor).take_rows(rows))
-           for name, tensor in weights.items()}
-    replace(graph, op, {**operands(gemm), **cut}, [part], gemm.attrs)
-    return part
-
-
-def _gathered(graph: gs.Graph, of: gs.Tensor, columns: np.ndarray, part: gs.Variable) -> \
-        gs.Variable:
-    """`part` as columns of what does not come from a linear layer."""
-    part.inputs.clear()
-    graph.nodes.append(gs.Node(
-        op="Gather", name=part.name, attrs={"axis": -1}, outputs=[part],
-        inputs=[of, gs.Constant(f"{part.name}.index", columns)]))
-    return part
-
-
-def _joined(graph: gs.Graph, sources: Sequence[gs.Tensor]) -> gs.Tensor:
-    """Tensors side by side."""
-    if len(sources) == 1:
-        return sources[0]
-    joined = gs.Variable(".".join(source.name for source in sources), np.float32)
-    graph.nodes.append(gs.Node(op="Concat", name=joined.name, attrs={"axis": -1},
-                               inputs=[*sources], outputs=[joined]))
-    return joined
-
-
-def _of_tokens(graph: gs.Graph, source: gs.Tensor) -> gs.Tensor:
-    """A linear layer's `[batch, 1, seq, width]`, as of a latent that caches see as one head's,
-    without that axis.
-    """
-    gemm = producer(source)
-    op = op_of(gemm)
-    if gemm is None or op is None or not row_weights(gemm) or len(source.shape or ()) != 4:
-        return source
-    name, x = next((name, tensor) for name, tensor in operands(gemm).items()
-                   if not isinstance(tensor, gs.Constant))
-    view = producer(x)
-    if source.shape[1] != 1 or view is None or view.op not in ("Reshape", "Unsqueeze") \
-            or len(view.inputs[0].shape or ()) != 3:
-        return source
-    flat = gs.Variable(f"{source.name}.tokens", np.float32,
-                       [*view.inputs[0].shape[:-1], source.shape[-1]])
-    replace(graph, op, {**operands(gemm), name: view.inputs[0]}, [flat], gemm.attrs)
-    return flat
-
-
-def _merged_projection(graph: gs.Graph, match: _Attention) -> gs.Tensor:
-    """One GEMM for queries, keys and values; where that cannot be, their concatenation."""
-    branches = match.branches
-    rows = [match.query.heads.columns.reshape(-1),
-            *(branch.heads.distinct.reshape(-1) for branch in branches[1:])]
-    width = sum(map(len, rows))
-    name = f"{match.output.name}.qkv"
-    shape = [*match.output.shape[:-1], width] if match.output.shape else None
-    qkv = gs.Variable(name, dtype=np.float32, shape=shape)
-    gemms = [gemm for branch in branches if len(branch.sources) == 1
-             and row_weights(gemm := producer(branch.projected)) and gemm is not None]
-    if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
-        parts: list[gs.Variable] = []
-        flat = {id(source): _of_tokens(graph, source)
-                for source in {id(source): source for branch in branches
-                               for source in branch.sources}.values()}
-        for branch, index in zip(branches, rows, strict=True):
-            of = _joined(graph, [flat[id(source)] for source in branch.sources])
-            part = gs.Variable(f"{of.name}.{len(parts)}.{name}", dtype=np.float32)
-            parts.append(_gathered(graph, of, index, part))
-        graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": -1}, inputs=parts,
-                                   outputs=[qkv]))
-        return qkv
-    op = op_of(gemms[0])
-    assert op is not None
-    stacked = {given: merge_constants(
-        gemms, given, Weight.concat([values_of(operands(gemm)[given]).take_rows(index)
-                                     for gemm, index in zip(gemms, rows, strict=True)]),
-        "qkv_proj", match.output) for given in row_weights(gemms[0])}
-    replace(graph, op, {**operands(gemms[0]), **stacked}, [qkv], gemms[0].attrs)
-    return qkv
-
-
-def _can_merge(gemm: gs.Node, first: gs.Node) -> bool:
-    """Whether linear layers differ in nothing but their rows."""
-    weights, others = row_weights(gemm), row_weights(first)
-    return gemm.op == first.op and fields_of(gemm) == fields_of(first) \
-        and list(weights) == list(others) \
-        and all(tensor is operands(first).get(name) for name, tensor in operands(gemm).items()
-                if name not in weights)

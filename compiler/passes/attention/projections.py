@@ -1,0 +1,119 @@
+"""What attention reads, from the linear layers that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.rewrite import (
+    fields_of,
+    merge_constants,
+    op_of,
+    operands,
+    producer,
+    replace,
+    row_weights,
+    values_of,
+)
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.attention.heads import Branch
+
+
+def projection(graph: gs.Graph, branch: Branch, columns: np.ndarray, output: gs.Tensor) -> \
+        gs.Tensor:
+    """Columns of a projection, by another GEMM where they are not all of one, in order."""
+    rows, gemm = columns.reshape(-1), producer(branch.projected)
+    if np.array_equal(rows, np.arange(branch.projected.shape[-1])):
+        return branch.projected
+    shape = [*branch.projected.shape[:-1], len(rows)]
+    part = gs.Variable(f"{branch.projected.name}.{int(rows[0])}.{output.name}", np.float32, shape)
+    op, weights = op_of(gemm), row_weights(gemm)
+    if gemm is None or op is None or not weights:
+        return gathered(graph, branch.projected, rows, part)
+    cut = {name: gs.Constant(f"{tensor.name}.{part.name}", values_of(tensor).take_rows(rows))
+           for name, tensor in weights.items()}
+    replace(graph, op, {**operands(gemm), **cut}, [part], gemm.attrs)
+    return part
+
+
+def gathered(graph: gs.Graph, of: gs.Tensor, columns: np.ndarray, part: gs.Variable) -> \
+        gs.Variable:
+    """`part` as columns of what does not come from a linear layer."""
+    part.inputs.clear()
+    graph.nodes.append(gs.Node(
+        op="Gather", name=part.name, attrs={"axis": -1}, outputs=[part],
+        inputs=[of, gs.Constant(f"{part.name}.index", columns)]))
+    return part
+
+
+def _joined(graph: gs.Graph, sources: Sequence[gs.Tensor]) -> gs.Tensor:
+    """Tensors side by side."""
+    if len(sources) == 1:
+        return sources[0]
+    joined = gs.Variable(".".join(source.name for source in sources), np.float32)
+    graph.nodes.append(gs.Node(op="Concat", name=joined.name, attrs={"axis": -1},
+                               inputs=[*sources], outputs=[joined]))
+    return joined
+
+
+def without_head_axis(graph: gs.Graph, source: gs.Tensor) -> gs.Tensor:
+    """A linear layer's `[batch, 1, seq, width]`, as of a latent that caches see as one head's,
+    without that axis.
+    """
+    gemm = producer(source)
+    op = op_of(gemm)
+    if gemm is None or op is None or not row_weights(gemm) or len(source.shape or ()) != 4:
+        return source
+    name, x = next((name, tensor) for name, tensor in operands(gemm).items()
+                   if not isinstance(tensor, gs.Constant))
+    view = producer(x)
+    if source.shape[1] != 1 or view is None or view.op not in ("Reshape", "Unsqueeze") \
+            or len(view.inputs[0].shape or ()) != 3:
+        return source
+    flat = gs.Variable(f"{source.name}.tokens", np.float32,
+                       [*view.inputs[0].shape[:-1], source.shape[-1]])
+    replace(graph, op, {**operands(gemm), name: view.inputs[0]}, [flat], gemm.attrs)
+    return flat
+
+
+def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Tensor) -> gs.Tensor:
+    """One GEMM for queries, keys and values; where that cannot be, their concatenation."""
+    rows = [branches[0].heads.columns.reshape(-1),
+            *(branch.heads.distinct.reshape(-1) for branch in branches[1:])]
+    width = sum(map(len, rows))
+    name = f"{output.name}.qkv"
+    shape = [*output.shape[:-1], width] if output.shape else None
+    qkv = gs.Variable(name, dtype=np.float32, shape=shape)
+    gemms = [gemm for branch in branches if len(branch.sources) == 1
+             and row_weights(gemm := producer(branch.projected)) and gemm is not None]
+    if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
+        parts: list[gs.Variable] = []
+        flat = {id(source): without_head_axis(graph, source)
+                for source in {id(source): source for branch in branches
+                               for source in branch.sources}.values()}
+        for branch, index in zip(branches, rows, strict=True):
+            of = _joined(graph, [flat[id(source)] for source in branch.sources])
+            part = gs.Variable(f"{of.name}.{len(parts)}.{name}", dtype=np.float32)
+            parts.append(gathered(graph, of, index, part))
+        graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": -1}, inputs=parts,
+                                   outputs=[qkv]))
+        return qkv
+    op = op_of(gemms[0])
+    assert op is not None
+    stacked = {given: merge_constants(
+        gemms, given, Weight.concat([values_of(operands(gemm)[given]).take_rows(index)
+                                     for gemm, index in zip(gemms, rows, strict=True)]),
+        "qkv_proj", output) for given in row_weights(gemms[0])}
+    replace(graph, op, {**operands(gemms[0]), **stacked}, [qkv], gemms[0].attrs)
+    return qkv
+
+
+def _can_merge(gemm: gs.Node, first: gs.Node) -> bool:
+    """Whether linear layers differ in nothing but their rows."""
+    weights, others = row_weights(gemm), row_weights(first)
+    return gemm.op == first.op and fields_of(gemm) == fields_of(first) \
+        and list(weights) == list(others) \
+        and all(tensor is operands(first).get(name) for name, tensor in operands(gemm).items()
+                if name not in weights)

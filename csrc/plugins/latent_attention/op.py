@@ -1,0 +1,280 @@
+"""Causal self-attention whose heads all make their keys and values of one row for each token, which
+is what the cache keeps: multi-head latent attention, as DeepSeek V2 has it.
+
+A row is a part that the keys of all heads share, as the rotated one, and behind it a latent. The
+key of a head is the shared part, and behind it the latent times the head's `key_up`; its value is
+the latent times its `value_up`.
+
+    query                   [num_tokens, num_heads * (shared + own)], of each head first what meets
+                            the shared part
+    rows                    [num_tokens, shared + latent], not rotated yet
+    key_up                  [num_heads, own, latent]
+    value_up                [num_heads, latent, value]
+    latent_cache            [batch, 1, max_seq_len, shared + latent], rotated
+    cu_seqlens, past_lens   int32 [batch + 1], [batch], as CausalAttention's
+    cos, sin                [max_positions, rotary_dim / 2]; absent: nothing is rotated
+    out                     [num_tokens, num_heads * value]
+
+`head_dim` is shared + latent and `num_kv_heads` 1: it is attention of all heads to one of that
+size, once `key_up` has gone into the queries. `query_dim` is shared + own, `shared_dim` shared, of
+which cos and sin turn the first `rotary_dim`. Scores are multiplied by `scale`, which
+0 makes query_dim ** -0.5.
+
+In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, H heads, L
+positions filled afterwards in the fullest cache row, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.attention.op import _PAST, _POSITIONS, _TOKENS, _ints, check_heads
+from llmc.plugins.roles import Attention, ByHeads
+
+
+def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
+    check_heads(fields)
+    heads, dim, shared = (fields[key] for key in ("num_heads", "head_dim", "shared_dim"))
+    rotary = fields["rotary_dim"]
+    if fields["num_kv_heads"] != 1:
+        raise ValueError(f"num_kv_heads {fields['num_kv_heads']}: all heads share one row")
+    if not 0 < shared < dim or rotary % 2 or not 0 <= rotary <= shared:
+        raise ValueError(f"rotary_dim {rotary}, shared_dim {shared} and head_dim {dim} are no "
+                         f"parts of a row")
+    if bool(rotary) != ({"cos", "sin"} <= present) or len({"cos", "sin"} & present) == 1:
+        raise ValueError(f"rotary_dim {rotary} goes with both cos and sin")
+    table = (">= max_seq_len", rotary // 2)
+    return {"query": ("num_tokens", heads * fields["query_dim"]), "rows": ("num_tokens", dim),
+            "key_up": (heads, fields["query_dim"] - shared, dim - shared),
+            "value_up": (heads, dim - shared, "value"),
+            "latent_cache": ("batch", 1, "max_seq_len", dim),
+            "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table}
+
+
+def _scale(fields: Fields) -> float:
+    return float(fields["scale"] or fields["query_dim"] ** -0.5)
+
+
+def _rotated(name: str, heads: int, fields: Fields) -> list[str]:
+    """Lines that rotate `name`, [T, heads, 1, …], or where nothing is rotated call it so."""
+    if not fields["rotary_dim"]:
+        return [f"{name}_rotated = Identity({name})"]
+    return [f"{name}_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
+            f"num_heads={heads}, rotary_embedding_dim={fields['rotary_dim']}>"
+            f"({name}, cos, sin, position_column)"]
+
+
+def _prepared(fields: Fields) -> list[str]:
+    """Lines for the cache with the new rows in it; for `cached` [B, 1, L, D], as much of it as any
+    sequence has filled; and for `q_flat` [T, H, shared + own], rotated. `visible` [B, S, L] says
+    which positions a query sees.
+    """
+    heads, dim, query_dim = (fields[key] for key in ("num_heads", "head_dim", "query_dim"))
+    return [
+        _TOKENS, _PAST, _POSITIONS, _ints("c2", 2), _ints("c12", 1, 2),
+        # Indices [T, 1, (sequence, head, position)].
+        _ints("row_shape", 0, 1, 1, dim), "row = Reshape(rows, row_shape)",
+        *_rotated("row", 1, fields), _ints("new_shape", 0, 1, dim),
+        "new_rows = Reshape(row_rotated, new_shape)",
+        "no_head = Sub(sequence, sequence)", "sequence_corner = Unsqueeze(sequence, c12)",
+        "head_corner = Unsqueeze(no_head, c12)", "position_corner = Unsqueeze(position, c12)",
+        "index = Concat<axis=-1>(sequence_corner, head_corner, position_corner)",
+        "latent_cache_out = ScatterND(latent_cache, index, new_rows)",
+        "filled = Add(past, lengths)", "fullest = ReduceMax<keepdims=1>(filled)",
+        "cached = Slice(latent_cache_out, c0, fullest, c2)",
+        _ints("query_shape", 0, heads, 1, query_dim), "q = Reshape(query, query_shape)",
+        *_rotated("q", heads, fields), _ints("flat_shape", 0, heads, query_dim),
+        "q_flat = Reshape(q_rotated, flat_shape)",
+        "fullest_scalar = Squeeze(fullest)", "j = Range(zero, fullest_scalar, one)",
+        "past_column = Unsqueeze(past, c1)", "padded_position = Add(past_column, step)",
+        "i = Unsqueeze(padded_position, c2)", "visible = LessOrEqual(j, i)",
+        "never = Constant<value_float=-1e30>()",
+    ]
+
+
+def _absorbed(fields: Fields) -> list[str]:
+    """Lines for `out` by attention to the rows: `key_up` goes into the queries, `value_up` comes
+    behind. For few queries it is the least work.
+    """
+    heads, dim, shared = (fields[key] for key in ("num_heads", "head_dim", "shared_dim"))
+    return [
+        # Queries [B, S * H, D].
+        _ints("parts", shared, fields["query_dim"] - shared),
+        "q_shared, q_own = Split<axis=2>(q_flat, parts)",
+        "q_by_head = Transpose<perm=[1, 0, 2]>(q_own)",
+        "q_up_by_head = MatMul(q_by_head, key_up)",
+        "q_up = Transpose<perm=[1, 0, 2]>(q_up_by_head)",
+        "q_absorbed = Concat<axis=2>(q_shared, q_up)",
+        "q_padded = Gather<axis=0>(q_absorbed, pad)",
+        "batch = Shape<end=1>(pad)", _ints("by_sequence", -1, dim),
+        "q_rows_shape = Concat<axis=0>(batch, by_sequence)",
+        "q_rows = Reshape(q_padded, q_rows_shape)",
+        # Scores [B, S, H, L].
+        "keys = Squeeze(cached, c1)", "keys_t = Transpose<perm=[0, 2, 1]>(keys)",
+        "products = MatMul(q_rows, keys_t)",
+        "pad_shape = Shape(pad)", _ints("by_head", heads, -1),
+        "scores_shape = Concat<axis=0>(pad_shape, by_head)",
+        "scores = Reshape(products, scores_shape)",
+        f"scale = Constant<value_float={_scale(fields)!r}>()", "scaled = Mul(scores, scale)",
+        "visible_to_heads = Unsqueeze(visible, c2)",
+        "masked = Where(visible_to_heads, scaled, never)", "weights = Softmax<axis=-1>(masked)",
+        # What is seen of the rows, [T, H, D], and the value of its latent.
+        "products_shape = Shape(products)", "weights_rows = Reshape(weights, products_shape)",
+        "seen_rows = MatMul(weights_rows, keys)",
+        _ints("seen_shape", -1, heads, dim), "seen_padded = Reshape(seen_rows, seen_shape)",
+        "seen = Gather<axis=0>(seen_padded, place)",
+        _ints("row_parts", shared, dim - shared),
+        "seen_shared, seen_latent = Split<axis=2>(seen, row_parts)",
+        "seen_by_head = Transpose<perm=[1, 0, 2]>(seen_latent)",
+        "out_by_head = MatMul(seen_by_head, value_up)",
+        "out_heads = Transpose<perm=[1, 0, 2]>(out_by_head)",
+        _ints("out_shape", 0, -1), "out = Reshape(out_heads, out_shape)",
+    ]
+
+
+def _expanded(fields: Fields) -> list[str]:
+    """Lines for `out_expanded` by attention to whole keys and values."""
+    heads, dim, shared = (fields[key] for key in ("num_heads", "head_dim", "shared_dim"))
+    return [
+        # Keys [B, H, L, shared + own] and values [B, H, L, value].
+        _ints("cached_parts", shared, dim - shared),
+        "cached_shared, latents = Split<axis=3>(cached, cached_parts)",
+        "keys_own = com.microsoft.FusedMatMul<transB=1>(latents, key_up)",
+        _ints("every_head", 1, heads, 1, 1), "keys_shared = Expand(cached_shared, every_head)",
+        "keys_whole = Concat<axis=3>(keys_shared, keys_own)",
+        "values = MatMul(latents, value_up)",
+        "q_of_sequences = Gather<axis=0>(q_flat, pad)",
+        "q_whole = Transpose<perm=[0, 2, 1, 3]>(q_of_sequences)",
+        "visible_once = Unsqueeze(visible, c1)",
+        f"attended = Attention<scale={_scale(fields)!r}>"
+        "(q_whole, keys_whole, values, visible_once)",
+        "attended_by_token = Transpose<perm=[0, 2, 1, 3]>(attended)",
+        "padded_rows = Shape<start=2>(attended_by_token)", _ints("any_number", -1),
+        "width = ReduceProd(padded_rows)",
+        "attended_shape = Concat<axis=0>(any_number, width)",
+        "attended_rows = Reshape(attended_by_token, attended_shape)",
+        "out_expanded = Gather<axis=0>(attended_rows, place)",
+    ]
+
+
+def _body(fields: Fields, present: frozenset[str]) -> str:
+    return "\n".join([*_prepared(fields), *_absorbed(fields)])
+
+
+def _cpu(fields: Fields, present: frozenset[str]) -> str:
+    """The form that multiplies less, for each head: absorbed S (2 D L + latent (own + value)),
+    expanded S L (shared + own + value) + L latent (own + value).
+    """
+    branches = [[line.replace("out = ", "out_absorbed = ") for line in _absorbed(fields)],
+                _expanded(fields)]
+    return "\n".join([
+        *_prepared(fields),
+        "value_up_shape = Shape(value_up)", "latent = Gather(value_up_shape, one)",
+        "value_dim = Gather(value_up_shape, minus_one)",
+        f"own_dim = Constant<value_int={fields['query_dim'] - fields['shared_dim']}>()",
+        f"query_dim = Constant<value_int={fields['query_dim']}>()",
+        f"row_twice = Constant<value_int={2 * fields['head_dim']}>()",
+        "ups_dim = Add(own_dim, value_dim)", "ups = Mul(latent, ups_dim)",
+        "whole_dim = Add(query_dim, value_dim)", "saved_dim = Sub(row_twice, whole_dim)",
+        "saved_each = Mul(fullest_scalar, saved_dim)", "saved_query = Add(saved_each, ups)",
+        "saved = Mul(longest, saved_query)", "added = Mul(fullest_scalar, ups)",
+        "expands = Greater(saved, added)",
+        "out = If(expands) <then_branch = whole () => (float[t, w] out_expanded) {",
+        *branches[1], "}, else_branch = rows () => (float[t, w] out_absorbed) {", *branches[0],
+        "}>"])
+
+
+def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Of whole keys and values, as if nothing were absorbed."""
+    heads, shared = fields["num_heads"], fields["shared_dim"]
+    wide = {name: inputs[name].astype(np.float64)
+            for name in ("query", "rows", "key_up", "value_up", "latent_cache")}
+    queries, cache = wide["query"].reshape(-1, heads, fields["query_dim"]), wide["latent_cache"]
+    out = np.zeros((len(queries), heads, wide["value_up"].shape[2]))
+
+    def rotated(x: np.ndarray, position: int) -> np.ndarray:
+        if "cos" not in inputs:
+            return x
+        cos, sin = inputs["cos"][position], inputs["sin"][position]
+        first = np.arange(len(cos)) * (2 if fields["interleaved"] else 1)
+        second = first + (1 if fields["interleaved"] else len(cos))
+        result = x.copy()
+        result[..., first] = x[..., first] * cos - x[..., second] * sin
+        result[..., second] = x[..., second] * cos + x[..., first] * sin
+        return result
+
+    for b, past in enumerate(inputs["past_lens"]):
+        start, stop = inputs["cu_seqlens"][b:b + 2]
+        for token in range(start, stop):
+            position = int(past + token - start)
+            cache[b, 0, position] = rotated(wide["rows"][token], position)
+            rows, latents = np.split(cache[b, 0, :position + 1], [shared], axis=1)
+            keys = np.concatenate([np.broadcast_to(rows, (heads, *rows.shape)),
+                                   np.einsum("hnr,jr->hjn", wide["key_up"], latents)], axis=2)
+            scores = np.einsum("hd,hjd->hj", rotated(queries[token], position), keys)
+            scores *= _scale(fields)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            values = np.einsum("hrv,jr->hjv", wide["value_up"], latents)
+            out[token] = np.einsum("hj,hjv->hv", weights / weights.sum(-1, keepdims=True), values)
+    return [out.reshape(len(out), -1), cache]
+
+
+def _samples(rng: np.random.Generator) -> list[Sample]:
+    def sample(new: Sequence[int], past: Sequence[int], heads: int = 3, shared: int = 8,
+               latent: int = 12, nope: int = 5, value: int = 7, rotary_dim: int = 8,
+               max_seq_len: int = 24, **fields: int) -> Sample:
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        inputs = {"query": normal(sum(new), heads * (shared + nope)),
+                  "rows": normal(sum(new), shared + latent),
+                  "key_up": normal(heads, nope, latent), "value_up": normal(heads, latent, value),
+                  "latent_cache": normal(len(new), 1, max_seq_len, shared + latent),
+                  "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
+                  "past_lens": np.array(past, np.int32)}
+        if rotary_dim:
+            angle = np.outer(np.arange(max_seq_len), 0.3 ** np.arange(rotary_dim // 2))
+            inputs |= {"cos": np.cos(angle).astype(np.float32),
+                       "sin": np.sin(angle).astype(np.float32)}
+        return Sample({"num_heads": heads, "num_kv_heads": 1, "head_dim": shared + latent,
+                       "query_dim": shared + nope, "shared_dim": shared, "scale": 0.3,
+                       "rotary_dim": rotary_dim, **fields}, inputs)
+
+    return [
+        sample((5, 2, 3), (0, 0, 0)),
+        sample((1, 1, 1), (11, 3, 0), interleaved=1),
+        sample((6,), (4,), heads=1, value=16),
+        sample((4, 1, 0, 2), (0, 9, 5, 3), heads=4, rotary_dim=4),
+        sample((3, 1), (2, 7), rotary_dim=0),
+        sample((19,), (0,), heads=2, shared=2, rotary_dim=2, nope=12, latent=32),
+    ]
+
+
+OP = Op(
+    name="LatentAttention",
+    version=1,
+    inputs=("query", "rows", "key_up", "value_up", "latent_cache", "cu_seqlens", "past_lens",
+            "cos?", "sin?"),
+    outputs=("out", "latent_cache_out"),
+    fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "query_dim": 0, "shared_dim": 0,
+            "scale": 0.0, "rotary_dim": 0, "interleaved": 0},
+    required=("num_heads", "num_kv_heads", "head_dim", "query_dim", "shared_dim"),
+    choices={"interleaved": (0, 1)},
+    shapes=lambda shapes, fields: [
+        (*shapes["query"][:-1], fields["num_heads"] * int(shapes["value_up"][2])),
+        shapes["latent_cache"]],
+    dims=_dims,
+    shard=(ByHeads({"query": "q"}, per_head=("key_up", "value_up")),),
+    attention=Attention(caches=("latent_cache",)),
+    body=_body,
+    bodies={"cpu": _cpu},
+    has_core=False,
+    float32_inputs=frozenset({"cos", "sin"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
+    cache_inputs=frozenset({"latent_cache"}),
+    reference=_reference,
+    samples=_samples,
+)
