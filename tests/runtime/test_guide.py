@@ -69,7 +69,7 @@ def test_greedy_takes_the_likeliest_token_that_is_allowed(llm):
 
 def test_guided_and_free_callers_share_steps_and_little_room(case_tp1):
     """Also where one is computed again from its start."""
-    free, schema = llmc.SamplingParams(max_tokens=40, ignore_eos=True), SHORT[6]
+    free, schema = llmc.SamplingParams(max_tokens=60, ignore_eos=True), SHORT[6]
     own = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=schema)
     with llmc.LLM(case_tp1) as llm:
         alone, = llm.generate([[5, 6]], own)
