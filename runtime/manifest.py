@@ -38,6 +38,7 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "past_lens": ("int32", ("batch",)),
     "logits_indices": ("int64", ("num_logits",)),
     "block_table": ("int32", ("batch", "max_blocks")),
+    "state_slots": ("int32", ("batch",)),
     "memory_starts": ("int32", ("batch",)),
     "encoder_sequence_length": ("int32", ("batch",)),
 }
@@ -60,7 +61,7 @@ Count = Annotated[int, Field(ge=1, le=_MOST)]
 CountOrNone = Annotated[int, Field(ge=0, le=_MOST)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
-            "|max_blocks)$")]
+            "|max_blocks|num_states)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 
 
@@ -144,7 +145,7 @@ class LayerCache(_Frozen):
 
 class StateCache(_Frozen):
     """What a sequence keeps in one layer whatever its length, on one chip: float32 `[batch,
-    *shape]`.
+    *shape]`, where the KV cache is paged `[num_states, *shape]`.
     """
 
     shape: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -456,7 +457,7 @@ class Manifest(_Frozen):
             if [len(state.shape) for state in chip.states] != \
                     [len(state.shape) for state in self.chips[0].states]:
                 raise ValueError(f"chips 0 and {chip.rank} do not have the same states")
-            if chip.states and self.target.on_gpus:
+            if chip.states and self.target.kind == "tensorrt":
                 raise ValueError(f"target {self.target.kind} keeps no states, chip {chip.rank} has "
                                  f"{len(chip.states)}")
             self._check_inputs(chip)
@@ -523,11 +524,12 @@ class Manifest(_Frozen):
         """What a chip is given is what an engine gives it, of its dtype and shape."""
         dims = self.dims
         paged = self.kv_cache_layout == "paged"
-        table = {"block_table"} if paged else set()
+        table = {"block_table"} if paged and chip.cache else set()
+        slots = {"state_slots"} if paged and chip.states else set()
         memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
         made = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
-        wanted = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *memory,
+        wanted = {"input_ids", "cu_seqlens", "past_lens", "logits_indices", *table, *slots, *memory,
                   *chip.kept, *made}
         odd = (given.keys() ^ wanted) - {"position_ids"}
         if odd:
@@ -538,7 +540,8 @@ class Manifest(_Frozen):
                 cache = chip.caches[name]
                 tensor.require(self.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=paged))
             elif name in chip.state_caches:
-                tensor.require("float32", ("batch", *chip.state_caches[name].shape))
+                tensor.require("float32", ("num_states" if paged else "batch",
+                                           *chip.state_caches[name].shape))
             elif name in made:
                 tensor.require(self.dtype, ("num_memory_tokens", *made[name].shape[1:]))
             else:

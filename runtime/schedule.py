@@ -41,7 +41,8 @@ ALIGNMENT = 16  # bytes; of every value's place
 MEMORY_ROWS = "memory_rows"  # the input that says where an encoder's tokens go
 # ONNX ops that the engine has for single elements, and how many inputs each takes.
 ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh": 1, "Exp": 1,
-               "Sigmoid": 1, "Neg": 1}
+               "Sigmoid": 1, "Neg": 1, "Softplus": 1}
+MOST_JOINED = 4  # values that the engine puts side by side
 _FLOATS = ("float32", "float16", "bfloat16")
 # What an op's integers may be among the engine's inputs, where that is not the same name alone: an
 # Embedding of its own may look up positions.
@@ -61,13 +62,13 @@ class ScheduledTensor(_Frozen):
 
     `shape` has names for a step's sizes: `num_tokens`, `num_logits`, `batch`, `batch_plus_1`,
     and of what an engine has, `num_blocks` of `block_size` positions, `max_blocks` of a sequence,
-    and `num_memory_tokens` for the rows of a `memory`, which an encoder's tokens are scattered to
-    and its decoder reads. A value lies `offset` bytes per token (`per_logit`: per wanted logit)
-    into the arena.
+    `num_states`, and `num_memory_tokens` for the rows of a `memory`, which an encoder's tokens are
+    scattered to and its decoder reads. A value lies `offset` bytes per token (`per_logit`: per
+    wanted logit) into the arena.
     """
 
     name: Annotated[str, Field(min_length=1)]
-    kind: Literal["input", "weight", "cache", "memory", "value"]
+    kind: Literal["input", "weight", "cache", "state", "memory", "value"]
     dtype: ScheduledDType
     shape: tuple[Count | SizeName, ...]
     offset: Annotated[int, Field(ge=0)] = 0
@@ -90,11 +91,13 @@ class ScheduledTensor(_Frozen):
         fits = {"value": dims == 2 and named in (["num_tokens"], ["num_logits"]),
                 "weight": dims in (1, 2, 3) and not named,
                 "cache": dims == 4 and named == ["num_blocks", "block_size"],
+                "state": dims > 1 and named == ["num_states"],
                 "memory": dims == 2 and named == ["num_memory_tokens"],
                 "input": self._is_input()}[self.kind]
         if not fits or (named and self.shape[0] != named[0]):
             raise ValueError(f"{self.kind} {self.name!r} is {self.dtype} {list(self.shape)}")
         allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
+                   "state": ("float32",),
                    "weight": (*_FLOATS, "uint8"), "value": (*_FLOATS, "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
             raise ValueError(f"{self.kind} {self.name!r} is of dtype {self.dtype}")
@@ -192,7 +195,7 @@ class Schedule(_Frozen):
         odd = {*self.named("input")} - (
             {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else {*ENGINE_INPUTS})
         if self.of_encoder:
-            odd |= {*self.named("cache")}
+            odd |= {*self.named("cache", "state")}
         if odd:
             raise ValueError(f"{'an encoder' if self.of_encoder else 'a model'} has no tensor "
                              f"{min(odd)!r}")
@@ -200,7 +203,7 @@ class Schedule(_Frozen):
     def _check_order(self) -> dict[int, int]:
         """Check that every node has what it takes, made before it; for each value, who makes it."""
         made: dict[int, int] = {}
-        written: set[int] = set()  # caches and memory
+        written: set[int] = set()  # caches, states and memory
         for index, node in enumerate(self.nodes):
             try:
                 for number in node.inputs:
@@ -219,7 +222,7 @@ class Schedule(_Frozen):
             except ValueError as error:
                 raise ValueError(f"node {index}, {node.op!r}: {error}") from error
         for number, tensor in enumerate(self.tensors):
-            known = {"value": made, "cache": written}
+            known = {"value": made, "cache": written, "state": written}
             if number not in known.get(tensor.kind, (number,)):
                 raise ValueError(f"no node makes {tensor.kind} {tensor.name!r}")
         if not self.of_encoder and self.logits not in made:
@@ -238,6 +241,8 @@ class Schedule(_Frozen):
         elif node.op == "Gather":
             self._require(node, tensors, ("value", "num_tokens"), ("input", "logits_indices"))
             shapes = [("num_logits", _width(tensors[0]))]
+        elif node.op == "Concat":
+            shapes = [self._joined(node, tensors)]
         elif node.op == "Scatter":
             self._require(node, tensors, ("value", "num_tokens"), ("input", MEMORY_ROWS),
                           ("memory", "num_memory_tokens"))
@@ -270,6 +275,17 @@ class Schedule(_Frozen):
         if node.fields or found != [*wanted]:
             raise ValueError(f"takes {list(wanted)} and no fields, not {found}")
 
+    def _joined(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> \
+            plugins.Shape:
+        """The shape of values side by side."""
+        values = [tensor for number, tensor in zip(node.inputs, tensors, strict=True)
+                  if tensor is not None and tensor.kind == "value" and number not in self.exact]
+        rows = {tensor.shape[0] for tensor in values}
+        if node.fields or not 1 < len(tensors) <= MOST_JOINED or len(values) < len(tensors) \
+                or len(rows) > 1:
+            raise ValueError(f"takes 2 to {MOST_JOINED} values of as many rows and no fields")
+        return rows.pop(), sum(tensor.width for tensor in values)
+
     def _check_op(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> \
             Sequence[plugins.Shape]:
         """Check an llmc op; the shapes of its outputs."""
@@ -288,6 +304,8 @@ class Schedule(_Frozen):
             elif name in op.cache_inputs:
                 wanted = node.fields.get("kv_dtype") or dtype
                 fits = tensor.kind == "cache" and tensor.dtype == wanted
+            elif op.state is not None and name == op.state.state:
+                fits = tensor.kind == "state"
             elif name in op.packed(op.complete(node.fields)) - op.float32_inputs:
                 fits = tensor.kind == "weight" and tensor.dtype == "uint8"
             elif name in op.float32_inputs:
@@ -355,24 +373,25 @@ def _width(tensor: ScheduledTensor | None) -> int:
 def _in_place(node: ScheduledNode) -> dict[int, int]:
     """For each output that is an input's memory, its index and the input's."""
     op = plugins.registry().get(node.op)
+    kept = op.cache_inputs | ({op.state.state} if op.state else set()) if op else set()
     return {index: op.input_names.index(name.removesuffix("_out"))
             for index, name in enumerate(op.outputs)
-            if name.removesuffix("_out") in op.cache_inputs} if op else {}
+            if name.removesuffix("_out") in kept} if op else {}
 
 
 def _elementwise(node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> plugins.Shape:
-    """The shape of values, all alike, among which weights may be a number each, and values a column
-    for all of a row.
+    """The shape of values, all alike, among which weights may be a number each, or one for each
+    column, and values a column for all of a row.
     """
-    shapes: set[plugins.Shape] = set()
-    for tensor in tensors:
-        if tensor is not None and tensor.kind == "value":
-            shapes.add(tensor.shape)
-        elif tensor is None or tensor.kind != "weight" or tensor.dtype != "float32" \
-                or tensor.shape != (1,):
-            raise ValueError(f"takes values and float32 weights of shape [1], not "
-                             f"{tensor and tensor.name!r}")
+    shapes = {tensor.shape for tensor in tensors if tensor is not None and tensor.kind == "value"}
     wide = {shape for shape in shapes if shape[-1] != 1} or shapes
+    widths = {1, *(shape[-1] for shape in wide)}
+    for tensor in tensors:
+        if tensor is None or (tensor.kind != "value" and (
+                (tensor.kind, tensor.dtype) != ("weight", "float32") or len(tensor.shape) != 1
+                or tensor.shape[0] not in widths)):
+            raise ValueError(f"takes values and float32 weights of shape [1] or a row's, not "
+                             f"{tensor and tensor.name!r}")
     if len(tensors) != ELEMENTWISE[node.op] or len(wide) != 1 or node.fields \
             or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"takes {ELEMENTWISE[node.op]} inputs of one shape and no fields")
@@ -450,7 +469,7 @@ def _hold(schedule: Schedule, manifest: Manifest, chip: Chip,
     if schedule.of_encoder != (program is encoder):
         raise ValueError(f"a schedule is {'' if schedule.of_encoder else 'not '}an encoder's")
     memory = {tensor.name: tensor.width for tensor in encoder.outputs} if encoder else {}
-    for name, tensor in schedule.named("weight", "cache", "memory", "input").items():
+    for name, tensor in schedule.named("weight", "cache", "state", "memory", "input").items():
         wanted: tuple[str, Sequence[int | str]] = (tensor.dtype, tensor.shape)
         if tensor.kind == "weight":
             if name not in stored:
@@ -461,6 +480,10 @@ def _hold(schedule: Schedule, manifest: Manifest, chip: Chip,
                 raise ValueError(f"there is no cache {name!r}")
             cache = chip.caches[name]
             wanted = (manifest.kv_dtype, cache_shape(cache, dims.max_seq_len, paged=True))
+        elif tensor.kind == "state":
+            if name not in chip.state_caches:
+                raise ValueError(f"there is no state {name!r}")
+            wanted = ("float32", ("num_states", *chip.state_caches[name].shape))
         elif tensor.kind == "memory":
             if name not in memory:
                 raise ValueError(f"no encoder makes {name!r}")
@@ -485,7 +508,7 @@ def _hold_names(schedule: Schedule, program: Chip | EncoderProgram,
                 memory: Mapping[str, int]) -> None:
     """What goes in and comes out is what the step lists; positions may go unused."""
     listed = {tensor.name for tensor in program.inputs}
-    used = {*schedule.named("input", "cache", "memory")} - {MEMORY_ROWS}
+    used = {*schedule.named("input", "cache", "state", "memory")} - {MEMORY_ROWS}
     if schedule.of_encoder:
         scattered = {schedule.tensors[node.inputs[2]].name for node in schedule.nodes
                      if node.op == "Scatter"}
@@ -532,10 +555,10 @@ def _hold_together(schedules: Sequence[Schedule], chip: Chip) -> None:
     """A name is the same in both schedules, and every cache is used."""
     kinds: dict[str, str] = {}
     for schedule in schedules:
-        for tensor in schedule.named("weight", "cache", "memory", "input").values():
+        for tensor in schedule.named("weight", "cache", "state", "memory", "input").values():
             if kinds.setdefault(tensor.name, tensor.kind) != tensor.kind:
                 raise ValueError(f"{tensor.name!r} is {kinds[tensor.name]} and {tensor.kind}")
-    unused = {*chip.caches} - kinds.keys()
+    unused = {*chip.kept} - kinds.keys()
     if unused:
         raise ValueError(f"no node uses {min(unused)!r}")
 

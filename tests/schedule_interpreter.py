@@ -4,17 +4,23 @@ knows whose bytes each are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
+import llmc
 from llmc import plugins
+from llmc.runtime import llm as llm_module
 from llmc.runtime.collectives import Communicator
+from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.engines.states import StateSlots
 from llmc.runtime.manifest import read_manifest, verify_files
 from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
 from llmc.runtime.step import Limits, Memory, Step
@@ -24,7 +30,8 @@ _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.b
 _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide,
                 "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
-                "Sigmoid": lambda x: 1 / (1 + np.exp(-x)), "Neg": np.negative}
+                "Sigmoid": lambda x: 1 / (1 + np.exp(-x)), "Neg": np.negative,
+                "Softplus": lambda x: np.logaddexp(x, 0)}
 _GUARD, _POISON = 64, 0xA5
 # Blocks are small, so that few tokens take several, and in an order that no mistake would make.
 LIMITS = Limits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,
@@ -92,6 +99,9 @@ class Interpreter:
         self.caches = {t.name: np.full([sizes.get(dim, dim) for dim in t.shape], np.nan,
                                        _DTYPES[t.dtype])
                        for t in self.schedule.tensors if t.kind == "cache"}
+        self.states = {t.name: np.full((limits.max_slots, *t.shape[1:]), np.nan, np.float32)
+                       for t in self.schedule.tensors if t.kind == "state"}
+        self.slots = StateSlots(limits)
         self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}
 
@@ -136,6 +146,10 @@ class Interpreter:
         inputs = {"input_ids": step.token_ids, "position_ids": step.position_ids,
                   "cu_seqlens": step.cu_seqlens, "past_lens": step.past_lens,
                   "logits_indices": step.logits_indices, "block_table": step.block_tables, **inputs}
+        if self.states:
+            inputs["state_slots"], copies = self.slots.place(step)
+            for state in self.states.values():
+                state[copies[:, 1]] = state[copies[:, 0]]
         sizes = {"num_tokens": step.num_tokens, "num_logits": len(step.logits_indices)}
         arenas = {False: Arena(schedule.token_bytes, sizes["num_tokens"]),
                   True: Arena(schedule.logit_bytes, sizes["num_logits"])}
@@ -146,7 +160,7 @@ class Interpreter:
         def read(number):
             number = moved.get(number, number)
             tensor = schedule.tensors[number]
-            known = {"weight": self.weights, "cache": self.caches,
+            known = {"weight": self.weights, "cache": self.caches, "state": self.states,
                      "memory": self.memory}.get(tensor.kind)
             if tensor.kind == "input":
                 return inputs[tensor.name]
@@ -158,6 +172,8 @@ class Interpreter:
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
                 if decode:
                     moved[node.outputs[0]] = node.inputs[0]
+            elif node.op == "Concat":
+                results = [np.concatenate([read(number) for number in node.inputs], -1)]
             elif node.op == "Scatter":
                 read(node.inputs[2])[read(node.inputs[1])] = read(node.inputs[0])
                 results = []
@@ -179,9 +195,11 @@ class Interpreter:
                     arenas[tensor.per_logit].write(number, tensor, result)
                     kept[tensor.name] = arenas[tensor.per_logit].read(number, tensor) \
                         .astype(np.float32)
-            if node.op == "CausalAttention":
-                for number, result in zip(node.inputs[1:3], results[1:], strict=True):
-                    self.caches[schedule.tensors[number].name][:] = result
+            held = [{**self.caches, **self.states}.get(schedule.tensors[number].name)
+                    for number in node.inputs if number >= 0]
+            for array, result in zip((own for own in held if own is not None), results[1:],
+                                     strict=False):
+                array[:] = result
         for arena in arenas.values():
             arena.check_guards()
         return kept
@@ -211,3 +229,16 @@ class Interpreters:
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+@contextmanager
+def interpreted(case: Path, limits: Limits) -> Iterator[llmc.LLM]:
+    """The LLM of a case that is compiled for GPUs, with interpreters in their place."""
+    engine = HostSampling(Interpreters(case, limits), limits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_module, "find_devices", lambda *_: [None])
+        patch.setattr(llm_module, "load_replica", lambda *_: engine)
+        llm = llmc.LLM(case, max_num_batched_tokens=limits.max_tokens,
+                       max_batch_size=limits.max_slots)
+    with llm:
+        yield llm

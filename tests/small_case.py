@@ -21,6 +21,7 @@ from llmc.runtime.manifest import (
     LayerCache,
     Manifest,
     Source,
+    StateCache,
     Target,
     TensorInfo,
     TokenizerInfo,
@@ -123,8 +124,10 @@ def encoder(weights: dict[str, np.ndarray]) -> dict:
     return d.finish()
 
 
-def decoder(weights: dict[str, np.ndarray]) -> dict:
-    """Two layers with rotary embedding, of which the first reads the encoder's memory."""
+def decoder(weights: dict[str, np.ndarray], states: bool) -> dict:
+    """Two layers with rotary embedding, of which the first reads the encoder's memory; the second
+    may keep two states.
+    """
     d = Draft(weights)
     cu, past = d.given("cu_seqlens", "batch_plus_1"), d.given("past_lens", "batch")
     blocks = d.given("block_table", "batch", "max_blocks")
@@ -137,6 +140,25 @@ def decoder(weights: dict[str, np.ndarray]) -> dict:
         qkv = d.node("GemmBiasAct", [normed, d.weight(f"{layer}.qkv", (HEADS + 2) * DIM, HIDDEN),
                                      d.weight(f"{layer}.qkv.bias", (HEADS + 2) * DIM)],
                      (f"{layer}.qkv", (HEADS + 2) * DIM))
+        if layer == 1 and states:
+            slots = d.given("state_slots", "batch")
+            before = d.given("state_0", "num_states", 2, (HEADS + 2) * DIM, dtype="float32",
+                             kind="state")
+            qkv = d.node("CausalConv1d", [qkv, d.weight("taps", (HEADS + 2) * DIM, 3), before, cu,
+                                          past, -1, slots],
+                         ("mixed", (HEADS + 2) * DIM), in_place=1, fields={"kernel_size": 3})
+            before = d.given("state_1", "num_states", HEADS, DIM, DIM, dtype="float32",
+                             kind="state")
+            decay = d.node("GemmBiasAct", [normed, d.weight("decay", HEADS, HIDDEN)],
+                           ("decay", HEADS), fields={"activation": "softplus"})
+            normed = d.node("GatedLinearAttention",
+                            [qkv, decay, before, cu, past, -1, d.weight("skip", HEADS), slots,
+                             d.weight("rate", HEADS)],
+                            ("kept", HEADS * DIM), in_place=1, fields={
+                                "num_k_heads": 1, "num_v_heads": HEADS, "k_head_dim": DIM,
+                                "v_head_dim": DIM})
+            qkv = d.node("GemmBiasAct", [normed, d.weight("more", (HEADS + 2) * DIM, HIDDEN)],
+                         ("more", (HEADS + 2) * DIM))
         caches = [d.given(f"{kind}_cache_{layer}", "num_blocks", 1, "block_size", DIM,
                           dtype="float32", kind="cache") for kind in ("key", "value")]
         rotary = [d.weight(name, LENGTH, DIM // 2) for name in ("cos", "sin")]
@@ -171,12 +193,12 @@ def decoder(weights: dict[str, np.ndarray]) -> dict:
     return d.finish(d.node("Tanh", [halved], ("logits", PADDED), logits=True))
 
 
-def write_case(directory: Path) -> Path:
-    """Write the case directory."""
+def write_case(directory: Path, *, states: bool = True) -> Path:
+    """Write the case directory; perhaps of a model that keeps states."""
     chip = directory / "chip0"
     chip.mkdir(parents=True)
     weights: dict[str, np.ndarray] = {}
-    schedules = {"schedule.json": decoder(weights), "encoder.json": encoder(weights)}
+    schedules = {"schedule.json": decoder(weights, states), "encoder.json": encoder(weights)}
     for name, schedule in schedules.items():
         (chip / name).write_text(json.dumps(schedule))
     save_file(weights, chip / "weights.safetensors")
@@ -196,16 +218,17 @@ def write_case(directory: Path) -> Path:
         ops={name: plugins.registry()[name].version for name in sorted(
             used & {*plugins.registry()})},
         tokenizer=TokenizerInfo(path=None, bos_token_id=1, eos_token_ids=(2,), chat_template=None),
-        chips=(_chip(schedules, sum(array.nbytes for array in weights.values())),),
+        chips=(_chip(schedules, sum(array.nbytes for array in weights.values()), states),),
         passes=(), files=files), directory)
     return directory
 
 
-def _chip(schedules: Mapping[str, dict], weight_bytes: int) -> Chip:
+def _chip(schedules: Mapping[str, dict], weight_bytes: int, keeps: bool) -> Chip:
     def listed(name: str) -> tuple[TensorInfo, ...]:
         return tuple(TensorInfo(name=t["name"], dtype=t["dtype"], shape=tuple(t["shape"]))
                      for t in schedules[name]["tensors"]
-                     if t["kind"] in ("input", "cache", "memory") and t["name"] != "memory_rows"
+                     if t["kind"] in ("input", "cache", "state", "memory")
+                     and t["name"] != "memory_rows"
                      and not (name == "encoder.json" and t["kind"] == "memory"))
 
     def step(name: str, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> GraphStep:
@@ -215,12 +238,15 @@ def _chip(schedules: Mapping[str, dict], weight_bytes: int) -> Chip:
     inputs, given = listed("schedule.json"), listed("encoder.json")
     outputs = (TensorInfo(name="logits", dtype="float32", shape=("num_logits", PADDED)),
                *(t.model_copy(update={"name": f"{t.name}_out"}) for t in inputs
-                 if "_cache_" in t.name))
+                 if "_cache_" in t.name or t.name[:-1] == "state_"))
     memory = tuple(TensorInfo(name=f"memory_{kind}_0", dtype="float32", shape=("num_tokens", DIM))
                    for kind in ("key", "value"))
     return Chip(rank=0, path="chip0", inputs=inputs, outputs=outputs,
                 steps=(step("schedule.json", inputs, outputs),),
                 cache=(LayerCache(num_kv_heads=1, head_dim=DIM),) * LAYERS,
-                num_heads=(HEADS,) * LAYERS, weight_bytes=weight_bytes,
+                num_heads=(HEADS,) * LAYERS,
+                states=(StateCache(shape=(2, (HEADS + 2) * DIM)),
+                        StateCache(shape=(HEADS, DIM, DIM))) if keeps else (),
+                weight_bytes=weight_bytes,
                 encoder=EncoderProgram(inputs=given, outputs=memory,
                                        steps=(step("encoder.json", given, memory),)))

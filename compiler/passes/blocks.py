@@ -1,11 +1,17 @@
-"""Keep the KV cache in blocks, which sequences share and have as many of as they are long.
+"""Keep the KV cache in blocks, which sequences share and have as many of as they are long; and
+states where a sequence's is any of those that there are.
 
 Given:   CausalAttention(qkv, key_cache, value_cache, …), caches [batch, num_kv_heads, max_seq_len,
          head_dim]
 Result:  CausalAttention(qkv, key_cache, value_cache, …, block_table), caches [num_blocks,
          num_kv_heads, block_size, head_dim], block_table an input [batch, max_blocks]
 
-How many blocks there are, and how large they are, the engine decides when it loads the model.
+Given:   CausalConv1d(hidden, weight, state, …), state [batch, …]
+Result:  CausalConv1d(hidden, weight, state, …, state_slots), state [num_states, …], state_slots an
+         input [batch]
+
+How many blocks and states there are, and how large blocks are, the engine decides when it loads the
+model.
 """
 
 from __future__ import annotations
@@ -13,23 +19,45 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.rewrite import Report, Settings, caches, op_of, operands, replace
+from llmc.compiler.graph.rewrite import (
+    Report,
+    Settings,
+    caches,
+    op_of,
+    operands,
+    replace,
+    state_of,
+)
+from llmc.plugins import Op
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 
 
 def blocks(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    found = [node for node in graph.nodes if op_of(node) is CAUSAL_ATTENTION]
-    if not found:
-        return
-    table = gs.Variable("block_table", np.int32, ("batch", "max_blocks"))
-    first = next(i for i, tensor in enumerate(graph.inputs) if "_cache_" in tensor.name)
-    graph.inputs.insert(first, table)
-    for node in found:
+    attention = [node for node in graph.nodes if op_of(node) is CAUSAL_ATTENTION]
+    for node in attention:
         for cache in (cache for pair in caches(node) for cache in pair):
             cache.shape = ("num_blocks", cache.shape[1], "block_size", cache.shape[3])
-        replace(graph, CAUSAL_ATTENTION, {**operands(node), "block_table": table},
-                list(node.outputs), node.attrs)
+            report.count("caches")
+    _tell(graph, attention, gs.Variable("block_table", np.int32, ("batch", "max_blocks")))
+    keeping = [(node, kept) for node in graph.nodes if (kept := state_of(node)) is not None]
+    for _, kept in keeping:
+        for state in kept:
+            state.shape = ("num_states", *state.shape[1:])
+        report.count("states")
+    _tell(graph, [node for node, _ in keeping], gs.Variable("state_slots", np.int32, ("batch",)))
+
+
+def _tell(graph: gs.Graph, nodes: list[gs.Node], given: gs.Variable) -> None:
+    """Give these nodes another input of the graph, which stands before what is kept."""
+    if not nodes:
+        return
+    kept = {id(tensor) for node in graph.nodes
+            for pair in (*caches(node), *filter(None, [state_of(node)])) for tensor in pair}
+    graph.inputs.insert(next(i for i, own in enumerate(graph.inputs) if id(own) in kept), given)
+    for node in nodes:
+        op = op_of(node)
+        assert isinstance(op, Op)
+        replace(graph, op, {**operands(node), given.name: given}, list(node.outputs), node.attrs)
         node.outputs.clear()
         graph.nodes.remove(node)
-        report.count("caches", 2)

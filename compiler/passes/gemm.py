@@ -12,6 +12,9 @@ Result:  z = GemmBiasRes(x, W, b, residual)
 Given:   g = x·Wgᵀ; u = x·Wuᵀ (or both halves of one GEMM); y = act(g) · u
 Result:  y = GatedMLP(x, [Wg; Wu], activation=act)
 
+Given:   y = Where(x > 20, x, log(1 + exp(x))), which nothing above has taken
+Result:  y = Softplus(x)
+
 Activations are recognised by running them.
 """
 
@@ -64,13 +67,11 @@ _MAX_GATED_NODES = 24
 def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Make linear layers GemmBiasAct nodes without activation."""
     flatten(graph, settings, report)
-    bias = Rule("bias", frozenset({"Add"}), lambda node, settings: _check_bias(graph, node),
-                _rewrite_bias)
     present = {id(tensor._values): tensor for node in graph.nodes for tensor in node.inputs
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     linear = Rule("linear", frozenset({"MatMul", "Gemm"}),
                   lambda node, settings: _check_linear(node, present), _rewrite_linear)
-    apply_rules(graph, [linear, bias], settings, report)
+    apply_rules(graph, [linear, _bias_rule(graph)], settings, report)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,11 @@ class _Bias:
     output: gs.Tensor
 
 
+def _bias_rule(graph: gs.Graph) -> Rule:
+    return Rule("bias", frozenset({"Add"}), lambda node, settings: _check_bias(graph, node),
+                _rewrite_bias)
+
+
 def _check_bias(graph: gs.Graph, node: gs.Node) -> _Bias | NoMatch | None:
     for linear, bias in (node.inputs, node.inputs[::-1]):
         source = producer(linear)
@@ -155,10 +161,14 @@ class _Activated:
 
 
 def activation(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Give GEMMs the activation that follows them."""
+    """Give GEMMs the activation that follows them, and a bias before that which is added to columns
+    of a larger GEMM.
+    """
     rule = Rule("activation", frozenset({GEMM.name}),
                 lambda node, settings: _check_activation(graph, node), _rewrite_activation)
-    apply_rules(graph, [rule], settings, report)
+    softplus = Rule("softplus", frozenset({"Where"}),
+                    lambda node, settings: _check_softplus(graph, node), _rewrite_softplus)
+    apply_rules(graph, [_bias_rule(graph), rule, softplus], settings, report)
 
 
 def _check_activation(graph: gs.Graph, node: gs.Node) -> _Activated | NoMatch | None:
@@ -184,6 +194,27 @@ def _check_activation(graph: gs.Graph, node: gs.Node) -> _Activated | NoMatch | 
         elif found is None:
             found = NoMatch("what follows the GEMM computes none of its activations", piece.output)
     return found
+
+
+@dataclass(frozen=True)
+class _Softplus:
+    x: gs.Tensor
+    output: gs.Tensor
+
+
+def _check_softplus(graph: gs.Graph, node: gs.Node) -> _Softplus | None:
+    x = node.inputs[1]
+    for piece in closed_regions(graph, x, consumers(graph, x), ELEMENTWISE):
+        if piece.output is node.outputs[0]:
+            return _Softplus(x, piece.output) if recognise_activation(piece, x) == "softplus" \
+                else None
+    return None
+
+
+def _rewrite_softplus(graph: gs.Graph, match: _Softplus, settings: Settings) -> None:
+    match.output.inputs.clear()
+    graph.nodes.append(gs.Node(op="Softplus", name=match.output.name, inputs=[match.x],
+                               outputs=[match.output]))
 
 
 def recognise_activation(piece: Piece, source: gs.Tensor) -> str | None:

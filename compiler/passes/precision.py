@@ -15,19 +15,21 @@ from llmc.compiler.graph.rewrite import (
     exact_outputs,
     fields_of,
     op_of,
+    state_of,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
 
 
 def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Give weights, activations and caches the model's dtype; what an op wants exact, and numbers
-    of ONNX's own ops, stay float32. What the graphs share, they go on to share.
+    """Give weights, activations and caches the model's dtype; what an op wants exact, states, and
+    numbers of ONNX's own ops, stay float32. What the graphs share, they go on to share.
     """
     done: dict[tuple[int, str], tuple[Weight, Weight]] = {}
     for graph in graphs:
         report.count("weights", _cast_weights(graph, numpy_dtype(settings.dtype), done))
-        exact = {id(tensor) for node in graph.nodes for tensor in exact_outputs(node)}
+        exact = {id(tensor) for node in graph.nodes
+                 for tensor in (*exact_outputs(node), *(state_of(node) or ()))}
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Variable) and tensor.dtype is not None \
                     and id(tensor) not in exact and np.dtype(tensor.dtype) == np.float32:
@@ -72,6 +74,22 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
             report.count("caches", len(pairs))
         for tensor in (tensor for pair in pairs for tensor in pair):
             tensor.dtype = numpy_dtype(settings.kv_dtype)
+
+
+def split_clip(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Clip as Max and Min, which the engine has."""
+    for node in [node for node in graph.nodes if node.op == "Clip"]:
+        bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
+                  if not limit.is_empty()]
+        x, output = node.inputs[0], node.outputs[0]
+        node.outputs.clear()
+        graph.nodes.remove(node)
+        for op, limit in bounds:
+            last = (op, limit) == bounds[-1]
+            made = output if last else gs.Variable(f"{output.name}.{op}", x.dtype, x.shape)
+            graph.nodes.append(gs.Node(op=op, name=made.name, inputs=[x, limit], outputs=[made]))
+            x = made
+        report.count("clip")
 
 
 def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:

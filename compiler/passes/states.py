@@ -112,11 +112,23 @@ def _with_state(graph: gs.Graph, node: gs.Node, number: int) -> None:
     inputs = {own.removesuffix("_sequences"): tensor for own, tensor in given.items()}
     if is_op(node, RECURRENCE):
         _name_packed(given["qkv_sequences"])
+        inputs |= _decay(inputs["decay"], fields["num_v_heads"])
     replace(graph, op, {
         **inputs, "state": before, "cu_seqlens": graph_input(graph, "cu_seqlens",
                                                             ("batch_plus_1",)),
         "past_lens": graph_input(graph, "past_lens", ("batch",))},
         [node.outputs[0], after], node.attrs)
+
+
+def _decay(decay: gs.Tensor, heads: int) -> dict[str, gs.Tensor]:
+    """Logarithms that are something times a number for each head: what, and these numbers."""
+    node = producer(decay)
+    for rate, rest in (node.inputs, node.inputs[::-1]) if node is not None and node.op == "Mul" \
+            else ():
+        if weight(rate) is not None and tuple(rate.shape) == (heads,) and \
+                not isinstance(rest, gs.Constant):
+            return {"decay": rest, "decay_rate": rate}
+    return {}
 
 
 def _name_packed(tensor: gs.Tensor) -> None:

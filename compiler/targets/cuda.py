@@ -9,9 +9,9 @@ made, to a memory that both schedules name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -26,7 +26,14 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.graph.dtypes import numpy_dtype
-from llmc.compiler.graph.rewrite import caches, exact_outputs, fields_of, is_llmc, values_of
+from llmc.compiler.graph.rewrite import (
+    caches,
+    exact_outputs,
+    fields_of,
+    is_llmc,
+    state_of,
+    values_of,
+)
 from llmc.compiler.targets import Options
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
@@ -34,6 +41,7 @@ from llmc.runtime.manifest import Chip, FileEntry, Target
 from llmc.runtime.schedule import (
     ELEMENTWISE,
     ENCODER_SCHEDULE_NAME,
+    MOST_JOINED,
     SCHEDULE_NAME,
     Schedule,
     ScheduledDType,
@@ -88,8 +96,14 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     Raises:
         LlmcError: see `emit`.
     """
+    for node in graph.nodes:  # what exporters do not say
+        if node.op in ELEMENTWISE and node.outputs[0].shape is None:
+            shapes = [t.shape for t in node.inputs if not isinstance(t, gs.Constant)]
+            node.outputs[0].shape = max(shapes, key=lambda shape: shape[-1])
     fields = [_fields(node) for node in graph.nodes]  # before anything asks for a shape
-    kept = {id(tensor) for node in graph.nodes for pair in caches(node) for tensor in pair}
+    kept: dict[int, Literal["cache", "state"]] = {
+        id(tensor): "cache" for node in graph.nodes for pair in caches(node) for tensor in pair}
+    kept |= {id(tensor): "state" for node in graph.nodes for tensor in state_of(node) or ()}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
     memory = outputs if all(t.name != "logits" for t in outputs) else []  # an encoder's
     numbers: dict[int, int] = {}
@@ -103,7 +117,7 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
             return -1
         if id(tensor) not in numbers:
             numbers[id(tensor)] = len(tensors)
-            tensors.append(_describe(tensor, id(tensor) in kept, offsets,
+            tensors.append(_describe(tensor, kept.get(id(tensor)), offsets,
                                      dtypes.get(id(tensor), dtype),
                                      any(tensor is t for t in graph.inputs)))
         return numbers[id(tensor)]
@@ -138,22 +152,25 @@ def _fields(node: gs.Node) -> dict[str, int | float | str]:
     constants = [t for t in node.inputs if isinstance(t, gs.Constant)]
     if node.op == "Gather" and node.attrs.get("axis", 0) == 0 and not constants:
         return {}
-    if node.op in ELEMENTWISE and all(t.values.size == 1 for t in constants):
+    if node.op == "Concat" and not constants and len(node.inputs) <= MOST_JOINED and \
+            node.attrs["axis"] in (-1, len(node.outputs[0].shape) - 1):
+        return {}
+    if node.op in ELEMENTWISE and all(
+            t.values.size == 1 or [*t.shape] == [*node.outputs[0].shape[-1:]] for t in constants):
         return {}
     raise LlmcError(f"{node.op} '{node.name}': the cuda target has no kernel for it; compile for "
                     f"--target cpu")
 
 
-def _describe(tensor: gs.Tensor, is_cache: bool, offsets: dict[int, int], dtype: str,
-              is_input: bool) -> ScheduledTensor:
+def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets: dict[int, int],
+              dtype: str, is_input: bool) -> ScheduledTensor:
     if isinstance(tensor, gs.Constant):
         values = values_of(tensor)
         return ScheduledTensor(name=tensor.name, kind="weight", dtype=_name(values.dtype),
                                shape=values.shape)
     shape = tuple(dim if isinstance(dim, str) else int(dim) for dim in tensor.shape)
-    if is_cache:
-        return ScheduledTensor(name=tensor.name, kind="cache", dtype=_name(tensor.dtype),
-                               shape=shape)
+    if kept is not None:
+        return ScheduledTensor(name=tensor.name, kind=kept, dtype=_name(tensor.dtype), shape=shape)
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
@@ -168,7 +185,7 @@ def _name(dtype: np.dtype | type | str) -> ScheduledDType:
     return cast(ScheduledDType, np.dtype(dtype).name)  # the schedule refuses any other
 
 
-def _plan(graph: gs.Graph, kept: set[int], memory: Sequence[gs.Tensor], dtype: str,
+def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], dtype: str,
           dtypes: Mapping[int, str]) -> tuple[dict[int, int], dict[bool, int]]:
     """Place each value where no value that lives at the same time is, the largest first. What goes
     to the memory lives until then. Values are of `dtype`, but for those in `dtypes`.

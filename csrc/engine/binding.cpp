@@ -42,12 +42,13 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
   Array<int64_t> token_ids, Array<int32_t> cu_seqlens, Array<int32_t> past_lens, Array<int32_t> block_tables,       \
       Array<int32_t> slots, int num_decode, Array<int32_t> sample, Array<int32_t> copies, int candidates, int logits, \
       Array<int32_t> memory_starts, Array<int32_t> memory_lens, Array<int32_t> mask_rows, Array<uint32_t> masks,    \
+      Array<int32_t> state_slots, Array<int32_t> state_copies,                                                      \
       Array<int32_t> admit_slots, Array<uint8_t> admit_states, Array<int32_t> admit_prompts,                        \
       Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                                            \
   StepInputs{host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots), num_decode,       \
              host(sample), host(copies), candidates, static_cast<Logits>(logits), host(memory_starts),              \
-             host(memory_lens), host(mask_rows), host(masks),                                                       \
+             host(memory_lens), host(mask_rows), host(masks), host(state_slots), host(state_copies),                \
              {host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),                    \
               host(admit_lengths), host(admit_tokens), host(admit_lists)}}
 
@@ -70,6 +71,9 @@ void bind_program(nb::module_& m) {
       })
       .def("add_cache", [](Program& self, const std::string& dtype, int64_t num_kv_heads, int64_t head_dim) {
         return self.add_cache(dtype_of(dtype), num_kv_heads, head_dim);
+      })
+      .def("add_state", [](Program& self, const std::string& dtype, const Shape& shape) {
+        return self.add_state(dtype_of(dtype), shape);
       })
       .def("add_memory", &Program::add_memory)
       .def("add_value", [](Program& self, const std::string& dtype, const Shape& shape, int64_t offset,

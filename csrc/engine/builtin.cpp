@@ -37,17 +37,41 @@ class Scatter : public Plugin {
   }
 };
 
-// An ONNX op on elements; one float32 number stands for all elements, a column of values for all of a row.
+// Values side by side.
+class Concat : public Plugin {
+ public:
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    int64_t width = 0;
+    for (const Dims& x : in) {
+      if (x.empty()) continue;
+      expect("what Concat joins", x, {in[0][0], x[1]});
+      width += x[1].number();
+    }
+    return {{in[0][0], width}};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    kernels::JoinParams p{};
+    p.y = out[0].data;
+    p.rows = static_cast<int>(out[0].shape[0]);
+    for (size_t i = 0; i < in.size(); ++i)
+      if (in[i].data != nullptr) p.x[i] = in[i].data, p.widths[i] = static_cast<int>(in[i].shape[1]);
+    check(kernels::join(out[0].dtype, p, context.stream), "Concat");
+  }
+};
+
+// An ONNX op on elements; one float32 number stands for all elements, a row of them for all rows, a column of values
+// for all of a row.
 class ElementwiseOp : public Plugin {
  public:
   explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims& y = in.size() > 1 && (is_number(in[0]) || (!is_number(in[1]) && is_column(in[0]))) ? in[1] : in[0];
-    if (is_number(y)) throw Error("an elementwise op has nothing but numbers");
+    const Dims& y = in.size() > 1 && (is_weight(in[0]) || (!is_weight(in[1]) && is_column(in[0]))) ? in[1] : in[0];
+    if (is_weight(y)) throw Error("an elementwise op has nothing but weights");
     for (const Dims& operand : in)
       expect("an elementwise op's operand", operand,
-             is_number(operand) ? Dims{1} : is_column(operand) ? Dims{y[0], 1} : y);
+             !is_weight(operand) ? (is_column(operand) ? Dims{y[0], 1} : y) : is_number(operand) ? Dims{1} : Dims{y[1]});
     return {y};
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
@@ -61,10 +85,11 @@ class ElementwiseOp : public Plugin {
 
  private:
   template <typename Dimensions>
-  static bool is_number(const Dimensions& shape) { return shape.size() < 2; }
+  static bool is_weight(const Dimensions& shape) { return shape.size() < 2; }
+  static bool is_number(const Dims& shape) { return shape.empty() || (shape[0].known() && shape[0].number() == 1); }
   static bool is_column(const Dims& shape) { return shape.size() == 2 && shape[1].known() && shape[1].number() == 1; }
   static kernels::Operand operand(const Tensor& x, const Tensor& y) {
-    if (is_number(x.shape)) return kernels::Operand::kNumber;
+    if (is_weight(x.shape)) return x.size() == 1 ? kernels::Operand::kNumber : kernels::Operand::kRow;
     return x.shape == y.shape ? kernels::Operand::kWhole : kernels::Operand::kColumn;
   }
 
@@ -89,6 +114,7 @@ std::map<std::string, PluginType> all_types() {
   };
   add("Gather", {"x", "logits_indices: int64"}, {"y"}, &make<Gather>);
   add("Scatter", {"x", "memory_rows: int64", "memory"}, {}, &make<Scatter>);
+  add("Concat", {"a", "b", "c?", "d?"}, {"y"}, &make<Concat>);
   const std::vector<Port> one = {"a"}, two = {"a: number", "b: number"};
   add("Add", two, {"y"}, &make<Elementwise::kAdd>);
   add("Sub", two, {"y"}, &make<Elementwise::kSub>);
@@ -100,6 +126,7 @@ std::map<std::string, PluginType> all_types() {
   add("Exp", one, {"y"}, &make<Elementwise::kExp>);
   add("Sigmoid", one, {"y"}, &make<Elementwise::kSigmoid>);
   add("Neg", one, {"y"}, &make<Elementwise::kNeg>);
+  add("Softplus", one, {"y"}, &make<Elementwise::kSoftplus>);
   return types;
 }
 

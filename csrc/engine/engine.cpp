@@ -62,7 +62,9 @@ void Engine::place_tensors() {
   char* logit_arena = memory_.allocate<char>(program_.logit_bytes() * limits.max_logits, "logits");
   static const std::map<Kind, const char*> names = {{Kind::kInput, "inputs"},
                                                     {Kind::kWeight, "weights"},
+                                                    {Kind::kState, "the states of sequences"},
                                                     {Kind::kMemory, "the encoder's memory"}};
+  std::vector<kernels::CacheBlocks> states;
   for (size_t i = 0; i < program_.tensors().size(); ++i) {
     const Declared& tensor = program_.tensors()[i];
     if (tensor.kind == Kind::kCache)
@@ -73,7 +75,10 @@ void Engine::place_tensors() {
     else
       places_.push_back(memory_.allocate<char>(program_.capacity(static_cast<int>(i)) * width(tensor.dtype),
                                                names.at(tensor.kind)));
+    if (tensor.kind == Kind::kState)
+      states.push_back({places_.back(), bytes_of(static_cast<int>(i)) / (limits.num_states + 1)});
   }
+  states_ = keep(states, "the states of sequences");
   auto input = [&](auto*& place, const char* name) {
     const int number = program_.input(name);
     if (number >= 0) place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(places_[number]);
@@ -84,9 +89,23 @@ void Engine::place_tensors() {
   input(inputs_.cu_seqlens, "cu_seqlens");
   input(inputs_.past_lens, "past_lens");
   input(inputs_.block_table, kBlockTable);
+  input(inputs_.state_slots, kStateSlots);
   input(inputs_.memory_starts, kMemoryStarts);
   input(inputs_.memory_lens, kMemoryLens);
   input(inputs_.memory_rows, kMemoryRows);
+}
+
+Engine::Kept Engine::keep(const std::vector<kernels::CacheBlocks>& kept, const char* what) {
+  Kept made{memory_.allocate<kernels::CacheBlocks>(kept.size(), what), static_cast<int>(kept.size())};
+  upload(made.all, kept.data(), kept.size() * static_cast<int64_t>(sizeof(kernels::CacheBlocks)), stream_.handle);
+  synchronize();  // `kept` is the caller's
+  return made;
+}
+
+void Engine::copy(const Kept& kept, const char* received, int64_t pairs, const HostArray<int32_t>& copies) {
+  if (copies.size == 0 || kept.count == 0) return;
+  check(kernels::copy_blocks(kept.all, kept.count, at<int32_t>(received, pairs), static_cast<int>(copies.size / 2),
+                             stream_.handle), "copying blocks");
 }
 
 // Scratch for the largest step, and counters.
@@ -173,7 +192,9 @@ int64_t Engine::measure(double utilization) const {
   size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "asking for free memory");
   const double room = static_cast<double>(free) - (1 - utilization) * static_cast<double>(total);
-  return std::max<int64_t>(static_cast<int64_t>(room / static_cast<double>(program_.block_bytes())) - 1, 0);
+  const int64_t block = program_.block_bytes();
+  if (block == 0) return int64_t{1} << 30;  // no layer keeps keys and values
+  return std::max<int64_t>(static_cast<int64_t>(room / static_cast<double>(block)) - 1, 0);
 }
 
 void Engine::prepare_weights() {
@@ -200,9 +221,7 @@ void Engine::allocate(int num_blocks) {
     places_[i] = memory_.allocate<char>(bytes, "the KV cache");
     caches.push_back({places_[i], bytes / (num_blocks + 1)});
   }
-  num_caches_ = static_cast<int>(caches.size());
-  caches_ = memory_.allocate<kernels::CacheBlocks>(num_caches_, "the KV cache");
-  upload(caches_, caches.data(), num_caches_ * static_cast<int64_t>(sizeof(kernels::CacheBlocks)), stream_.handle);
+  caches_ = keep(caches, "the KV cache");
   // Where a sequence has no block, it has the one that is nobody's.
   if (inputs_.block_table != nullptr) {
     table_.assign(program_.capacity(program_.input(kBlockTable)), num_blocks);
@@ -252,6 +271,7 @@ Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const std::vec
   sent.seqlens = into.add(inputs.cu_seqlens.data, inputs.cu_seqlens.size);
   sent.past = into.add(inputs.past_lens.data, inputs.past_lens.size);
   sent.slots = into.add(inputs.slots.data, inputs.slots.size);
+  sent.states = into.add(inputs.state_slots.data, inputs.state_slots.size);
   sent.logits = into.add(logits_indices);
   sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
   sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
@@ -301,10 +321,12 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.memory_starts = inputs_.memory_starts;
   p.memory_lens = inputs_.memory_lens;
   p.block_table = inputs_.block_table;
+  p.state_slots = inputs_.state_slots;
   p.given_ids = at<int32_t>(received, sent.ids);
   p.given_seqlens = at<int32_t>(received, sent.seqlens);
   p.given_past = at<int32_t>(received, sent.past);
   p.given_slots = at<int32_t>(received, sent.slots);
+  p.given_states = at<int32_t>(received, sent.states);
   p.given_logits = at<int32_t>(received, sent.logits);
   p.given_starts = at<int32_t>(received, sent.starts);
   p.given_lens = at<int32_t>(received, sent.lens);
@@ -317,6 +339,7 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.rows = sent.rows;
   p.num_runs = sent.num_runs;
   p.max_blocks = program_.limits().max_blocks();
+  p.num_states = program_.limits().num_states;
   check(kernels::prepare(p, stream_.handle), "preparing a step");
 }
 
@@ -362,6 +385,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const Sent sent = pack(packed, inputs, logits_indices, step.batch);
     const int64_t sampled = packed.add(slots), picked = packed.add(rows);
     const int64_t copies = packed.add(inputs.copies.data, inputs.copies.size);
+    const int64_t state_copies = packed.add(inputs.state_copies.data, inputs.state_copies.size);
     const int64_t mask_rows = packed.add(inputs.mask_rows.data, inputs.mask_rows.size);
     const int64_t masks = packed.add(inputs.masks.data, inputs.masks.size);
     const Admissions& admit = inputs.admit;
@@ -372,9 +396,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
                                packed.add(admit.tokens.data, admit.tokens.size),
                                packed.add(admit.lists.data, admit.lists.size)};
     const char* received = send(packed);
-    if (inputs.copies.size > 0)
-      check(kernels::copy_blocks(caches_, num_caches_, at<int32_t>(received, copies),
-                                 static_cast<int>(inputs.copies.size / 2), stream_.handle), "copying blocks");
+    copy(caches_, received, copies, inputs.copies);
+    copy(states_, received, state_copies, inputs.state_copies);
     sampler_->admit(admit, {at<kernels::SlotState>(received, offsets[0]), at<int32_t>(received, offsets[1]),
                             at<int32_t>(received, offsets[2]), at<int32_t>(received, offsets[3]),
                             at<int32_t>(received, offsets[4]), at<int32_t>(received, offsets[5])}, states);
@@ -477,6 +500,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   use_device();
   const int batch = static_cast<int>(lengths.size());
   std::vector<int32_t> starts{0}, zeros(batch), ones(batch, 1), index{0};
+  const std::vector<int32_t> nobody(limits.num_states > 0 ? batch : 0, limits.num_states);
   int longest = 0;
   for (int length : lengths) {
     if (length < 1 || length > limits.max_seq_len || length > limits.max_tokens || (decode && length != 1))
@@ -494,6 +518,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   inputs.cu_seqlens = {starts.data(), batch + 1};
   inputs.past_lens = inputs.slots = inputs.memory_starts = {zeros.data(), batch};
   inputs.memory_lens = {ones.data(), batch};
+  inputs.state_slots = {nobody.data(), static_cast<int64_t>(nobody.size())};
   Step step = Step::of_decoding(batch);
   if (!decode) step = {size, 1, batch, false, 0, longest, longest};
   Packed packed;

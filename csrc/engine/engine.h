@@ -90,7 +90,7 @@ class Engine {
   // The inputs' places; null where the model has not the input.
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows;
-    int32_t *cu_seqlens, *past_lens, *block_table, *memory_starts, *memory_lens;
+    int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *memory_starts, *memory_lens;
   };
   // A step that is under way.
   struct Ticket {
@@ -107,7 +107,14 @@ class Engine {
     Results results{};
   };
 
+  struct Kept {  // what is copied from block to block, or from state to state
+    kernels::CacheBlocks* all = nullptr;  // on the device
+    int count = 0;
+  };
+
   void place_tensors();
+  Kept keep(const std::vector<kernels::CacheBlocks>& kept, const char* what);
+  void copy(const Kept& kept, const char* received, int64_t pairs, const HostArray<int32_t>& copies);
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const std::vector<Node>& nodes, const Step& step);
@@ -117,7 +124,7 @@ class Engine {
 
   // Parts of submit. Where the host's arrays of a step are that prepare() takes, in what is sent.
   struct Sent {
-    int64_t ids, seqlens, past, slots, logits, starts, lens, runs, blocks;
+    int64_t ids, seqlens, past, slots, states, logits, starts, lens, runs, blocks;
     int num_tokens, batch, num_logits, rows, num_runs;
   };
   Ticket& next_ticket();
@@ -158,8 +165,7 @@ class Engine {
   std::unique_ptr<DeviceBuffer> gathered_;  // rows of logits, where they are not one after the other
   std::unique_ptr<DeviceBuffer> candidates_, candidates_scratch_;
   int64_t candidates_room_ = 0, candidates_scratch_room_ = 0;
-  kernels::CacheBlocks* caches_ = nullptr;  // on the device
-  int num_caches_ = 0;
+  Kept caches_, states_;
   std::map<int, std::vector<char>> watched_;
   Watcher watcher_ = nullptr;
   void* user_ = nullptr;

@@ -21,6 +21,7 @@ const std::map<std::string, InputType>& input_types() {
       {"past_lens", {DType::kInt32, kBatch, true, false}},
       {"logits_indices", {DType::kInt64, kNumLogits, true, false}},
       {kBlockTable, {DType::kInt32, kBatch, true, false}},
+      {kStateSlots, {DType::kInt32, kBatch, true, false}},
       {kMemoryStarts, {DType::kInt32, kBatch, true, false}},
       {kMemoryLens, {DType::kInt32, kBatch, true, false}},
       {kMemoryRows, {DType::kInt64, kNumTokens, false, true}}};
@@ -103,6 +104,15 @@ int Program::add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim) {
   if (count_of(block) * width(dtype) % 16 != 0)
     throw Error("a block of " + std::to_string(count_of(block) * width(dtype)) + " bytes is not of whole 16 bytes");
   return declare({Kind::kCache, dtype, {kNumBlocks, num_kv_heads, limits_.block_size, head_dim}});
+}
+
+int Program::add_state(DType dtype, const Shape& shape) {
+  if (dtype != DType::kFloat32) throw Error(std::string("a state is of float32, not of ") + name_of(dtype));
+  count_of(shape);
+  limits_.num_states = limits_.max_batch;
+  Shape all{kNumStates};
+  all.insert(all.end(), shape.begin(), shape.end());
+  return declare({Kind::kState, DType::kFloat32, all});
 }
 
 int Program::add_memory(int64_t row_width) {
@@ -220,8 +230,10 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
                 std::to_string(limits_.max_seq_len));
   const bool written = std::any_of(type.outputs.begin(), type.outputs.end(),
                                    [&](const Port& output) { return output.in_place == port.name; });
-  if (written != (given.kind == Kind::kCache))
-    throw Error(what + (written ? " is written, and no cache" : " is a cache"));
+  const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
+  if (written != kept) throw Error(what + (written ? " is written, and nothing that is kept" : " is kept"));
+  if (written && port.cached != (given.kind == Kind::kCache))
+    throw Error(what + (port.cached ? " is no cache" : " is no state"));
   if (port.name == "memory" && given.kind != Kind::kMemory) throw Error(what + " is no encoder's memory");
 }
 
@@ -290,6 +302,7 @@ Tensor Program::resolve(int number, const Step& step) const {
     if (dim == kBatch) dim = step.batch;
     if (dim == kBatchPlus1) dim = step.batch + 1;
     if (dim == kNumBlocks) dim = limits_.num_blocks + 1;
+    if (dim == kNumStates) dim = limits_.num_states + 1;
   }
   return made;
 }

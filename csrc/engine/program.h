@@ -10,12 +10,12 @@
 
 namespace llmc {
 
-// The inputs of a step that not every model has: which blocks sequences have, where their prompts are in the encoder's
-// memory, and where an encoder's tokens go there.
-inline constexpr const char *kBlockTable = "block_table", *kMemoryStarts = "memory_starts",
+// The inputs of a step that not every model has: which blocks and states sequences have, where their prompts are in the
+// encoder's memory, and where an encoder's tokens go there.
+inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
-enum class Kind { kInput, kWeight, kCache, kMemory, kValue };
+enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue };
 
 // A tensor: dimensions below zero are Sizes. A value lies at `offset` bytes per token in the arena, or of the wanted
 // logits' rows at `offset` bytes per logit in an arena of their own.
@@ -46,6 +46,9 @@ class Program {
   int add_input(const std::string& name, DType dtype);
   int add_weight(DType dtype, const Shape& shape);
   int add_cache(DType dtype, int64_t num_kv_heads, int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
+  // What a sequence keeps in a layer whatever its length, float32: [num_states, ..]. There are as many as slots, and one
+  // more, which is nobody's.
+  int add_state(DType dtype, const Shape& shape);
   // What an encoder leaves of a prompt's tokens: [max_batch * mem_max_seq_len, width]; a prompt has a row of
   // mem_max_seq_len tokens.
   int add_memory(int64_t width);

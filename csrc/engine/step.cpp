@@ -90,18 +90,18 @@ void check_admissions(const Admissions& admit, const Limits& limits, int64_t voc
   check_range("the tokens of sequences that enter slots", admit.tokens, 0, vocab);
 }
 
-// Blocks are copied all at once, so that none may be read that is written, or written twice.
-void check_copies(const HostArray<int32_t>& copies, const Limits& limits) {
-  if (copies.size % 2 != 0) throw Error("copies of blocks are not pairs");
-  check_range("copies", copies, 0, limits.num_blocks);
+// Blocks are copied all at once, and so are states: none may be read that is written, or written twice.
+void check_copies(const std::string& what, const HostArray<int32_t>& copies, int end) {
+  if (copies.size % 2 != 0) throw Error("copies of " + what + "s are not pairs");
+  check_range(("copies of " + what + "s").c_str(), copies, 0, end);
   std::vector<int32_t> to, from;
   for (int64_t i = 0; i < copies.size; ++i) (i % 2 ? to : from).push_back(copies[i]);
   std::sort(to.begin(), to.end());
   for (size_t i = 0; i + 1 < to.size(); ++i)
-    if (to[i] == to[i + 1]) throw Error("block " + text(to[i]) + " is copied to twice");
+    if (to[i] == to[i + 1]) throw Error(what + " " + text(to[i]) + " is copied to twice");
   for (int32_t block : from)
     if (std::binary_search(to.begin(), to.end(), block))
-      throw Error("block " + text(block) + " is copied from and to in one step");
+      throw Error(what + " " + text(block) + " is copied from and to in one step");
 }
 
 void check_memory(const HostArray<int32_t>& starts, const HostArray<int32_t>& lens, int64_t batch,
@@ -139,6 +139,7 @@ void Limits::check() const {
   check("mem_max_seq_len", mem_max_seq_len, 0);
   check("block_size", block_size, 1);
   check("num_blocks", num_blocks, 0);
+  check("num_states", num_states, 0);
   if ((block_size & (block_size - 1)) != 0)
     throw Error("block_size " + text(block_size) + " is not a power of two");
 }
@@ -166,7 +167,10 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
   if (inputs.num_decode < 0 || inputs.num_decode > batch)
     throw Error("num_decode " + text(inputs.num_decode) + " is not from 0 to the batch of " + text(batch));
   check_admissions(inputs.admit, limits, vocab_size);
-  check_copies(inputs.copies, limits);
+  check_copies("block", inputs.copies, limits.num_blocks);
+  check_copies("state", inputs.state_copies, limits.num_states);
+  check_size("state_slots", inputs.state_slots.size, limits.num_states > 0 ? batch : 0);
+  check_distinct("state_slots", inputs.state_slots, limits.num_states);
   check_memory(inputs.memory_starts, inputs.memory_lens, batch, limits);
   Step step{static_cast<int>(num_tokens), static_cast<int>(num_logits), static_cast<int>(batch)};
   step.num_decode = inputs.num_decode;

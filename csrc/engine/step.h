@@ -8,14 +8,17 @@
 
 namespace llmc {
 
-// A dimension below zero is one of these sizes of a step, or of the engine's KV cache.
-enum Size : int64_t { kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4, kNumBlocks = -5 };
+// A dimension below zero is one of these sizes of a step, or of the engine's KV cache and states.
+enum Size : int64_t {
+  kNumTokens = -1, kNumLogits = -2, kBatch = -3, kBatchPlus1 = -4, kNumBlocks = -5, kNumStates = -6
+};
 
 struct Limits {
   int max_batch, max_tokens, max_logits, max_seq_len;  // max_batch: slots, too
   int block_size;          // positions of a block of the KV cache, a power of two
   int mem_max_seq_len = 0;  // tokens of a prompt that an encoder takes; 0: there is none
   int num_blocks = 0;       // of the KV cache; 0: they are not there yet
+  int num_states = 0;       // that layers keep; 0: none keeps any
 
   // Throws Error where one is below what any step needs.
   void check() const;
@@ -72,6 +75,8 @@ struct StepInputs {
   HostArray<int32_t> memory_starts, memory_lens;  // [batch] each, or nothing: see EncoderInputs
   HostArray<int32_t> mask_rows;                // [num_sampled], or nothing: of masks, -1 where all tokens are allowed
   HostArray<uint32_t> masks;                   // [.., ceil(vocab_size / 32)]: see kernels::ProcessParams
+  HostArray<int32_t> state_slots;              // [batch], which state is a sequence's; nothing where there are none
+  HostArray<int32_t> state_copies;             // [num_copies, 2]
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

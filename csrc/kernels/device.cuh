@@ -144,6 +144,8 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t x) {
   return static_cast<uint64_t>(most) << 32 | low;
 }
 
+__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(__expf(-fabsf(x))); }
+
 __device__ __forceinline__ float activate(float x, Activation kind) {
   switch (kind) {
     case Activation::kNone: return x;
@@ -155,6 +157,8 @@ __device__ __forceinline__ float activate(float x, Activation kind) {
     case Activation::kSilu: return x / (1.f + __expf(-x));
     case Activation::kQuickGelu: return x / (1.f + __expf(-1.702f * x));
     case Activation::kTanh: return tanhf(x);
+    case Activation::kSigmoid: return 1.f / (1.f + __expf(-x));
+    case Activation::kSoftplus: return softplus(x);
   }
   return x;
 }

@@ -13,7 +13,7 @@ enum class DType : int32_t {
 };
 
 enum class Activation : int32_t {
-  kNone, kRelu, kRelu2, kGelu, kGeluTanh, kSilu, kQuickGelu, kTanh
+  kNone, kRelu, kRelu2, kGelu, kGeluTanh, kSilu, kQuickGelu, kTanh, kSigmoid, kSoftplus
 };
 
 namespace kernels {
@@ -48,6 +48,7 @@ cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t s
 constexpr int kNormHidden = 32768;  // the longest row
 // sum = x + residual (if there is one); y = norm(sum) * weight + bias. x, residual, y, sum are
 // T [rows, hidden]; weight and bias float32 [hidden] or null; LayerNorm if centred, else RMSNorm; if plain, none.
+// Where there are groups, weight is [groups, hidden], and row r's is row r % groups.
 // Rounded: each row to FP8 (e4m3) with a scale of its own, max|row| / 448. y has the numbers that come of it; where codes is
 // there, it has them instead, uint8 [rows, hidden] in the order in which a packed weight's columns lie, and scale is
 // [rows]: for 16-bit T, and hidden in a multiple of 8.
@@ -64,6 +65,7 @@ struct NormParams {
   bool plain = false, rounded = false;
   uint8_t* codes = nullptr;
   float* scale = nullptr;
+  int groups = 1;
 };
 cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
 
@@ -107,6 +109,40 @@ cudaError_t packed_gemm(DType dtype, const GemvParams& params, void* scratch, in
 // T [out, in] of such a weight, of any `in` and groups that are whole; rounded to T.
 cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& packing, int out, int in,
                    cudaStream_t stream);
+
+// A convolution of each channel along its sequence's tokens; see csrc/plugins/causal_conv1d/op.py for the contract.
+// Sequence b's state is row state_slots[b] of `state`, where these are there, else row b.
+constexpr int kConvTaps = 8;  // at most
+struct CausalConvParams {
+  void* y;                     // T [num_tokens, channels]
+  const void* hidden;          // T [num_tokens, channels]
+  const void* weight;          // T [channels, kernel_size]
+  const void* bias;            // T [channels] or null
+  float* state;                // [.., kernel_size - 1, channels]
+  const int32_t *cu_seqlens, *past_lens, *state_slots;
+  int num_tokens, batch, channels, kernel_size;
+  Activation activation;
+  bool single;                 // every sequence has one token
+};
+cudaError_t causal_conv(DType dtype, const CausalConvParams& params, cudaStream_t stream);
+
+// Attention whose past is a matrix for each head; see csrc/plugins/linear_attention/op.py for the contract. States are
+// found as above.
+constexpr int kLinearKeys = 256;  // the longest key
+struct LinearAttentionParams {
+  void* out;                   // T [num_tokens, v_heads * v_dim]
+  const void* qkv;             // T [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]
+  const void* decay;           // T [num_tokens, v_heads]
+  const void* beta;            // likewise, or null
+  const void* skip;            // T [v_heads] or null
+  const float* decay_rate;     // [v_heads] or null
+  float* state;                // [.., v_heads, k_dim, v_dim]
+  const int32_t *cu_seqlens, *past_lens, *state_slots;
+  int batch, k_heads, v_heads, k_dim, v_dim;
+  float scale;
+  bool delta, l2norm;
+};
+cudaError_t linear_attention(DType dtype, const LinearAttentionParams& params, cudaStream_t stream);
 
 // Which experts a token goes to; see csrc/plugins/route/op.py for the contract.
 enum class RouteScore : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus, kSparseMixer };
@@ -237,10 +273,11 @@ struct BidirectionalParams {
 };
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
-// y[i] = a[i] op b[i], T [count]; an operand that is one float32 number is marked, b is null for one input.
-enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg };
-// What stands for y[r, i], T [rows, width]: x[r, i]; of a column x[r]; of a number, which is float32, x[0].
-enum class Operand : int32_t { kWhole, kColumn, kNumber };
+// y[i] = a[i] op b[i], T [count]; b is null for one input.
+enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg, kSoftplus };
+// What stands for y[r, i], T [rows, width]: x[r, i]; of a column x[r]; of a row, which is float32, x[i]; of a number,
+// likewise, x[0].
+enum class Operand : int32_t { kWhole, kColumn, kRow, kNumber };
 cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, Operand a_is, Operand b_is,
                         int64_t count, int width, cudaStream_t stream);
 
@@ -312,18 +349,19 @@ struct PrepareParams {
   int64_t* logits_indices;             // [num_logits], or [rows] where there are more
   int32_t *memory_starts, *memory_lens;  // [rows], or null
   int32_t* block_table;                // [rows, max_blocks]
+  int32_t* state_slots;                // [rows], or null; num_states, which is nobody's, behind the batch's
   // What the host sent, and what slots chose last.
   const int32_t* given_ids;            // [num_tokens]; below 0: what the slot of its sequence chose last
-  const int32_t *given_seqlens, *given_past, *given_slots, *given_logits, *given_starts, *given_lens;
+  const int32_t *given_seqlens, *given_past, *given_slots, *given_logits, *given_starts, *given_lens, *given_states;
   const TableRun* runs;
   const int32_t* blocks;
   const int64_t* last;                 // [slots]
-  int num_tokens, batch, num_logits, rows, num_runs, max_blocks;
+  int num_tokens, batch, num_logits, rows, num_runs, max_blocks, num_states;
 };
 cudaError_t prepare(const PrepareParams& params, cudaStream_t stream);
 
-// Copy blocks of caches: of each of `caches`, whose blocks have `bytes` bytes, a multiple of 16, block pairs[2 i] to
-// block pairs[2 i + 1].
+// Copy blocks of caches, or states: of each of `caches`, whose blocks have `bytes` bytes, a multiple of 4, block
+// pairs[2 i] to block pairs[2 i + 1].
 struct CacheBlocks {
   void* data;
   int64_t bytes;
@@ -400,6 +438,16 @@ struct CandidatesParams {
 };
 cudaError_t candidates(DType dtype, const CandidatesParams& params, cudaStream_t stream);
 int64_t candidates_scratch(int rows, int vocab, int count);
+
+// y[r] = the rows x[0][r], x[1][r], .. side by side, T [rows, widths[part]] each; those that are fewer have width 0.
+constexpr int kJoined = 4;
+struct JoinParams {
+  void* y;
+  const void* x[kJoined];
+  int widths[kJoined];
+  int rows;
+};
+cudaError_t join(DType dtype, const JoinParams& params, cudaStream_t stream);
 
 // y[r, part, i] = x[part, r, i]: what `parts` ranks gathered one after the other, side by side.
 cudaError_t interleave(DType dtype, void* y, const void* x, int parts, int rows, int width,

@@ -1,4 +1,6 @@
 // Kernels that work on rows or elements alone. All are bound by memory: each reads its inputs once.
+#include <algorithm>
+
 #include "packed.cuh"
 
 namespace llmc::kernels {
@@ -61,6 +63,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
   if (row >= p.rows) return;  // whole warps only, and never with a barrier ahead
   const int64_t start = static_cast<int64_t>(row) * p.hidden;
   const T* x = static_cast<const T*>(p.x) + start;
+  const float* weight = p.groups > 1 ? p.weight + row % p.groups * p.hidden : p.weight;
   float value[kTurns][kWidth];
   wait_for_inputs();
   let_next_start();
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         float y = value[turn][k] * scale;
-        if (p.weight != nullptr) y *= p.weight[i + k];
+        if (weight != nullptr) y *= weight[i + k];
         if (p.bias != nullptr) y += p.bias[i + k];
         out.data[k] = from_float<T>(y);
       }
@@ -133,7 +136,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       }
       return most;
     };
-    const float own = change(p.weight, [](float x, float gain) { return x * gain; });
+    const float own = change(weight, [](float x, float gain) { return x * gain; });
     float2 measured = block_sum_and_max<kThreads>(squares, own, pairs);
     float scale = p.plain ? 1.f : rsqrtf(measured.x / p.hidden + p.epsilon);
     if (p.bias != nullptr) {
@@ -249,6 +252,7 @@ __global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const vo
   let_next_start();
   auto read = [width](const void* from, Operand is, int64_t i) {
     if (is == Operand::kNumber) return *static_cast<const float*>(from);
+    if (is == Operand::kRow) return static_cast<const float*>(from)[i % width];
     return to_float(static_cast<const T*>(from)[is == Operand::kColumn ? i / width : i]);
   };
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
@@ -266,6 +270,7 @@ __global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const vo
       case Elementwise::kExp: value = expf(x); break;
       case Elementwise::kSigmoid: value = 1.f / (1.f + expf(-x)); break;
       case Elementwise::kNeg: value = -x; break;
+      case Elementwise::kSoftplus: value = device::softplus(x); break;
     }
     y[i] = from_float<T>(value);
   }
@@ -290,6 +295,22 @@ __global__ void interleave_kernel(T* y, const T* x, int width) {
   const T* source = x + (blockIdx.y * rows + blockIdx.x) * width;
   T* target = y + (blockIdx.x * parts + blockIdx.y) * width;
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = source[i];
+}
+
+// A block per row. Widths in vectors.
+template <typename V>
+__global__ void __launch_bounds__(256) join_kernel(JoinParams p) {
+  wait_for_inputs();
+  let_next_start();
+  int64_t width = 0, at = 0;
+  for (int part : p.widths) width += part;
+#pragma unroll
+  for (int part = 0; part < kJoined; ++part) {
+    const V* from = static_cast<const V*>(p.x[part]) + static_cast<int64_t>(blockIdx.x) * p.widths[part];
+    V* to = static_cast<V*>(p.y) + blockIdx.x * width + at;
+    for (int i = threadIdx.x; i < p.widths[part]; i += blockDim.x) to[i] = from[i];
+    at += p.widths[part];
+  }
 }
 
 // A row of blocks per array.
@@ -372,6 +393,17 @@ cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(gather_rows_kernel<T>, count, 128, 0, stream, static_cast<T*>(y),
                   static_cast<const T*>(x), rows, x_rows, width);
+  });
+}
+
+cudaError_t join(DType dtype, const JoinParams& given, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    JoinParams p = given;
+    if (std::any_of(p.widths, p.widths + kJoined, [](int width) { return width % kVec<T> != 0; }))
+      return launch(join_kernel<T>, p.rows, 256, 0, stream, p);
+    for (int& width : p.widths) width /= kVec<T>;
+    return launch(join_kernel<uint4>, p.rows, 256, 0, stream, p);
   });
 }
 

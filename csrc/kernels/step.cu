@@ -10,7 +10,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256;
+constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256, kCopyParts = 8;
 
 // A block per sequence. Counts of its slot are cleared: 4 bytes per token of the vocabulary.
 __global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(PrepareParams 
       p.memory_starts[i] = there ? p.given_starts[i] : 0;
       p.memory_lens[i] = there ? p.given_lens[i] : 1;  // attention to nothing is no number
     }
+    if (p.state_slots != nullptr) p.state_slots[i] = there ? p.given_states[i] : p.num_states;
   }
   for (int r = blockIdx.x; r < p.num_runs; r += gridDim.x) {
     const TableRun run = p.runs[r];
@@ -74,15 +75,24 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(PrepareParams 
   }
 }
 
+template <typename Word>
+__device__ __forceinline__ void copy_words(const void* from, void* to, int64_t bytes) {
+  const auto* source = static_cast<const Word*>(from);
+  auto* target = static_cast<Word*>(to);
+  for (int64_t i = blockIdx.z * kCopyThreads + threadIdx.x; i < bytes / static_cast<int>(sizeof(Word));
+       i += gridDim.z * kCopyThreads)
+    target[i] = source[i];
+}
+
 // A block of threads per cache, pair and part of the pair's bytes.
 __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const CacheBlocks* caches, const int32_t* pairs) {
   wait_for_inputs();
   let_next_start();
   const CacheBlocks cache = caches[blockIdx.x];
-  const auto* from = reinterpret_cast<const uint4*>(static_cast<const char*>(cache.data) +
-                                                    pairs[2 * blockIdx.y] * cache.bytes);
-  auto* to = reinterpret_cast<uint4*>(static_cast<char*>(cache.data) + pairs[2 * blockIdx.y + 1] * cache.bytes);
-  for (int64_t i = threadIdx.x; i < cache.bytes / 16; i += kCopyThreads) to[i] = from[i];
+  const char* from = static_cast<const char*>(cache.data) + pairs[2 * blockIdx.y] * cache.bytes;
+  char* to = static_cast<char*>(cache.data) + pairs[2 * blockIdx.y + 1] * cache.bytes;
+  if (cache.bytes % 16 == 0) copy_words<uint4>(from, to, cache.bytes);
+  else copy_words<uint32_t>(from, to, cache.bytes);
 }
 
 __device__ void append_token(const TokenHistory& history, int64_t slot, int64_t token) {
@@ -123,7 +133,7 @@ cudaError_t prepare(const PrepareParams& p, cudaStream_t stream) {
 
 cudaError_t copy_blocks(const CacheBlocks* caches, int num_caches, const int32_t* pairs, int num_pairs,
                         cudaStream_t stream) {
-  return launch(copy_kernel, dim3(num_caches, num_pairs), kCopyThreads, 0, stream, caches, pairs);
+  return launch(copy_kernel, dim3(num_caches, num_pairs, kCopyParts), kCopyThreads, 0, stream, caches, pairs);
 }
 
 cudaError_t advance(const AdvanceParams& p, cudaStream_t stream) {

@@ -19,6 +19,8 @@ _TEXT = {
     "quick_gelu": "{y}_slope = Constant<value_float=1.702>()\n{y}_steep = Mul({x}, {y}_slope)\n"
                   "{y}_gate = Sigmoid({y}_steep)\n{y} = Mul({x}, {y}_gate)",
     "tanh": "{y} = Tanh({x})",
+    "sigmoid": "{y} = Sigmoid({x})",
+    "softplus": "{y} = Softplus({x})",
 }
 
 REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -30,6 +32,8 @@ REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "tanh": np.tanh,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "softplus": lambda x: np.logaddexp(x, 0),
 }
 
 

@@ -24,6 +24,7 @@ from llmc.runtime.decoding.processing import LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.admission import Admissions
+from llmc.runtime.engines.states import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
 from llmc.runtime.manifest import Chip, Manifest
 from llmc.runtime.schedule import Schedule, ScheduledTensor, read_program
@@ -130,7 +131,9 @@ class CudaEngine:
         self._limits = Limits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
             max_logits=max(max_batch_size, min(MAX_LOGITS, max_tokens)), ahead=AHEAD,
-            longest_first=True)  # then multiprocessors end together
+            longest_first=True,  # then multiprocessors end together
+            keeps_states=bool(chip.states))
+        self._states: StateSlots | None = None  # once the blocks are there
         self._wishes: dict[int, int | None] = {}  # of log-probabilities, by slot
         self._under_way: dict[int, list[int | None]] = {}  # by ticket: those of the slots it chose
         limits = dict(dtype=manifest.dtype, max_batch=max_batch_size,
@@ -204,6 +207,8 @@ class CudaEngine:
             self._engine.allocate(num_blocks)
             self._warm(show_progress)
         self._limits = replace(self._limits, num_blocks=num_blocks)
+        if self._limits.keeps_states:
+            self._states = StateSlots(self._limits)
 
     def _warm(self, show_progress: bool) -> None:
         """Time and plan what steps with prompts need, and capture decode steps; of what was timed
@@ -233,7 +238,8 @@ class CudaEngine:
         with self._telling():
             if step.encode:
                 self._encode(step.encode)
-            ticket: int = self._engine.submit(*step_arrays(step, self._mem_max_seq_len))
+            ticket: int = self._engine.submit(
+                *step_arrays(step, self._mem_max_seq_len, self._states))
         for slot, state in step.admit.items():
             self._wishes[slot] = state.sampler.params.logprobs if state.sampler else None
         self._under_way[ticket] = [self._wishes.get(slot)
@@ -372,16 +378,18 @@ def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:
     return [step for step in steps if len(step) <= limits.max_slots]
 
 
-def step_arrays(step: Step, mem_max_seq_len: int = 0) -> tuple[Any, ...]:
-    """A step as the extension takes it."""
+def step_arrays(step: Step, mem_max_seq_len: int = 0,
+                states: StateSlots | None = None) -> tuple[Any, ...]:
+    """A step as the extension takes it; `states` where the model keeps any."""
     memory = step.memory
+    state_slots, state_copies = (_NONE, _NONE) if states is None else states.place(step)
     starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
     lens = _NONE if memory is None else memory.encoder_sequence_length
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
             step.num_decode, step.sample, step.copies, step.candidates,
             ("none", "sampled", "all").index(step.logits), starts, lens, *mask_arrays(step),
-            *admit.arrays())
+            state_slots, state_copies, *admit.arrays())
 
 
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -485,6 +493,8 @@ def _declare(program: Any, tensor: ScheduledTensor) -> int:
         number = program.add_weight(tensor.dtype, list(tensor.shape))
     elif tensor.kind == "memory":
         number = program.add_memory(tensor.shape[1])
+    elif tensor.kind == "state":
+        number = program.add_state(tensor.dtype, list(tensor.shape[1:]))
     else:
         number = program.add_cache(tensor.dtype, tensor.shape[1], tensor.shape[3])
     return number

@@ -3,8 +3,8 @@
 GroupQueryAttention wants a sequence's positions one after the other, so each slot has a row of all
 positions. A block that is full is also kept beside the rows, and copied into the row of another
 sequence that shares it, which costs far less than computing it. A block that is not full is
-copied from the row that has it. A state, which some layers keep instead of keys and values, is of
-one place in its sequence: a sequence that goes on from where another is gets a copy.
+copied from the row that has it. A state, which some layers keep instead of keys and values, is in
+its slot's row: a sequence that goes on from where another is gets a copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mmap
 
 import numpy as np
 
-from llmc.errors import LlmcError
+from llmc.runtime.engines.states import Reached
 from llmc.runtime.manifest import Chip
 from llmc.runtime.step import Limits, Step
 
@@ -43,8 +43,7 @@ class Rows:
             self.caches.update(zip(names, self._rows[-1], strict=True))
         self._states = [_zeros((limits.max_slots, *state.shape)) for state in chip.states]
         self.caches.update(zip(chip.state_caches, self._states, strict=True))
-        # Where each slot's state is: the block of the last position, its version, and the length.
-        self._reached = np.zeros((limits.max_slots, 3), np.int64)
+        self._reached = Reached(limits)
         # Whatever is written to a block makes it another version. What a row holds of a block is
         # all of it only where it has the newest; version 0 is nobody's.
         places = -(-max_seq_len // self._size)
@@ -68,7 +67,7 @@ class Rows:
         source_of = {int(new): int(old) for old, new in step.copies}
         self._versions[list(source_of)] += 1
         if self._states:
-            self._copy_states(step, source_of)
+            self._copy_states(step)
         waiting = []  # places to fill, with what is to be there
         for index, slot in enumerate(step.slots.tolist()):
             past = int(step.past_lens[index])
@@ -88,32 +87,18 @@ class Rows:
             self._held[slot, place] = block
             self._held_versions[slot, place] = self._versions[block]
 
-    def _copy_states(self, step: Step, source_of: dict[int, int]) -> None:
-        """Give sequences that go on from where another is what it has.
-
-        Raises:
-            LlmcError: none is there.
-        """
-        moved = []
-        for index, slot in enumerate(step.slots.tolist()):
-            past = int(step.past_lens[index])
-            if past == 0:
-                continue
-            block = int(step.block_tables[index, (past - 1) // self._size])
-            block = source_of.get(block, block)
-            wanted = (block, self._versions[block], past)
-            if tuple(self._reached[slot]) != wanted:
-                found = np.flatnonzero((self._reached == wanted).all(1))
-                if not len(found):
-                    raise LlmcError(f"no sequence has the state at position {past} of slot {slot}; "
-                                    f"begin it anew")
-                moved.append((slot, [state[found[0]].copy() for state in self._states]))
+    def _copy_states(self, step: Step) -> None:
+        """Give sequences that go on from where another is what it has."""
+        moved = [(slot, [state[source].copy() for state in self._states])
+                 for slot, source in self._reached.enter(step)]
         for slot, content in moved:
             for state, own in zip(self._states, content, strict=True):
                 state[slot] = own
 
     def leave(self, step: Step) -> None:
         """Take note of what the step has computed, and keep the blocks that it has filled."""
+        if self._states:
+            self._reached.leave(step)
         for index, slot in enumerate(step.slots.tolist()):
             past = int(step.past_lens[index])
             length = past + int(step.seq_lens[index])
@@ -128,8 +113,6 @@ class Rows:
                     self._stored[block] = self._versions[block]
                     for rows, blocks in zip(self._rows, self._blocks, strict=True):
                         blocks[block] = rows[:, slot, :, start:end]
-            last = int(step.block_tables[index, (length - 1) // self._size])
-            self._reached[slot] = last, self._versions[last], length
 
     def _span(self, place: int) -> tuple[int, int]:
         start = place * self._size

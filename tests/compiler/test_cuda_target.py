@@ -23,7 +23,7 @@ from llmc.runtime.step import Step
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "gemma2", "granite",
-                                    "cohere", "bloom", "mpt"])
+                                    "cohere", "bloom", "mpt", "olmo2"])
 def test_the_schedule_gives_transformers_logits(family, tmp_path):
     model = families.tiny_model(family)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
@@ -240,7 +240,7 @@ def test_compute_capability_is_checked(tiny_hf, tmp_path, target, capability):
         llmc.compile(tiny_hf, tmp_path / "case", target=target, compute_capability=capability)
 
 
-@pytest.mark.parametrize("family", ["olmo2", "apertus"])
+@pytest.mark.parametrize("family", ["zamba2", "apertus"])
 def test_what_has_no_kernel_is_refused_in_one_sentence(family, tmp_path):
     hf_dir = families.save(families.tiny_model(family), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="the cuda target has no kernel for it; compile for"):

@@ -43,16 +43,20 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
             poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
             tensors[name].copy_(poisoned)
         firsts = [()] * len(ways)
+    if op.state is not None:  # steps of single tokens, and others
+        ways = [(0, 0, 0), *([(len(inputs["past_lens"]), 0, 0)]
+                             if (np.diff(inputs["cu_seqlens"]) == 1).all() else [])]
+        firsts = [()] * len(ways)
     for (num_decode, longest, reach), choices in zip(ways, firsts, strict=True):
-        if choices:  # a weight in fewer bits is repacked where it lies
+        if choices or op.state:  # a weight in fewer bits is repacked where it lies, a state written
             tensors = tensors_of(op, fields, inputs, dtype)
         given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
                  for name in op.input_names]
         kinds = [op.output_dtypes.get(name, dtype) for name in op.outputs]
-        outputs = [tensors[op.input_names[index]] if op.name == "CausalAttention" and index else
+        outputs = [tensors[name.removesuffix("_out")] if name.removesuffix("_out") in tensors else
                    torch.full(array.shape, -1 if kind == "int64" else float("nan"),
                               dtype=getattr(torch, kind), device="cuda")
-                   for index, (array, kind) in enumerate(zip(expected, kinds, strict=True))]
+                   for name, array, kind in zip(op.outputs, expected, kinds, strict=True)]
         extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], num_decode,
                          longest=longest, reach=reach, firsts=list(choices))
         for tensor, array, kind in zip(outputs, expected, kinds, strict=True):

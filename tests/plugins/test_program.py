@@ -70,7 +70,9 @@ def scheduled(tmp_path_factory):
             ("gemma2", {"dtype": "bfloat16", "tp_size": 2}), ("cohere", {}), ("granite", {}))),
     ("qwen2_moe", {"dtype": "bfloat16", "tp_size": 2}), ("gpt_oss", {"dtype": "float16"}), *(
         pytest.param(*case, marks=pytest.mark.thorough) for case in (
-            ("mixtral", {}), ("glm4_moe", {"dtype": "float16"}), ("phimoe", {})))])
+            ("mixtral", {}), ("glm4_moe", {"dtype": "float16"}), ("phimoe", {}), ("mamba2", {}),
+            ("lfm2", {"tp_size": 2}), ("olmo_hybrid", {}))),
+    ("falcon_h1", {"dtype": "bfloat16", "tp_size": 2})])
 def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
@@ -119,7 +121,7 @@ def changed(schedule, kind, known=()):
             continue
         if kind == "a dimension" and tensor.kind != "input":
             for axis, dim in enumerate(tensor.shape):
-                if axis == 0 and (number in tables or tensor.kind in ("cache", "memory")):
+                if axis == 0 and (number in tables or tensor.kind in ("cache", "state", "memory")):
                     continue
                 if tensor.kind == "cache" and axis == 2:
                     continue
@@ -210,6 +212,8 @@ def test_a_core_takes_the_shapes_that_its_contract_takes(extension, op, sample):
     (lambda p: p.add_cache("float32", 2, 0), "dimension 0 is out of range"),
     (lambda p: p.add_cache("float8_e4m3fn", 1, 7), "a block of 56 bytes is not of whole 16 bytes"),
     (lambda p: p.add_cache("float16", 2, 8), "float16 is neither of float32 nor of float8"),
+    (lambda p: p.add_state("float16", [8]), "a state is of float32, not of float16"),
+    (lambda p: p.add_state("float32", [8, 0]), "dimension 0 is out of range"),
     (lambda p: p.add_memory(-8), "dimension -8 is out of range"),
     (lambda p: p.add_value("float16", [T, 8], 0, False), "computes in float32"),
     (lambda p: p.add_value("float32", [L, 8], 0, False), "does not begin with num_tokens"),
@@ -268,9 +272,10 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, p.add_weight("float16", [16, 8])], [y]),
      "'weight', is of float16, expected float32"),
     (lambda p, x, y, w: p.add_node("Add", {}, [p.add_weight("float32", [1])] * 2, [y]),
-     "nothing but numbers"),
-    (lambda p, x, y, w: p.add_node("Add", {}, [x, p.add_weight("float32", [8])], [x]),
-     r"operand is \[8\], expected \[1\]"),
+     "nothing but weights"),
+    (lambda p, x, y, w: p.add_node("Add", {}, [x, p.add_weight("float32", [7])], [x]),
+     r"operand is \[7\], expected \[8\]"),
+    (lambda p, x, y, w: p.add_node("Concat", {}, [x, w], [y]), "what Concat joins is"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x, w], [x]), "operand is"),
     (lambda p, x, y, w: p.add_node("Add", {}, [x], [x]), "needs the input 'b'"),
     (lambda p, x, y, w: p.add_node("Gather", {}, [p.add_value("float32", [L, 8], 0, True),
@@ -288,7 +293,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p), [x, -1, -1]),
      "what it makes is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_weight(
-        "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, and no cache"),
+        "float32", [4, 1, 32, 8])), [y, -1, -1]), "is written, and nothing that is kept"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(
         p, past_lens=INPUTS["memory_starts"]), [y, -1, -1]), "is not the step's past_lens"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"rotary_dim": 4}, attention(
@@ -300,7 +305,9 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
      "past_lens.* not told to an encoder"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"num_heads": 2**33}, attention(p),
                                    [y, -1, -1]), "no 32-bit number"),
-    (lambda p, x, y, w: p.add_node("RMSNorm", {}, [attention(p)[1], w], [y]), "is a cache"),
+    (lambda p, x, y, w: p.add_node("RMSNorm", {}, [attention(p)[1], w], [y]), "is kept"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_state(
+        "float32", [1, 32, 8])), [y, -1, -1]), "is no cache"),
 ])
 def test_nodes_that_cannot_be(extension, program, add, match):
     x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))
@@ -313,7 +320,9 @@ def test_nodes_that_can_be(program):
     weight = program.add_weight("float32", [16, 8])
     program.add_node("GemmBiasAct", {}, [x, weight, program.add_weight("float32", [16])], [y])
     program.add_node("Add", {}, [program.add_weight("float32", [1]), x], [x])
+    program.add_node("Mul", {}, [program.add_weight("float32", [8]), x], [x])
     program.add_node("CausalAttention", HEADS, attention(program), [y, -1, -1])
+    program.add_node("Concat", {}, [x, x], [y])
     positions = program.add_input("position_ids", "int64")
     program.add_node("Embedding", {}, [positions, program.add_weight("float32", [4, 8])], [x])
     logits = program.add_value("float32", [L, 16], 0, True)
@@ -343,6 +352,24 @@ def check_step(program, made, blocks=8):
 STATE = SamplingState(Sampler(SamplingParams(repetition_penalty=1.2, bad_words=[[5, 6], [7]],
                                              logprobs=3, logit_bias={4: 1.0}), 0, [5, 6], [1],
                               [[5, 6], [7]]), (4, 5))
+
+
+def test_steps_of_a_model_that_keeps_states(extension, program):
+    program.add_state("float32", [3, 8])
+    program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
+    arrays = step_arrays(step(), 16)
+    for slots, copies, match in (
+            (ints(3, 0), ints(0, 1, 0, 2), None), (ints(), ints(), "state_slots has 0 elements"),
+            (ints(4, 0), ints(), r"state_slots\[0\] is 4"),
+            (ints(1, 1), ints(), "state_slots names 1 twice"),
+            (ints(1, 0), ints(4, 0), r"copies of states\[0\] is 4"),
+            (ints(1, 0), ints(0, 1, 1, 2), "state 1 is copied from and to")):
+        changed = (*arrays[:14], slots, copies.reshape(-1, 2), *arrays[16:])
+        if match is None:
+            program.check_step(8, *changed)
+            continue
+        with pytest.raises(extension.CudaError, match=match):
+            program.check_step(8, *changed)
 
 
 @pytest.mark.parametrize("changes", [
@@ -378,7 +405,7 @@ def test_steps_that_can_be(program, changes):
     ({"num_decode": 3}, "num_decode 3 is not from 0 to the batch of 2"),
     ({"num_decode": -1}, "num_decode -1 is not"),
     ({"sample": ints(1, 0)}, "sample is not ascending"), ({"sample": ints(2)}, r"sample\[0\] is 2"),
-    ({"copies": ints(0, 8).reshape(1, 2)}, r"copies\[1\] is 8"),
+    ({"copies": ints(0, 8).reshape(1, 2)}, r"copies of blocks\[1\] is 8"),
     ({"copies": ints(0, 1, 2)}, "are not pairs"),
     ({"copies": ints(0, 1, 2, 1).reshape(2, 2)}, "block 1 is copied to twice"),
     ({"copies": ints(0, 1, 1, 2).reshape(2, 2)}, "block 1 is copied from and to"),

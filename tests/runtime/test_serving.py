@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schedule_interpreter import Interpreters
+from schedule_interpreter import interpreted
 
 import llmc
-from llmc.runtime import llm as llm_module
 from llmc.runtime import loop as loop_module
-from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.step import Limits
 
 pytestmark = pytest.mark.usefixtures("decisive")
@@ -311,12 +309,7 @@ def test_tokens_of_a_schedule_do_not_depend_on_company(
     before they are written.
     """
     limits = Limits(-(-64 * room // block_size), block_size, max(budget, slots), slots, 512, 3)
-    engine = HostSampling(Interpreters(scheduled, limits), limits)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "find_devices", lambda *_: [None])
-        patch.setattr(llm_module, "load_replica", lambda *_: engine)
-        llm = llmc.LLM(scheduled, max_num_batched_tokens=budget, max_batch_size=slots)
-    with llm:
+    with interpreted(scheduled, limits) as llm:
         come_and_go(llm, arrivals, alone)
 
 

@@ -5,9 +5,14 @@ tokens that transformers gives.
 import families
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_interpreter import interpreted
 
 import llmc
+from llmc.runtime.engines.states import StateSlots
 from llmc.runtime.manifest import read_manifest
+from llmc.runtime.step import Limits, Step
 
 FAMILY = "falcon_h1"  # each of its layers attends and keeps two states
 RNG = np.random.default_rng(8)
@@ -117,3 +122,62 @@ def test_the_manifest_says_what_each_chip_keeps(cases):
     manifest = read_manifest(cases[2])
     assert manifest.dims.num_layers == 3 == len(manifest.chips[0].cache)
     assert [state.shape for state in manifest.chips[0].states] == [(3, 80), (4, 8, 16)] * 3
+
+
+@pytest.fixture(scope="module")
+def scheduled(hf, tmp_path_factory):
+    """What is compiled for GPUs, in float32."""
+    case = tmp_path_factory.mktemp("scheduled") / "case"
+    llmc.compile(hf, case, target="cuda")
+    return case
+
+
+@pytest.mark.parametrize(("blocks", "block_size", "slots"), [(48, 1, 3), (64, 4, 4)])
+def test_a_schedule_keeps_states_by_slot(scheduled, model, expected, blocks, block_size, slots):
+    """NumPy does what the kernels do, over states that hold no numbers before they are written: who
+    has to leave, completions, beams.
+    """
+    limits = Limits(blocks, block_size, 16, slots, 512, 2, keeps_states=True)
+    with interpreted(scheduled, limits) as llm:
+        got = families.ask_at_once(llm, PROMPTS, lambda index: tokens())
+        assert [got[n][0].token_ids for n in range(len(PROMPTS))] == expected
+        made = llm.generate([PROMPTS[5]], tokens(n=3, temperature=1.0, top_k=1))
+        assert [own.token_ids for own in made] == [expected[5]] * 3
+        best, = llm.generate(PROMPTS[:1], tokens(5, beam_width=3))
+    assert best.token_ids == families.best_of_beams(model, PROMPTS[0], 3, 5)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=6))
+def test_a_state_goes_where_its_sequence_goes(steps):
+    """Each step, slot i goes on from where slot `parents[i]` was, as beams do."""
+    slots = StateSlots(Limits(64, 2, 64, 4, 64, 1, keeps_states=True))
+    states = np.full((4, 2), -1)  # of each: the slot and the step that wrote it
+    tables = [[4 * slot + place for place in range(4)] for slot in range(4)]
+
+    def run(step, number):
+        rows, copies = slots.place(step)
+        assert not {*copies[:, 0].tolist()} & {*copies[:, 1].tolist()}
+        states[copies[:, 1]] = states[copies[:, 0]]
+        before = states[rows].copy()
+        states[rows] = [(slot, number) for slot in step.slots.tolist()]
+        return before
+
+    run(Step.of([[1]] * 4, [0] * 4, tables, range(4)), 0)
+    free = [*range(16, 64)]
+    for number, parents in enumerate(steps, 1):
+        full = number % 2 == 0  # the parent's last block is full, and shared
+        copies, tables_now = [], []
+        for parent in parents:
+            table = list(tables[parent])
+            place = number // 2 if full else (number - 1) // 2
+            new = free.pop(0) if free else 0
+            if not full:
+                copies.append((table[place], new))
+            table[place] = new
+            tables_now.append(table)
+        tables = tables_now
+        if not free:
+            return
+        before = run(Step.of([[1]] * 4, [number] * 4, tables, range(4),
+                             copies=np.array(copies, np.int32).reshape(-1, 2)), number)
+        assert before.tolist() == [[parent, number - 1] for parent in parents]

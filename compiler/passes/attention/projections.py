@@ -89,12 +89,15 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
     gemms = [gemm for branch in branches if len(branch.sources) == 1
              and row_weights(gemm := producer(branch.projected)) and gemm is not None]
     if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
-        parts: list[gs.Variable] = []
+        parts: list[gs.Tensor] = []
         flat = {id(source): without_head_axis(graph, source)
                 for source in {id(source): source for branch in branches
                                for source in branch.sources}.values()}
         for branch, index in zip(branches, rows, strict=True):
             of = _joined(graph, [flat[id(source)] for source in branch.sources])
+            if of.shape and np.array_equal(index, np.arange(of.shape[-1])):
+                parts.append(of)
+                continue
             part = gs.Variable(f"{of.name}.{len(parts)}.{name}", dtype=np.float32)
             parts.append(gathered(graph, of, index, part))
         graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": -1}, inputs=parts,

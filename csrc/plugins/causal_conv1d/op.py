@@ -6,8 +6,9 @@ sequence's last K - 1 tokens, the newest last; where past_lens is 0 it is not re
 
     hidden                [num_tokens, channels]
     weight, bias          [channels, K], [channels]
-    state                 [batch, K - 1, channels]
+    state                 float32 [batch, K - 1, channels], or [num_states, …] with state_slots
     cu_seqlens, past_lens int32 [batch + 1], [batch]
+    state_slots           int32 [batch], distinct: which state is a sequence's; absent: its own row
     y                     [num_tokens, channels], after `activation`
 
 In the comments below: T new tokens, B sequences, C channels.
@@ -23,6 +24,7 @@ from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
 from llmc.plugins.roles import ByElements, State
+from llmc.plugins.states import kept_states, own_states, state_rows
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
@@ -30,18 +32,19 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if kernel < 2:
         raise ValueError(f"kernel_size {kernel} is below 2")
     return {"hidden": ("num_tokens", "channels"), "weight": ("channels", kernel),
-            "state": ("batch", kernel - 1, "channels"), "cu_seqlens": ("batch_plus_1",),
-            "past_lens": ("batch",), "bias": ("channels",)}
+            "state": (state_rows(present), kernel - 1, "channels"),
+            "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "bias": ("channels",),
+            "state_slots": ("batch",)}
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
     kernel = fields["kernel_size"]
     lines = [
-        _TOKENS, _PAST, _ints("c12", 1, 2),
+        _TOKENS, _PAST, _ints("c12", 1, 2), *own_states(present),
         "has_state = Greater(past, zero)",
         "has_state_column = Unsqueeze(has_state, c12)",
         "nothing = Constant<value_float=0.0>()",
-        "before = Where(has_state_column, state, nothing)",
+        "before = Where(has_state_column, own_state, nothing)",
         # Rows of the state and then new ones, [B * (K - 1) + T, C].
         "channels = Shape<start=1>(hidden)",
         "flat_shape = Concat<axis=0>(last, channels)",
@@ -87,35 +90,39 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "of_state = Add(state_end, end_offset)",
         "x_first = Add(starts_column, new_first)", "of_x = Add(x_first, end_offset)",
         "end_place = Where(is_before, of_state, of_x)",
-        "state_out = Gather<axis=0>(rows, end_place)",
+        "own_state_out = Gather<axis=0>(rows, end_place)", *kept_states(present),
     ])
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     x, weight, state = (inputs[name].astype(np.float64) for name in ("hidden", "weight", "state"))
     kept = fields["kernel_size"] - 1
-    y, state_out = np.zeros(x.shape), np.zeros(state.shape)
+    y, state_out = np.zeros(x.shape), state.copy()
     for b, past in enumerate(inputs["past_lens"]):
         start, stop = inputs["cu_seqlens"][b:b + 2]
-        rows = np.concatenate([state[b] if past else np.zeros(state[b].shape), x[start:stop]])
+        own = inputs["state_slots"][b] if "state_slots" in inputs else b
+        rows = np.concatenate([state[own] if past else np.zeros(state[own].shape), x[start:stop]])
         for token in range(start, stop):
             y[token] = (rows[token - start:token - start + kept + 1] * weight.T).sum(0)
-        state_out[b] = rows[len(rows) - kept:]
+        state_out[own] = rows[len(rows) - kept:]
     return [REFERENCE[fields["activation"]](y + inputs.get("bias", 0.0)), state_out]
 
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], kernel: int, bias: bool = False,
-               activation: str = "none", channels: int = 6) -> Sample:
+               activation: str = "none", channels: int = 6,
+               slots: Sequence[int] | None = None) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
         inputs = {"hidden": normal(sum(new), channels), "weight": normal(channels, kernel),
-                  "state": normal(len(new), kernel - 1, channels),
+                  "state": normal(len(new) if slots is None else 7, kernel - 1, channels),
                   "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
                   "past_lens": np.array(past, np.int32)}
         if bias:
             inputs["bias"] = normal(channels)
+        if slots is not None:
+            inputs["state_slots"] = np.array(slots, np.int32)
         return Sample({"kernel_size": kernel, "activation": activation}, inputs)
 
     return [
@@ -124,13 +131,15 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((6,), (3,), 3),
         sample((1, 2, 0, 0, 5), (9, 1, 4, 0, 2), 4, bias=True),
         sample((3, 1), (0, 7), 2, channels=1),
+        sample((1, 1, 1), (3, 0, 8), 4, slots=(5, 6, 0), channels=8),
+        sample((9, 1, 2), (1, 4, 0), 4, bias=True, activation="silu", slots=(2, 0, 6)),
     ]
 
 
 OP = Op(
     name="CausalConv1d",
-    version=1,
-    inputs=("hidden", "weight", "state", "cu_seqlens", "past_lens", "bias?"),
+    version=2,
+    inputs=("hidden", "weight", "state", "cu_seqlens", "past_lens", "bias?", "state_slots?"),
     outputs=("y", "state_out"),
     fields={"kernel_size": 0, "activation": "none"},
     required=("kernel_size",),
@@ -140,8 +149,9 @@ OP = Op(
     shard=(ByElements(("weight", "bias"), "hidden"),),
     state=State("state", axis=2),
     body=_body,
-    integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
-    has_core=False,
+    float32_inputs=frozenset({"state"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
+    output_dtypes={"state_out": "float32"},
     reference=_reference,
     samples=_samples,
 )

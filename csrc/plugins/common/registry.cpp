@@ -129,7 +129,8 @@ Activation activation_of(const Fields& fields) {
       {"none", Activation::kNone},   {"relu", Activation::kRelu},
       {"relu2", Activation::kRelu2}, {"gelu", Activation::kGelu},
       {"gelu_tanh", Activation::kGeluTanh}, {"silu", Activation::kSilu},
-      {"quick_gelu", Activation::kQuickGelu}, {"tanh", Activation::kTanh}};
+      {"quick_gelu", Activation::kQuickGelu}, {"tanh", Activation::kTanh},
+      {"sigmoid", Activation::kSigmoid}, {"softplus", Activation::kSoftplus}};
   const std::string& name = std::get<std::string>(fields.at("activation"));
   const auto found = names.find(name);
   if (found == names.end()) throw Error("there is no activation '" + name + "'");

@@ -65,7 +65,6 @@ OP = Op(
     shard=(ByGroups("groups", ("weight",)),),
     body=_body,
     float32_inputs=frozenset({"weight"}),
-    has_core=False,
     reference=_reference,
     samples=_samples,
 )

@@ -8,10 +8,12 @@ Value heads share keys and queries in groups, as query heads share KV heads else
 Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D.
 
     qkv                   [num_tokens, 2 * num_k_heads * k_head_dim + num_v_heads * v_head_dim]
-    decay                 [num_tokens, num_v_heads], logarithms
-    state                 float32 [batch, num_v_heads, k_head_dim, v_head_dim]; where past_lens is 0
-                          it is not read
+    decay                 [num_tokens, num_v_heads], logarithms; with decay_rate float32
+                          [num_v_heads], so many times these are
+    state                 float32 [batch, num_v_heads, k_head_dim, v_head_dim], or [num_states, …]
+                          with state_slots; where past_lens is 0 it is not read
     cu_seqlens, past_lens int32 [batch + 1], [batch]
+    state_slots           int32 [batch], distinct: which state is a sequence's; absent: its own row
     beta                  [num_tokens, num_v_heads]; absent: 1
     skip                  [num_v_heads]; absent: none. So many times its value is added to what a
                           token reads
@@ -33,6 +35,7 @@ import numpy as np
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
 from llmc.plugins.roles import ByStateHeads, State
+from llmc.plugins.states import kept_states, own_states, state_rows
 
 _L2_EPSILON = 1e-6  # added to the square of a length
 
@@ -50,27 +53,30 @@ def _sizes(fields: Fields) -> tuple[int, int, int, int]:
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     return {"qkv": ("num_tokens", 2 * k_heads * k_dim + v_heads * v_dim),
-            "decay": ("num_tokens", v_heads), "state": ("batch", v_heads, k_dim, v_dim),
+            "decay": ("num_tokens", v_heads),
+            "state": (state_rows(present), v_heads, k_dim, v_dim), "state_slots": ("batch",),
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",),
-            "beta": ("num_tokens", v_heads), "skip": (v_heads,)}
+            "beta": ("num_tokens", v_heads), "skip": (v_heads,), "decay_rate": (v_heads,)}
 
 
-def _prepared(fields: Fields) -> list[str]:
+def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
     """Lines for `q` and `k`, [T, H, K], and `v`, [T, H * G, V]; and for the state as it begins,
     `first_state`.
     """
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     lines = [
-        _TOKENS, _PAST, _ints("c123", 1, 2, 3),
+        _TOKENS, _PAST, _ints("c123", 1, 2, 3), *own_states(present),
         "has_state = Greater(past, zero)", "has_state_corner = Unsqueeze(has_state, c123)",
         "nothing = Constant<value_float=0.0>()",
-        "first_state = Where(has_state_corner, state, nothing)",
+        "first_state = Where(has_state_corner, own_state, nothing)",
         _ints("kinds", k_heads * k_dim, k_heads * k_dim, v_heads * v_dim),
         "q_rows, k_rows, v_rows = Split<axis=1>(qkv, kinds)",
         _ints("key_shape", 0, k_heads, k_dim), _ints("value_shape", 0, v_heads, v_dim),
         "q_heads = Reshape(q_rows, key_shape)", "k_heads = Reshape(k_rows, key_shape)",
         "v = Reshape(v_rows, value_shape)",
     ]
+    lines.append("log_decay = Mul(decay, decay_rate)" if "decay_rate" in present else
+                 "log_decay = Identity(decay)")
     for name in "qk":
         if fields["l2norm"]:
             lines += [f"{name}_square = ReduceSumSquare<keepdims=1>({name}_heads, last)",
@@ -100,11 +106,11 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     group = v_heads // k_heads
     delta = fields["update_rule"] == "gated_delta"
     scanned = {"q": (1, k_heads, 1, 1, k_dim), "k": (1, k_heads, 1, k_dim, 1),
-               "v": (1, k_heads, group, 1, v_dim), "decay": (1, k_heads, group, 1, 1)}
+               "v": (1, k_heads, group, 1, v_dim), "log_decay": (1, k_heads, group, 1, 1)}
     if "beta" in present:
-        scanned["beta"] = scanned["decay"]
+        scanned["beta"] = scanned["log_decay"]
     lines = [
-        *_prepared(fields), _ints("c1234", 1, 2, 3, 4),
+        *_prepared(fields, present), _ints("c1234", 1, 2, 3, 4),
         # Tokens by place in their sequence, [S, B, ...]; any where there is none.
         "pad_by_step = Transpose(pad)",
         "step_column = Unsqueeze(step, c1)",
@@ -115,7 +121,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
                   _ints(f"{name}_shape", 0, 0, *shape),
                   f"{name}_steps = Reshape({name}_by_step, {name}_shape)"]
     step = [  # [B, H, G, K, V]
-        "factor = Exp(decay_one)", "decayed = Mul(memory, factor)",
+        "factor = Exp(log_decay_one)", "decayed = Mul(memory, factor)",
         *(["k_across = Transpose<perm=[0, 1, 2, 4, 3]>(k_one)",
            "known = MatMul(k_across, decayed)", "news = Sub(v_one, known)"]
           if delta else ["news = Identity(v_one)"]),
@@ -134,7 +140,8 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         f"last_groups, reads = Scan(first_groups, {', '.join(f'{n}_steps' for n in scanned)}, live)"
         f" <num_scan_inputs={len(scanned) + 1}, body = each ({rank_5} memory, {taken}, "
         f"{rank_1} live_one) => ({rank_5} memory_out, {rank_5} read_one) {{", *step, "}>",
-        "state_shape = Shape(state)", "state_out = Reshape(last_groups, state_shape)",
+        "state_shape = Shape(own_state)", "own_state_out = Reshape(last_groups, state_shape)",
+        *kept_states(present),
         "offset_column = Unsqueeze(offset, c1)", "sequence_column = Unsqueeze(sequence, c1)",
         "where = Concat<axis=1>(offset_column, sequence_column)",
         "read_groups = GatherND(reads, where)",
@@ -150,7 +157,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str:
     """
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     delta = fields["update_rule"] == "gated_delta"
-    lines = [*_prepared(fields),
+    lines = [*_prepared(fields, present),
              "starts_live = Unsqueeze(lengths, c1)", "live = Less(step, starts_live)",
              "live_column = Unsqueeze(live, last)", "one_beta = Constant<value_float=1.0>()"]
     for name, dim in (("q", k_dim), ("k", k_dim)):
@@ -168,7 +175,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str:
     lines += [_ints("v_wide", 0, v_heads * v_dim), f"v_flat = Reshape({value}, v_wide)",
               "v_any = Gather<axis=0>(v_flat, pad)",
               "v_padded = Where(live_column, v_any, nothing)",
-              "decay_any = Gather<axis=0>(decay, pad)",
+              "decay_any = Gather<axis=0>(log_decay, pad)",
               "decay_padded = Where(live_column, decay_any, nothing)"]
     beta = ""
     if delta:
@@ -179,11 +186,11 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str:
         beta = ", beta_padded"
     return "\n".join([
         *lines,
-        f"read_padded, state_out = com.microsoft.LinearAttention<q_num_heads={v_heads}, "
+        f"read_padded, own_state_out = com.microsoft.LinearAttention<q_num_heads={v_heads}, "
         f"kv_num_heads={v_heads}, scale={fields['scale']!r}, "
         f'update_rule="{fields["update_rule"]}">'
         f"(q_padded, k_padded, v_padded, first_state, decay_padded{beta})",
-        _ints("heads_shape", -1, v_heads, v_dim),
+        *kept_states(present), _ints("heads_shape", -1, v_heads, v_dim),
         "read_rows = Reshape(read_padded, heads_shape)",
         "read = Gather<axis=0>(read_rows, place)",
         *_joined(fields, present),
@@ -194,6 +201,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     wide = {name: inputs[name].astype(np.float64) for name in (
         "qkv", "decay", "state", "beta", "skip") if name in inputs}
+    decay = wide["decay"] * inputs.get("decay_rate", 1.0)
     q, k, v = np.split(wide["qkv"], [k_heads * k_dim, 2 * k_heads * k_dim], axis=1)
     q, k = (np.repeat(x.reshape(-1, k_heads, k_dim), v_heads // k_heads, axis=1) for x in (q, k))
     v = v.reshape(-1, v_heads, v_dim)
@@ -201,9 +209,10 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
         q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + _L2_EPSILON) for x in (q, k))
     out, state_out = np.zeros(v.shape), wide["state"].copy()
     for b, past in enumerate(inputs["past_lens"]):
-        state = state_out[b] if past else np.zeros(state_out[b].shape)
+        own = inputs["state_slots"][b] if "state_slots" in inputs else b
+        state = state_out[own] if past else np.zeros(state_out[own].shape)
         for token in range(*inputs["cu_seqlens"][b:b + 2]):
-            state = state * np.exp(wide["decay"][token])[:, None, None]
+            state = state * np.exp(decay[token])[:, None, None]
             news = v[token]
             if fields["update_rule"] == "gated_delta":
                 news = news - np.einsum("hk,hkv->hv", k[token], state)
@@ -211,7 +220,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                 news = news * wide["beta"][token][:, None]
             state = state + k[token][:, :, None] * news[:, None]
             out[token] = fields["scale"] * np.einsum("hk,hkv->hv", q[token], state)
-        state_out[b] = state
+        state_out[own] = state
     if "skip" in wide:
         out += v * wide["skip"][:, None]
     return [out.reshape(len(out), -1), state_out]
@@ -220,20 +229,24 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], *optional: str, k_heads: int = 2,
                v_heads: int = 4, k_dim: int = 8, v_dim: int = 6,
-               **fields: int | float | str) -> Sample:
+               slots: Sequence[int] | None = None, **fields: int | float | str) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
         tokens = sum(new)
         inputs = {"qkv": normal(tokens, 2 * k_heads * k_dim + v_heads * v_dim),
                   "decay": -np.abs(normal(tokens, v_heads)),
-                  "state": normal(len(new), v_heads, k_dim, v_dim),
+                  "state": normal(len(new) if slots is None else 7, v_heads, k_dim, v_dim),
                   "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
                   "past_lens": np.array(past, np.int32)}
         if "beta" in optional:
             inputs["beta"] = rng.uniform(0.0, 1.0, (tokens, v_heads)).astype(np.float32)
         if "skip" in optional:
             inputs["skip"] = normal(v_heads)
+        if "decay_rate" in optional:
+            inputs["decay_rate"] = rng.uniform(0.1, 2.0, v_heads).astype(np.float32)
+        if slots is not None:
+            inputs["state_slots"] = np.array(slots, np.int32)
         return Sample({"num_k_heads": k_heads, "num_v_heads": v_heads, "k_head_dim": k_dim,
                        "v_head_dim": v_dim, **fields}, inputs)
 
@@ -246,13 +259,18 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((1, 1), (9, 4), "beta", "skip", k_heads=1, scale=0.5),
         sample((3, 6), (0, 2), k_heads=4, l2norm=1),
         sample((4, 1), (2, 5), k_heads=4, k_dim=5, v_dim=3, **delta),
+        sample((1, 1, 1), (5, 0, 2), "beta", "decay_rate", slots=(4, 6, 1), k_dim=16, v_dim=32,
+               **delta),
+        sample((2, 19, 1), (5, 0, 2), "beta", "skip", "decay_rate", slots=(0, 3, 5), k_dim=16,
+               v_dim=8),
     ]
 
 
 OP = Op(
     name="GatedLinearAttention",
-    version=1,
-    inputs=("qkv", "decay", "state", "cu_seqlens", "past_lens", "beta?", "skip?"),
+    version=2,
+    inputs=("qkv", "decay", "state", "cu_seqlens", "past_lens", "beta?", "skip?",
+            "state_slots?", "decay_rate?"),
     outputs=("out", "state_out"),
     fields={"num_k_heads": 0, "num_v_heads": 0, "k_head_dim": 0, "v_head_dim": 0,
             "update_rule": "gated", "scale": 1.0, "l2norm": 0},
@@ -262,14 +280,13 @@ OP = Op(
         (*shapes["qkv"][:-1], fields["num_v_heads"] * fields["v_head_dim"]), shapes["state"]],
     dims=_dims,
     shard=(ByStateHeads("num_v_heads", "num_k_heads", "k_head_dim", "v_head_dim", packed="qkv",
-                        rows=("decay", "beta"), per_head=("skip",)),),
+                        rows=("decay", "beta"), per_head=("skip", "decay_rate")),),
     state=State("state", axis=1),
     body=_body,
     bodies={"cpu": _cpu},
-    float32_inputs=frozenset({"state"}),
-    integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
+    float32_inputs=frozenset({"state", "decay_rate"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
     output_dtypes={"state_out": "float32"},
-    has_core=False,
     reference=_reference,
     samples=_samples,
 )

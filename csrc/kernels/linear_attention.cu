@@ -1,0 +1,182 @@
+// Attention whose past is a matrix for each head: a token multiplies it by a factor, adds the product of its key and what
+// it writes, and reads it. A column of the matrix needs nothing of the others, so it stays in the registers of kLanes
+// threads from a sequence's first new token to its last; keys and queries come by tiles of tokens through shared memory.
+#include "device.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kLanes = 4, kColumns = 32, kThreads = kLanes * kColumns, kTile = 16, kVector = 8;
+
+// kKeys: elements of a key, rounded up to what a row of threads takes. kAligned: a vector of them is loaded at once.
+template <typename T, int kKeys, bool kDelta, bool kAligned>
+__global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttentionParams p) {
+  constexpr int kRow = kKeys / kVector;               // threads that load a key
+  constexpr int kTurns = 2 * kTile * kRow / kThreads;  // of queries and keys
+  constexpr int kFours = kKeys / kLanes / 4;          // of a thread's part of a column: elements 16 i + 4 lane + j
+  __shared__ __align__(16) float queries[kTile][kKeys], keys[kTile][kKeys], values[kTile][kColumns];
+  __shared__ float factors[kTile], betas[kTile];
+
+  const int head = blockIdx.y, sequence = blockIdx.z, first_column = blockIdx.x * kColumns;
+  const int thread = threadIdx.x, lane = thread % kLanes, own = thread / kLanes, column = first_column + own;
+  const int begin = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
+  const int row = p.state_slots != nullptr ? p.state_slots[sequence] : sequence;
+  float* state = p.state + (static_cast<int64_t>(row) * p.v_heads + head) * p.k_dim * p.v_dim + column;
+  const bool has_column = column < p.v_dim;
+  float4 memory[kFours];
+  auto each = [&](auto&& f) {  // f(an element's place in the key, the element)
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const int key = 4 * kLanes * i + 4 * lane;
+      f(key, memory[i].x), f(key + 1, memory[i].y), f(key + 2, memory[i].z), f(key + 3, memory[i].w);
+    }
+  };
+  // States were written by a step before, so they may be read before what the kernel before this one makes.
+  const bool reads = begin < end && has_column && p.past_lens[sequence] > 0;
+  each([&](int key, float& element) {
+    element = reads && key < p.k_dim ? state[static_cast<int64_t>(key) * p.v_dim] : 0.f;
+  });
+  wait_for_inputs();
+  let_next_start();
+  if (begin == end && p.past_lens[sequence] > 0) return;
+
+  const int64_t width = 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim;
+  const T* qkv = static_cast<const T*>(p.qkv);
+  const int key_head = head / (p.v_heads / p.k_heads);
+  const T* own_values = qkv + 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(head) * p.v_dim + first_column;
+  const float rate = p.decay_rate != nullptr ? p.decay_rate[head] : 1.f;
+  const float skip = p.skip != nullptr ? to_float(static_cast<const T*>(p.skip)[head]) : 0.f;
+
+  // A tile on its way: its queries, then its keys, a row of threads each; values of four columns; gates.
+  Vec<T, kVector> rows[kTurns];
+  T given[kColumns * kTile / kThreads];
+  float decay = 0, beta = 1;
+  constexpr int kGiven = kColumns * kTile / kThreads, kValueThreads = kColumns / kGiven;
+  auto fetch = [&](int tile) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector;
+      const int token = tile + index % kTile;
+      const T* from = qkv + token * width + (index / kTile * p.k_heads + key_head) * static_cast<int64_t>(p.k_dim) + at;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) rows[turn].data[i] = from_float<T>(0.f);
+      if (token >= end) continue;
+      if constexpr (kAligned) {
+        if (at < p.k_dim) rows[turn] = load<T, kVector>(from);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i)
+          if (at + i < p.k_dim) rows[turn].data[i] = from[i];
+      }
+    }
+    const int token = tile + thread / kValueThreads, at = thread % kValueThreads * kGiven;
+#pragma unroll
+    for (int i = 0; i < kGiven; ++i)
+      given[i] = token < end && first_column + at + i < p.v_dim ? own_values[token * width + at + i] : from_float<T>(0.f);
+    if (thread < kTile && tile + thread < end) {
+      const int64_t place = static_cast<int64_t>(tile + thread) * p.v_heads + head;
+      decay = to_float(static_cast<const T*>(p.decay)[place]);
+      if (p.beta != nullptr) beta = to_float(static_cast<const T*>(p.beta)[place]);
+    }
+  };
+  auto put = [&] {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector;
+      const bool is_query = index < kTile;
+      float numbers[kVector], squares = 0;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        numbers[i] = to_float(rows[turn].data[i]);
+        squares = fmaf(numbers[i], numbers[i], squares);
+      }
+      float scale = is_query ? p.scale : 1.f;
+      if (p.l2norm) {
+#pragma unroll
+        for (int mask = kRow / 2; mask; mask >>= 1) squares += __shfl_xor_sync(~0u, squares, mask);
+        scale /= sqrtf(squares + 1e-6f);
+      }
+      float* to = (is_query ? queries[index] : keys[index - kTile]) + at;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) to[i] = numbers[i] * scale;
+    }
+#pragma unroll
+    for (int i = 0; i < kGiven; ++i)
+      values[thread / kValueThreads][thread % kValueThreads * kGiven + i] = to_float(given[i]);
+    if (thread < kTile) factors[thread] = expf(decay * rate), betas[thread] = beta;
+  };
+  auto across = [](float x) {  // the sum over a column's threads
+#pragma unroll
+    for (int mask = kLanes / 2; mask; mask >>= 1) x += __shfl_xor_sync(~0u, x, mask);
+    return x;
+  };
+
+  T* out = static_cast<T*>(p.out) + static_cast<int64_t>(head) * p.v_dim + column;
+  fetch(begin);
+  for (int tile = begin; tile < end; tile += kTile) {
+    __syncthreads();  // the tile before has been read
+    put();
+    __syncthreads();
+    if (tile + kTile < end) fetch(tile + kTile);
+    const int count = min(kTile, end - tile);
+    for (int t = 0; t < count; ++t) {
+      const float4* key = reinterpret_cast<const float4*>(keys[t]) + lane;
+      const float4* query = reinterpret_cast<const float4*>(queries[t]) + lane;
+      const float factor = factors[t], value = values[t][own];
+      float news = value;
+      if constexpr (kDelta) {
+        float4 sum{};
+#pragma unroll
+        for (int i = 0; i < kFours; ++i) {
+          const float4 k = key[kLanes * i];
+          sum.x = fmaf(k.x, memory[i].x, sum.x), sum.y = fmaf(k.y, memory[i].y, sum.y);
+          sum.z = fmaf(k.z, memory[i].z, sum.z), sum.w = fmaf(k.w, memory[i].w, sum.w);
+        }
+        news -= factor * across((sum.x + sum.y) + (sum.z + sum.w));
+      }
+      news *= betas[t];
+      float4 sum{};
+#pragma unroll
+      for (int i = 0; i < kFours; ++i) {
+        const float4 k = key[kLanes * i], q = query[kLanes * i];
+        memory[i].x = fmaf(memory[i].x, factor, k.x * news), memory[i].y = fmaf(memory[i].y, factor, k.y * news);
+        memory[i].z = fmaf(memory[i].z, factor, k.z * news), memory[i].w = fmaf(memory[i].w, factor, k.w * news);
+        sum.x = fmaf(q.x, memory[i].x, sum.x), sum.y = fmaf(q.y, memory[i].y, sum.y);
+        sum.z = fmaf(q.z, memory[i].z, sum.z), sum.w = fmaf(q.w, memory[i].w, sum.w);
+      }
+      const float read = across((sum.x + sum.y) + (sum.z + sum.w));
+      if (lane == 0 && has_column)
+        out[static_cast<int64_t>(tile + t) * p.v_heads * p.v_dim] = from_float<T>(fmaf(skip, value, read));
+    }
+  }
+  each([&](int key, float& element) {
+    if (has_column && key < p.k_dim) state[static_cast<int64_t>(key) * p.v_dim] = element;
+  });
+}
+
+template <typename T, int kKeys>
+cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
+  const dim3 grid(blocks_for(p.v_dim, kColumns), p.v_heads, p.batch);
+  auto with = [&](auto kernel) { return launch(kernel, grid, kThreads, 0, stream, p); };
+  const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0;
+  if (aligned)
+    return p.delta ? with(linear_attention_kernel<T, kKeys, true, true>) : with(linear_attention_kernel<T, kKeys, false, true>);
+  return p.delta ? with(linear_attention_kernel<T, kKeys, true, false>) : with(linear_attention_kernel<T, kKeys, false, false>);
+}
+
+}  // namespace
+
+cudaError_t linear_attention(DType dtype, const LinearAttentionParams& p, cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    if (p.k_dim <= 32) return run<T, 32>(p, stream);
+    if (p.k_dim <= 64) return run<T, 64>(p, stream);
+    if (p.k_dim <= 128) return run<T, 128>(p, stream);
+    if (p.k_dim <= kLinearKeys) return run<T, kLinearKeys>(p, stream);
+    return cudaErrorInvalidValue;
+  });
+}
+
+}  // namespace llmc::kernels

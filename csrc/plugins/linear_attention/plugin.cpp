@@ -1,0 +1,77 @@
+#include "../common/states.h"
+
+namespace llmc {
+namespace {
+
+class GatedLinearAttention : public Plugin {
+ public:
+  explicit GatedLinearAttention(const Fields& fields) {
+    p_.k_heads = integer(fields, "num_k_heads");
+    p_.v_heads = integer(fields, "num_v_heads");
+    p_.k_dim = integer(fields, "k_head_dim");
+    p_.v_dim = integer(fields, "v_head_dim");
+    p_.scale = real(fields, "scale");
+    p_.l2norm = integer(fields, "l2norm") != 0;
+    const auto& rule = std::get<std::string>(fields.at("update_rule"));
+    if (rule != "gated" && rule != "gated_delta") throw Error("GatedLinearAttention has no update_rule '" + rule + "'");
+    p_.delta = rule == "gated_delta";
+    if (p_.k_heads < 1 || p_.v_heads < 1 || p_.v_heads % p_.k_heads != 0 || p_.k_dim < 1 || p_.v_dim < 1)
+      throw Error("GatedLinearAttention of " + std::to_string(p_.v_heads) + " value heads of " +
+                  std::to_string(p_.v_dim) + " in " + std::to_string(p_.k_heads) + " groups of keys of " +
+                  std::to_string(p_.k_dim));
+    if (p_.k_dim > kernels::kLinearKeys)
+      throw Error("GatedLinearAttention's k_head_dim " + std::to_string(p_.k_dim) + " exceeds " +
+                  std::to_string(kernels::kLinearKeys));
+  }
+
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    const Dims& qkv = in[0];
+    const int64_t values = static_cast<int64_t>(p_.v_heads) * p_.v_dim;
+    const Dims gates{qkv[0], p_.v_heads};
+    expect("GatedLinearAttention's qkv", qkv, {qkv[0], 2 * static_cast<int64_t>(p_.k_heads) * p_.k_dim + values});
+    expect("GatedLinearAttention's decay", in[1], gates);
+    expect_states("GatedLinearAttention", in[2], optional(in, 7), in[4][0], {p_.v_heads, p_.k_dim, p_.v_dim});
+    if (const Dims* beta = optional(in, 5)) expect("GatedLinearAttention's beta", *beta, gates);
+    for (size_t i : {6, 8})
+      if (const Dims* each = optional(in, i)) expect("GatedLinearAttention's numbers of heads", *each, {p_.v_heads});
+    return {{qkv[0], values}, in[2]};
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    kernels::LinearAttentionParams p = p_;
+    p.out = out[0].data;
+    p.qkv = in[0].data;
+    p.decay = in[1].data;
+    p.state = static_cast<float*>(in[2].data);
+    p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
+    p.past_lens = static_cast<const int32_t*>(in[4].data);
+    if (const Tensor* beta = optional(in, 5)) p.beta = beta->data;
+    if (const Tensor* skip = optional(in, 6)) p.skip = skip->data;
+    if (const Tensor* slots = optional(in, 7)) p.state_slots = static_cast<const int32_t*>(slots->data);
+    if (const Tensor* rate = optional(in, 8)) p.decay_rate = static_cast<const float*>(rate->data);
+    p.batch = static_cast<int>(in[4].shape[0]);
+    check(kernels::linear_attention(in[0].dtype, p, context.stream), "GatedLinearAttention");
+  }
+
+ private:
+  kernels::LinearAttentionParams p_{};
+};
+
+}  // namespace
+
+void register_linear_attention() {
+  register_plugin({"GatedLinearAttention", 2,
+                   {"qkv", "decay", "state: float32", "cu_seqlens: int32", "past_lens: int32", "beta?", "skip?",
+                    "state_slots?: int32", "decay_rate?: float32"},
+                   {"out", "state_out = state"},
+                   {{"num_k_heads", int64_t{0}}, {"num_v_heads", int64_t{0}}, {"k_head_dim", int64_t{0}},
+                    {"v_head_dim", int64_t{0}}, {"update_rule", std::string("gated")}, {"scale", 1.0},
+                    {"l2norm", int64_t{0}}},
+                   {"num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<GatedLinearAttention>(fields);
+                   }});
+}
+
+}  // namespace llmc
