@@ -45,7 +45,7 @@ from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
-from llmc.compiler.passes.precision import cache_dtype, cast, narrow_indices, split_clip
+from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.quantize import dequantize_weights, quantize_weights
 from llmc.compiler.passes.route import route
 from llmc.compiler.passes.rows import gates
@@ -133,7 +133,7 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("norm_gemm", norm_gemm, _GPU),
     RankPass("quantize", quantize_weights, (cpu.KIND, cuda.KIND)),
     # What the engine of a target wants.
-    GraphPass("split_clip", split_clip, _GPU),
+    GraphPass("elements", elements, _GPU),
     RankPass("cast", cast, _GPU),
     GraphPass("cache_dtype", cache_dtype, _GPU),  # after cast, which gives caches the model's
     EncoderPass("name_weights", name_weights, _GPU),  # after all that makes weights anew

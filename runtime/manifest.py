@@ -185,12 +185,13 @@ class Chip(_Frozen):
     """What one rank loads and runs.
 
     `steps` are run in order; a graph step reads and writes named tensors. Engine inputs are
-    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where
-    caches are paged `block_table`, and the caches; an updated cache is named `<cache>_out`,
-    and the last step makes `logits`. With an `encoder`, they are its decoder's, whose inputs also
-    are `memory_starts`, `encoder_sequence_length`, and what the encoder made. `num_heads` are the
-    query heads of each layer. `quantization` has the weights in fewer bits, by name. `states` are
-    caches too, named `state_<i>`, of layers that keep a state instead of keys and values.
+    `input_ids`, `cu_seqlens`, `past_lens`, `logits_indices`, perhaps `position_ids`, where caches
+    are paged `block_table` for keys and values and `state_slots` for states, and the caches; an
+    updated cache is named `<cache>_out`, and the last step makes `logits`. With an `encoder`, they
+    are its decoder's, whose inputs also are `memory_starts`, `encoder_sequence_length`, and what
+    the encoder made. `num_heads` are the query heads of each layer. `quantization` has the weights
+    in fewer bits, by name. `states` are caches too, named `state_<i>`, of layers that keep a state
+    instead of keys and values.
     """
 
     rank: Annotated[int, Field(ge=0)]

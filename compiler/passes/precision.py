@@ -16,9 +16,11 @@ from llmc.compiler.graph.rewrite import (
     fields_of,
     op_of,
     state_of,
+    tidy,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
+from llmc.runtime.schedule import ELEMENTWISE
 
 
 def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -76,8 +78,10 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
             tensor.dtype = numpy_dtype(settings.kv_dtype)
 
 
-def split_clip(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Clip as Max and Min, which the engine has."""
+def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Clip as Max and Min, which the engine has; and of what ONNX's ops on elements make the shapes
+    and dtypes that exporters leave out.
+    """
     for node in [node for node in graph.nodes if node.op == "Clip"]:
         bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
                   if not limit.is_empty()]
@@ -90,6 +94,15 @@ def split_clip(graph: gs.Graph, settings: Settings, report: Report) -> None:
             graph.nodes.append(gs.Node(op=op, name=made.name, inputs=[x, limit], outputs=[made]))
             x = made
         report.count("clip")
+    tidy(graph)
+    for node in graph.nodes:
+        made = node.outputs[0] if node.outputs else None
+        if node.op not in ELEMENTWISE or made is None or None not in (made.dtype, made.shape):
+            continue
+        given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)]
+        made.dtype = made.dtype or given[0].dtype
+        made.shape = made.shape or max((tensor.shape for tensor in given),
+                                       key=lambda shape: shape[-1])
 
 
 def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:

@@ -96,10 +96,6 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     Raises:
         LlmcError: see `emit`.
     """
-    for node in graph.nodes:  # what exporters do not say
-        if node.op in ELEMENTWISE and node.outputs[0].shape is None:
-            shapes = [t.shape for t in node.inputs if not isinstance(t, gs.Constant)]
-            node.outputs[0].shape = max(shapes, key=lambda shape: shape[-1])
     fields = [_fields(node) for node in graph.nodes]  # before anything asks for a shape
     kept: dict[int, Literal["cache", "state"]] = {
         id(tensor): "cache" for node in graph.nodes for pair in caches(node) for tensor in pair}

@@ -45,4 +45,4 @@ def _widen_elementwise(graph: gs.Graph) -> None:
 
 def _float_cast(source: gs.Variable, target: gs.Variable) -> gs.Node:
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(target.dtype))
-    return gs.Node("Cast", target.name, {"to": int(kind)}, [source], [target])
+    return gs.Node("Cast", f"{target.name}.cast", {"to": int(kind)}, [source], [target])

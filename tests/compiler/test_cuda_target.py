@@ -42,7 +42,8 @@ ONNX_DTYPES = {"float32": (onnx.TensorProto.FLOAT, 1e-5),
 @pytest.mark.parametrize(("family", "dtype", "quantize"), [
     ("llama", "float32", ""), ("gpt2", "float32", ""), ("llama", "float16", ""),
     ("gpt2", "bfloat16", ""), ("gemma2", "float16", ""), ("gemma2", "bfloat16", ""),
-    ("llama", "float16", "int8"), ("gpt2", "bfloat16", "int8"), ("llama", "bfloat16", "fp8")])
+    ("falcon_h1", "bfloat16", ""), ("llama", "float16", "int8"), ("gpt2", "bfloat16", "int8"),
+    ("llama", "bfloat16", "fp8")])
 def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quantize, tmp_path):
     kind, tolerance = ONNX_DTYPES[dtype]
     tolerance += {"": 0, "int8": 0.02, "fp8": 0.05}[quantize]
@@ -80,11 +81,12 @@ def onnx_logits(graph, directory, tokens):
     feeds = {}
     for value in graph.graph.input:
         described = value.type.tensor_type
-        own = {"input_ids": "token_ids", "block_table": "block_tables"}
+        own = {"input_ids": "token_ids", "block_table": "block_tables", "state_slots": "slots"}
         kind, array = described.elem_type, getattr(step, own.get(value.name, value.name), None)
-        if array is None:  # a cache of 4 blocks of 16; NumPy has no bfloat16, so bits
-            array = np.zeros([4, described.shape.dim[1].dim_value, 16,
-                              described.shape.dim[3].dim_value],
+        if array is None:  # 4 blocks of 16, or states; NumPy has no bfloat16, so bits
+            sizes = {"num_blocks": 4, "num_states": 4, "block_size": 16}
+            array = np.zeros([sizes.get(dim.dim_param, dim.dim_value)
+                              for dim in described.shape.dim],
                              np.uint32 if kind == onnx.TensorProto.FLOAT else np.uint16)
         feeds[value.name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
     return session.run_with_ort_values(["logits_float32"], feeds)[0].numpy()
