@@ -154,8 +154,9 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
     """
     for report in lowered.reports:
         if UNQUANTIZED_EXPERTS in report.matches:
-            progress(f"experts stay in {options.dtype}, as no kernel has them in fewer bits yet; "
-                     f"--quantize rounds the other linear layers")
+            progress(f"{report.matches[UNQUANTIZED_EXPERTS]} layers' experts stay in "
+                     f"{options.dtype}, as target {options.target} has no kernel for them in the "
+                     f"groups that they would have; --quantize rounds the other linear layers")
     for report in lowered.reports if not options.dequantize else ():
         of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
         rounded = report.matches.get(ROUNDED, 0)

@@ -206,10 +206,10 @@ def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
     found = {}
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
-        if op is not None and op.packed(fields := fields_of(node)) and op.quantized is not None:
-            found[operands(node)[op.quantized.weight].name] = WeightForm(
+        if op is not None and op.packed(fields := fields_of(node)):
+            found.update((operands(node)[role.weight].name, WeightForm(
                 dtype=fields["weight_dtype"], group_size=fields["group_size"],
-                activation_dtype=fields.get("activation_dtype", ""))
+                activation_dtype=fields.get("activation_dtype", ""))) for role in op.quantized)
     return dict(sorted(found.items()))
 
 

@@ -95,8 +95,8 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
             if own is not None:
                 scale_channels(pair, _run(node, values)[pair.made.name], own)
         op = op_of(node)
-        if op is not None and op.quantized is not None and is_rounded(node):
-            tensor = operands(node)[op.quantized.weight]
+        if op is not None and len(op.quantized) == 1 and is_rounded(node):
+            tensor = operands(node)[op.quantized[0].weight]
             weight = values_of(tensor)
             own = wanted(tensor)
             if own is not None:

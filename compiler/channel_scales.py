@@ -49,14 +49,14 @@ def find_pair(graph: gs.Graph, node: gs.Node) -> Pair | None:
     users = consumers(graph, made)
     user = users[0] if len(users) == 1 else None
     way, user_op = shard_of(node, ByRows), op_of(user)
-    if op is None or user is None or user_op is None or user_op.quantized is None \
+    if op is None or user is None or user_op is None or len(user_op.quantized) != 1 \
             or operand(user, "x") is not made:
         return None
     gated = way is not None and way.stacked == 2
     names = way.inputs if way is not None and gated else \
         (op.norm.gain, op.norm.bias) if op.norm is not None else ()
     divided = tuple(tensor for name in names if (tensor := operands(node).get(name)) is not None)
-    weight = operands(user)[user_op.quantized.weight]
+    weight = operands(user)[user_op.quantized[0].weight]
     if not divided or any(len(tensor.outputs) > 1 for tensor in (*divided, weight)):
         return None
     return Pair(divided, made, weight, gated)

@@ -222,7 +222,8 @@ def divide(fused: Fused, options: Options) -> Lowered:
                        head_scheme=options.head_scheme, calibrated=options.calibrated,
                        dequantize=options.dequantize, expert_parallel=options.expert_parallel,
                        group_multiple=getattr(target, "GROUP_MULTIPLE", 0),
-                       orders_columns=getattr(target, "ORDERS_COLUMNS", False))
+                       orders_columns=getattr(target, "ORDERS_COLUMNS", False),
+                       packs_experts=getattr(target, "PACKS_EXPERTS", False))
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

@@ -556,15 +556,15 @@ def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
     names = set()
     for node in graph.nodes:
         op = op_of(node)
-        if op is None or op.quantized is None:
-            continue
-        given = operands(node)
-        weight = given[op.quantized.weight]
-        unfolded = weight.name.endswith(NORMED) \
-            and weight.name.removesuffix(NORMED) in chip.quantization
-        if values_of(weight).dtype != np.uint8 and (weight.name in chip.quantization or unfolded):
-            names |= {tensor.name for name, tensor in given.items()
-                      if unfolded or name in (op.quantized.weight, op.quantized.row_sums)}
+        given = operands(node) if op is not None else {}
+        for role in op.quantized if op is not None else ():
+            weight = given[role.weight]
+            unfolded = weight.name.endswith(NORMED) \
+                and weight.name.removesuffix(NORMED) in chip.quantization
+            if values_of(weight).dtype != np.uint8 \
+                    and (weight.name in chip.quantization or unfolded):
+                names |= {tensor.name for name, tensor in given.items()
+                          if unfolded or name in (role.weight, role.row_sums)}
     return names
 
 

@@ -462,27 +462,20 @@ def _mxfp4(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
 
 
 def _mxfp4_experts(decoder: _Decoder, name: str) -> None:
-    """Numbers [experts, in, out] of a stack; one expert is read at a time."""
+    """Numbers [experts, in, out] of a stack, which lies as [experts, out, in]."""
     count, rows, groups, _ = decoder.left[f"{name}_blocks"].shape
     blocks = decoder.take(f"{name}_blocks", (count, rows, groups, 16), "u")
     scales = decoder.powers(f"{name}_scales", (count, rows, groups))
-
-    def numbers(start: int, stop: int) -> np.ndarray:
-        packed = blocks.rows(start, stop)
-        twice = (_FP4_TWICE - 128).astype(np.float32)
-        pairs = np.stack([twice[packed & 15], twice[packed >> 4]], -1).reshape(
-            *packed.shape[:3], -1)
-        halves = scales.rows(start, stop)[..., None] / np.float32(2)
-        return np.asarray(pairs * halves).reshape(*packed.shape[:2], -1)
-
-    decoder.note("experts in MXFP4 are read as float32, at eight times the memory, as no kernel "
-                 "reads them yet", name)
-    stack = Weight((count, rows, groups * 32), np.float32, numbers, name)
-    stack.dequantized = True
-    decoder.made[name] = stack.transpose()
+    stored = _fp4(decoder, name, blocks.reshape((count, rows, groups * 16)).reshape(
+        (count * rows, groups * 16)), scales.reshape((count * rows, groups)), "MXFP4")
+    decoder.made[name] = stored.weight(name).reshape((count, rows, groups * 32)).transpose()
 
 
 def _keep_fp4(decoder: _Decoder, module: str, packed: Weight, scales: Weight, kind: str) -> None:
+    decoder.keep(module, _fp4(decoder, module, packed, scales, kind))
+
+
+def _fp4(decoder: _Decoder, name: str, packed: Weight, scales: Weight, kind: str) -> Stored:
     """Numbers of 4 bits, e2m1, two in a byte; the first in the low bits."""
     rows, half = packed.shape
 
@@ -490,10 +483,9 @@ def _keep_fp4(decoder: _Decoder, module: str, packed: Weight, scales: Weight, ki
         pairs = np.stack([block & 15, block >> 4], -1).reshape(len(block), -1)
         return _FP4_TWICE[pairs].astype(np.uint8)
 
-    decoder.note(f"numbers of {kind} are kept exactly as int8, twice their memory", module)
-    decoder.keep(module, Stored(
-        "int8", _map(packed, (rows, 2 * half), np.uint8, codes),
-        _map(scales, scales.shape, np.float32, lambda block: block / np.float32(2))))
+    decoder.note(f"numbers of {kind} are kept exactly as int8, twice their memory", name)
+    return Stored("int8", _map(packed, (rows, 2 * half), np.uint8, codes),
+                  _map(scales, scales.shape, np.float32, lambda block: block / np.float32(2)))
 
 
 _READERS: Mapping[str, Callable[[_Decoder, Mapping[str, Any]], bool]] = {

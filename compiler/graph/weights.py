@@ -30,8 +30,9 @@ class Weight(LazyValues):
             of the constant.
         rows: reads rows `start` to `stop` of axis 0 as an array of `dtype`.
         name: where it comes from, for messages.
-        stored: the fewer bits of which its numbers are made, where it has come in such. Cuts,
-            stacks and casts carry it along; whatever makes other numbers leaves it behind.
+        stored: the fewer bits of which its numbers are made, where it has come in such; of a stack
+            of matrices those of all, one below the other. Cuts, stacks and casts carry it along;
+            whatever makes other numbers leaves it behind.
 
     Attributes:
         dequantized: whether its checkpoint had it in fewer bits, and `stored` was left behind.
@@ -129,10 +130,23 @@ class Weight(LazyValues):
         return self._transposed
 
     def reshape(self, shape: Sequence[int]) -> Weight:
-        """The same numbers in another shape. Reads all of it for each block unless rows stay."""
+        """The same numbers in another shape. Reads all of it for each block unless rows stay, or
+        matrices become one, one below the other, or one becomes several.
+        """
         shape = tuple(int(dim) for dim in shape)
         if shape == self.shape:
             return self
+        if {len(shape), len(self.shape)} == {2, 3} and shape[-1] == self.shape[-1]:
+            height = shape[1] if len(shape) == 3 else self.shape[1]
+
+            def rows(start: int, stop: int) -> np.ndarray:
+                if len(shape) == 3:
+                    return self.rows(start * height, stop * height).reshape(-1, *shape[1:])
+                first = start // height
+                block = self.rows(first, -(-stop // height)).reshape(-1, shape[1])
+                return block[start - first * height:stop - first * height]
+
+            return self._derived(shape, self.dtype, rows, self.stored)
         if shape[:1] == self.shape[:1]:
             return self._derived(shape, self.dtype, lambda start, stop: self.rows(
                 start, stop).reshape(stop - start, *shape[1:]))
@@ -155,8 +169,11 @@ class Weight(LazyValues):
             runs = np.split(wanted, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 
+        own = index
+        if len(self.shape) == 3:  # the rows of these matrices
+            own = (index[:, None] * self.shape[1] + np.arange(self.shape[1])).reshape(-1)
         return self._derived((len(index), *self.shape[1:]), self.dtype, rows,
-                             self.stored and self.stored.take_rows(index))
+                             self.stored and self.stored.take_rows(own))
 
     def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Columns `index` of a matrix, in that order. A stored form stays where they are groups."""
@@ -177,8 +194,13 @@ class Weight(LazyValues):
         if np.array_equal(index, np.arange(self.shape[axis])):
             return self
         shape = (*self.shape[:axis], len(index), *self.shape[axis + 1:])
+        stored = self.stored
+        if stored is not None:
+            starts = np.arange(self.shape[0])[:, None] * self.shape[1]
+            stored = stored.take_rows((starts + index).reshape(-1)) if axis == 1 else \
+                stored.take_columns(index)
         return self._derived(shape, self.dtype,
-                             lambda start, stop: self.rows(start, stop).take(index, axis))
+                             lambda start, stop: self.rows(start, stop).take(index, axis), stored)
 
     def pad_rows(self, count: int) -> Weight:
         """The weight with zero rows appended up to `count` rows; the same each time."""
@@ -239,9 +261,13 @@ class Weight(LazyValues):
         """The weights, all alike, along a new axis 0. Reads one at a time."""
         first = weights[0]
         assert all(w.shape == first.shape and w.dtype == first.dtype for w in weights)
+        forms = [w.stored for w in weights if w.stored is not None]
         made = Weight((len(weights), *first.shape), first.dtype, lambda start, stop: np.stack(
-            [weight.load() for weight in weights[start:stop]]), first.name)
-        made.dequantized = any(w.stored is not None or w.dequantized for w in weights)
+            [weight.load() for weight in weights[start:stop]]), first.name,
+            forms[0].above(forms[1:]) if len(forms) == len(weights) and len(first.shape) == 2
+            else None)
+        made.dequantized = made.stored is None and (
+            bool(forms) or any(w.dequantized for w in weights))
         return made
 
     @staticmethod

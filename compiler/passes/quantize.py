@@ -7,8 +7,8 @@ Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_si
 
 Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
 never rounded again. Of our own rounding, tables of embeddings take part where the LM head is the
-same table, routers do not, and experts stay as they are. Groups that no kernel of the target reads
-stay numbers.
+same table, and routers do not. Groups that no kernel of the target reads stay numbers, and so do
+experts on GPUs, and those whose two weights are stored in different ways.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.quantization import Scheme, Stored, quantize
+from llmc.compiler.graph.quantization import SMALLEST_GROUP, Scheme, Stored, quantize
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -34,6 +34,7 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
 from llmc.errors import LlmcError
+from llmc.plugins.experts.op import DTYPES as EXPERT_DTYPES
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
@@ -56,39 +57,91 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     made: dict[int, _Made] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
-        if settings.scheme is not None and is_op(node, EXPERTS):
-            report.count(UNQUANTIZED_EXPERTS)
-        if op is None or op.quantized is None:
+        if op is None or not op.quantized:
             continue
-        role, given = op.quantized, operands(node)
-        values = values_of(given[role.weight])
-        scheme = settings.head_scheme if id(values) == head else \
+        weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
+        scheme = settings.head_scheme if id(weights[0]) == head else \
             settings.scheme if is_rounded(node) else None
-        if scheme is not None and not settings.calibrated:
+        known = _forms(node, weights, scheme, settings, report, made)
+        if known is not None:
+            _store(owner, node, known, report)
+
+
+def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, settings: Settings,
+           report: Report, made: dict[int, _Made]) -> list[_Made] | None:
+    """How each of a node's weights is stored, all in one way; None where they stay numbers."""
+    op = op_of(node)
+    assert op is not None
+    if id(weights[0]) in made:
+        return [made[id(values)] for values in weights]
+    if scheme is not None and not settings.calibrated:
+        for values in weights:
             refuse_rounded(values)
-        if id(values) not in made:
-            stored = _form(values, scheme, given[role.weight].name, settings)
-            if isinstance(stored, NoMatch):
-                report.refuse(node, stored)
-                if values.dequantized or values.stored is not None:
-                    report.count(DEQUANTIZED)
-            if not isinstance(stored, Stored):
-                continue
-            made[id(values)] = _Made(values, stored, *_constants(stored, given[role.weight].name))
-        known = made[id(values)]
-        stored, (out_features, in_features) = known.stored, values.shape
-        if stored.order is not None:
-            given["x"] = _ordered(owner, node, given["x"], stored.order)
+    names = [operands(node)[role.weight].name for role in op.quantized]
+    forms = [_form(values, scheme, name, settings)
+             for values, name in zip(weights, names, strict=True)]
+    found: Sequence[Stored | NoMatch | None] = forms if len(forms) == 1 else \
+        _experts_forms(forms, settings)
+    for values, stored in zip(weights, found, strict=True):
+        if isinstance(stored, NoMatch):
+            report.refuse(node, stored)
+            if values.dequantized or values.stored is not None:
+                report.count(DEQUANTIZED)
+    if is_op(node, EXPERTS) and scheme is not None \
+            and not all(isinstance(stored, Stored) for stored in found):
+        report.count(UNQUANTIZED_EXPERTS)
+    kept = [stored for stored in found if isinstance(stored, Stored)]
+    if len(kept) < len(weights):
+        return None
+    for values, stored, name in zip(weights, kept, names, strict=True):
+        made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape))
+    return [made[id(values)] for values in weights]
+
+
+def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings) -> \
+        list[Stored | NoMatch | None]:
+    """Those of both weights of experts, in groups of one size."""
+    found = [stored for stored in forms if isinstance(stored, Stored)]
+    if len(found) < len(forms):
+        return [None if isinstance(stored, Stored) else stored for stored in forms]
+    size = math.gcd(*(stored.group_size for stored in found))
+    why = "" if settings.packs_experts else "a form that no kernel of the target has for experts"
+    if len({stored.dtype for stored in found}) > 1 or size < SMALLEST_GROUP \
+            or found[0].dtype not in EXPERT_DTYPES:
+        why = why or f"the forms {' and '.join(f'{s.dtype} in {s.group_size}' for s in found)}"
+    if any(stored.minima is not None or stored.order is not None for stored in found):
+        why = why or "minima of groups, or columns in an order of their own"
+    if why:
+        return [NoMatch(f"experts have {why}, so they are read as numbers", stored.codes.name)
+                for stored in found]
+    return [stored.regrouped(size) for stored in found]
+
+
+def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], report: Report) -> None:
+    """Give a node its weights as they are stored."""
+    op, given = op_of(node), operands(node)
+    assert op is not None
+    stored = known[0].stored
+    for role, own in zip(op.quantized, known, strict=True):
+        if own.stored.order is not None:
+            given["x"] = _ordered(owner, node, given["x"], own.stored.order)
         if role.row_sums in given:
-            given[role.row_sums] = _row_sums(stored, given[role.row_sums].name)
-        node.inputs = arranged(op, {**given, role.weight: known.weight, role.scale: known.scale,
-                                    role.zero: known.zero, role.minimum: known.minimum})
-        node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
-                          in_features=in_features, out_features=out_features)
-        report.count(f"{stored.dtype}, groups of {stored.group_size}")
-        if role.rounds and stored.activation_dtype:
-            node.attrs["activation_dtype"] = stored.activation_dtype
-            report.count(ROUNDED)
+            given[role.row_sums] = _row_sums(own.stored, given[role.row_sums].name)
+        given |= {role.weight: own.weight, role.scale: own.scale}
+        given |= {name: tensor for name, tensor in ((role.zero, own.zero),
+                                                    (role.minimum, own.minimum)) if name and tensor}
+        report.count(f"{own.stored.dtype}, groups of {own.stored.group_size}")
+    node.inputs = arranged(op, given)
+    shape = known[0].values.shape
+    node.attrs.update(weight_dtype=stored.dtype, group_size=stored.group_size,
+                      in_features=shape[-1])
+    if len(known) > 1:
+        node.attrs["inner_features"] = known[1].values.shape[-1]
+    else:
+        node.attrs["out_features"] = shape[0]
+    if op.quantized[0].rounds and stored.activation_dtype:
+        node.attrs["activation_dtype"] = stored.activation_dtype
+        report.count(ROUNDED)
 
 
 def is_rounded(node: gs.Node) -> bool:
@@ -146,7 +199,8 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings) 
     if stored is None:
         if scheme is None:
             return None
-        stored = quantize(values, scheme, name)
+        stored = quantize(values.reshape((math.prod(values.shape[:-1]), values.shape[-1])), scheme,
+                          name)
     if not settings.reads(stored):
         why = f"groups of {stored.group_size}, where the target's kernels read multiples of " \
               f"{settings.group_multiple}" if stored.order is None else \
@@ -172,9 +226,15 @@ def _row_sums(stored: Stored, name: str) -> gs.Constant:
     return gs.Constant(name, Weight.of(stored.weight(name).dot(ones), name))
 
 
-def _constants(stored: Stored, name: str) -> \
+def _constants(stored: Stored, name: str, shape: Sequence[int]) -> \
         tuple[gs.Constant, gs.Constant, gs.Constant | None, gs.Constant | None]:
+    """Of a weight of this shape the weight, scales, zeros and minima."""
     weight, zeros = stored.packed()
-    return (gs.Constant(name, weight), gs.Constant(f"{name}_scale", stored.scales),
-            None if zeros is None else gs.Constant(f"{name}_zero", zeros),
-            None if stored.minima is None else gs.Constant(f"{name}_min", stored.minima))
+
+    def constant(own: str, part: Weight | None) -> gs.Constant | None:
+        return None if part is None else gs.Constant(
+            own, part.reshape((*shape[:-1], part.shape[-1])))
+
+    made, scale = constant(name, weight), constant(f"{name}_scale", stored.scales)
+    assert made is not None and scale is not None
+    return made, scale, constant(f"{name}_zero", zeros), constant(f"{name}_min", stored.minima)

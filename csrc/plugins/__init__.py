@@ -32,10 +32,13 @@ Fields = Mapping[str, Any]  # int, float or str, as the op declares
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs to test an op with: arrays by input name (absent optional inputs left out)."""
+    """Inputs to test an op with: arrays by input name (absent optional inputs left out). A body for
+    a target may differ by `tolerance` where that is more than the op's.
+    """
 
     fields: Fields
     inputs: Mapping[str, Any]
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Op:
         norm: what it is, if it is a norm.
         attention: what it is, if it is attention.
         state: what it keeps from step to step, if that is no keys and values.
-        quantized: which input may be in fewer bits, as the field `weight_dtype` then says.
+        quantized: which inputs may be in fewer bits, as the field `weight_dtype` then says.
         collective: what the ranks do together, if it is that.
         output_dtypes: outputs that have a dtype of their own, whatever that of the others.
         has_core: whether csrc has a core for it, which the engines of GPUs need.
@@ -97,7 +100,7 @@ class Op:
     norm: Norm | None = None
     attention: Attention | None = None
     state: State | None = None
-    quantized: Quantized | None = None
+    quantized: tuple[Quantized, ...] = ()
     collective: Literal["", "all_reduce", "all_gather"] = ""
     required: tuple[str, ...] = ()
     choices: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
@@ -158,11 +161,11 @@ class Op:
                                            if value != self.fields[name])}
 
     def packed(self, fields: Fields) -> frozenset[str]:
-        """The inputs whose dtypes are those of a weight in fewer bits, where `fields` say so."""
-        if self.quantized is None or not fields["weight_dtype"]:
+        """The inputs whose dtypes are those of weights in fewer bits, where `fields` say so."""
+        if not self.quantized or not fields["weight_dtype"]:
             return frozenset()
-        role = self.quantized
-        return frozenset({role.weight, role.scale, role.zero, role.minimum})
+        return frozenset({name for role in self.quantized
+                          for name in (role.weight, role.scale, role.zero, role.minimum) if name})
 
     def fit(self, shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         """Output shapes, where inputs of these shapes (by name; absent ones left out) fit together.

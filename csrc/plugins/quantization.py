@@ -117,7 +117,7 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
         fields={**op.fields, **_FIELDS, **({"activation_dtype": ""} if rounds else {})},
         choices={**op.choices, "weight_dtype": ("", *CODES),
                  **({"activation_dtype": ("", FLOAT8)} if rounds else {})},
-        float32_inputs=op.float32_inputs | {role.scale, role.minimum}, quantized=role,
+        float32_inputs=op.float32_inputs | {role.scale, role.minimum}, quantized=(role,),
         dims=dims, shapes=shapes, reference=reference, samples=samples)
 
 

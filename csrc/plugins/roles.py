@@ -177,13 +177,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The op takes a weight matrix in fewer bits, as llmc.plugins.quantization has them.
+    """The op takes a weight matrix in fewer bits, as llmc.plugins.quantization has them; or a stack
+    of them, whose groups are stacked likewise.
 
     Args:
-        weight: the input [out, in].
+        weight: the input [out, in], or [.., out, in].
         scale: the input of its groups' scales.
         zero: the input of its groups' zeros.
-        minimum: the input of its groups' minima, in place of zeros.
+        minimum: the input of its groups' minima, in place of zeros; "": it has none.
         row_sums: the input of the sums of its rows, as numbers; "": there is none.
         rounds: whether the field `activation_dtype` may have what the weight multiplies rounded.
     """

@@ -16,6 +16,10 @@ act is `activation`, where silu is z · sigmoid(`alpha` · z), and up is `up_off
 gives. A `limit` other than 0 bounds gates from above and what they gate both ways. `scale_input`
 multiplies x by the score, not the result. With `sharded`, these are experts `first_expert` on of
 the model's, and others add nothing.
+
+With `weight_dtype`, both weights are in fewer bits, as llmc.plugins.quantization has them, in
+groups of one size: uint8 [num_experts, rows, …] with scales and perhaps zeros of each group;
+in_features is hidden then, inner_features inner.
 """
 
 from collections.abc import Mapping
@@ -24,7 +28,15 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
-from llmc.plugins.roles import ByExperts, ByInner
+from llmc.plugins.quantization import CODES, dequantize, dequantized, pack
+from llmc.plugins.roles import ByExperts, ByInner, Quantized
+
+DTYPES = ("int4", "uint4", "int8", "uint8")  # of weights in fewer bits
+_ROLES = tuple(Quantized(name, f"{name}_scale", f"{name}_zero", "") for name in ("gate_up", "down"))
+_INT8_DOT_PRODUCTS = 4  # of QMoE's accuracy levels
+
+
+_LEAST_BLOCK = 16  # of QMoE
 
 
 def _inner(fields: Fields, present: frozenset[str], both: str) -> str:
@@ -70,8 +82,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "x_own = Gather<axis=0>(x_rows, token)",
         "score = Gather<axis=0>(flat_scores, place)",
         *(scaled_rows if fields["scale_input"] else ["rows = Identity(x_own)"]),
-        "gate_up_own = Gather<axis=0>(gate_up, e)",
-        "down_own = Gather<axis=0>(down, e)",
+        *_own_weights(fields, present),
         *biases,
         f"both = Gemm<transB=1>(rows, gate_up_own"
         f"{', gate_up_bias_own' if 'gate_up_bias' in present else ''})",
@@ -107,6 +118,25 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     ])
 
 
+def _widths(fields: Fields) -> dict[str, int]:
+    """Columns of each packed weight."""
+    return {"gate_up": fields["in_features"], "down": fields["inner_features"]}
+
+
+def _own_weights(fields: Fields, present: frozenset[str]) -> list[str]:
+    """Lines for `gate_up_own` and `down_own`, the matrices of expert `e`."""
+    if not fields["weight_dtype"]:
+        return [f"{name}_own = Gather<axis=0>({name}, e)" for name in ("gate_up", "down")]
+    lines = []
+    for name, width in _widths(fields).items():
+        zero = {"weight_zero"} if f"{name}_zero" in present else set()
+        lines += [f"{name}{part}_e = Gather<axis=0>({name}{part}, e)"
+                  for part in ("", "_scale", *(["_zero"] if zero else []))]
+        lines.append(dequantize({**fields, "in_features": width}, frozenset(zero), f"{name}_own",
+                                f"{name}_e", f"{name}_scale_e", f"{name}_zero_e"))
+    return lines
+
+
 def _local(fields: Fields) -> list[str]:
     """`flat_experts`, counted from this rank's first, and those of them that it has, `there`."""
     if not fields["sharded"]:
@@ -122,9 +152,9 @@ def _local(fields: Fields) -> list[str]:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    """com.microsoft.MoE, which reads each expert's weights where they are.
+    """com.microsoft.MoE, or of packed weights QMoE, which read each expert's weights where they are.
 
-    It chooses by itself, from the softmax of the top_k of what it is given. So it is given the
+    They choose by themselves, from the softmax of the top_k of what they are given. So they are given the
     logarithms of the scores, and their sum is put back.
     """
     if fields["activation"] != "silu" or not fields["gated"] or fields["scale_input"] \
@@ -132,6 +162,15 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         return None
     first, second = (name if name in present else "" for name in ("gate_up_bias", "down_bias"))
     limit = f", swiglu_limit={fields['limit']!r}" if fields["limit"] else ""
+    kernel, given = "MoE<", f"gate_up, {first}, down, {second}"
+    if fields["weight_dtype"]:
+        size = fields["group_size"]
+        if size < _LEAST_BLOCK or size & (size - 1):
+            return None
+        zeros = ", , , , gate_up_zero, down_zero" if "gate_up_zero" in present else ""
+        given = f"gate_up, gate_up_scale, {first}, down, down_scale, {second}{zeros}"
+        kernel = (f"QMoE<expert_weight_bits={CODES[fields['weight_dtype']][0]}, "
+                  f"block_size={size}, accuracy_level={_INT8_DOT_PRODUCTS}, ")
     return "\n".join([
         "last = Constant<value_ints=[-1]>()",
         "width = Shape<start=-1>(x)",
@@ -149,10 +188,10 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         "never = Constant<value_float=-1e30>()",
         "nowhere = Expand(never, grid)",
         "router = ScatterElements<axis=-1>(nowhere, chosen, logits)",
-        f"mean = com.microsoft.MoE<k={fields['top_k']}, normalize_routing_weights=1, "
+        f"mean = com.microsoft.{kernel}k={fields['top_k']}, normalize_routing_weights=1, "
         f'activation_type="swiglu", swiglu_fusion=1, activation_alpha={fields["alpha"]!r}, '
         f"activation_beta={fields['up_offset']!r}{limit}>"
-        f"(rows, router, gate_up, {first}, down{f', {second}' if second else ''})",
+        f"(rows, router, {given.rstrip(', ')})",
         "total = ReduceSum<keepdims=1>(weights, last)",
         "sum = Mul(mean, total)",
         "y_shape = Shape(x)",
@@ -161,15 +200,52 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
-    both = "2 * inner" if fields["gated"] else "inner"
-    return {"x": ("num_tokens", "hidden"), "experts": ("num_tokens", fields["top_k"]),
-            "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, "hidden"),
-            "down": ("experts", "hidden", "inner"), "gate_up_bias": ("experts", both),
-            "down_bias": ("experts", "hidden")}
+    both: int | str = "2 * inner" if fields["gated"] else "inner"
+    hidden: int | str = "hidden"
+    packed: dict[str, Shape] = {}
+    if fields["weight_dtype"]:
+        hidden, inner = _check_packed(fields, present)
+        both, size = inner * (1 + fields["gated"]), fields["group_size"]
+        per_byte = 8 // CODES[fields["weight_dtype"]][0]
+        for name, rows, width in (("gate_up", both, hidden), ("down", hidden, inner)):
+            packed |= {name: ("experts", rows, width // per_byte),
+                       f"{name}_scale": ("experts", rows, width // size),
+                       f"{name}_zero": ("experts", rows, -(-width // size // per_byte))}
+    elif any(role.scale in present or role.zero in present for role in _ROLES):
+        raise ValueError("Experts takes scales and zeros with weight_dtype only")
+    return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
+            "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, hidden),
+            "down": ("experts", hidden, "inner"), "gate_up_bias": ("experts", both),
+            "down_bias": ("experts", hidden),
+            **{name: ("experts", both, "groups") for role in _ROLES
+               for name in (role.scale, role.zero)}, **packed}
+
+
+def _check_packed(fields: Fields, present: frozenset[str]) -> tuple[int, int]:
+    """The sizes hidden and inner of packed weights.
+
+    Raises:
+        ValueError: fields and inputs contradict one another.
+    """
+    size, sizes = fields["group_size"], (fields["in_features"], fields["inner_features"])
+    brings = CODES[fields["weight_dtype"]][1] is None
+    for role in _ROLES:
+        if role.scale not in present or (role.zero in present) != brings:
+            raise ValueError(f"Experts takes scales with weight_dtype, and zeros with uint4 and "
+                             f"uint8; {role.weight} has others")
+    if size < 1 or any(width < 1 or width % size or width % 2 for width in sizes):
+        raise ValueError(f"Experts has in_features and inner_features {sizes}, which are no whole "
+                         f"groups of {size}")
+    return sizes
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     wide = {name: array.astype(np.float64) for name, array in inputs.items() if name != "experts"}
+    for name, width in _widths(fields).items() if fields["weight_dtype"] else ():
+        rows, zero = inputs[name].shape[:2], inputs.get(f"{name}_zero")
+        flat = [None if array is None else array.reshape(-1, array.shape[-1])
+                for array in (inputs[name], inputs[f"{name}_scale"], zero)]
+        wide[name] = dequantized({**fields, "in_features": width}, *flat).reshape(*rows, width)
     shape = wide["x"].shape
     x, experts, scores = (array.reshape(-1, array.shape[-1]) for array in (
         wide["x"], inputs["experts"], wide["scores"]))
@@ -224,7 +300,32 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             inputs["down_bias"] = normal(num_experts, hidden)
         return Sample({"top_k": top_k, **fields}, inputs)
 
+    def packed(dtype: str, size: int, plain: Sample) -> Sample:
+        """Of random codes. A body may round what they are multiplied with to 8 bits."""
+        bits, width = CODES[dtype][0], 32
+        inputs = {**plain.inputs, "x": rng.standard_normal(
+            (len(plain.inputs["x"]), width)).astype(np.float32)}
+        experts = len(plain.inputs["down"])
+        for name, rows in (("gate_up", 2 * width), ("down", width)):
+            shape = experts * rows, width // size
+            inputs[name] = pack(rng.integers(0, 2 ** bits, (experts * rows, width), np.uint8), bits)
+            inputs[f"{name}_scale"] = rng.uniform(0.01, 0.02, shape).astype(np.float32)
+            if CODES[dtype][1] is None:
+                inputs[f"{name}_zero"] = pack(rng.integers(0, 2 ** bits, shape, np.uint8), bits)
+            for part in (name, f"{name}_scale", f"{name}_zero"):
+                if part in inputs:
+                    inputs[part] = inputs[part].reshape(experts, rows, -1)
+            if f"{name}_bias" in inputs:
+                inputs[f"{name}_bias"] = rng.standard_normal((experts, rows)).astype(np.float32)
+        return Sample({**plain.fields, "weight_dtype": dtype, "group_size": size,
+                       "in_features": width, "inner_features": width}, inputs, 0.03)
+
     return [
+        packed("int4", 16, sample(1, 4, 2)),
+        packed("uint4", 32, sample(9, 4, 2, "up down")),
+        packed("int8", 32, sample(5, 4, 3, "down", alpha=1.702, limit=1.5, up_offset=1.0)),
+        packed("uint8", 16, sample(3, 5, 2, activation="gelu_tanh")),
+        packed("int4", 32, sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1)),
         sample(1, 4, 2),
         sample(9, 4, 2),
         sample(5, 6, 6, "up down"),
@@ -240,14 +341,16 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
 
 OP = Op(
     name="Experts",
-    version=1,
-    inputs=("x", "experts", "scores", "gate_up", "down", "gate_up_bias?", "down_bias?"),
+    version=2,
+    inputs=("x", "experts", "scores", "gate_up", "down", "gate_up_bias?", "down_bias?",
+            "gate_up_scale?", "gate_up_zero?", "down_scale?", "down_zero?"),
     outputs=("y",),
     fields={"top_k": 0, "activation": "silu", "gated": 1, "alpha": 1.0, "limit": 0.0,
-            "up_offset": 0.0, "scale_input": 0, "first_expert": 0, "sharded": 0},
+            "up_offset": 0.0, "scale_input": 0, "first_expert": 0, "sharded": 0,
+            "weight_dtype": "", "group_size": 0, "in_features": 0, "inner_features": 0},
     required=("top_k",),
     choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
-             "sharded": (0, 1)},
+             "sharded": (0, 1), "weight_dtype": ("", *DTYPES)},
     shapes=lambda shapes, fields: [shapes["x"]],
     dims=_dims,
     shard=(ByExperts(("gate_up", "down", "gate_up_bias", "down_bias"), "first_expert", "sharded"),
@@ -255,7 +358,9 @@ OP = Op(
     body=_body,
     bodies={"cpu": _cpu},
     integer_inputs=frozenset({"experts"}),
-    float32_inputs=frozenset({"scores"}),
+    float32_inputs=frozenset({"scores", "gate_up_scale", "down_scale"}),
+    quantized=_ROLES,
+    coreless=frozenset({"weight_dtype"}),
     reference=_reference,
     samples=_samples,
 )

@@ -17,6 +17,8 @@ class Experts : public Plugin {
     p_.up_offset = real(fields, "up_offset");
     p_.scale_input = integer(fields, "scale_input") != 0;
     p_.first_expert = integer(fields, "sharded") != 0 ? integer(fields, "first_expert") : 0;
+    if (!std::get<std::string>(fields.at("weight_dtype")).empty())
+      throw Error("Experts has no kernel for weights in fewer bits yet");
     if (p_.top_k < 1) throw Error("Experts' top_k " + std::to_string(p_.top_k) + " is not 1 or more");
   }
 
@@ -78,12 +80,15 @@ class Experts : public Plugin {
 }  // namespace
 
 void register_experts() {
-  register_plugin({"Experts", 1,
-                   {"x", "experts: int64 int32", "scores: float32", "gate_up", "down", "gate_up_bias?", "down_bias?"},
+  register_plugin({"Experts", 2,
+                   {"x", "experts: int64 int32", "scores: float32", "gate_up: weight_dtype", "down: weight_dtype",
+                    "gate_up_bias?", "down_bias?", "gate_up_scale?: float32", "gate_up_zero?: uint8",
+                    "down_scale?: float32", "down_zero?: uint8"},
                    {"y"},
                    {{"top_k", int64_t{0}}, {"activation", std::string("silu")}, {"gated", int64_t{1}}, {"alpha", 1.0},
                     {"limit", 0.0}, {"up_offset", 0.0}, {"scale_input", int64_t{0}}, {"first_expert", int64_t{0}},
-                    {"sharded", int64_t{0}}},
+                    {"sharded", int64_t{0}}, {"weight_dtype", std::string("")}, {"group_size", int64_t{0}},
+                    {"in_features", int64_t{0}}, {"inner_features", int64_t{0}}},
                    {"top_k"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> { return std::make_unique<Experts>(fields); }});
 }
