@@ -43,6 +43,7 @@ from llmc.plugins.route.op import OP as ROUTE
 DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
 UNQUANTIZED_EXPERTS = "experts left as they are"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
+_MOST_OF_EXPERTS = 128  # of QMoE's groups
 
 
 def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -105,6 +106,7 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings)
     if len(found) < len(forms):
         return [None if isinstance(stored, Stored) else stored for stored in forms]
     size = math.gcd(*(stored.group_size for stored in found))
+    size = min(size & -size, _MOST_OF_EXPERTS)  # a power of two
     why = "" if settings.packs_experts else "a form that no kernel of the target has for experts"
     if len({stored.dtype for stored in found}) > 1 or size < SMALLEST_GROUP \
             or found[0].dtype not in EXPERT_DTYPES:

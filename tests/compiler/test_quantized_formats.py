@@ -275,6 +275,33 @@ def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_h
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
 
 
+@pytest.mark.parametrize(("kind", "tp_size"), [
+    ("gptq", 1), ("awq", 2), ("w4a16-asymmetric", 2), ("w8a16-channel", 1), ("nvfp4", 2),
+    ("w4a16-g-idx", 1), ("fp8-block", 2)])
+def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
+    """Each tensor of an expert is quantised; a rank has some columns of each."""
+    plain = families.save(families.tiny_model(
+        "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", kind)
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
+    expected = transformers_logits(write_numbers(plain, truth, tmp_path / "numbers"), {})
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), expected, 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    packed = {form.dtype for name, form in forms.items() if "expert" in name}
+    assert packed == ({FORMATS[kind][1]} if kind not in ("w4a16-g-idx", "fp8-block") else set())
+
+
+def write_numbers(plain, truth, directory):
+    """The checkpoint with these numbers for its weights, each expert's by itself."""
+    shutil.copytree(plain, directory)
+    tensors = load_file(plain / "model.safetensors")
+    tensors.update({name: array.astype(np.float32) for name, array in truth.items()})
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize(("strategy", "said", "rounds"), [
     ("channel", DYNAMIC, True), ("tensor", DYNAMIC, True), ("block", DYNAMIC, False),

@@ -36,7 +36,7 @@ _ROLES = tuple(Quantized(name, f"{name}_scale", f"{name}_zero", "") for name in 
 _INT8_DOT_PRODUCTS = 4  # of QMoE's accuracy levels
 
 
-_LEAST_BLOCK = 16  # of QMoE
+_BLOCKS = (16, 32, 64, 128)  # of QMoE
 
 
 def _inner(fields: Fields, present: frozenset[str], both: str) -> str:
@@ -165,7 +165,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     kernel, given = "MoE<", f"gate_up, {first}, down, {second}"
     if fields["weight_dtype"]:
         size = fields["group_size"]
-        if size < _LEAST_BLOCK or size & (size - 1):
+        if size not in _BLOCKS:
             return None
         zeros = ", , , , gate_up_zero, down_zero" if "gate_up_zero" in present else ""
         given = f"gate_up, gate_up_scale, {first}, down, down_scale, {second}{zeros}"
