@@ -27,6 +27,7 @@ from llmc import plugins
 SHAPES = {"SmolLM2 as a Mixtral": dict(experts=4, top_k=2, hidden=576, inner=1536),
           "a layer of Qwen3-30B-A3B": dict(experts=128, top_k=8, hidden=2048, inner=768)}
 WAYS = {"com.microsoft.MoE": "cpu", "a loop over experts": ""}
+SCHEMES = ("", "int8", "int4")
 PROMPT, TOKENS = 128, 32
 
 
@@ -96,41 +97,48 @@ def ways() -> None:
 def beside_transformers(work: Path) -> None:
     """SmolLM2 as a Mixtral of 4 unequal experts: prompt and decoding, in turn."""
     hf = bench_model.as_mixtral(bench_model.smollm2(work / "smollm2"), work / "mixtral", spread=0.3)
-    llmc.compile(hf, work / "case", max_seq_len=512)
     prompt = np.random.default_rng(0).integers(100, 40000, PROMPT).tolist()
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
-    rates: dict[str, dict[str, list[float]]] = {"llmc": {}, "transformers": {}}
-    with llmc.LLM(work / "case") as llm, torch.no_grad():
-        def ours(count: int) -> object:
-            return llm.generate([prompt], llmc.SamplingParams(max_tokens=count, ignore_eos=True))
+    llms = {}
+    for scheme in SCHEMES:
+        if not (work / (scheme or "float32")).is_dir():
+            llmc.compile(hf, work / (scheme or "float32"), max_seq_len=512, quantize=scheme)
+        llms[f"llmc, {scheme or 'float32'}"] = llmc.LLM(work / (scheme or "float32"))
 
-        def theirs(count: int) -> object:
+    def of_llmc(llm: llmc.LLM) -> Callable[[int], object]:
+        return lambda count: llm.generate(
+            [prompt], llmc.SamplingParams(max_tokens=count, ignore_eos=True))
+
+    def theirs(count: int) -> object:
+        with torch.no_grad():
             return model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
 
-        llm.generate([prompt[:2]], llmc.SamplingParams(max_tokens=2))
-        model.generate(ids[:, :2], max_new_tokens=2)
-        for turn in range(3):
-            for side, generate in (("llmc", ours), ("transformers", theirs)):
-                prompt[0] = ids[0, 0] = 100 + turn  # nothing is found in a cache
-                start = time.perf_counter()
-                generate(1)
-                first = time.perf_counter() - start
-                prompt[0] = ids[0, 0] = 200 + turn
-                start = time.perf_counter()
-                generate(TOKENS + 1)
-                rest = time.perf_counter() - start - first
+    sides = {**{name: of_llmc(llm) for name, llm in llms.items()}, "transformers, float32": theirs}
+    rates: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+    for turn in range(-1, 5):  # the first is for warming up
+        for side, generate in sides.items():
+            prompt[0] = ids[0, 0] = 100 + turn  # nothing is found in a cache
+            start = time.perf_counter()
+            generate(1)
+            first = time.perf_counter() - start
+            prompt[0] = ids[0, 0] = 200 + turn
+            start = time.perf_counter()
+            generate(TOKENS + 1)
+            rest = time.perf_counter() - start - first
+            if turn >= 0:
                 rates[side].setdefault("prompt", []).append(PROMPT / first)
                 rates[side].setdefault("decode", []).append(TOKENS / rest)
-    print(f"| SmolLM2 as a Mixtral, tokens/s | prompt of {PROMPT} | decoding |\n"
-          f"| --- | --- | --- |")
+    for llm in llms.values():
+        llm.close()
+    print(f"| SmolLM2 as a Mixtral, tokens/s | prompt of {PROMPT} | decoding | of transformers' |\n"
+          f"| --- | --- | --- | --- |")
+    theirs_made = rates["transformers, float32"]
     for side, own in rates.items():
+        ratios = [f"{statistics.median(a / b for a, b in zip(own[k], given, strict=True)):.2f}"
+                  for k, given in theirs_made.items()]
         print(f"| {side} | {statistics.median(own['prompt']):.0f} | "
-              f"{statistics.median(own['decode']):.1f} |")
-    ratio = {kind: statistics.median(a / b for a, b in zip(
-        rates["llmc"][kind], rates["transformers"][kind], strict=True))
-        for kind in ("prompt", "decode")}
-    print(f"| llmc / transformers | {ratio['prompt']:.2f} | {ratio['decode']:.2f} |")
+              f"{statistics.median(own['decode']):.1f} | {' and '.join(ratios)} |")
 
 
 def main() -> None:

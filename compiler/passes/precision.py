@@ -80,7 +80,7 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Clip as Max and Min, which the engine has; and of what ONNX's ops on elements make the shapes
-    and dtypes that exporters leave out.
+    and dtypes, which exporters leave out or have for tokens that lie otherwise.
     """
     for node in [node for node in graph.nodes if node.op == "Clip"]:
         bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
@@ -97,12 +97,11 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
     tidy(graph)
     for node in graph.nodes:
         made = node.outputs[0] if node.outputs else None
-        if node.op not in ELEMENTWISE or made is None or None not in (made.dtype, made.shape):
+        if node.op not in ELEMENTWISE or made is None:
             continue
         given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)]
         made.dtype = made.dtype or given[0].dtype
-        made.shape = made.shape or max((tensor.shape for tensor in given),
-                                       key=lambda shape: shape[-1])
+        made.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
 
 
 def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:

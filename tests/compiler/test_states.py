@@ -9,6 +9,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from schedule_interpreter import Interpreters
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -74,6 +75,21 @@ def test_a_prompt_of_many_chunks_equals_transformers(tmp_path):
             session = llm.session(1)
             got = session.extend([tokens], all_logits=True)
         families.assert_close(got, families.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize(("family", "tp_size"), [
+    ("lfm2", 1), ("qwen3_next", 2), *(pytest.param(family, tp_size, marks=pytest.mark.thorough)
+                                      for family in families.HYBRIDS for tp_size in (1, 2)
+                                      if family != "zamba2")])
+def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, tmp_path):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 tp_size=tp_size)
+    ranks = Interpreters(tmp_path / "case")
+    for own in ranks._on_all(lambda rank: np.concatenate(
+            [rank.run(TOKENS[:12], 0), rank.run(TOKENS[12:13], 12), rank.run(TOKENS[13:], 13)])):
+        families.assert_close(own, families.reference_logits(model, TOKENS))
+    assert ranks.greedy(TOKENS[:5], 3) == families.greedy(model, TOKENS[:5], 3)
 
 
 def test_the_language_model_of_a_class_that_reads_images(tmp_path):
