@@ -63,6 +63,10 @@ _LATENT_EXPERTS = {**_LATENT, "moe_intermediate_size": 40, "n_routed_experts": 8
                    "first_k_dense_replace": 1}
 # Those for which GPUs have no kernels yet.
 ON_CPUS = {
+    "llama4_text": {**_HEADS, "intermediate_size": 40, "intermediate_size_mlp": 96,
+                    "num_hidden_layers": 5, "num_local_experts": 4, "moe_layers": [0, 1, 3],
+                    "attention_chunk_size": 8, "no_rope_layers": [1, 0, 1, 0, 1],
+                    "floor_scale": 5},
     "deepseek_v2": {**_LATENT_EXPERTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT_EXPERTS, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,

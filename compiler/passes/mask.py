@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, token_feeds
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, token_feeds, with_positions
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -144,7 +144,8 @@ class _Mask:
         self.pieces = pieces
         self.output = pieces[0].output
         self._causal = causal
-        self._far = [_with_positions(piece) for piece in pieces]
+        self._far = [with_positions(piece, lambda length, piece=piece: _feeds(
+            piece, np.arange(length))) for piece in pieces]
 
     def takes_positions(self) -> bool:
         """Whether `far` says of near positions what `near` does, in whatever order: what goes by
@@ -164,10 +165,8 @@ class _Mask:
     def far(self, positions: np.ndarray) -> np.ndarray:
         """bool [n, n]: the same of any n positions."""
         return self._all(positions, [
-            piece.run(_feeds(piece, positions) | {
-                tensor.name: _place(positions, shape).astype(tensor.dtype)
-                for tensor, shape in places})
-            for piece, places in self._far])
+            far.piece.run(_feeds(far.piece, positions) | far.feeds(positions))
+            for far in self._far])
 
     def _all(self, positions: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
         seen = np.ones((len(positions),) * 2, bool)
@@ -262,29 +261,3 @@ def _feeds(piece: Piece, positions: np.ndarray) -> dict[str, np.ndarray]:
         if tensor.name not in feeds:
             feeds[tensor.name] = np.zeros((1, 1, length, length), np.float32)
     return feeds
-
-
-def _with_positions(piece: Piece) -> tuple[Piece, list[tuple[gs.Tensor, tuple[int, ...]]]]:
-    """The piece with the positions that it computes as inputs, each with its shape: -1 for the
-    axis of positions.
-    """
-    made = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
-    probe = Piece(piece.nodes, piece.inputs, tuple(made))
-    places: list[tuple[gs.Tensor, tuple[int, ...]]] = []
-    try:
-        runs = [probe.run_all(_feeds(piece, np.arange(length))) for length in (5, 7)]
-    except CannotEvaluate:
-        return piece, []
-    for tensor, short, long in zip(made, *runs, strict=True):
-        if tensor is not piece.output and short.dtype.kind in "if" and all(
-                values.size == length and np.array_equal(values.reshape(-1), np.arange(length))
-                for values, length in ((short, 5), (long, 7))):
-            tensor.dtype = short.dtype
-            places.append((tensor, tuple(-1 if dim == 7 else 1 for dim in long.shape)))
-    cut = {id(tensor) for tensor, _ in places}
-    nodes = tuple(node for node in piece.nodes if not any(id(t) in cut for t in node.outputs))
-    return Piece(nodes, (*piece.inputs, *(tensor for tensor, _ in places)), piece.outputs), places
-
-
-def _place(positions: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return positions.reshape(shape)

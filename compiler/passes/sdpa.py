@@ -247,8 +247,8 @@ def _rewrite(graph: gs.Graph, match: _Sdpa, settings: Settings) -> None:
         key = straight
     replace(graph, SDPA, {"query": match.query, "key": key, "value": match.value,
                           "bias": _sum(graph, match)}, [match.output],
-            {"scale": match.scale, "window": match.window, "softcap": match.softcap, "causal": 1,
-             "layer": -1})
+            {"scale": match.scale, "window": match.window, "chunk": 0, "softcap": match.softcap,
+             "causal": 1, "layer": -1})
 
 
 def _sum(graph: gs.Graph, match: _Sdpa) -> gs.Tensor | None:

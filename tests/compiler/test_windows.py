@@ -111,6 +111,10 @@ def test_mask_functions_are_known_by_what_they_show():
         assert shown.window == size
         assert shown.has_window(size)
         assert not shown.has_window(size + 1)
+        in_chunks = masking_utils.chunked_causal_mask_function(size, torch.zeros(1).long())
+        shown = evaluate(in_chunks, 300000)
+        assert (shown.causal, shown.window, shown.chunk) == (True, 0, size)
+        assert not shown.has_window(size)
     beyond = evaluate(masking_utils.sliding_window_causal_mask_function(300000), 300000)
     assert beyond.window == 0
     assert beyond.has_window(300000)
@@ -120,11 +124,12 @@ def test_mask_functions_are_known_by_what_they_show():
 def test_other_mask_functions_are_refused_by_name():
     no_padding = torch.zeros(1, dtype=torch.int64)
     causal = masking_utils.causal_mask_function
-    chunked = masking_utils.chunked_causal_mask_function(128, no_padding)
+    late = masking_utils.chunked_causal_mask_function(128, no_padding + 5)
     image = torch.where(torch.arange(1 << 17) < 100, 0, -1)[None]
     blocks = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(image))
     hole = masking_utils.and_masks(causal, lambda batch, head, q, k: (q - k) % 40000 != 39000)
-    for function, match in ((chunked, "attention in chunks"), (blocks, "attention both ways"),
+    for function, match in ((late, "neither causal nor a window nor chunks"),
+                            (blocks, "attention both ways"),
                             (hole, "neither causal nor a window")):
         with pytest.raises(llmc.LlmcError, match=match):
             evaluate(function)
