@@ -235,7 +235,7 @@ def with_positions(piece: Piece, feeds: Callable[[int], Mapping[str, np.ndarray]
     others of a length.
     """
     made = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
-    probe = Piece(piece.nodes, piece.inputs, tuple(made))
+    probe = Piece(piece.nodes, piece.inputs, tuple(made), piece.bypass)
     try:
         short, long = ({id(tensor): values for tensor, values in
                         zip(made, probe.run_all(feeds(length)), strict=True)} for length in (5, 7))

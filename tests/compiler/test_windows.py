@@ -21,7 +21,7 @@ from llmc.compiler.frontend import load, parts, trace
 from llmc.compiler.frontend.masks import evaluate
 from llmc.compiler.graph.rewrite import NoMatch, Settings
 from llmc.compiler.lower import lower
-from llmc.compiler.passes.mask import MaskProver
+from llmc.compiler.passes.mask import MaskProver, Reach
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 
@@ -165,7 +165,10 @@ WINDOWED = """first = Sub(query, window)
 
 def window_of(body, max_seq_len, numbers="int64 window = {0}"):
     graph = gs.import_onnx(onnx.parser.parse_model(MASK.format(body=body, numbers=numbers)))
-    return MaskProver(set(), Settings(max_seq_len, 1)).window([graph.outputs[0]], False)
+    reach = MaskProver(set(), Settings(max_seq_len, 1)).reach([graph.outputs[0]], False)
+    if isinstance(reach, Reach):
+        return (reach.chunk, "chunk") if reach.chunk else reach.window
+    return reach
 
 
 @pytest.mark.parametrize("size", [8, 100, 3000, 100000])
@@ -196,13 +199,28 @@ def test_a_mask_that_goes_by_place_is_run_as_it_is():
     assert "compile with --max_seq_len of at most 4096" in refused.reason
 
 
-def test_other_exported_masks_are_refused():
-    chunks = """mine = Div(query, window)
-  its = Div(key, window)
+@pytest.mark.parametrize("size", [8, 3000, 100000])
+def test_chunks_in_an_exported_mask_are_seen_however_large(size):
+    quotients = """mine = Div(query, size)
+  its = Div(key, size)"""
+    remainders = """ahead = Mod(query, size)
+  mine = Sub(query, ahead)
+  since = Mod(key, size)
+  its = Sub(key, since)"""
+    for body in (quotients, remainders):
+        chunks = body + """
   same = Equal(mine, its)
   apart = Not(same)
   hidden = Or(later, apart)"""
-    refused = window_of(chunks, 131072, "int64 window = {3000}")
+        for max_seq_len in (8, 101, 4096, 131072):
+            assert window_of(chunks, max_seq_len, f"int64 size = {{{size}}}") == (
+                (size, "chunk") if size < max_seq_len else 0)
+
+
+def test_other_exported_masks_are_refused():
+    gaps = """gone = Mod(key, window)
+  some = Equal(gone, zero)
+  hidden = Or(later, some)"""
+    refused = window_of(gaps, 131072, "int64 window = {3000}")
     assert isinstance(refused, NoMatch)
     assert "not causal" in refused.reason
-    assert window_of(chunks, 3000, "int64 window = {3000}") == 0
