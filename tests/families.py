@@ -75,6 +75,9 @@ ON_CPUS = {
     "minicpm3": _LATENT,
     "deepseek_v32": {**_LATENT_EXPERTS, "index_topk": 64, "index_n_heads": 2,
                      "index_head_dim": 16},
+    "ministral3": {**_HEADS, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16}},
     "mimo_v2_flash": {**_HEADS, "v_head_dim": 12, "num_hidden_layers": 4},
     "gemma4_text": {**_GEMMA4, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
                     "layer_types": ["sliding_attention", "full_attention"] * 4,

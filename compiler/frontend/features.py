@@ -51,7 +51,7 @@ class Feature:
         return None
 
 
-# Experts that transformers' own interface runs are exported, and those that all run for every token.
+# Experts that transformers' own interface runs are exported, and those that run for every token.
 _EXPERTS = Feature("a mixture of experts of its own kind",
                    r"Experts$|M[oO][eE]$|M[oO][eE](Block|Layer)$",
                    keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
@@ -116,8 +116,8 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
 
 def _is_stacked(module: torch.nn.Module) -> bool:
     """Whether a module has two stacks of matrices."""
-    return sum(parameter is not None and parameter.dim() == 3
-               for parameter in module._parameters.values()) == 2
+    return len([parameter for parameter in module._parameters.values()
+                if parameter is not None and parameter.dim() == 3]) == 2
 
 
 def _both_ways(model: torch.nn.Module) -> str | None:

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, close, cone, data_tensors, token_feeds
+from llmc.compiler.graph.probe import (
+    ELEMENTWISE,
+    LAYOUT,
+    Piece,
+    close,
+    cone,
+    data_tensors,
+    token_feeds,
+)
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,

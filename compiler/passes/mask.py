@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -65,7 +66,7 @@ class MaskProver:
         self._biases: dict[int, tuple[gs.Tensor, gs.Tensor | None]] = {}
 
     def reach(self, parts: Sequence[gs.Tensor], causal: bool) -> Reach | NoMatch:
-        """The sliding window or the chunks, 0 for none that max_seq_len tokens would notice, if the
+        """The sliding window or chunks, 0 for none that max_seq_len tokens would notice, if the
         parts together (with the causal mask too where `causal`) mask causally.
         """
         pieces: list[Piece] = []
@@ -75,7 +76,8 @@ class MaskProver:
                 return piece
             pieces += [piece] if piece is not None else []
         if not pieces:
-            return Reach() if causal else NoMatch("attention without a mask is not causal", parts[0])
+            return Reach() if causal else \
+                NoMatch("attention without a mask is not causal", parts[0])
         key = b"".join(piece.key for piece in pieces) + bytes([causal])
         if key not in self._known:
             try:
@@ -165,8 +167,7 @@ class _Mask:
         self.pieces = pieces
         self.output = pieces[0].output
         self._causal = causal
-        self._far = [with_positions(piece, lambda length, piece=piece: _feeds(
-            piece, np.arange(length))) for piece in pieces]
+        self._far = [with_positions(piece, partial(_near_feeds, piece)) for piece in pieces]
 
     def takes_positions(self) -> bool:
         """Whether `far` says of near positions what `near` does, in whatever order: what goes by
@@ -271,6 +272,10 @@ def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
         raise _Unclear("the mask differs between heads", piece.output)
     shown: np.ndarray = seen[0]
     return shown
+
+
+def _near_feeds(piece: Piece, length: int) -> dict[str, np.ndarray]:
+    return _feeds(piece, np.arange(length))
 
 
 def _feeds(piece: Piece, positions: np.ndarray) -> dict[str, np.ndarray]:

@@ -2,12 +2,12 @@
 
 Given:   Softmax(Q·Kᵀ · scale (softcap) + bias + mask) · V, from eager or sdpa attention, or
          Attention(Q, K, V, bias + mask) of ONNX
-Result:  Sdpa(Q, K, V, bias) {scale, window, chunk, softcap, causal, layer}; Q, K, V are [batch, heads,
-         seq, head_dim]
+Result:  Sdpa(Q, K, V, bias) {scale, window, chunk, softcap, causal, layer}; Q, K, V are [batch,
+         heads, seq, head_dim]
 
 The frontend emits Sdpa itself where a model lets it. Elsewhere the mask is evaluated, see mask.py,
-and must be causal, perhaps with a sliding window or in chunks; anything else is refused. What is added to the
-scores beside it, such as ALiBi, is the bias, which the attention pass looks at.
+and must be causal, perhaps with a sliding window or in chunks; anything else is refused. What is
+added to the scores beside it, such as ALiBi, is the bias, which the attention pass looks at.
 """
 
 from __future__ import annotations

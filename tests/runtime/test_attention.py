@@ -1,6 +1,6 @@
 """Latent attention, whose cache has one row for all heads while ranks have some of the heads, and
-attention in chunks of 8 positions with queries scaled by position: a prompt in parts, a crowd, beams
-and a shared beginning get transformers' tokens all the same.
+attention in chunks of 8 positions with queries scaled by position: a prompt in parts, a crowd,
+beams and a shared beginning get transformers' tokens all the same.
 """
 
 import families

@@ -35,7 +35,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.passes.attention.rotary import Rotary, find_layout, read_table
 
-_NEAR = (64, 2048)  # lengths at which a piece that counts positions is held against one that is told
+_NEAR = (64, 2048)  # where a piece that counts positions is held against one that is told them
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,9 @@ class _Linear:
         return sum(self.widths)
 
     def told(self, max_seq_len: int) -> _Linear:
-        """The same where far positions can be given to a short sequence, if they can."""
+        """The same where far positions can be given to a short sequence, if they can, and count."""
+        if not self.computes_with_positions:
+            return self
         far = with_positions(self.piece, lambda length: {
             **token_feeds(1, length), **self._parts(np.zeros((1, length, self.width)))})
         try:
@@ -266,7 +268,8 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
     basis = np.zeros((head_dim, len(sample), linear.width), np.float32)
     basis[np.arange(head_dim), :, columns[0]] = 1.0
     rotation = linear(basis, sample)[:, 0].transpose(1, 2, 0)  # [position, out, in]
-    gain, order, rotary, layout = float(at_zero[0, -1]), np.arange(head_dim), None, (0, False)
+    gain, order, rotary = float(at_zero[0, -1]), np.arange(head_dim), None
+    dim, interleaved, scale = 0, False, None
     rotation /= _lengths(rotation)
     if not close(rotation, np.broadcast_to(gain * np.eye(head_dim), rotation.shape), 1e-6):
         layout = find_layout(rotation / gain)
@@ -276,16 +279,16 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
             layout = find_layout(rotation[:, order][:, :, order] / gain)
         if layout is None:
             return NoMatch("it is neither the identity nor a rotary embedding")
-        columns = columns[:, order]
-    scale = None
-    if layout[0] or linear.computes_with_positions:
+        (dim, interleaved), columns = layout, columns[:, order]
+    if dim or linear.computes_with_positions:
 
         def rotated(elements: np.ndarray, positions: np.ndarray) -> np.ndarray:
             x = np.zeros((1, len(positions), linear.width), np.float32)
             x[..., columns[0][elements]] = 1.0
             return np.asarray(linear(x, positions)[0, 0][:, order] / gain)
 
-        found = read_table(rotated, linear.far is not None, *layout, head_dim, max_seq_len)
+        found = read_table(rotated, linear.far is not None, dim, interleaved, head_dim,
+                           max_seq_len)
         if isinstance(found, NoMatch):
             return found
         rotary, scale = found
@@ -305,7 +308,7 @@ def _lengths(rotation: np.ndarray) -> np.ndarray:
     lengths = np.sqrt(squares / np.where(squares[:1], squares[:1], np.nan))
     if not np.isfinite(lengths).all() or not close(lengths, lengths[:, :1] + 0 * lengths, 1e-5):
         return np.ones((len(rotation), 1, 1))
-    return lengths[:, :1, None]
+    return np.asarray(lengths[:, :1, None])
 
 
 def _turning_first(rotation: np.ndarray) -> np.ndarray:
