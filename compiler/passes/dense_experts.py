@@ -109,17 +109,15 @@ def _is_stacked(node: gs.Node) -> bool:
 
 def _product_above(down: gs.Node, data: set[int]) -> gs.Node | None:
     """The product with as many matrices that this one reads, through functions of one element."""
-    if not _is_stacked(down):
-        return None
-    tensor: gs.Tensor | None = down.inputs[0]
-    while tensor is not None:
-        node = producer(tensor)
-        if node is None or _is_stacked(node):
-            return node if node is not None and len(values_of(node.inputs[1]).shape) == 3 and \
-                values_of(node.inputs[1]).shape[0] == values_of(down.inputs[1]).shape[0] else None
-        if node.op not in ELEMENTWISE | LAYOUT:
-            return None
+    node: gs.Node | None = down if _is_stacked(down) else None
+    while node is not None:
         tensor = next((own for own in node.inputs if id(own) in data), None)
+        node = None if tensor is None else producer(tensor)
+        if node is not None and _is_stacked(node):
+            same = values_of(node.inputs[1]).shape[0] == values_of(down.inputs[1]).shape[0]
+            return node if same else None
+        if node is not None and node.op not in ELEMENTWISE | LAYOUT:
+            return None
     return None
 
 

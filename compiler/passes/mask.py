@@ -254,8 +254,7 @@ def _form(mask: _Mask, seen: np.ndarray, positions: np.ndarray, size: int) -> Re
     for reach in (Reach(window=size), Reach(chunk=size)) if size else (Reach(),):
         if np.array_equal(seen, reach.shows(positions)):
             return reach
-    raise _Unclear(f"the mask is not causal with one window or in chunks at length "
-                   f"{positions[-1] + 1}", mask.output)
+    raise _Unclear(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
 
 
 def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
