@@ -203,7 +203,7 @@ def describe_chip(graph: gs.Graph, rank: int, steps: tuple[GraphStep | Collectiv
 
 def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
     """The weights of a chip that are in fewer bits, by name."""
-    found = {}
+    found: dict[str, WeightForm] = {}
     for node in (node for graph in graphs for node in graph.nodes):
         op = op_of(node)
         if op is not None and op.packed(fields := fields_of(node)):

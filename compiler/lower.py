@@ -36,6 +36,7 @@ from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
+from llmc.compiler.passes.dense_experts import dense_experts
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
 from llmc.compiler.passes.experts import experts
@@ -111,6 +112,7 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("embedding", embedding),  # before add_norm, which would take the positions' Add
     GraphPass("groups", groups),        # after both, of whose results it takes some columns
     GraphPass("experts", experts),      # before route, which looks for them
+    GraphPass("dense_experts", dense_experts),  # likewise
     GraphPass("route", route),          # before gemm: the router's linear layer is its border
     GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs
     GraphPass("states", states),        # its borders are GEMMs, whose columns it chooses
@@ -274,11 +276,12 @@ def _require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> No
     nodes = [node for graph in graphs for node in graph.nodes]
     for report in reports:
         odd = [node for node in nodes if (report.name == "experts" and is_op(node, EXPERTS_DOWN))
+               or report.name == "dense_experts"
                or (report.name == "route" and is_op(node, EXPERTS)
                    and not is_op(producer(operands(node)["experts"]), ROUTE))]
         if odd and report.refusals:
             where, _, why = report.refusals[0].partition(": ")
-            raise LlmcError(f"{'experts were' if report.name == 'experts' else 'a router was'} not "
+            raise LlmcError(f"{'a router was' if report.name == 'route' else 'experts were'} not "
                             f"recognised: {why} ({where}); llmc compiles the mixtures of experts "
                             f"that llmc::Route and llmc::Experts describe")
 

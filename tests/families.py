@@ -63,6 +63,10 @@ _LATENT_EXPERTS = {**_LATENT, "moe_intermediate_size": 40, "n_routed_experts": 8
                    "first_k_dense_replace": 1}
 # Those for which GPUs have no kernels yet.
 ON_CPUS = {
+    "llama4_text": {**_HEADS, "intermediate_size": 40, "intermediate_size_mlp": 96,
+                    "num_hidden_layers": 5, "num_local_experts": 4, "moe_layers": [0, 1, 3],
+                    "attention_chunk_size": 8, "no_rope_layers": [1, 0, 1, 0, 1],
+                    "floor_scale": 5},
     "deepseek_v2": {**_LATENT_EXPERTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT_EXPERTS, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
@@ -73,6 +77,9 @@ ON_CPUS = {
                      "index_head_dim": 16},
     "mimo_v2_flash": {**_HEADS, "v_head_dim": 12, "num_hidden_layers": 4, "n_routed_experts": 8,
                       "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    "ministral3": {**_HEADS, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16}},
     "gemma4_text": {**_GEMMA4, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
                     "layer_types": ["sliding_attention", "full_attention"] * 4,
                     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,

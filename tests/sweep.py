@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
     "linear_value_head_dim": 16, "lru_width": 64, "attention_window_size": 8, "index_n_heads": 2,
     "index_head_dim": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
     "global_head_dim": 16, "num_kv_shared_layers": 0, "attention_hidden_size": 64,
+    "attention_chunk_size": 8, "intermediate_size_mlp": 96, "floor_scale": 5,
 }
 # What has to fit together.
 FITTING: dict[str, dict[str, Any]] = {

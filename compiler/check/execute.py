@@ -133,6 +133,11 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
         lines += [f"w = Constant<value_int={int(attrs['window'])}>()", "edge = Sub(i, w)",
                   "recent = Greater(r, edge)", "m1 = And(m0, recent)"]
         mask = "m1"
+    if attrs["chunk"]:
+        lines += [f"chunk = Constant<value_int={int(attrs['chunk'])}>()",
+                  "own = Div(i, chunk)", "its = Div(r, chunk)", "same = Equal(own, its)",
+                  f"m2 = And({mask}, same)"]
+        mask = "m2"
     lines += ["low = Constant<value_float=-1e30>()", f"s4 = Where({mask}, {scores}, low)"]
     if has_sinks:
         lines += ["one_kind = Constant<value_ints=[1]>()", "last = Constant<value_ints=[-1]>()",

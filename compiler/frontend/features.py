@@ -51,7 +51,7 @@ class Feature:
         return None
 
 
-# Experts that transformers' own interface runs are exported.
+# Experts that transformers' own interface runs are exported, and those that run for every token.
 _EXPERTS = Feature("a mixture of experts of its own kind",
                    r"Experts$|M[oO][eE]$|M[oO][eE](Block|Layer)$",
                    keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
@@ -68,8 +68,6 @@ FEATURES = (
     Feature("differential attention (one softmax less another)",
             parameters=frozenset({"lambda_q1"})),
     Feature("block-sparse attention", r"BlockSparseAttention$"),
-    Feature("attention in chunks (a token sees those of its own chunk)",
-            keys=("attention_chunk_size",)),
     Feature("AltUp (several hidden states side by side)", r"AltUp$"),
     Feature("short convolutions", r"^Conv1d$"),  # last: what is above has some too
 )
@@ -103,7 +101,8 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
             claimed.append(f"{name}.")
             continue
         feature = next((feature for feature in FEATURES if feature.is_in(module)), None)
-        if feature is _EXPERTS and any(map(is_experts, module.modules())):
+        if feature is _EXPERTS and any(is_experts(part) or _is_stacked(part)
+                                       for part in module.modules()):
             continue
         if feature is not None:
             claimed.append(f"{name}.")
@@ -113,6 +112,12 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
         known = feature.classes or feature.parameters
         if feature in seen or (setting and not known):
             yield feature.words, "; ".join(filter(None, (setting, seen.get(feature))))
+
+
+def _is_stacked(module: torch.nn.Module) -> bool:
+    """Whether a module has two stacks of matrices."""
+    return len([parameter for parameter in module._parameters.values()
+                if parameter is not None and parameter.dim() == 3]) == 2
 
 
 def _both_ways(model: torch.nn.Module) -> str | None:

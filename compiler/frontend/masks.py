@@ -24,7 +24,6 @@ _POSITIONS = 1 << 16  # that are looked at, at least, where a model names no lim
 _BLOCK = 1 << 22  # pairs of query and key that are looked at together
 # What makes parts of mask functions in transformers, and what they are to a user.
 _KINDS = {
-    "chunked_overlay": "attention in chunks: a token sees those of its own chunk",
     "blockwise_overlay": "attention both ways inside of blocks of tokens, as for images",
     "sliding_window_bidirectional_overlay": "a window that looks ahead",
 }
@@ -33,28 +32,34 @@ _KINDS = {
 @dataclass(frozen=True)
 class Visible:
     """What queries see: the keys up to their own where `causal`, else all; of those the last
-    `window`, or all where that is 0. Up to `positions` this was looked at.
+    `window`, or all where that is 0, or those of the query's own chunk of `chunk` positions. Up to
+    `positions` this was looked at.
     """
 
     causal: bool
     window: int
     positions: int
+    chunk: int = 0
 
     def __str__(self) -> str:
         if not self.causal:
             return "all keys"
+        if self.chunk:
+            return f"chunks of {self.chunk}"
         return f"a window of {self.window}" if self.window else "all keys up to the query's"
 
     def has_window(self, claimed: int) -> bool:
         """Whether a window of `claimed` keys (0: none) is the same."""
-        return claimed == self.window or (not self.window and claimed >= self.positions)
+        return claimed == self.window or (
+            not self.window and not self.chunk and claimed >= self.positions)
 
 
 def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visible:
     """What a mask function is, by running it around every number in it and far beyond.
 
     Raises:
-        LlmcError: it is neither causal, perhaps with a window, nor full, or it cannot be run.
+        LlmcError: it is neither causal, perhaps with a window or in chunks, nor full, or it cannot
+            be run.
     """
     last = max(max_positions or 0, _POSITIONS) - 1
     sizes = sorted({n for n in _numbers(function, set()) if 1 < n <= last})
@@ -64,31 +69,34 @@ def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visibl
         *(n * k + d for n in sizes for k in (1, 2) for d in (-2, -1, 0, 1))} if 0 <= q <= last))
     keys = torch.arange(last + 2)
     try:
-        counts = _check_rows(function, queries, keys)
-    except LlmcError:
-        raise
+        visible = _check_rows(function, queries, keys)
     except Exception as error:  # whatever a model's own function raises
         raise _unknown(function) from error
-    if counts is None:
-        return Visible(False, 0, last + 1)
-    window = int(counts.max())
-    return Visible(True, 0 if window == last + 1 else window, last + 1)
+    if visible is None:
+        raise _unknown(function)
+    return visible
 
 
 def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> \
-        torch.Tensor | None:
-    """How many keys each query sees; None where all of them see all."""
+        Visible | None:
+    """What these queries see; None where it is nothing that `Visible` says."""
     rows = list(queries.split(max(1, _BLOCK // len(keys))))
     seen = [_seen(function, block, keys) for block in rows]
+    positions = len(keys) - 1
     if all(bool(block.all()) for block in seen):
-        return None
-    counts = torch.cat([block.sum(1) for block in seen])
-    window = int(counts.max())
-    for block, visible in zip(rows, seen, strict=True):
-        query = block[:, None]
-        if not torch.equal(visible, (keys <= query) & (keys > query - window)):
-            raise _unknown(function)
-    return counts
+        return Visible(False, 0, positions)
+    span = max(int(block.sum(1).max()) for block in seen)
+
+    def shows(first: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether each query sees the keys from `first` of it up to its own."""
+        return all(torch.equal(visible, (keys <= block[:, None]) & (keys >= first(block)[:, None]))
+                   for block, visible in zip(rows, seen, strict=True))
+
+    if shows(lambda query: query - span + 1):
+        return Visible(True, 0 if span == positions else span, positions)
+    if span and shows(lambda query: query - query % span):
+        return Visible(True, 0, positions, span)
+    return None
 
 
 def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -96,14 +104,14 @@ def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> 
     first, other = (function(torch.tensor(0), torch.tensor(head), queries[:, None], keys[None])
                     .expand(len(queries), len(keys)) for head in (0, 1))
     if not torch.equal(first, other):
-        raise _unknown(function)
+        raise ValueError("the mask differs between heads")
     return first
 
 
 def _unknown(function: MaskFunction) -> LlmcError:
     made_by = {name.split(".")[0] for name in _names(function, set())}
     kinds = [text for name, text in _KINDS.items() if name in made_by]
-    return LlmcError(f"the model asks for a mask that is neither causal nor a window"
+    return LlmcError(f"the model asks for a mask that is neither causal nor a window nor chunks"
                      f"{''.join(f' ({kind})' for kind in kinds[:1])}")
 
 

@@ -67,8 +67,19 @@ def text_prefix(model: Any) -> str:
 
 def causal_lm_class(config: Any) -> Any:
     """transformers' automatic class for a model that makes text, perhaps of images too."""
-    return AutoModelForImageTextToText if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING \
-        and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if takes_images and not _is_causal_lms(config) \
+        else AutoModelForCausalLM
+
+
+def _is_causal_lms(config: Any) -> bool:
+    """Whether a causal LM's class takes the checkpoint that a config describes, or says what it
+    leaves of one that is for more.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return known.config_class is type(config) or bool(known._keys_to_ignore_on_load_unexpected)
 
 
 def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:

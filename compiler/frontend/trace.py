@@ -249,6 +249,7 @@ def _see(graph: ir.Graph, functions: Sequence[MaskFunction], part: Part,
             raise LlmcError(f"{claimed['module']} in the {part.name} sees {visible}")
         node.attributes["causal"] = ir.AttrInt64("causal", int(visible.causal))
         node.attributes["window"] = ir.AttrInt64("window", visible.window)
+        node.attributes["chunk"] = ir.AttrInt64("chunk", visible.chunk)
         del node.attributes["module"]
         node.replace_input_with(5, None)
         while node.inputs and node.inputs[-1] is None:
@@ -341,16 +342,29 @@ def _freeze_rotary(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _one_sequence_per_row() -> Iterator[None]:
-    """Without transformers' search for several sequences in a row of position_ids, which would make
-    every mask depend on them. llmc packs behind the mask, in the attention node.
+    """Without transformers' search for several sequences in a row of position_ids, and for padding
+    at its left, which would make masks depend on them. llmc packs behind the mask, in the attention
+    node.
     """
-    original, thread = masking_utils.find_packed_sequence_indices, threading.get_ident()
+    packed, chunked = (masking_utils.find_packed_sequence_indices,
+                       masking_utils.chunked_causal_mask_function)
+    thread = threading.get_ident()
     masking_utils.find_packed_sequence_indices = lambda position_ids: \
-        None if threading.get_ident() == thread else original(position_ids)
+        None if threading.get_ident() == thread else packed(position_ids)
+    masking_utils.chunked_causal_mask_function = lambda size, padding: \
+        chunked(size, _NoPadding() if threading.get_ident() == thread else padding)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        masking_utils.find_packed_sequence_indices = packed
+        masking_utils.chunked_causal_mask_function = chunked
+
+
+class _NoPadding:
+    """How many tokens of padding each sequence of a batch begins with."""
+
+    def __getitem__(self, batch: object) -> int:
+        return 0
 
 
 @contextlib.contextmanager

@@ -214,6 +214,58 @@ def cone(output: gs.Tensor, data: set[int], allowed: frozenset[str],
     return Piece(tuple(order), tuple(borders.values()), (output,))
 
 
+@dataclass(frozen=True)
+class WithPositions:
+    """A piece that computed the positions 0, 1, 2, … by itself, with them as inputs.
+
+    `places` are these inputs, each with its shape: -1 for the axis of positions.
+    """
+
+    piece: Piece
+    places: tuple[tuple[gs.Tensor, tuple[int, ...]], ...]
+
+    def feeds(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """What these inputs are for positions [seq]."""
+        return {tensor.name: positions.reshape(shape).astype(tensor.dtype)
+                for tensor, shape in self.places}
+
+
+def with_positions(piece: Piece, feeds: Callable[[int], Mapping[str, np.ndarray]]) -> WithPositions:
+    """The piece with the positions that it computes of nothing but lengths as inputs; `feeds` are
+    others of a length.
+    """
+    made = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
+    probe = Piece(piece.nodes, piece.inputs, tuple(made), piece.bypass)
+    try:
+        short, long = ({id(tensor): values for tensor, values in
+                        zip(made, probe.run_all(feeds(length)), strict=True)} for length in (5, 7))
+    except CannotEvaluate:
+        return WithPositions(piece, ())
+
+    def counts(tensor: gs.Tensor) -> bool:
+        return tensor is not piece.output and id(tensor) in short and all(
+            values.dtype.kind in "if" and values.size == length
+            and np.array_equal(values.reshape(-1), np.arange(length))
+            for values, length in ((short[id(tensor)], 5), (long[id(tensor)], 7)))
+
+    places: list[tuple[gs.Tensor, tuple[int, ...]]] = []
+    knows = {id(tensor) for tensor in piece.inputs if tensor.name == "position_ids"}
+    nodes: list[gs.Node] = []
+    for node in piece.nodes:
+        if node.op not in ("Shape", "Size") and any(id(tensor) in knows for tensor in node.inputs):
+            knows.update(id(tensor) for tensor in node.outputs)
+        elif len(node.outputs) == 1 and counts(node.outputs[0]):
+            tensor = node.outputs[0]
+            tensor.dtype = short[id(tensor)].dtype
+            places.append((tensor, tuple(-1 if dim == 7 else 1
+                                         for dim in long[id(tensor)].shape)))
+            knows.add(id(tensor))
+            continue
+        nodes.append(node)
+    return WithPositions(Piece(tuple(nodes), (*piece.inputs, *(tensor for tensor, _ in places)),
+                               piece.outputs, piece.bypass), tuple(places))
+
+
 def closed_regions(graph: gs.Graph, source: gs.Tensor, seeds: Sequence[gs.Node],
                    allowed: frozenset[str]) -> Iterator[Piece]:
     """Pieces that grow downwards from `seeds` (consumers of `source`), each with one output.

@@ -13,7 +13,7 @@ SDPA = Op(
     # [batch, heads, seq, head_dim] of each; a bias of the scores; sinks [heads]
     inputs=("query", "key", "value", "bias?", "sinks?"),
     outputs=("out",),
-    fields={"scale": 1.0, "window": 0, "softcap": 0.0, "causal": 1, "layer": -1},
+    fields={"scale": 1.0, "window": 0, "chunk": 0, "softcap": 0.0, "causal": 1, "layer": -1},
     shapes=lambda shapes, fields: [(*shapes["query"][:-1], shapes["value"][-1])],
     body=None,
 )

@@ -71,7 +71,7 @@ def _check(node: gs.Node, data: set[int],
         return NoMatch("the two products are of different experts", node)
     both, width = _width(up), _width(node, of_input=True)
     if piece.key not in known:
-        known[piece.key] = _recognise(piece, sources[0], both, width)
+        known[piece.key] = find_activation(piece, sources[0], both, width)
     found = known[piece.key]
     if isinstance(found, NoMatch):
         return found
@@ -86,9 +86,12 @@ def _width(node: gs.Node, of_input: bool = False) -> int:
     return values_of(operands(node)["weight"]).shape[axis]
 
 
-def _recognise(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
+def find_activation(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
         tuple[dict[str, Any], np.ndarray] | NoMatch:
-    """The fields of llmc::Experts that the piece is, and the first product's columns in order."""
+    """The fields of llmc::Experts that the piece between two products is, and the first product's
+    columns in order; `source` is that product, `both` columns wide, of which the piece makes
+    `width`.
+    """
     if both not in (width, 2 * width):
         return NoMatch(f"the products of experts are {both} and {width} wide", piece.output)
     numbers = {abs(value) for value in scalars(piece) if 0 < abs(value) < _WIDEST}

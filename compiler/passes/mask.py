@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, token_feeds
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, token_feeds, with_positions
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -33,19 +35,39 @@ _HIDDEN = -1e4  # scores below are of keys that are not seen
 _FEW = 7  # tokens, of which no bias by distance comes near that
 
 
+@dataclass(frozen=True)
+class Reach:
+    """What a causal mask shows of the keys up to the query's: the last `window`, or those in the
+    same `chunk` of so many positions; 0 for all.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    def shows(self, positions: np.ndarray) -> np.ndarray:
+        """bool [n, n]: which key (axis 1) each query sees, both at these positions."""
+        query, key = positions[:, None].astype(np.int32), positions[None].astype(np.int32)
+        seen: np.ndarray = key <= query
+        if self.window:
+            seen &= query - key < self.window
+        if self.chunk:
+            seen &= query // self.chunk == key // self.chunk
+        return seen
+
+
 class MaskProver:
     """Remembers what it has found out: the layers of a model mostly share their masks."""
 
     def __init__(self, data: set[int], settings: Settings) -> None:
         self._data = data
         self._max_seq_len = settings.max_seq_len
-        self._known: dict[bytes, int | NoMatch] = {}
+        self._known: dict[bytes, Reach | NoMatch] = {}
         # By a part's id: the part, which so stays what has this id, and its bias.
         self._biases: dict[int, tuple[gs.Tensor, gs.Tensor | None]] = {}
 
-    def window(self, parts: Sequence[gs.Tensor], causal: bool) -> int | NoMatch:
-        """The sliding window, 0 for none that max_seq_len tokens would notice, if the parts
-        together (with the causal mask too where `causal`) mask causally.
+    def reach(self, parts: Sequence[gs.Tensor], causal: bool) -> Reach | NoMatch:
+        """The sliding window or chunks, 0 for none that max_seq_len tokens would notice, if the
+        parts together (with the causal mask too where `causal`) mask causally.
         """
         pieces: list[Piece] = []
         for part in parts:
@@ -54,11 +76,12 @@ class MaskProver:
                 return piece
             pieces += [piece] if piece is not None else []
         if not pieces:
-            return 0 if causal else NoMatch("attention without a mask is not causal", parts[0])
+            return Reach() if causal else \
+                NoMatch("attention without a mask is not causal", parts[0])
         key = b"".join(piece.key for piece in pieces) + bytes([causal])
         if key not in self._known:
             try:
-                self._known[key] = _window(_Mask(pieces, causal), self._max_seq_len)
+                self._known[key] = _reach(_Mask(pieces, causal), self._max_seq_len)
             except _Unclear as unclear:
                 self._known[key] = unclear.reason
         return self._known[key]
@@ -87,7 +110,7 @@ class MaskProver:
 
 
 class _Unclear(Exception):
-    """A mask is not what `_window` looks for."""
+    """A mask is not what `_reach` looks for."""
 
     def __init__(self, reason: str, value: object) -> None:
         super().__init__(reason)
@@ -144,7 +167,7 @@ class _Mask:
         self.pieces = pieces
         self.output = pieces[0].output
         self._causal = causal
-        self._far = [_with_positions(piece) for piece in pieces]
+        self._far = [with_positions(piece, partial(_near_feeds, piece)) for piece in pieces]
 
     def takes_positions(self) -> bool:
         """Whether `far` says of near positions what `near` does, in whatever order: what goes by
@@ -164,10 +187,8 @@ class _Mask:
     def far(self, positions: np.ndarray) -> np.ndarray:
         """bool [n, n]: the same of any n positions."""
         return self._all(positions, [
-            piece.run(_feeds(piece, positions) | {
-                tensor.name: _place(positions, shape).astype(tensor.dtype)
-                for tensor, shape in places})
-            for piece, places in self._far])
+            far.piece.run(_feeds(far.piece, positions) | far.feeds(positions))
+            for far in self._far])
 
     def _all(self, positions: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
         seen = np.ones((len(positions),) * 2, bool)
@@ -188,55 +209,52 @@ class _Mask:
                         yield int(number)
 
 
-def _window(mask: _Mask, max_seq_len: int) -> int:
+def _reach(mask: _Mask, max_seq_len: int) -> Reach:
     numbers = {n for n in mask.numbers() if n < max_seq_len}
     lengths = sorted({1, 2, 7, 64, *(n + 2 for n in numbers)})
     try:
         if max_seq_len > _WHOLE and mask.takes_positions():
-            windows = _far_windows(mask, numbers, max_seq_len)
+            found = {_far_reach(mask, numbers, max_seq_len)}
         elif max_seq_len <= 2 * _WHOLE:
-            windows, lengths = set(), [*lengths, max_seq_len]
+            found, lengths = set(), [*lengths, max_seq_len]
         else:
             raise _Unclear(f"the mask cannot be evaluated at more than {2 * _WHOLE} positions; "
                            f"compile with --max_seq_len of at most {2 * _WHOLE}", mask.output)
         for length in lengths:
             if length <= min(max_seq_len, 2 * _WHOLE):
-                windows.add(_span(mask, mask.near(length), np.arange(length)))
+                seen = mask.near(length)
+                size = 0 if seen[:, 0].all() else int(seen[:, 0].argmin())
+                found.add(_form(mask, seen, np.arange(length), size))
     except CannotEvaluate as error:
         raise _Unclear(f"the mask: {error.reason.reason}", error.output) from error
-    windows.discard(0)
-    if len(windows) > 1:
-        raise _Unclear(f"the mask's window changes with the length: {sorted(windows)}",
-                       mask.output)
-    return windows.pop() if windows else 0
+    found.discard(Reach())
+    if len(found) > 1:
+        sizes = sorted({reach.window or reach.chunk for reach in found})
+        raise _Unclear(f"the mask's window changes with the length: {sizes}", mask.output)
+    return found.pop() if found else Reach()
 
 
-def _far_windows(mask: _Mask, numbers: set[int], max_seq_len: int) -> set[int]:
-    """The window, if there is one, from chosen positions of up to max_seq_len."""
+def _far_reach(mask: _Mask, numbers: set[int], max_seq_len: int) -> Reach:
+    """From chosen positions of up to max_seq_len."""
     last = max_seq_len - 1
     some = np.random.default_rng(0).integers(0, max_seq_len, 64)
     positions = np.unique([p for p in (
         *range(8), *some, last // 2, last - 1, last,
         *(n * k + d for n in numbers for k in (1, 2) for d in (-2, -1, 0, 1, 2)))
         if 0 <= p <= last])
-    if not _span(mask, mask.far(positions), positions):
-        return set()
-    window = bisect_left(range(max_seq_len), True, lo=1, key=lambda distance: not mask.far(
-        np.array([0, distance]))[1, 0])  # the first distance that is not seen
-    distance = positions[:, None] - positions[None]
-    if not np.array_equal(mask.far(positions), (distance >= 0) & (distance < window)):
-        raise _Unclear("the mask is not causal with one window", mask.output)
-    return {window}
+    seen, size = mask.far(positions), 0
+    if not seen[:, 0].all():
+        size = bisect_left(range(max_seq_len), True, lo=1, key=lambda position: not mask.far(
+            np.array([0, position]))[1, 0])  # the first that does not see the first key
+    return _form(mask, seen, positions, size)
 
 
-def _span(mask: _Mask, seen: np.ndarray, positions: np.ndarray) -> int:
-    """The number of keys that the mask shows at most, as far as these positions tell; 0 for all."""
-    positions = positions.astype(np.int32)
-    distance = positions[:, None] - positions[None]
-    span = int(distance[seen].max(initial=-1)) + 1
-    if span < 1 or not np.array_equal(seen, (distance >= 0) & (distance < span)):
-        raise _Unclear(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
-    return 0 if span == positions[-1] + 1 else span
+def _form(mask: _Mask, seen: np.ndarray, positions: np.ndarray, size: int) -> Reach:
+    """Whether a mask that shows the first key to so many queries has a window or chunks."""
+    for reach in (Reach(window=size), Reach(chunk=size)) if size else (Reach(),):
+        if np.array_equal(seen, reach.shows(positions)):
+            return reach
+    raise _Unclear(f"the mask is not causal at length {positions[-1] + 1}", mask.output)
 
 
 def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
@@ -255,6 +273,10 @@ def _visible(piece: Piece, mask: np.ndarray, length: int) -> np.ndarray:
     return shown
 
 
+def _near_feeds(piece: Piece, length: int) -> dict[str, np.ndarray]:
+    return _feeds(piece, np.arange(length))
+
+
 def _feeds(piece: Piece, positions: np.ndarray) -> dict[str, np.ndarray]:
     length = len(positions)
     feeds = token_feeds(1, length, positions)
@@ -262,29 +284,3 @@ def _feeds(piece: Piece, positions: np.ndarray) -> dict[str, np.ndarray]:
         if tensor.name not in feeds:
             feeds[tensor.name] = np.zeros((1, 1, length, length), np.float32)
     return feeds
-
-
-def _with_positions(piece: Piece) -> tuple[Piece, list[tuple[gs.Tensor, tuple[int, ...]]]]:
-    """The piece with the positions that it computes as inputs, each with its shape: -1 for the
-    axis of positions.
-    """
-    made = [tensor for node in piece.nodes for tensor in node.outputs if not tensor.is_empty()]
-    probe = Piece(piece.nodes, piece.inputs, tuple(made))
-    places: list[tuple[gs.Tensor, tuple[int, ...]]] = []
-    try:
-        runs = [probe.run_all(_feeds(piece, np.arange(length))) for length in (5, 7)]
-    except CannotEvaluate:
-        return piece, []
-    for tensor, short, long in zip(made, *runs, strict=True):
-        if tensor is not piece.output and short.dtype.kind in "if" and all(
-                values.size == length and np.array_equal(values.reshape(-1), np.arange(length))
-                for values, length in ((short, 5), (long, 7))):
-            tensor.dtype = short.dtype
-            places.append((tensor, tuple(-1 if dim == 7 else 1 for dim in long.shape)))
-    cut = {id(tensor) for tensor, _ in places}
-    nodes = tuple(node for node in piece.nodes if not any(id(t) in cut for t in node.outputs))
-    return Piece(nodes, (*piece.inputs, *(tensor for tensor, _ in places)), piece.outputs), places
-
-
-def _place(positions: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return positions.reshape(shape)

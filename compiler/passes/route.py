@@ -67,7 +67,7 @@ def _check(graph: gs.Graph, node: gs.Node,
     chosen, scores = (operands(node)[name] for name in ("experts", "scores"))
     if is_op(producer(chosen), ROUTE):
         return None
-    piece = _region(graph, chosen, scores)
+    piece = routing(graph, chosen, scores)
     if isinstance(piece, NoMatch):
         return piece
     logits = [tensor for tensor in piece.inputs if _is_linear(producer(tensor))]
@@ -101,11 +101,17 @@ def _is_linear(node: gs.Node | None) -> bool:
     return node.op in _LINEAR and any(weight(tensor) is not None for tensor in node.inputs[:2])
 
 
-def _region(graph: gs.Graph, chosen: gs.Tensor, scores: gs.Tensor) -> Piece | NoMatch:
-    """What lies above experts and scores, up to linear layers, weights and the graph's inputs."""
+def find_linear(piece: Piece) -> gs.Tensor | None:
+    """The router's logits, if a piece reads one linear layer."""
+    logits = [tensor for tensor in piece.inputs if _is_linear(producer(tensor))]
+    return logits[0] if len(logits) == 1 else None
+
+
+def routing(graph: gs.Graph, *outputs: gs.Tensor) -> Piece | NoMatch:
+    """What lies above tensors of a router, up to linear layers, weights and the graph's inputs."""
     inside: set[int] = set()
     borders: dict[int, gs.Tensor] = {}
-    stack = [chosen, scores]
+    stack = [*outputs]
     while stack:
         tensor = stack.pop()
         node = producer(tensor)
@@ -116,14 +122,14 @@ def _region(graph: gs.Graph, chosen: gs.Tensor, scores: gs.Tensor) -> Piece | No
             borders[id(tensor)] = tensor
         elif is_llmc(node):
             return NoMatch(f"the routing comes from {describe(node)} and not from a linear layer",
-                           chosen)
+                           outputs[0])
         elif id(node) not in inside:
             inside.add(id(node))
             stack.extend(node.inputs)
         if len(inside) > _MAX_NODES:
-            return NoMatch(f"the routing has more than {_MAX_NODES} nodes", chosen)
+            return NoMatch(f"the routing has more than {_MAX_NODES} nodes", outputs[0])
     nodes = tuple(node for node in graph.nodes if id(node) in inside)
-    return Piece(nodes, tuple(borders.values()), (chosen, scores))
+    return Piece(nodes, tuple(borders.values()), outputs)
 
 
 def _recognise(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \

@@ -2,12 +2,12 @@
 
 Given:   Softmax(Q·Kᵀ · scale (softcap) + bias + mask) · V, from eager or sdpa attention, or
          Attention(Q, K, V, bias + mask) of ONNX
-Result:  Sdpa(Q, K, V, bias) {scale, window, softcap, causal, layer}; Q, K, V are [batch, heads,
-         seq, head_dim]
+Result:  Sdpa(Q, K, V, bias) {scale, window, chunk, softcap, causal, layer}; Q, K, V are [batch,
+         heads, seq, head_dim]
 
 The frontend emits Sdpa itself where a model lets it. Elsewhere the mask is evaluated, see mask.py,
-and must be causal, perhaps with a sliding window; anything else is refused. What is added to the
-scores beside it, such as ALiBi, is the bias, which the attention pass looks at.
+and must be causal, perhaps with a sliding window or in chunks; anything else is refused. What is
+added to the scores beside it, such as ALiBi, is the bias, which the attention pass looks at.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llmc.compiler.graph.rewrite import (
     scalar,
 )
 from llmc.compiler.graph.sdpa import SDPA
-from llmc.compiler.passes.mask import MaskProver
+from llmc.compiler.passes.mask import MaskProver, Reach
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Sdpa:
     key_is_transposed: bool
     scale: float
     softcap: float
-    window: int
+    reach: Reach
     biases: tuple[_Bias, ...] = ()
 
 
@@ -91,16 +91,16 @@ def _check_attention(node: gs.Node, masks: MaskProver) -> _Sdpa | NoMatch:
     causal = bool(node.attrs.get("is_causal", 0))
     if mask is None and not causal:
         return NoMatch("Attention without a mask is not causal", node)
-    window: int | NoMatch = 0
+    reach: Reach | NoMatch = Reach()
     if mask is not None:
-        window = masks.window([mask], causal)
-    if isinstance(window, NoMatch):
-        return window
+        reach = masks.reach([mask], causal)
+    if isinstance(reach, NoMatch):
+        return reach
     head_dim = query.shape[-1]
     scale = float(node.attrs.get("scale", 0.0) or head_dim**-0.5)
     bias = None if mask is None else masks.bias(mask)
     softcap = float(node.attrs.get("softcap", 0.0))
-    return _Sdpa(query, key, value, node.outputs[0], False, scale, softcap, window,
+    return _Sdpa(query, key, value, node.outputs[0], False, scale, softcap, reach,
                  () if bias is None else (_Bias(bias, 1.0),))
 
 
@@ -170,11 +170,11 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
         return NoMatch("the softmax is not multiplied with V", node)
     if not parts:
         return NoMatch("attention without a mask is not causal", node)
-    window = masks.window(parts, False)
-    if isinstance(window, NoMatch):
-        return window
+    reach = masks.reach(parts, False)
+    if isinstance(reach, NoMatch):
+        return reach
     query, key = above.inputs
-    found = _Sdpa(query, key, value, product.outputs[0], True, scale, softcap, window,
+    found = _Sdpa(query, key, value, product.outputs[0], True, scale, softcap, reach,
                   tuple(biases))
     if len(query.shape or ()) == 3:
         return _split_heads(graph, found, reshaped, data)
@@ -247,8 +247,8 @@ def _rewrite(graph: gs.Graph, match: _Sdpa, settings: Settings) -> None:
         key = straight
     replace(graph, SDPA, {"query": match.query, "key": key, "value": match.value,
                           "bias": _sum(graph, match)}, [match.output],
-            {"scale": match.scale, "window": match.window, "softcap": match.softcap, "causal": 1,
-             "layer": -1})
+            {"scale": match.scale, "window": match.reach.window, "chunk": match.reach.chunk,
+             "softcap": match.softcap, "causal": 1, "layer": -1})
 
 
 def _sum(graph: gs.Graph, match: _Sdpa) -> gs.Tensor | None:

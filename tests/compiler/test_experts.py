@@ -14,6 +14,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama4 import modeling_llama4
 from transformers.models.olmoe import modeling_olmoe
 
 import llmc
@@ -48,6 +49,15 @@ def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, expe
     for own in logits:
         families.assert_close(own, expected)
     assert ranks.greedy(TOKENS, 4) == greedy(model, TOKENS, 4)
+
+
+def test_the_schedule_of_experts_whose_input_is_scaled(tmp_path):
+    model = families.tiny_model("llama4_text", attention_chunk_size=64, num_experts_per_tok=2,
+                                attn_temperature_tuning=False)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda", tp_size=2)
+    expected = families.reference_logits(model, TOKENS)
+    for logits in Interpreters(tmp_path / "case")._on_all(lambda rank: rank.run(TOKENS, 0)):
+        families.assert_close(logits, expected)
 
 
 @pytest.mark.thorough
@@ -256,6 +266,35 @@ def test_an_activation_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatc
     monkeypatch.setattr(modeling_olmoe.OlmoeExperts, "_apply_gate", noisy)
     check_refused(olmoe, tmp_path, monkeypatch,
                   r"experts were not recognised: between the products of experts .*Sin ")
+
+
+def all_of_them(self, hidden_states):
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    return torch.sigmoid(logits), logits
+
+
+def leaky(self, hidden_states):
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    values, chosen = torch.topk(logits, self.top_k, dim=1)
+    return torch.full_like(logits, -5.0).scatter_(1, chosen, values).sigmoid(), logits
+
+
+def forgetting(self, hidden_states):
+    x = hidden_states.view(len(self.gate_up_proj), -1, self.hidden_size)
+    gate, up = torch.bmm(x, self.gate_up_proj).chunk(2, dim=-1)
+    return torch.bmm(self.act_fn(gate + 1) * up, self.down_proj).view(-1, self.hidden_size)
+
+
+@pytest.mark.parametrize(("module", "forward", "why"), [
+    ("Llama4Router", all_of_them, "the scores of experts do not come from one linear layer and "
+                                  "one TopK"),
+    ("Llama4Router", leaky, "experts that are not chosen have scores"),
+    ("Llama4TextExperts", forgetting, "what lies between the products of experts is no act")])
+def test_dense_experts_that_are_none_of_ours_are_named(module, forward, why, tmp_path, monkeypatch):
+    hf = families.save(families.tiny_model("llama4_text", num_hidden_layers=1,
+                                           no_rope_layers=[1]), tmp_path / "hf")
+    monkeypatch.setattr(getattr(modeling_llama4, module), "forward", forward)
+    check_refused(hf, tmp_path, monkeypatch, f"experts were not recognised: {why}")
 
 
 def check_refused(hf, tmp_path, monkeypatch, match):

@@ -149,9 +149,21 @@ def test_a_bias_by_key_has_no_kernel_on_gpus_yet(falcon_rw, tmp_path):
         llmc.compile(falcon_rw[1], tmp_path / "case", target="cuda", max_seq_len=512)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "glm4_moe"])
-def test_whole_experts_are_dealt_out(family, tmp_path):
-    check_family(family, [2, 3, 4], tmp_path, expert_parallel=True)
+@pytest.mark.parametrize(("changes", "what"), [
+    ({"attn_temperature_tuning": False}, "chunk"), ({"attention_chunk_size": 64}, "query_scale")])
+@pytest.mark.parametrize("target", ["cuda", "tensorrt_rtx"])
+def test_chunks_and_queries_scaled_by_position_have_no_kernel_on_gpus_yet(target, changes, what,
+                                                                          tmp_path):
+    hf_dir = families.save(families.tiny_model("llama4_text", **changes), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=rf"target '{target}' has no kernel for "
+                                             rf"llmc::CausalAttention with {what} yet"):
+        llmc.compile(hf_dir, tmp_path / "case", target=target)
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("olmoe", {}), ("glm4_moe", {}), ("llama4_text", {"num_experts_per_tok": 2})])
+def test_whole_experts_are_dealt_out(family, changes, tmp_path):
+    check_family(family, [2, 3, 4], tmp_path, expert_parallel=True, **changes)
 
 
 @pytest.mark.parametrize("kind", families.ROPES)

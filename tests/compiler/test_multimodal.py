@@ -27,6 +27,7 @@ TEXTS = {
     "qwen3_vl_moe": {**families.MIXTURES["qwen3_moe"], **_MROPE},
     "qwen2_5_vl": {**families.FAMILIES["qwen2"], **_MROPE},
     "llava": families.FAMILIES["llama"],
+    "llama4": families.ON_CPUS["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
 }
 COMMON = ("gemma4", "mistral3", "qwen3_vl")

@@ -132,15 +132,18 @@ def compile_mask(mask, tmp_path):
     return llmc.compile(tmp_path / "m.onnx", tmp_path / "case", hf_dir=tmp_path)
 
 
-def test_a_causal_mask_is_proved_and_a_window_is_read_off(tmp_path):
-    compile_mask("visible = LessOrEqual(j, i)", tmp_path)
-    window = "w = Constant<value_int=6>()\nd = Sub(i, j)\na = Less(d, w)\n" \
-             "b = LessOrEqual(j, i)\nvisible = And(a, b)"
-    compile_mask(window, tmp_path)
+@pytest.mark.parametrize(("visible", "window", "chunk"), [
+    ("visible = Identity(b)", 0, 0),
+    ("d = Sub(i, j)\na = Less(d, w)\nvisible = And(a, b)", 6, 0),
+    ("c = Div(i, w)\nd = Div(j, w)\na = Equal(c, d)\nvisible = And(a, b)", 0, 6)])
+def test_a_causal_mask_is_proved_and_a_window_or_chunks_are_read_off(visible, window, chunk,
+                                                                     tmp_path):
+    compile_mask(f"w = Constant<value_int=6>()\nb = LessOrEqual(j, i)\n{visible}", tmp_path)
     model = onnx.load(tmp_path / "case" / "chip0" / "graph.onnx", load_external_data=False)
     node, = [n for n in model.graph.node if n.op_type == "CausalAttention"]
     fields = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    assert (fields["window"], fields["scale"]) == (6, 0.5)
+    assert (fields.get("window", 0), fields.get("chunk", 0)) == (window, chunk)
+    assert fields["scale"] == 0.5
 
 
 @pytest.mark.parametrize(("mask", "reason"), [

@@ -14,7 +14,7 @@ from llmc.compiler.frontend import load
 from llmc.compiler.graph.rewrite import Report, Settings, tidy
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.lower import GraphPass, run_pass
+from llmc.compiler.lower import _FUSE, GraphPass, run_pass
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.fold import fold
@@ -437,3 +437,16 @@ def test_a_shape_that_is_not_known_is_filled_in(unknown):
     graph.outputs[0].shape = unknown
     verify(graph, "any")
     assert list(graph.outputs[0].shape) == ["batch", "seq", 6]
+
+
+def test_a_scale_of_queries_by_position_is_read_however_far_it_begins(tmp_path):
+    floor, length = 3000, 7000
+    model = families.tiny_model("llama4_text", num_hidden_layers=1, no_rope_layers=[0],
+                                floor_scale=floor, max_position_embeddings=length)
+    graph = load(families.save(model, tmp_path)).graph
+    for step in _FUSE:
+        run_pass(step, [[graph]], Settings(length, 64), "cpu", [])
+    node, = [node for node in graph.nodes if node.op == "CausalAttention"]
+    scale, = [tensor.values for tensor in node.inputs if tensor.name.startswith("query_scale")]
+    expected = np.log1p((np.arange(length) + 1) // floor) * 0.1 + 1
+    np.testing.assert_allclose(scale, expected, 1e-6)

@@ -23,9 +23,6 @@ _EXPERTS = r"a mixture of experts of its own kind \({} 4; \w+ '[\w.]+'\)"
 FEATURES = {
     "jetmoe": (dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2),
                _EXPERTS.format("num_local_experts")),
-    "llama4_text": (dict(_LLAMA, num_local_experts=4),
-                    _EXPERTS.format("num_local_experts")
-                    + r" and attention in chunks .* \(attention_chunk_size 8192\)"),
     "mamba": (dict(hidden_size=64, num_hidden_layers=2),
               r"has state-space layers \(Mamba\) \(MambaMixer "),
     "jamba": (dict(_LLAMA, num_experts=4, mamba_dt_rank=4),

@@ -21,7 +21,7 @@ from llmc.compiler.frontend import load, parts, trace
 from llmc.compiler.frontend.masks import evaluate
 from llmc.compiler.graph.rewrite import NoMatch, Settings
 from llmc.compiler.lower import lower
-from llmc.compiler.passes.mask import MaskProver
+from llmc.compiler.passes.mask import MaskProver, Reach
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 
@@ -111,6 +111,10 @@ def test_mask_functions_are_known_by_what_they_show():
         assert shown.window == size
         assert shown.has_window(size)
         assert not shown.has_window(size + 1)
+        in_chunks = masking_utils.chunked_causal_mask_function(size, torch.zeros(1).long())
+        shown = evaluate(in_chunks, 300000)
+        assert (shown.causal, shown.window, shown.chunk) == (True, 0, size)
+        assert not shown.has_window(size)
     beyond = evaluate(masking_utils.sliding_window_causal_mask_function(300000), 300000)
     assert beyond.window == 0
     assert beyond.has_window(300000)
@@ -120,11 +124,12 @@ def test_mask_functions_are_known_by_what_they_show():
 def test_other_mask_functions_are_refused_by_name():
     no_padding = torch.zeros(1, dtype=torch.int64)
     causal = masking_utils.causal_mask_function
-    chunked = masking_utils.chunked_causal_mask_function(128, no_padding)
+    late = masking_utils.chunked_causal_mask_function(128, no_padding + 5)
     image = torch.where(torch.arange(1 << 17) < 100, 0, -1)[None]
     blocks = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(image))
     hole = masking_utils.and_masks(causal, lambda batch, head, q, k: (q - k) % 40000 != 39000)
-    for function, match in ((chunked, "attention in chunks"), (blocks, "attention both ways"),
+    for function, match in ((late, "neither causal nor a window nor chunks"),
+                            (blocks, "attention both ways"),
                             (hole, "neither causal nor a window")):
         with pytest.raises(llmc.LlmcError, match=match):
             evaluate(function)
@@ -160,7 +165,10 @@ WINDOWED = """first = Sub(query, window)
 
 def window_of(body, max_seq_len, numbers="int64 window = {0}"):
     graph = gs.import_onnx(onnx.parser.parse_model(MASK.format(body=body, numbers=numbers)))
-    return MaskProver(set(), Settings(max_seq_len, 1)).window([graph.outputs[0]], False)
+    reach = MaskProver(set(), Settings(max_seq_len, 1)).reach([graph.outputs[0]], False)
+    if isinstance(reach, Reach):
+        return (reach.chunk, "chunk") if reach.chunk else reach.window
+    return reach
 
 
 @pytest.mark.parametrize("size", [8, 100, 3000, 100000])
@@ -191,13 +199,28 @@ def test_a_mask_that_goes_by_place_is_run_as_it_is():
     assert "compile with --max_seq_len of at most 4096" in refused.reason
 
 
-def test_other_exported_masks_are_refused():
-    chunks = """mine = Div(query, window)
-  its = Div(key, window)
+@pytest.mark.parametrize("size", [8, 3000, 100000])
+def test_chunks_in_an_exported_mask_are_seen_however_large(size):
+    quotients = """mine = Div(query, size)
+  its = Div(key, size)"""
+    remainders = """ahead = Mod(query, size)
+  mine = Sub(query, ahead)
+  since = Mod(key, size)
+  its = Sub(key, since)"""
+    for body in (quotients, remainders):
+        chunks = body + """
   same = Equal(mine, its)
   apart = Not(same)
   hidden = Or(later, apart)"""
-    refused = window_of(chunks, 131072, "int64 window = {3000}")
+        for max_seq_len in (8, 101, 4096, 131072):
+            assert window_of(chunks, max_seq_len, f"int64 size = {{{size}}}") == (
+                (size, "chunk") if size < max_seq_len else 0)
+
+
+def test_other_exported_masks_are_refused():
+    gaps = """gone = Mod(key, window)
+  some = Equal(gone, zero)
+  hidden = Or(later, some)"""
+    refused = window_of(gaps, 131072, "int64 window = {3000}")
     assert isinstance(refused, NoMatch)
     assert "not causal" in refused.reason
-    assert window_of(chunks, 3000, "int64 window = {3000}") == 0

@@ -69,8 +69,8 @@ def served(op, target, inputs):
 
 
 def assert_close(op, sample, results, whole_caches=False, tolerance=0.0):
-    """Equal within the op's tolerance, or a larger one. Behind a sequence's end, a cache may hold garbage unless
-    `whole_caches`."""
+    """Equal within the op's tolerance, or a larger one. Behind a sequence's end, a cache may hold
+    garbage unless `whole_caches`."""
     expected = op.reference(op.complete(sample.fields), sample.inputs)
     for name, actual, truth in zip(op.outputs, results, expected, strict=True):
         if name.endswith("_cache_out") and not whole_caches \

@@ -12,8 +12,18 @@ from functools import lru_cache
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import ROTARY, Piece, close, cone, token_feeds
+from llmc.compiler.graph.probe import (
+    LAYOUT,
+    ROTARY,
+    Piece,
+    WithPositions,
+    close,
+    cone,
+    token_feeds,
+    with_positions,
+)
 from llmc.compiler.graph.rewrite import (
+    CannotEvaluate,
     NoMatch,
     Settings,
     constant,
@@ -25,20 +35,24 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.passes.attention.rotary import Rotary, find_layout, read_table
 
+_NEAR = (64, 2048)  # where a piece that counts positions is held against one that is told them
+
 
 @dataclass(frozen=True)
 class Heads:
     """What lies between a projection and one input of Sdpa.
 
-    `columns [heads, head_dim]` are the projection's columns; `gain` a constant factor. Where a
-    rotary embedding turns other elements than the first ones, a head's elements are in `order`,
-    those that it turns first: scores are the same if queries and keys have one order.
+    `columns [heads, head_dim]` are the projection's columns; `gain` a constant factor, and `scale
+    [max_seq_len]` one by position. Where a rotary embedding turns other elements than the first
+    ones, a head's elements are in `order`, those that it turns first: scores are the same if
+    queries and keys have one order.
     """
 
     columns: np.ndarray
     gain: float
     rotary: Rotary | None
     order: tuple[int, ...] = ()
+    scale: np.ndarray | None = None
 
     @property
     def distinct(self) -> np.ndarray:
@@ -53,6 +67,8 @@ class Heads:
         result = x[..., self.columns].transpose(0, 2, 1, 3).astype(np.float64)
         if self.rotary is not None:
             result = self.rotary.rotate(result, positions)
+        if self.scale is not None:
+            result = result * self.scale[positions][:, None]
         return np.asarray(result * self.gain)
 
 
@@ -137,10 +153,12 @@ def _head_norm(node: gs.Node, heads: Heads) -> HeadNorm | NoMatch:
 def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm, heads: Heads) -> \
         bool:
     """Whether the piece, norm and all, is: choose columns, norm each head, rotate and scale; or
-    rotate and norm.
+    rotate, norm and scale.
     """
     rng = np.random.default_rng(1)
-    seq, dim = 4, heads.columns.shape[1]
+    # A scale by position may begin to be one far away.
+    seq = 4 if heads.scale is None else max(4, int(np.abs(heads.scale - 1.0).argmax()) + 1)
+    positions, dim = np.arange(seq), heads.columns.shape[1]
     x = rng.standard_normal((1, seq, width)).astype(np.float32)
     gain = constant(norm.gain)
     if gain is None:
@@ -152,13 +170,12 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm,
                           * gain)
 
     if norm.after_rotary:
-        rotated = replace(heads, gain=1.0).apply(x, np.arange(seq))
-        return close(actual, normed(rotated) * heads.gain, 1e-4)
+        rotated = replace(heads, gain=1.0, scale=None).apply(x, positions)
+        scale = 1.0 if heads.scale is None else heads.scale[positions][:, None]
+        return close(actual, normed(rotated) * scale * heads.gain, 1e-4)
     chosen = x[..., heads.columns].astype(np.float64)  # [batch, seq, heads, head_dim]
-    plain = Heads(np.arange(heads.columns.size).reshape(heads.columns.shape), heads.gain,
-                  heads.rotary)
-    return close(actual, plain.apply(normed(chosen).reshape(1, seq, -1), np.arange(seq)),
-                 1e-4)
+    plain = replace(heads, columns=np.arange(heads.columns.size).reshape(heads.columns.shape))
+    return close(actual, plain.apply(normed(chosen).reshape(1, seq, -1), positions), 1e-4)
 
 
 @dataclass(frozen=True)
@@ -170,6 +187,7 @@ class _Linear:
     piece: Piece
     sources: tuple[str, ...]
     widths: tuple[int, ...]
+    far: WithPositions | None = None  # where it takes positions
 
     def __hash__(self) -> int:
         return hash(self.piece.key)
@@ -182,25 +200,62 @@ class _Linear:
     def width(self) -> int:
         return sum(self.widths)
 
+    def told(self, max_seq_len: int) -> _Linear:
+        """The same where far positions can be given to a short sequence, if they can, and count."""
+        if not self.computes_with_positions:
+            return self
+        far = with_positions(self.piece, lambda length: {
+            **token_feeds(1, length), **self._parts(np.zeros((1, length, self.width)))})
+        try:
+            holds = all(close(self._run(x[:, positions], positions, far),
+                              self._run(x, np.arange(length))[:, :, positions], 1e-6)
+                        for length in {min(max_seq_len, near) for near in _NEAR}
+                        for positions in [np.unique([0, length // 3, length - 1])[::-1]]
+                        for x in [np.random.default_rng(0).standard_normal(
+                            (1, length, self.width))])
+        except CannotEvaluate:
+            holds = False
+        return replace(self, far=far) if holds else self
+
+    def _parts(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        parts = np.split(x.astype(np.float32), np.cumsum(self.widths)[:-1], axis=-1)
+        return dict(zip(self.sources, parts, strict=True))
+
+    def _run(self, x: np.ndarray, positions: np.ndarray,
+             far: WithPositions | None = None) -> np.ndarray:
+        piece, places = (self.piece, {}) if far is None else (far.piece, far.feeds(positions))
+        return piece.run({**token_feeds(len(x), x.shape[1], positions), **self._parts(x), **places})
+
     @property
-    def takes_positions(self) -> bool:
-        return any(tensor.name == "position_ids" for tensor in self.piece.inputs)
+    def computes_with_positions(self) -> bool:
+        """Whether it may do more than move elements about, with what is neither data nor the same
+        at every position.
+        """
+        data = {tensor.name for tensor in self.piece.inputs if tensor.name in self.sources}
+        for node in self.piece.nodes:
+            if any(tensor.name in data for tensor in node.inputs):
+                data.update(tensor.name for tensor in node.outputs)
+                if node.op not in LAYOUT and any(
+                        tensor.name not in data and not isinstance(tensor, gs.Constant)
+                        for tensor in node.inputs):
+                    return True
+        return False
 
     def __call__(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """`[batch, heads, seq, head_dim]` for x `[batch, seq, width]`, positions `[seq]`."""
-        batch, seq, _ = x.shape
-        parts = np.split(x.astype(np.float32), np.cumsum(self.widths)[:-1], axis=-1)
-        return self.piece.run({**token_feeds(batch, seq, positions),
-                               **dict(zip(self.sources, parts, strict=True))})
+        return self._run(x, positions, self.far)
 
 
 @lru_cache(maxsize=256)
 def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
-    """Find out which columns, gain and rotary embedding a piece is, by running it."""
+    """Find out which columns, gain, rotary embedding and scale by position a piece is, by running
+    it.
+    """
     rng = np.random.default_rng(0)
     # Without a position input positions are 0, 1, …: far ones need a long sequence.
     last = max_seq_len - 1
-    sample = np.array([0, 1, last // 2, last]) if linear.takes_positions \
+    linear = linear.told(max_seq_len)
+    sample = np.array([0, 1, last // 2, last]) if linear.far is not None \
         else np.arange(min(max_seq_len, 64))
     at_zero = linear(np.ones((1, len(sample), linear.width)), sample)[0, :, 0]
     numbers = np.broadcast_to(np.arange(1, linear.width + 1), (1, len(sample), linear.width))
@@ -213,7 +268,9 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
     basis = np.zeros((head_dim, len(sample), linear.width), np.float32)
     basis[np.arange(head_dim), :, columns[0]] = 1.0
     rotation = linear(basis, sample)[:, 0].transpose(1, 2, 0)  # [position, out, in]
-    gain, order, rotary, layout = float(at_zero[0, -1]), np.arange(head_dim), None, None
+    gain, order, rotary = float(at_zero[0, -1]), np.arange(head_dim), None
+    dim, interleaved, scale = 0, False, None
+    rotation /= _lengths(rotation)
     if not close(rotation, np.broadcast_to(gain * np.eye(head_dim), rotation.shape), 1e-6):
         layout = find_layout(rotation / gain)
         if layout is None:
@@ -222,23 +279,36 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
             layout = find_layout(rotation[:, order][:, :, order] / gain)
         if layout is None:
             return NoMatch("it is neither the identity nor a rotary embedding")
-        columns = columns[:, order]
+        (dim, interleaved), columns = layout, columns[:, order]
+    if dim or linear.computes_with_positions:
 
         def rotated(elements: np.ndarray, positions: np.ndarray) -> np.ndarray:
             x = np.zeros((1, len(positions), linear.width), np.float32)
             x[..., columns[0][elements]] = 1.0
             return np.asarray(linear(x, positions)[0, 0][:, order] / gain)
 
-        found = read_table(rotated, linear.takes_positions, *layout, max_seq_len)
+        found = read_table(rotated, linear.far is not None, dim, interleaved, head_dim,
+                           max_seq_len)
         if isinstance(found, NoMatch):
             return found
-        rotary = found
+        rotary, scale = found
     changed = tuple(order.tolist()) if (order != np.arange(head_dim)).any() else ()
-    heads = Heads(columns, 1.0 if abs(gain - 1.0) < 1e-6 else gain, rotary, changed)
+    heads = Heads(columns, 1.0 if abs(gain - 1.0) < 1e-6 else gain, rotary, changed, scale)
     x = rng.standard_normal((2, len(sample), linear.width)).astype(np.float32)
     if not close(linear(x, sample)[..., order], heads.apply(x, sample), 1e-4):
         return NoMatch("it is not the same rotary embedding for every head")
     return heads
+
+
+def _lengths(rotation: np.ndarray) -> np.ndarray:
+    """How much longer vectors become at each position than at the first one, `[position, 1, 1]`;
+    ones where that differs between elements. rotation `[position, out, in]`.
+    """
+    squares = (rotation.astype(np.float64)**2).sum(1)
+    lengths = np.sqrt(squares / np.where(squares[:1], squares[:1], np.nan))
+    if not np.isfinite(lengths).all() or not close(lengths, lengths[:, :1] + 0 * lengths, 1e-5):
+        return np.ones((len(rotation), 1, 1))
+    return np.asarray(lengths[:, :1, None])
 
 
 def _turning_first(rotation: np.ndarray) -> np.ndarray:

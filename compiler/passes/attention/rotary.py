@@ -80,28 +80,44 @@ def find_layout(rotation: np.ndarray) -> tuple[int, bool] | None:
 
 
 def read_table(rotated: Callable[[np.ndarray, np.ndarray], np.ndarray], takes_positions: bool,
-               dim: int, interleaved: bool, max_seq_len: int) -> Rotary | NoMatch:
-    """cos and sin at every position, read from the rotation of the first of each pair.
+               dim: int, interleaved: bool, head_dim: int, max_seq_len: int) -> \
+        tuple[Rotary | None, np.ndarray | None] | NoMatch:
+    """cos and sin at every position, read from the rotation of the first of each pair, None where
+    `dim` is 0; and, where there is one, the factor `[max_seq_len]` that all elements have besides.
 
     Args:
         rotated: (elements of a head that are 1, positions [seq]) to the head, [seq, head_dim].
         takes_positions: whether positions can be given; else they are 0, 1, … whatever is given.
     """
     first, second = _pairs(dim, interleaved)
+    rest = np.arange(dim, head_dim)
+    elements = np.concatenate([first, rest])
     size = _CHUNK if takes_positions else max_seq_len
-    chunks = [rotated(first, np.arange(start, min(start + size, max_seq_len)))
+    chunks = [rotated(elements, np.arange(start, min(start + size, max_seq_len)))
               for start in range(0, max_seq_len, size)]
     table = np.concatenate(chunks)
     if takes_positions and max_seq_len > 2:
-        alone = rotated(first, np.arange(2))
+        alone = rotated(elements, np.arange(2))
 
         def changes(length: int) -> bool:
-            together = rotated(first, np.array([0, 1, length - 1]))
+            together = rotated(elements, np.array([0, 1, length - 1]))
             return not close(together[:2], alone, 1e-6)
 
         if changes(max_seq_len):
             limit = bisect_left(range(max_seq_len), True, lo=3, key=changes) - 1
             return NoMatch(f"the rotary embedding is another one in sequences of more than {limit} "
                            f"tokens; compile with --max_seq_len of at most {limit}")
-    return Rotary(dim, interleaved, np.ascontiguousarray(table[:, first]),
-                  np.ascontiguousarray(table[:, second]))
+    factors = np.concatenate([np.hypot(table[:, first], table[:, second]), table[:, rest]], axis=1)
+    factors = factors.astype(np.float64) / factors[0]
+    scale = factors[:, -1]
+    if not close(factors, scale[:, None] + 0 * factors, 1e-5):
+        scale = np.ones(max_seq_len)  # such as pairs that are scaled each by itself
+    if len(rest) and not close(factors[:, len(first):], scale[:, None] + np.zeros(len(rest)), 1e-5):
+        return NoMatch("some elements of a head are scaled by position")
+    is_scaled = not close(scale, np.ones(max_seq_len), 1e-6)
+    if is_scaled:
+        table = table / scale[:, None]
+    table = table.astype(np.float32)
+    return (Rotary(dim, interleaved, np.ascontiguousarray(table[:, first]),
+                   np.ascontiguousarray(table[:, second])) if dim else None,
+            scale.astype(np.float32) if is_scaled else None)

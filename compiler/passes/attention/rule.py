@@ -61,7 +61,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     data = data_tensors(graph)
     tokens = data_tensors(graph, ("input_ids",))
-    shared: dict[bytes, tuple[gs.Constant, gs.Constant]] = {}
+    shared: dict[bytes, tuple[gs.Constant, ...]] = {}
     written: dict[tuple[int, int], _Cached] = {}
     biases: dict[int, Bias | NoMatch | None] = {}
     tables: dict[bytes, Bias] = {}  # that layers share
@@ -82,11 +82,11 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
         if match.node.attrs["causal"] and not isinstance(match, _CrossAttention):
             key = _cache_of(match.node)
             if key in written:
-                _rewrite_cached(graph, match, shared, written[key])
+                _rewrite_cached(graph, match, shared, written[key], settings)
             elif match.latent is not None:
                 latent = match.latent
                 attrs, inputs = _common(graph, dataclasses.replace(match, query=latent.query),
-                                        shared, ())
+                                        shared, (), settings)
                 rewrite_latent(graph, latent, match.output, attrs, inputs,
                                match.node.attrs["layer"], settings)
             else:
@@ -114,6 +114,8 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     query, key, value = branches
     if value.heads.rotary or (value.heads.gain != 1.0 and (cross or not node.attrs["causal"])):
         return NoMatch("the values are rotated or scaled", node)
+    if key.heads.scale is not None or value.heads.scale is not None:
+        return NoMatch("the keys or values are scaled by position", node)
     rotaries = query.heads.rotary, key.heads.rotary
     if (rotaries[0] is None) != (rotaries[1] is None) or (
             rotaries[0] and rotaries[1] and not rotaries[0].equals(rotaries[1])):
@@ -158,8 +160,9 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     if cross:
         return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
     # Others that read the same keys would find them in no cache.
-    plain = node.attrs["causal"] and not node.attrs["window"] and not node.attrs["softcap"] \
-        and len(given) == 3 and len(consumers(graph, node.inputs[1])) == 1
+    plain = node.attrs["causal"] and query.heads.scale is None and len(given) == 3 \
+        and not any(node.attrs[field] for field in ("window", "chunk", "softcap")) \
+        and len(consumers(graph, node.inputs[1])) == 1
     return _Attention(node, query, key, value, num_kv_heads, value_dim, output, bias,
                       find_latent(query, key, value, value_dim) if plain else None)
 
@@ -175,7 +178,8 @@ def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
     attrs = match.node.attrs
     for what, there in (("a rotary embedding", match.query.heads.rotary is not None),
                         ("norms of its heads", any(branch.norm for branch in match.branches)),
-                        ("sinks", "sinks" in operands(match.node)),
+                        ("queries scaled by position", match.query.heads.scale is not None),
+                        ("sinks", "sinks" in operands(match.node)), ("chunks", attrs["chunk"]),
                         ("a sliding window", attrs["window"]), ("a soft-cap", attrs["softcap"])):
         if there:
             return NoMatch(f"attention in or to an encoder with {what}, which "
@@ -216,9 +220,9 @@ class _Cached:
 
 
 def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
-             shared: dict[bytes, tuple[gs.Constant, gs.Constant]]) -> _Cached:
+             shared: dict[bytes, tuple[gs.Constant, ...]]) -> _Cached:
     sdpa, dim = match.node, match.query.heads.columns.shape[1]
-    attrs, inputs = _common(graph, match, shared, ("v_norm", "q_norm", "k_norm"))
+    attrs, inputs = _common(graph, match, shared, ("v_norm", "q_norm", "k_norm"), settings)
     layer = sdpa.attrs["layer"]
     cache_shape = ("batch", match.num_kv_heads, settings.max_seq_len, dim)
     caches = [gs.Variable(f"{kind}_cache_{layer}", np.float32, cache_shape)
@@ -257,22 +261,24 @@ def _whole_heads(graph: gs.Graph, match: _Attention) -> gs.Tensor:
 
 
 def _rewrite_cached(graph: gs.Graph, match: _Attention,
-                    shared: dict[bytes, tuple[gs.Constant, gs.Constant]], cached: _Cached) -> None:
-    attrs, inputs = _common(graph, match, shared, ("q_norm",))
+                    shared: dict[bytes, tuple[gs.Constant, ...]], cached: _Cached,
+                    settings: Settings) -> None:
+    attrs, inputs = _common(graph, match, shared, ("q_norm",), settings)
     inputs |= {"key_cache": cached.key, "value_cache": cached.value,
                "query": projection(graph, match.query, match.query.heads.columns, match.output)}
     replace(graph, CACHED_ATTENTION, inputs, [_whole_heads(graph, match)], attrs)
 
 
 def _common(graph: gs.Graph, match: _Attention,
-            shared: dict[bytes, tuple[gs.Constant, gs.Constant]], norms: Sequence[str]) -> \
-        tuple[dict[str, Any], dict[str, gs.Tensor | None]]:
+            shared: dict[bytes, tuple[gs.Constant, ...]], norms: Sequence[str],
+            settings: Settings) -> tuple[dict[str, Any], dict[str, gs.Tensor | None]]:
     """Fields and inputs that causal attention has in either form, with these norms."""
     sdpa, heads = match.node, match.query.heads
     attrs = dict(num_heads=len(heads.columns), num_kv_heads=match.num_kv_heads,
                  head_dim=heads.columns.shape[1],
                  scale=sdpa.attrs["scale"] * heads.gain * match.key.heads.gain,
-                 softcap=sdpa.attrs["softcap"], window=sdpa.attrs["window"])
+                 softcap=sdpa.attrs["softcap"], window=sdpa.attrs["window"],
+                 chunk=sdpa.attrs["chunk"] if sdpa.attrs["chunk"] < settings.max_seq_len else 0)
     inputs: dict[str, gs.Tensor | None] = {
         "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",)),
         "past_lens": graph_input(graph, "past_lens", ("batch",))}
@@ -285,6 +291,11 @@ def _common(graph: gs.Graph, match: _Attention,
                 gs.Constant(f"rotary.cos{suffix}", Weight.of(heads.rotary.cos)),
                 gs.Constant(f"rotary.sin{suffix}", Weight.of(heads.rotary.sin)))
         inputs["cos"], inputs["sin"] = shared[key]
+    if heads.scale is not None:
+        key = heads.scale.tobytes()
+        if key not in shared:
+            shared[key] = gs.Constant(f"query_scale.{len(shared)}", Weight.of(heads.scale)),
+        inputs["query_scale"], = shared[key]
     branches = {"q_norm": match.query, "k_norm": match.key, "v_norm": match.value}
     for name in norms:
         norm = branches[name].norm

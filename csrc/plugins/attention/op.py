@@ -20,12 +20,15 @@ anything between are the same op with other lengths.
                             key j
     sinks                   [num_heads]; absent: none. A score that each softmax of a head has
                             beside those of keys, and that has no value
+    query_scale             [max_positions]; absent: none. The query at position i is multiplied by
+                            element i, when it is normed and rotated
     out                     [num_tokens, num_heads * head_dim]
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
 means head_dim ** -0.5. `kv_dtype` "" is the dtype of all else, "float8_e4m3fn" has the caches hold
 what is nearest to keys and values there, which all queries see, those of new tokens too; beyond 448
-it is 448. With a `window`, key j is visible to query i iff i - window < j <= i.
+it is 448. With a `window`, key j is visible to query i iff i - window < j <= i; with a `chunk`, iff
+j <= i and both are in the same chunk of so many positions, j / chunk = i / chunk.
 
 In the comments below: T new tokens, B sequences, S new tokens of the longest sequence, L positions
 filled afterwards in the fullest cache row, D head_dim.
@@ -67,7 +70,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             "q_norm": (dim,), "k_norm": (dim,), "v_norm": (dim,),
             "block_table": ("batch", "blocks_of_a_sequence"),
             "distance_bias": (heads, "distances"), "sinks": (heads,),
-            "key_bias": (heads, positions)}
+            "key_bias": (heads, positions), "query_scale": (positions,)}
 
 
 def _scale(fields: Fields) -> float:
@@ -135,7 +138,7 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> \
 
 def _prepared(name: str, count: int, fields: Fields, present: frozenset[str], rotate: bool) -> \
         tuple[list[str], str]:
-    """Lines that norm and rotate `name`, [T, count, 1, D]; what the result is called."""
+    """Lines that norm, rotate and scale `name`, [T, count, 1, D]; what the result is called."""
     lines, made = [], name
     for step in ("rotated", "normed") if fields["norm_after_rotary"] else ("normed", "rotated"):
         if step == "normed" and f"{name}_norm" in present:
@@ -147,6 +150,11 @@ def _prepared(name: str, count: int, fields: Fields, present: frozenset[str], ro
                          f"num_heads={count}, rotary_embedding_dim={fields['rotary_dim']}>"
                          f"({made}, cos, sin, position_column)")
             made = f"{made}_rotated"
+    if name == "q" and "query_scale" in present:
+        lines += ["factor_of_token = Gather(query_scale, position)", _ints("behind_token", 1, 2, 3),
+                  "factor = Unsqueeze(factor_of_token, behind_token)",
+                  f"{made}_scaled = Mul({made}, factor)"]
+        made = f"{made}_scaled"
     return lines, made
 
 
@@ -312,11 +320,22 @@ def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str
                   "edge = Sub(i, window)", "recent = Greater(j, edge)",
                   "causal_recent = And(causal, recent)"]
         visible = "causal_recent"
+    if fields["chunk"]:
+        lines += [*_chunk_start(fields, "i"), "in_chunk = GreaterOrEqual(j, chunk_start)",
+                  f"visible_in_chunk = And({visible}, in_chunk)"]
+        visible = "visible_in_chunk"
     return [*lines, f"visible = Unsqueeze({visible}, c12)",
             "never = Constant<value_float=-1e30>()",
             f"masked = Where(visible, {scores}, never)",
             *(_with_sinks(fields) if "sinks" in present else
               ["weights = Softmax<axis=-1>(masked)"])]
+
+
+def _chunk_start(fields: Fields, position: str) -> list[str]:
+    """Lines for `chunk_start`, the first position of the chunk that each `position` is in."""
+    return [f"chunk = Constant<value_int={fields['chunk']}>()",
+            f"place_in_chunk = Mod({position}, chunk)",
+            f"chunk_start = Sub({position}, place_in_chunk)"]
 
 
 def _with_sinks(fields: Fields) -> list[str]:
@@ -408,7 +427,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     Every sequence is treated as having S new tokens: what the padding leaves in the cache lies
     behind the sequence's end and is overwritten when tokens get there. The kernel wants heads of a
     multiple of 8, rotates only multiples of 16, and knows no per-head norms; what it does not do is
-    done before it. Which lengths it takes, `_group_query_lengths` says.
+    done before it. Chunks are a bias to it. Which lengths it takes, `_group_query_lengths` says.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias", "key_bias"}:
@@ -417,14 +436,20 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0 \
         and not (normed and fields["norm_after_rotary"])
     rotate = "cos" in present and not kernel_rotates
+    scaled = "query_scale" in present
     lines, qkv = [_TOKENS, _PAST], "qkv"
-    if rotate or normed:
+    if rotate or normed or scaled:
         split, q, k, v = _heads(fields, present, rotate)
-        lines += [*([_POSITIONS] if rotate else []), *split,
+        lines += [*([_POSITIONS] if rotate or scaled else []), *split,
                   f"joined = Concat<axis=1>({q}, {k}, {v})",
                   _ints("packed_shape", 0, (heads + 2 * kv_heads) * dim),
                   "prepared = Reshape(joined, packed_shape)"]
         qkv = "prepared"
+    given = ["padded", "", "", "key_cache", "value_cache", "seqlens_k", "total",
+             *(["cos", "sin"] if kernel_rotates else ["", ""]), "",
+             "chunk_bias" if fields["chunk"] else "", "sinks" if "sinks" in present else ""]
+    while not given[-1]:
+        given.pop()
     return "\n".join([
         *lines,
         f"padded = Gather<axis=0>({qkv}, pad)",
@@ -434,18 +459,26 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         "oldest = ReduceMax<keepdims=0>(past)",
         "total_length = Add(oldest, longest)",
         "total = Cast<to=6>(total_length)",
+        *(_chunk_bias(fields) if fields["chunk"] else []),
         "attended, key_cache_out, value_cache_out = com.microsoft.GroupQueryAttention"
         f"<num_heads={heads}, kv_num_heads={kv_heads}, scale={float(_scale(fields))!r}, "
         f"softcap={fields['softcap']!r}, do_rotary={int(kernel_rotates)}, "
         f"rotary_interleaved={fields['interleaved']}, "
-        f"local_window_size={fields['window'] or -1}>"
-        "(padded, , , key_cache, value_cache, seqlens_k, total"
-        + (", cos, sin" if kernel_rotates else ", , " if "sinks" in present else "")
-        + (", , , sinks)" if "sinks" in present else ")"),
+        f"local_window_size={fields['window'] or -1}>({', '.join(given)})",
         _ints("rows_shape", -1, heads * dim),
         "rows = Reshape(attended, rows_shape)",
         "out = Gather<axis=0>(rows, place)",
     ])
+
+
+def _chunk_bias(fields: Fields) -> list[str]:
+    """Lines for `chunk_bias` [B, 1, S, L], which hides what lies before a query's chunk."""
+    return [_ints("c2", 2), "past_column = Unsqueeze(past, c1)",
+            "padded_position = Add(past_column, step)", "i = Unsqueeze(padded_position, c2)",
+            *_chunk_start(fields, "i"),
+            "j = Range(zero, total_length, one)", "before_chunk = Less(j, chunk_start)",
+            "never = Constant<value_float=-1e30>()", "nothing = Constant<value_float=0.0>()",
+            "hidden = Where(before_chunk, never, nothing)", "chunk_bias = Unsqueeze(hidden, c1)"]
 
 
 def _group_query_lengths(inputs: Mapping[str, np.ndarray]) -> bool:
@@ -502,12 +535,16 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                 values[block, h, place] = _cached(normed(row[heads + kv_heads + h], "v_norm"),
                                                   fields["kv_dtype"])
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
+            if fields["chunk"]:
+                first = max(first, position // fields["chunk"] * fields["chunk"])
             seen = np.arange(first, position + 1)
             blocks, places = table[b, seen // block_size], seen % block_size
             for h in range(heads):
                 kv = h // (heads // kv_heads)
                 scores = keys[blocks, kv, places] @ prepare(row[h], "q_norm", position)
                 scores = scores * _scale(fields)
+                if "query_scale" in inputs:
+                    scores = scores * inputs["query_scale"][position]
                 if fields["softcap"]:
                     scores = np.tanh(scores / fields["softcap"]) * fields["softcap"]
                 if "distance_bias" in inputs:
@@ -570,13 +607,20 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         mixed | {"dim": 6, "norms": "v", "norm_after_rotary": 1, "block_size": 4},
         decode | {"dim": 16, "by_key": True},
         mixed | {"dim": 6, "by_key": True, "biased": 3, "block_size": 4},
+        prompts | {"dim": 16, "rotary_dim": 16, "chunk": 2},
+        decode | {"dim": 16, "rotary_dim": 16, "norms": "qk", "norm_after_rotary": 1, "chunk": 4},
+        chunk | {"dim": 8, "chunk": 3, "sinks": True, "scaled": True},
+        mixed | {"dim": 6, "rotary_dim": 4, "chunk": 4, "window": 3, "block_size": 4},
+        prompts | {"dim": 16, "norms": "qk", "scaled": True},
+        decode | {"dim": 32, "rotary_dim": 16, "scaled": True, "softcap": 2.0},
+        mixed | {"dim": 24, "rotary_dim": 8, "scaled": True, "block_size": 8},
     )]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
             heads: int = 4, kv_heads: int = 2, norms: str = "", max_seq_len: int = 16,
             block_size: int = 0, biased: int = 0, sinks: bool = False, by_key: bool = False,
-            **fields: Any) -> Sample:
+            scaled: bool = False, **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -604,19 +648,21 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
         inputs["sinks"] = normal(heads)
     if by_key:
         inputs["key_bias"] = normal(heads, max_seq_len)
+    if scaled:
+        inputs["query_scale"] = normal(max_seq_len)
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
 OP = Op(
     name="CausalAttention",
-    version=4,
+    version=5,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
             "q_norm?", "k_norm?", "block_table?", "distance_bias?", "sinks?", "v_norm?",
-            "key_bias?"),
+            "key_bias?", "query_scale?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
-            "kv_dtype": "", "norm_after_rotary": 0},
+            "kv_dtype": "", "norm_after_rotary": 0, "chunk": 0},
     required=("num_heads", "num_kv_heads", "head_dim"),
     choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1), "kv_dtype": ("", "float8_e4m3fn")},
     shapes=lambda shapes, fields: [
@@ -629,8 +675,8 @@ OP = Op(
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "v_norm", "distance_bias", "sinks",
-                              "key_bias"}),
-    coreless=frozenset({"v_norm", "key_bias"}),
+                              "key_bias", "query_scale"}),
+    coreless=frozenset({"v_norm", "key_bias", "query_scale", "chunk"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     reference=_reference,

@@ -19,6 +19,7 @@ class CausalAttention : public Plugin {
       throw Error("CausalAttention's rotary_dim " + std::to_string(p_.rotary_dim) +
                   " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
     p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
+    if (integer(fields, "chunk") != 0) throw Error("CausalAttention has no kernels for attention in chunks yet");
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
     if (!p_.float8 && !kv_dtype.empty())
@@ -53,7 +54,8 @@ class CausalAttention : public Plugin {
     if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
     if (const Dims* bias = optional(in, 10)) expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
     if (const Dims* sinks = optional(in, 11)) expect(op + "'s sinks", *sinks, {p_.num_heads});
-    for (auto [input, what] : {std::pair(12, "norms of values"), std::pair(13, "a bias by key")})
+    for (auto [input, what] : {std::pair(12, "norms of values"), std::pair(13, "a bias by key"),
+                               std::pair(14, "a factor of queries by position")})
       if (optional(in, input) != nullptr) throw Error(op + " has no kernels for " + what + " yet");
     return {{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim}, cache, in[2]};
   }
@@ -157,15 +159,16 @@ class CausalAttention : public Plugin {
 
 void register_attention() {
   register_plugin(
-      {"CausalAttention", 4,
+      {"CausalAttention", 5,
        {"qkv", "key_cache: kv_dtype", "value_cache: kv_dtype", "cu_seqlens: int32", "past_lens: int32",
         "cos?: float32", "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32",
-        "distance_bias?: float32", "sinks?: float32", "v_norm?: float32", "key_bias?: float32"},
+        "distance_bias?: float32", "sinks?: float32", "v_norm?: float32", "key_bias?: float32",
+        "query_scale?: float32"},
        {"out", "key_cache_out = key_cache", "value_cache_out = value_cache"},
        {{"num_heads", int64_t{0}}, {"num_kv_heads", int64_t{0}}, {"head_dim", int64_t{0}},
         {"scale", 0.0}, {"softcap", 0.0}, {"window", int64_t{0}}, {"rotary_dim", int64_t{0}},
         {"interleaved", int64_t{0}}, {"norm_epsilon", 1e-6}, {"kv_dtype", std::string("")},
-        {"norm_after_rotary", int64_t{0}}},
+        {"norm_after_rotary", int64_t{0}}, {"chunk", int64_t{0}}},
        {"num_heads", "num_kv_heads", "head_dim"},
        [](const Fields& fields) -> std::unique_ptr<Plugin> {
          return std::make_unique<CausalAttention>(fields);

@@ -8,6 +8,7 @@ The new tokens' are there already: the layer whose cache this is has run before,
     cu_seqlens, past_lens   int32 [batch + 1], [batch]
     cos, sin                [max_positions, rotary_dim / 2]; absent: no rotary embedding
     q_norm                  [head_dim], RMSNorm over each head of the queries
+    query_scale             [max_positions], a factor of the query at each position
     out                     [num_tokens, num_heads * head_dim]
 
 The fields are CausalAttention's.
@@ -42,7 +43,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     table = (">= max_seq_len", rotary // 2)
     return {"query": ("num_tokens", heads * dim), "key_cache": cache, "value_cache": cache,
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table,
-            "q_norm": (dim,)}
+            "q_norm": (dim,), "query_scale": (">= max_seq_len",)}
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
@@ -86,8 +87,12 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             x = queries[token]
             x = normed(rotated(x, position)) if fields["norm_after_rotary"] \
                 else rotated(normed(x), position)
-            seen = slice(max(0, position + 1 - fields["window"]) if fields["window"] else 0,
-                         position + 1)
+            if "query_scale" in inputs:
+                x = x * inputs["query_scale"][position]
+            first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
+            if fields["chunk"]:
+                first = max(first, position // fields["chunk"] * fields["chunk"])
+            seen = slice(first, position + 1)
             keys, values = (np.repeat(inputs[name][b, :, seen].astype(np.float64), group, axis=0)
                             for name in ("key_cache", "value_cache"))
             scores = np.einsum("hd,hjd->hj", x, keys) * _scale(fields)
@@ -112,13 +117,13 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
 
 OP = Op(
     name="CachedAttention",
-    version=1,
+    version=2,
     inputs=("query", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
-            "q_norm?"),
+            "q_norm?", "query_scale?"),
     outputs=("out",),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
-            "norm_after_rotary": 0},
+            "norm_after_rotary": 0, "chunk": 0},
     required=("num_heads", "num_kv_heads", "head_dim"),
     choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1)},
     shapes=lambda shapes, fields: [shapes["query"]],
@@ -127,7 +132,7 @@ OP = Op(
     attention=Attention(reads=("key_cache", "value_cache")),
     body=_body,
     has_core=False,
-    float32_inputs=frozenset({"cos", "sin", "q_norm"}),
+    float32_inputs=frozenset({"cos", "sin", "q_norm", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
     reference=_reference,
     samples=_samples,

@@ -152,14 +152,15 @@ def _local(fields: Fields) -> list[str]:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    """com.microsoft.MoE, or of packed weights QMoE, which read each expert's weights where they are.
+    """com.microsoft.MoE, or of packed weights QMoE, which read an expert's weights where they are.
 
-    They choose by themselves, from the softmax of the top_k of what they are given. So they are given the
-    logarithms of the scores, and their sum is put back.
+    They choose by themselves, from the softmax of the top_k of what they are given. So they are
+    given the logarithms of the scores, and their sum is put back; where scores multiply x, a row
+    for each token and expert.
     """
-    if fields["activation"] != "silu" or not fields["gated"] or fields["scale_input"] \
-            or fields["sharded"]:
+    if fields["activation"] != "silu" or not fields["gated"] or fields["sharded"]:
         return None
+    top_k = 1 if fields["scale_input"] else fields["top_k"]
     first, second = (name if name in present else "" for name in ("gate_up_bias", "down_bias"))
     limit = f", swiglu_limit={fields['limit']!r}" if fields["limit"] else ""
     kernel, given = "MoE<", f"gate_up, {first}, down, {second}"
@@ -175,28 +176,41 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         "last = Constant<value_ints=[-1]>()",
         "width = Shape<start=-1>(x)",
         "rows_shape = Concat<axis=0>(last, width)",
-        "rows = Reshape(x, rows_shape)",
-        f"chosen_shape = Constant<value_ints=[-1, {fields['top_k']}]>()",
+        f"chosen_shape = Constant<value_ints=[-1, {top_k}]>()",
         "chosen = Reshape(experts, chosen_shape)",
         "weights = Reshape(scores, chosen_shape)",
-        "least = Constant<value_float=1e-30>()",
-        "positive = Max(weights, least)",
-        "logits = Log(positive)",
+        *(_scaled_rows(fields["top_k"]) if fields["scale_input"] else [
+            "rows = Reshape(x, rows_shape)",
+            "least = Constant<value_float=1e-30>()",
+            "positive = Max(weights, least)",
+            "logits = Log(positive)"]),
         "num_tokens = Shape<end=1>(rows)",
         "num_experts = Shape<end=1>(down)",
         "grid = Concat<axis=0>(num_tokens, num_experts)",
         "never = Constant<value_float=-1e30>()",
         "nowhere = Expand(never, grid)",
         "router = ScatterElements<axis=-1>(nowhere, chosen, logits)",
-        f"mean = com.microsoft.{kernel}k={fields['top_k']}, normalize_routing_weights=1, "
+        f"mean = com.microsoft.{kernel}k={top_k}, normalize_routing_weights=1, "
         f'activation_type="swiglu", swiglu_fusion=1, activation_alpha={fields["alpha"]!r}, '
         f"activation_beta={fields['up_offset']!r}{limit}>"
         f"(rows, router, {given.rstrip(', ')})",
-        "total = ReduceSum<keepdims=1>(weights, last)",
-        "sum = Mul(mean, total)",
+        *(["token_count = Shape<end=1>(grouped)",
+           "made_shape = Concat<axis=0>(token_count, slots, last)",
+           "made = Reshape(mean, made_shape)", "sum = ReduceSum<keepdims=0>(made, second)"]
+          if fields["scale_input"] else
+          ["total = ReduceSum<keepdims=1>(weights, last)", "sum = Mul(mean, total)"]),
         "y_shape = Shape(x)",
         "y = Reshape(sum, y_shape)",
     ])
+
+
+def _scaled_rows(top_k: int) -> list[str]:
+    """Lines for `rows` [num_tokens * top_k, hidden], x times each score; of each, one expert."""
+    return ["second = Constant<value_ints=[1]>()", f"slots = Constant<value_ints=[{top_k}]>()",
+            "x_rows = Reshape(x, rows_shape)", "x_column = Unsqueeze(x_rows, second)",
+            "slots_shape = Concat<axis=0>(last, slots, second)",
+            "slot_scores = Reshape(scores, slots_shape)", "grouped = Mul(x_column, slot_scores)",
+            "rows = Reshape(grouped, rows_shape)", "logits = Sub(weights, weights)"]
 
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
@@ -242,10 +256,13 @@ def _check_packed(fields: Fields, present: frozenset[str]) -> tuple[int, int]:
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     wide = {name: array.astype(np.float64) for name, array in inputs.items() if name != "experts"}
     for name, width in _widths(fields).items() if fields["weight_dtype"] else ():
-        rows, zero = inputs[name].shape[:2], inputs.get(f"{name}_zero")
-        flat = [None if array is None else array.reshape(-1, array.shape[-1])
-                for array in (inputs[name], inputs[f"{name}_scale"], zero)]
-        wide[name] = dequantized({**fields, "in_features": width}, *flat).reshape(*rows, width)
+        def flat(array: np.ndarray) -> np.ndarray:
+            return array.reshape(-1, array.shape[-1])
+
+        zero = inputs.get(f"{name}_zero")
+        wide[name] = dequantized(
+            {**fields, "in_features": width}, flat(inputs[name]), flat(inputs[f"{name}_scale"]),
+            None if zero is None else flat(zero)).reshape(*inputs[name].shape[:2], width)
     shape = wide["x"].shape
     x, experts, scores = (array.reshape(-1, array.shape[-1]) for array in (
         wide["x"], inputs["experts"], wide["scores"]))
@@ -334,6 +351,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample(6, 4, 2, activation="relu2", gated=0),
         sample(3, 4, 2, "up", gated=0, activation="gelu"),
         sample(5, 4, 1, scale_input=1),
+        sample(6, 5, 3, "up down", scale_input=1),
         sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1),
         sample(2, 3, 2, others=4, first_expert=4, sharded=1),
     ]

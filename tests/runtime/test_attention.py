@@ -1,5 +1,6 @@
-"""Latent attention: the cache has one row for all heads, ranks have some of the heads, and a prompt
-in chunks, a crowd, beams and a shared beginning get transformers' tokens all the same.
+"""Latent attention, whose cache has one row for all heads while ranks have some of the heads, and
+attention in chunks of 8 positions with queries scaled by position: a prompt in parts, a crowd,
+beams and a shared beginning get transformers' tokens all the same.
 """
 
 import families
@@ -10,7 +11,7 @@ import llmc
 from llmc.runtime.inspection import summarize
 from llmc.runtime.manifest import read_manifest
 
-FAMILY = "deepseek_v3"  # latents of 16, rotated parts of 8, 4 heads
+LATENT, CHUNKED = FAMILIES = ("deepseek_v3", "llama4_text")
 RNG = np.random.default_rng(8)
 SYSTEM = RNG.integers(3, families.VOCAB, 18).tolist()
 PROMPTS = [(SYSTEM if n % 2 else []) + RNG.integers(3, families.VOCAB, length).tolist()
@@ -18,18 +19,14 @@ PROMPTS = [(SYSTEM if n % 2 else []) + RNG.integers(3, families.VOCAB, length).t
 COUNT = 10
 
 
-@pytest.fixture(scope="module")
-def model():
-    return families.tiny_model(FAMILY)
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return families.tiny_model(request.param)
 
 
 @pytest.fixture(scope="module")
-def hf(model, tmp_path_factory):
-    return families.save(model, tmp_path_factory.mktemp("latent") / "hf")
-
-
-@pytest.fixture(scope="module")
-def cases(hf, tmp_path_factory):
+def cases(model, tmp_path_factory):
+    hf = families.save(model, tmp_path_factory.mktemp("model") / "hf")
     return families.compile_sizes(hf, tmp_path_factory.mktemp("cases"), [1, 3])
 
 
@@ -47,7 +44,8 @@ def tokens(**params):
     return llmc.SamplingParams(max_tokens=COUNT, ignore_eos=True, **params)
 
 
-def test_each_chip_keeps_rows_of_latents_and_has_some_heads(cases):
+@pytest.mark.parametrize("model", [LATENT], indirect=True)
+def test_each_chip_keeps_rows_of_latents_of_16_and_8_rotated_and_has_some_heads(cases):
     manifest = read_manifest(cases[3])
     assert [chip.num_heads[0] for chip in manifest.chips] == [2, 1, 1]
     for chip in manifest.chips:
@@ -80,7 +78,7 @@ def test_beams_are_transformers(case, model):
         families.best_of_beams(model, prompt, 3, COUNT) for prompt in PROMPTS[:3]]
 
 
-def test_a_session_goes_on_by_a_chunk(case, model):
+def test_a_session_goes_on_by_several_tokens(case, model):
     with llmc.LLM(case) as llm:
         session = llm.session(2)
         session.extend([PROMPTS[2][:10], PROMPTS[3][:3]])
