@@ -191,6 +191,9 @@ HYBRIDS = {
                "mamba_d_state": 8, "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 8,
                "mamba_headdim": 16, "chunk_size": 8, "adapter_rank": 8},
     "bamba": {**_LLAMA, **_MAMBA, "attn_layer_indices": [1]},
+    "kimi_linear": {**_LATENT_EXPERTS, "q_lora_rank": None, "num_local_experts": 8,
+                    "num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+                    "layer_types": _LINEAR["layer_types"]},
 }
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({

@@ -1,14 +1,17 @@
-"""Attention whose past is a matrix for each head, over packed tokens: the gated delta rule, and the
-state-space layers of Mamba 2.
+"""Attention whose past is a matrix for each head, over packed tokens: the gated delta rule, Kimi
+delta attention, and the state-space layers of Mamba 2.
 
 A token multiplies the state of a head by exp(decay), adds the outer product of its key and what it
 writes, and reads the state with its query. By the rule `gated` it writes its value times beta; by
 `gated_delta` beta times what its value differs by from what the state already has for its key.
 Value heads share keys and queries in groups, as query heads share KV heads elsewhere. In terms of
-Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D.
+Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D. Kimi delta attention is
+`gated_delta` with `decay_per_channel`: row i of a head's state, which is what its keys' channel i
+wrote, has a decay of its own.
 
     qkv                   [num_tokens, 2 * num_k_heads * k_head_dim + num_v_heads * v_head_dim]
-    decay                 [num_tokens, num_v_heads], logarithms
+    decay                 [num_tokens, num_v_heads], logarithms; with `decay_per_channel`
+                          [num_tokens, num_v_heads * k_head_dim]
     state                 float32 [batch, num_v_heads, k_head_dim, v_head_dim]; where past_lens is 0
                           it is not read
     cu_seqlens, past_lens int32 [batch + 1], [batch]
@@ -50,7 +53,8 @@ def _sizes(fields: Fields) -> tuple[int, int, int, int]:
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     return {"qkv": ("num_tokens", 2 * k_heads * k_dim + v_heads * v_dim),
-            "decay": ("num_tokens", v_heads), "state": ("batch", v_heads, k_dim, v_dim),
+            "decay": ("num_tokens", v_heads * (k_dim if fields["decay_per_channel"] else 1)),
+            "state": ("batch", v_heads, k_dim, v_dim),
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",),
             "beta": ("num_tokens", v_heads), "skip": (v_heads,)}
 
@@ -100,9 +104,10 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     group = v_heads // k_heads
     delta = fields["update_rule"] == "gated_delta"
     scanned = {"q": (1, k_heads, 1, 1, k_dim), "k": (1, k_heads, 1, k_dim, 1),
-               "v": (1, k_heads, group, 1, v_dim), "decay": (1, k_heads, group, 1, 1)}
+               "v": (1, k_heads, group, 1, v_dim),
+               "decay": (1, k_heads, group, k_dim if fields["decay_per_channel"] else 1, 1)}
     if "beta" in present:
-        scanned["beta"] = scanned["decay"]
+        scanned["beta"] = (1, k_heads, group, 1, 1)
     lines = [
         *_prepared(fields), _ints("c1234", 1, 2, 3, 4),
         # Tokens by place in their sequence, [S, B, ...]; any where there is none.
@@ -203,7 +208,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     for b, past in enumerate(inputs["past_lens"]):
         state = state_out[b] if past else np.zeros(state_out[b].shape)
         for token in range(*inputs["cu_seqlens"][b:b + 2]):
-            state = state * np.exp(wide["decay"][token])[:, None, None]
+            state = state * np.exp(wide["decay"][token]).reshape(v_heads, -1, 1)
             news = v[token]
             if fields["update_rule"] == "gated_delta":
                 news = news - np.einsum("hk,hkv->hv", k[token], state)
@@ -220,13 +225,13 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], *optional: str, k_heads: int = 2,
                v_heads: int = 4, k_dim: int = 8, v_dim: int = 6,
-               **fields: int | float | str) -> Sample:
+               per_channel: int = 0, **fields: int | float | str) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
         tokens = sum(new)
         inputs = {"qkv": normal(tokens, 2 * k_heads * k_dim + v_heads * v_dim),
-                  "decay": -np.abs(normal(tokens, v_heads)),
+                  "decay": -np.abs(normal(tokens, v_heads * (k_dim if per_channel else 1))),
                   "state": normal(len(new), v_heads, k_dim, v_dim),
                   "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
                   "past_lens": np.array(past, np.int32)}
@@ -235,7 +240,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         if "skip" in optional:
             inputs["skip"] = normal(v_heads)
         return Sample({"num_k_heads": k_heads, "num_v_heads": v_heads, "k_head_dim": k_dim,
-                       "v_head_dim": v_dim, **fields}, inputs)
+                       "v_head_dim": v_dim, "decay_per_channel": per_channel, **fields}, inputs)
 
     delta: dict[str, Any] = {"update_rule": "gated_delta", "l2norm": 1, "scale": 0.25}
     return [
@@ -246,6 +251,9 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((1, 1), (9, 4), "beta", "skip", k_heads=1, scale=0.5),
         sample((3, 6), (0, 2), k_heads=4, l2norm=1),
         sample((4, 1), (2, 5), k_heads=4, k_dim=5, v_dim=3, **delta),
+        sample((5, 0, 2), (0, 3, 4), "beta", k_heads=4, per_channel=1, **delta),
+        sample((1, 1), (9, 0), "beta", per_channel=1, **delta),
+        sample((3, 1), (0, 2), "beta", "skip", per_channel=1),
     ]
 
 
@@ -255,9 +263,10 @@ OP = Op(
     inputs=("qkv", "decay", "state", "cu_seqlens", "past_lens", "beta?", "skip?"),
     outputs=("out", "state_out"),
     fields={"num_k_heads": 0, "num_v_heads": 0, "k_head_dim": 0, "v_head_dim": 0,
-            "update_rule": "gated", "scale": 1.0, "l2norm": 0},
+            "update_rule": "gated", "scale": 1.0, "l2norm": 0, "decay_per_channel": 0},
     required=("num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"),
-    choices={"update_rule": ("gated", "gated_delta"), "l2norm": (0, 1)},
+    choices={"update_rule": ("gated", "gated_delta"), "l2norm": (0, 1),
+             "decay_per_channel": (0, 1)},
     shapes=lambda shapes, fields: [
         (*shapes["qkv"][:-1], fields["num_v_heads"] * fields["v_head_dim"]), shapes["state"]],
     dims=_dims,
