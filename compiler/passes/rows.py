@@ -29,6 +29,7 @@ from llmc.compiler.graph.rewrite import (
     row_weights,
     tidy,
     values_of,
+    weight,
 )
 from llmc.compiler.graph.states import CONVOLUTION
 from llmc.compiler.graph.weights import Weight
@@ -177,7 +178,8 @@ class Rows:
             return self._take(*parts[0])
         key = tuple((id(rows), column.tobytes()) for rows, column in parts)
         if key not in self._taken:
-            self._taken[key] = self._merged(parts) or self._concatenated(parts)
+            self._taken[key] = self._merged(parts) or self._convolved(parts) \
+                or self._concatenated(parts)
         return self._taken[key]
 
     def _merged(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor | None:
@@ -197,6 +199,30 @@ class Rows:
             [values_of(own[name]).take_rows(column)
              for own, (_, column) in zip(weights, parts, strict=True)])) for name in weights[0]}
         replace(self._graph, op, {**operands(first), **stacked}, [result], first.attrs)
+        return result
+
+    def _convolved(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor | None:
+        """Channels of several convolutions as those of one, which keeps one state."""
+        nodes = [node for node in (producer(rows) for rows, _ in parts) if is_op(node, CONVOLUTION)]
+        given = [operands(node) for node in nodes]
+        if len(nodes) < len(parts) or any(fields_of(node) != fields_of(nodes[0])
+                                          or own.keys() != given[0].keys()
+                                          or any(weight(tensor) is None
+                                                 for name, tensor in own.items()
+                                                 if name != "hidden_sequences")
+                                          for node, own in zip(nodes, given, strict=True)):
+            return None
+        borders = np.cumsum([len(column) for _, column in parts])[:-1]
+        channels = np.concatenate([column for _, column in parts])
+        source = np.repeat(np.arange(len(parts)), np.diff([0, *borders, len(channels)]))
+        result = self._variable(parts[0][0], len(channels))
+        inputs = {name: gs.Constant(f"{tensor.name}.{result.name}", Weight.concat(
+            [values_of(own[name]).take_rows(column)
+             for own, (_, column) in zip(given, parts, strict=True)]))
+            for name, tensor in given[0].items() if name != "hidden_sequences"}
+        inputs["hidden_sequences"] = self._columns(Columns(
+            tuple(own["hidden_sequences"] for own in given), source, channels))
+        replace(self._graph, CONVOLUTION, inputs, [result], nodes[0].attrs)
         return result
 
     def _concatenated(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor:
