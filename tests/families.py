@@ -194,6 +194,8 @@ HYBRIDS = {
     "kimi_linear": {**_LATENT_EXPERTS, "q_lora_rank": None, "num_local_experts": 8,
                     "num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4,
                     "layer_types": _LINEAR["layer_types"]},
+    "bailing_hybrid": {**_LATENT_EXPERTS, "num_local_experts": 8, "num_hidden_layers": 4,
+                       "head_dim": 16, "layer_group_size": 3},
 }
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({

@@ -43,10 +43,10 @@ def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """
     rows = Rows(graph)
     for node in list(graph.nodes):
-        above = [producer(tensor) for tensor in node.inputs]
+        beside = [*map(producer, node.inputs), *(user for t in node.outputs for user in t.outputs)]
         if node.op not in ELEMENTWISE or not any(
-                maker is not None and maker.op in LAYOUT and not is_llmc(maker)
-                and maker.op not in ELEMENTWISE for maker in above):
+                other is not None and other.op in LAYOUT - ELEMENTWISE and not is_llmc(other)
+                for other in beside):
             continue
         reason = rows.rewrite(node, in_place=True)
         if reason is None:
@@ -242,7 +242,9 @@ class Rows:
         result = self._taken[key] = self._variable(rows, len(columns))
         node = producer(rows)
         op, cut = op_of(node), row_weights(node)
-        if node is not None and is_op(node, CONVOLUTION):
+        if len(columns) > rows.shape[-1]:  # some of them often: cheaper than to be made so often
+            self._graph.nodes.append(_selected(rows, columns, result))
+        elif node is not None and is_op(node, CONVOLUTION):
             inputs = {name: self._take(tensor, columns) if name == "hidden_sequences" else
                       self._cut(tensor, columns, result)
                       for name, tensor in operands(node).items()}

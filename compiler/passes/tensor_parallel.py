@@ -46,6 +46,7 @@ from llmc.compiler.passes.shares import (
     balanced,
     head_columns,
     is_linear,
+    selects_columns,
     selects_rows,
     share_heads,
 )
@@ -193,6 +194,9 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
     """How to divide a node, and in `plan` what becomes of its result; None: each rank does it all.
     """
     result = node.outputs[0]
+    if selects_columns(node) and id(result) in plan.region.columns:
+        plan.columns[id(result)] = plan.region.columns[id(result)]
+        return ByElements()
     for way in _ways(node):
         if isinstance(way, ByVocabulary):
             plan.partial.add(id(result))
@@ -459,6 +463,9 @@ def _cut_vector(whole: gs.Tensor, own: gs.Tensor, node: gs.Node, plan: Plan, ran
     """Of a constant with an element for each column of a node's result, the rank's."""
     if not isinstance(whole, gs.Constant) or whole.shape[-1:] != node.outputs[0].shape[-1:]:
         return own
+    if selects_columns(node):  # among those that the rank has of what they are selected from
+        given, made = (plan.columns[id(t)][rank] for t in (node.inputs[0], node.outputs[0]))
+        return gs.Constant(whole.name, np.argmax(whole.values[made, None] == given, axis=1))
     return shards.cut(whole, len(whole.shape) - 1, plan.columns[id(node.outputs[0])][rank])
 
 

@@ -27,6 +27,7 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
+from llmc.compiler.passes.attention.gates import join_before_gates
 from llmc.compiler.passes.attention.heads import Branch, Heads, trace
 from llmc.compiler.passes.attention.latent import Latent, find_latent, rewrite_latent
 from llmc.compiler.passes.attention.projections import gathered, merged_projection, projection
@@ -59,6 +60,7 @@ class _CrossAttention(_Attention):
 
 def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
+    join_before_gates(graph)
     data = data_tensors(graph)
     tokens = data_tensors(graph, ("input_ids",))
     shared: dict[bytes, tuple[gs.Constant, gs.Constant]] = {}
