@@ -53,7 +53,7 @@ def _gate_above(graph: gs.Graph, joint: gs.Node) -> gs.Node | None:
             or after is None or [*after] != [*shape[:2], shape[2] * shape[3]] \
             or len(consumers(graph, before)) != 1:
         return None
-    return node if all(isinstance(tensor, gs.Constant) and np.prod(tensor.shape) == 1
+    return node if all((isinstance(tensor, gs.Constant) and np.prod(tensor.shape) == 1)
                        or (len(tensor.shape or ()) == 4 and [*tensor.shape[:2]] == [*shape[:2]])
                        for tensor in node.inputs) else None
 

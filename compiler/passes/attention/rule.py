@@ -89,6 +89,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
                 latent = match.latent
                 attrs, inputs = _common(graph, dataclasses.replace(match, query=latent.query),
                                         shared, ())
+                inputs["sinks"] = operands(match.node).get("sinks")
                 rewrite_latent(graph, latent, match.output, attrs, inputs,
                                match.node.attrs["layer"], settings)
             else:
@@ -161,7 +162,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
     # Others that read the same keys would find them in no cache.
     plain = node.attrs["causal"] and not node.attrs["window"] and not node.attrs["softcap"] \
-        and len(given) == 3 and len(consumers(graph, node.inputs[1])) == 1
+        and not given.keys() - {"query", "key", "value", "sinks"} and len(consumers(graph, node.inputs[1])) == 1
     return _Attention(node, query, key, value, num_kv_heads, value_dim, output, bias,
                       find_latent(query, key, value, value_dim) if plain else None)
 
