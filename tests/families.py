@@ -71,6 +71,8 @@ ON_CPUS = {
     "minicpm3": _LATENT,
     "deepseek_v32": {**_LATENT_EXPERTS, "index_topk": 64, "index_n_heads": 2,
                      "index_head_dim": 16},
+    "hy_v4": {**_LATENT_EXPERTS, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16,
+              "n_group": 1, "hc_mult": 3, "swiglu_limit": 0.7},
     "mimo_v2_flash": {**_HEADS, "v_head_dim": 12, "num_hidden_layers": 4},
     "gemma4_text": {**_GEMMA4, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
                     "layer_types": ["sliding_attention", "full_attention"] * 4,

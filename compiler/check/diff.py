@@ -452,8 +452,11 @@ def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> 
 
 def _joined(parts: Sequence[np.ndarray], expected: np.ndarray) -> np.ndarray:
     """A tensor of all chips: cut along the last axis, or the same on each, or parts of a sum. Of
-    the latter two, which look alike, the one that is closer to what is expected.
+    the latter two, which look alike, the one that is closer to what is expected. Hidden states that
+    it has side by side are in a row each, as they are expected.
     """
+    if parts[0].size == expected.size and parts[0].ndim == expected.ndim == 2:
+        parts = [part.reshape(expected.shape) for part in parts]
     if len(parts) == 1:
         return parts[0]
     if parts[0].shape[-1] != expected.shape[-1]:

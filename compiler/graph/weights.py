@@ -137,7 +137,8 @@ class Weight(LazyValues):
             return self._derived(shape, self.dtype, lambda start, stop: self.rows(
                 start, stop).reshape(stop - start, *shape[1:]))
         return self._derived(shape, self.dtype,
-                             lambda start, stop: self.load().reshape(shape)[start:stop])
+                             lambda start, stop: self.load().reshape(shape)[start:stop]
+                             if shape else self.load().reshape(shape))
 
     def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Rows `index`, in that order; consecutive rows are read as one."""

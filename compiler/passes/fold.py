@@ -43,6 +43,7 @@ def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     _read_scalars(graph)
     _fold_constants(graph, report)
     apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
+    _read_scalars(graph)
     _fold_constants(graph, report)
     apply_rules(graph, [DROP], settings, report)
 
@@ -203,6 +204,7 @@ SEQUENCE = Rule("sequence", frozenset({"SplitToSequence"}), _split_sequence, _as
 class _FoldedWeight:
     output: gs.Tensor
     weight: Weight
+    others: tuple[_FoldedWeight, ...] = ()  # of the same node
 
 
 _FUNCTIONS = {"Exp": np.exp, "Neg": np.negative}
@@ -224,7 +226,9 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
         return _FoldedWeight(node.outputs[0], source)
     if node.op in _FUNCTIONS:
         return _FoldedWeight(node.outputs[0], source.map(_FUNCTIONS[node.op]))
-    if node.op in _SHAPED and shape and all(isinstance(dim, int) for dim in shape):
+    if node.op in ("Slice", "Split"):
+        return _parts(node, source)
+    if node.op in _SHAPED and shape is not None and all(isinstance(dim, int) for dim in shape):
         return _FoldedWeight(node.outputs[0], source.reshape(shape))
     if node.op in _ARITHMETIC and len(node.inputs) == 2:
         left, right = node.inputs
@@ -238,13 +242,42 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
     return NoMatch("this op on a weight is not folded", node)
 
 
+def _parts(node: gs.Node, source: Weight) -> _FoldedWeight | NoMatch:
+    """Rows of a weight, some by a Slice or all by a Split."""
+    given = [constant(tensor) for tensor in node.inputs[1:]]
+    if node.op == "Split":
+        axis = node.attrs.get("axis", 0)
+        sizes = given[0] if given else None
+        ends = None if sizes is None else np.cumsum(sizes)
+        index = [] if ends is None else np.split(np.arange(int(ends[-1])), ends[:-1])
+    else:
+        start, stop, axes, step = [*given, *[None] * (4 - len(given))][:4]
+        known = all(tensor is not None for tensor in given) and start is not None \
+            and stop is not None and start.size == 1
+        axis = int(axes.reshape(())) if known and axes is not None else 0
+        index = [] if not known else [np.arange(source.shape[0])[
+            int(start.reshape(())):int(stop.reshape(())):
+            1 if step is None else int(step.reshape(()))]]
+    if not index or axis % len(source.shape):
+        return NoMatch("parts of a weight that are no rows of it", node)
+    first, *others = (_FoldedWeight(output, source.take_rows(own))
+                      for output, own in zip(node.outputs, index, strict=True))
+    return _FoldedWeight(first.output, first.weight, tuple(others))
+
+
 def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> None:
     node = producer(match.output)
     assert node is not None
-    result = gs.Constant(match.output.name, match.weight)
     source = next(t for t in node.inputs if isinstance(t, gs.Constant)
                   and isinstance(t._values, Weight))
+    for own in (match, *match.others):
+        _put(own, source, node)
     node.outputs.clear()
+
+
+def _put(match: _FoldedWeight, source: gs.Constant, node: gs.Node) -> None:
+    """A constant in place of what a node makes of a weight."""
+    result = gs.Constant(match.output.name, match.weight)
     if match.weight is not source._values:
         result.name = f"{source.name}/{match.output.name}" if node.op != "Transpose" \
             else f"{source.name}.T/{match.output.name}"
@@ -254,8 +287,8 @@ def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> N
                 reader.inputs[i] = result
 
 
-WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", *_FUNCTIONS, *_SHAPED,
-                                   *_ARITHMETIC}),
+WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", "Slice", "Split", *_FUNCTIONS,
+                                   *_SHAPED, *_ARITHMETIC}),
               _weight_expression, _fold_weight)
 
 

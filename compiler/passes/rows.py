@@ -19,6 +19,7 @@ from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Settings,
+    constant,
     fields_of,
     is_llmc,
     is_op,
@@ -72,6 +73,8 @@ class Rows:
             return self._end(node)
         if node.op in ELEMENTWISE:
             return self._elementwise(node, in_place)
+        if node.op == "ReduceSum":
+            return self._sum(node)
         return NoMatch("this op is not row-wise", node)
 
     def _layout(self, tensor: gs.Tensor) -> Layout | NoMatch:
@@ -154,6 +157,43 @@ class Rows:
         replace(self._graph, op, {"x": x, "weight": gain}, [result], attrs)
         return None
 
+    def _sum(self, node: gs.Node) -> NoMatch | None:
+        """The sum over an axis of a layout: of as many parts of a row."""
+        layout = self._layout(node.inputs[0])
+        axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        if isinstance(layout, NoMatch):
+            return layout
+        if axes is None or axes.size != 1:
+            return NoMatch("it is not known to be a sum over one axis", node)
+        axis = int(axes.reshape(()))
+        kept = [slice(None)] * axis if axis >= 0 else [...]
+
+        def part(index: int) -> Layout:
+            own = (*kept, [index] if node.attrs.get("keepdims", 1) else index,
+                   *[slice(None)] * (-axis - 1 if axis < 0 else 0))
+            return Layout(layout.rows, layout.token[own], layout.source[own], layout.column[own])
+
+        joined = join([part(index) for index in range(layout.token.shape[axis])])
+        if isinstance(joined, NoMatch):
+            return NoMatch(joined.reason, node)
+        total, *others = [self._picked(columns) for columns in joined.operands]
+        result = self._result(node, joined)
+        for index, other in enumerate(others):
+            made = result if other is others[-1] else self._variable(total, total.shape[-1])
+            self._graph.nodes.append(gs.Node(op="Add", name=f"{result.name}.{index}",
+                                             inputs=[total, other], outputs=[made]))
+            total = made
+        return None
+
+    def _picked(self, wanted: Columns) -> gs.Tensor:
+        """Rows of these columns of a tensor that is there, with all others, in any case."""
+        if len({*wanted.source.tolist()}) > 1:
+            return self._columns(wanted)
+        rows = wanted.rows[int(wanted.source[0])]
+        result = self._variable(rows, len(wanted.column))
+        self._graph.nodes.append(_selected(rows, wanted.column, result))
+        return result
+
     def _result(self, node: gs.Node, joined: Joined) -> gs.Tensor:
         """In place of what a node makes, the same in rows."""
         before = node.outputs[0]
@@ -165,6 +205,8 @@ class Rows:
         made = gs.Variable(f"{before.name}.rows", before.dtype,
                            ["batch", "seq", joined.order.shape[1]])
         before.inputs.clear()
+        if joined.in_order:  # the same numbers, and soon nobody else's name
+            before.name, made.name = made.name, before.name
         self._data.add(id(made))
         self._known[id(before)] = Placed(made, joined.place)
         return made
