@@ -244,20 +244,14 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
 
 def _parts(node: gs.Node, source: Weight) -> _FoldedWeight | NoMatch:
     """Rows of a weight, some by a Slice or all by a Split."""
-    given = [constant(tensor) for tensor in node.inputs[1:]]
-    if node.op == "Split":
-        axis = node.attrs.get("axis", 0)
-        sizes = given[0] if given else None
-        ends = None if sizes is None else np.cumsum(sizes)
-        index = [] if ends is None else np.split(np.arange(int(ends[-1])), ends[:-1])
-    else:
-        start, stop, axes, step = [*given, *[None] * (4 - len(given))][:4]
-        known = all(tensor is not None for tensor in given) and start is not None \
-            and stop is not None and start.size == 1
-        axis = int(axes.reshape(())) if known and axes is not None else 0
-        index = [] if not known else [np.arange(source.shape[0])[
-            int(start.reshape(())):int(stop.reshape(())):
-            1 if step is None else int(step.reshape(()))]]
+    given = [own.tolist() for tensor in node.inputs[1:]
+             if (own := constant(tensor)) is not None and own.ndim]
+    rows, axis, index = np.arange(source.shape[0]), node.attrs.get("axis", 0), list[np.ndarray]()
+    if len(given) == len(node.inputs) - 1 and node.op == "Split" and given:
+        index = np.split(rows, np.cumsum(given[0])[:-1])
+    elif len(given) == len(node.inputs) - 1 and all(len(bound) == 1 for bound in given):
+        start, stop, axis, step = [bound[0] for bound in given] + [0, 1][len(given) - 2:]
+        index = [rows[start:stop:step]]
     if not index or axis % len(source.shape):
         return NoMatch("parts of a weight that are no rows of it", node)
     first, *others = (_FoldedWeight(output, source.take_rows(own))

@@ -67,7 +67,7 @@ def norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
                       lambda node, settings: _decomposed(graph, node), _rewrite)
     behind = Rule("norm-behind-product", frozenset({"ReduceMean"}),
                   lambda node, settings: _behind_product(graph, node), _put_before)
-    apply_rules(graph, [standard, decomposed, behind], settings, report)
+    apply_rules(graph, [standard, behind, decomposed], settings, report)
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,28 @@ class _Behind:
 
 
 def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
-    """x · W / sqrt(mean(x²) + eps): a number for each token commutes with a product."""
+    """x · W / sqrt(mean(x²) + eps): a number for each token may come before a product."""
     for source, seeds in _sources(node):
         for piece in closed_regions(graph, source, seeds, _ALLOWED):
             readers = consumers(graph, piece.output)
             scaled = readers[0] if len(readers) == 1 else None
-            if scaled is None or scaled.op != "Mul" or [*(piece.output.shape or ())][-1:] != [1]:
+            if scaled is None or scaled.op not in ("Mul", "Div") \
+                    or [*(piece.output.shape or ())][-1:] != [1]:
                 continue
             other = next((t for t in scaled.inputs if t is not piece.output), None)
             product = None if other is None else producer(other)
             if product is None or product.op != "MatMul" or product.inputs[0] is not source \
-                    or len(consumers(graph, other)) != 1:
+                    or len(consumers(graph, other)) != 1 \
+                    or (scaled.op == "Div" and scaled.inputs[0] is not other):
                 continue
             if not isinstance(source.shape[-1], int) or len(piece.inputs) > 1:
                 return NoMatch("what a product is divided by is not of the same rows", node)
             x = np.random.default_rng(0).standard_normal((2, 3, source.shape[-1]))
             x[0] *= 1e-2
             actual = piece.run({source.name: x.astype(np.float32)})
+            power = -0.5 if scaled.op == "Mul" else 0.5
             for epsilon in {value for value in scalars(piece) if 0 < value < 1e-2} | {0.0}:
-                if close(actual, ((x**2).mean(-1, keepdims=True) + epsilon)**-0.5, 1e-5):
+                if close(actual, ((x**2).mean(-1, keepdims=True) + epsilon)**power, 1e-5):
                     return _Behind(source, product, scaled, epsilon)
     return None
 

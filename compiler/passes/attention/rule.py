@@ -162,7 +162,8 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
     # Others that read the same keys would find them in no cache.
     plain = node.attrs["causal"] and not node.attrs["window"] and not node.attrs["softcap"] \
-        and not given.keys() - {"query", "key", "value", "sinks"} and len(consumers(graph, node.inputs[1])) == 1
+        and not given.keys() - {"query", "key", "value", "sinks"} \
+        and len(consumers(graph, node.inputs[1])) == 1
     return _Attention(node, query, key, value, num_kv_heads, value_dim, output, bias,
                       find_latent(query, key, value, value_dim) if plain else None)
 
