@@ -148,7 +148,7 @@ MIXTURES = {
 # Mixtures that transformers lists and llmc has no line about, by the sizes that their configs take.
 UNPLANNED_MIXTURES = (
     "afmoe", "aria_text", "cohere2_moe", "exaone_moe", "flex_olmo", "flint", "granitemoe_swa",
-    "granitemoeshared", "hy_v3", "mellum", "minimax_m3_vl_text", "solar_open")
+    "granitemoeshared", "hy_v3", "laguna", "mellum", "minimax_m3_vl_text", "solar_open")
 SIZES = {**_HEADS, "sliding_window": 8, "num_experts": 4, "num_local_experts": 4,
          "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
          "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
@@ -173,6 +173,8 @@ HYBRIDS = {
     "olmo_hybrid": {**_LLAMA, **_LINEAR},
     "lfm2": _SHORT,
     "lfm2_moe": {**_SHORT, **_EXPERTS, "num_dense_layers": 1},
+    "lfm3": {**_HEADS, "num_hidden_layers": 4, "sliding_window": 8,
+             "layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
     "mamba2": {**_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8,
                "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8},
     "granitemoehybrid": {

@@ -73,9 +73,12 @@ def _is_gated(graph: gs.Graph, node: gs.Node) -> bool:
     """Whether attention's result is multiplied by something that is computed too."""
     if shard_of(node, ByHeads) is None:
         return False
+    users = consumers(graph, node.outputs[0])
+    if len(users) == 1 and users[0] is not None and selects_rows(users[0]):  # in the last layer
+        users = consumers(graph, users[0].outputs[0])
     return any(user is not None and user.op in ELEMENTWISE and not is_llmc(user)
                and sum(not isinstance(t, gs.Constant) for t in user.inputs) > 1
-               for user in consumers(graph, node.outputs[0]))
+               for user in users)
 
 
 class _Spread:

@@ -43,16 +43,31 @@ def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
     gate of an attention that its query projection makes too.
     """
     rows = Rows(graph)
-    for node in list(graph.nodes):
-        beside = [*map(producer, node.inputs), *(user for t in node.outputs for user in t.outputs)]
-        if node.op not in ELEMENTWISE or not any(
-                other is not None and other.op in LAYOUT - ELEMENTWISE and not is_llmc(other)
-                for other in beside):
-            continue
+    for node in _behind_layouts(graph):
         reason = rows.rewrite(node, in_place=True)
         if reason is None:
             report.count("gate")
     tidy(graph)
+
+
+def _behind_layouts(graph: gs.Graph) -> list[gs.Node]:
+    """What works element by element on what a layout has been given, and what makes that."""
+    data = data_tensors(graph)
+
+    def above(node: gs.Node) -> list[gs.Node]:
+        makers = [producer(tensor) for tensor in node.inputs if id(tensor) in data]
+        return [maker for maker in makers if maker is not None and not is_llmc(maker)
+                and maker.op in ELEMENTWISE | LAYOUT]
+
+    stack = [node for node in graph.nodes if node.op in ELEMENTWISE
+             and any(maker.op in LAYOUT - ELEMENTWISE for maker in above(node))]
+    found = {id(node) for node in stack}
+    while stack:
+        for maker in above(stack.pop()):
+            if id(maker) not in found:
+                found.add(id(maker))
+                stack.append(maker)
+    return [node for node in graph.nodes if id(node) in found and node.op in ELEMENTWISE]
 
 
 class Rows:
