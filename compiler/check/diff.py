@@ -64,7 +64,7 @@ from llmc.compiler.check.report import BadWeight, Difference, DiffReport, Greedy
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
-from llmc.compiler.graph.weights import Weight
+from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.lower import lower
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.compiler.targets import Options
@@ -559,9 +559,14 @@ def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
     names = set()
     for node in graph.nodes:
         op = op_of(node)
-        if op is None or op.quantized is None:
+        if op is None:
             continue
         given = operands(node)
+        names |= {tensor.name for tensor in given.values() if isinstance(tensor, gs.Constant)
+                  and isinstance(tensor._values, HeadMatrices)
+                  and tensor.name in chip.quantization}
+        if op.quantized is None:
+            continue
         weight = given[op.quantized.weight]
         unfolded = weight.name.endswith(NORMED) \
             and weight.name.removesuffix(NORMED) in chip.quantization
