@@ -120,7 +120,7 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
         graph.nodes.insert(
             next(index for index, other in enumerate(graph.nodes) if other is node),
             gs.Node(HEAD_MATRICES.name, made.name, domain="llmc", outputs=[made], attrs={
-                "num_heads": values.shape[0], "transposed": int(values.transposed),
+                "heads": values.shape[0], "transposed": int(values.transposed),
                 "weight_dtype": stored.dtype, "group_size": stored.group_size,
                 "in_features": width, "out_features": rows}, inputs=arranged(HEAD_MATRICES, {
                     "weight": weight, "weight_scale": scale, "weight_zero": zero,
