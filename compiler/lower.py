@@ -52,6 +52,7 @@ from llmc.compiler.passes.route import route
 from llmc.compiler.passes.rows import gates
 from llmc.compiler.passes.sdpa import sdpa
 from llmc.compiler.passes.states import states
+from llmc.compiler.passes.streams import streams
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import TARGETS, About, limit_seq_len
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt
@@ -115,6 +116,7 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("dense_experts", dense_experts),  # likewise
     GraphPass("route", route),          # before gemm: the router's linear layer is its border
     GraphPass("gemm", gemm),            # before attention and MLP: their borders are GEMMs
+    GraphPass("streams", streams),      # its borders are GEMMs, and norms
     GraphPass("states", states),        # its borders are GEMMs, whose columns it chooses
     GraphPass("sdpa", sdpa),
     GraphPass("attention", attention),

@@ -47,6 +47,10 @@ def _configured(text: Mapping[str, Any], count: int) -> Sequence[int | None]:
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not isinstance(window, int) or "sliding_window" not in type(config).__dataclass_fields__:
         return [None] * count
-    if not kinds or len(kinds) != count:
+    known = {"sliding_attention": window, "full_attention": 0}
+    attending = [kind for kind in kinds or () if kind in known]  # a hybrid's others do not
+    if len(attending) == count:
+        kinds = attending
+    elif not kinds or len(kinds) != count:
         return [window] * count
-    return [{"sliding_attention": window, "full_attention": 0}.get(kind) for kind in kinds]
+    return [known.get(kind) for kind in kinds]

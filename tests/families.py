@@ -75,6 +75,8 @@ ON_CPUS = {
     "minicpm3": _LATENT,
     "deepseek_v32": {**_LATENT_EXPERTS, "index_topk": 64, "index_n_heads": 2,
                      "index_head_dim": 16},
+    "hy_v4": {**_LATENT_EXPERTS, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16,
+              "n_group": 1, "hc_mult": 3, "swiglu_limit": 0.7},
     "mimo_v2_flash": {**_HEADS, "v_head_dim": 12, "num_hidden_layers": 4, "n_routed_experts": 8,
                       "num_experts_per_tok": 2, "moe_intermediate_size": 40},
     "ministral3": {**_HEADS, "rope_parameters": {
@@ -154,7 +156,7 @@ MIXTURES = {
 # Mixtures that transformers lists and llmc has no line about, by the sizes that their configs take.
 UNPLANNED_MIXTURES = (
     "afmoe", "aria_text", "cohere2_moe", "exaone_moe", "flex_olmo", "flint", "granitemoe_swa",
-    "granitemoeshared", "hy_v3", "mellum", "minimax_m3_vl_text", "solar_open")
+    "granitemoeshared", "hy_v3", "laguna", "mellum", "minimax_m3_vl_text", "solar_open")
 SIZES = {**_HEADS, "sliding_window": 8, "num_experts": 4, "num_local_experts": 4,
          "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
          "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48,
@@ -179,6 +181,8 @@ HYBRIDS = {
     "olmo_hybrid": {**_LLAMA, **_LINEAR},
     "lfm2": _SHORT,
     "lfm2_moe": {**_SHORT, **_EXPERTS, "num_dense_layers": 1},
+    "lfm3": {**_HEADS, "num_hidden_layers": 4, "sliding_window": 8,
+             "layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
     "mamba2": {**_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8,
                "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8},
     "granitemoehybrid": {
@@ -199,6 +203,11 @@ HYBRIDS = {
                "mamba_d_state": 8, "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 8,
                "mamba_headdim": 16, "chunk_size": 8, "adapter_rank": 8},
     "bamba": {**_LLAMA, **_MAMBA, "attn_layer_indices": [1]},
+    "kimi_linear": {**_LATENT_EXPERTS, "q_lora_rank": None, "num_local_experts": 8,
+                    "num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+                    "layer_types": _LINEAR["layer_types"]},
+    "bailing_hybrid": {**_LATENT_EXPERTS, "num_local_experts": 8, "num_hidden_layers": 4,
+                       "head_dim": 16, "layer_group_size": 3},
 }
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({

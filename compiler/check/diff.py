@@ -64,7 +64,7 @@ from llmc.compiler.check.report import BadWeight, Difference, DiffReport, Greedy
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
-from llmc.compiler.graph.weights import Weight
+from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.lower import lower
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.compiler.targets import Options
@@ -452,8 +452,11 @@ def _trace(manifest: Manifest, root: Path, ids: list[int], wanted: set[str]) -> 
 
 def _joined(parts: Sequence[np.ndarray], expected: np.ndarray) -> np.ndarray:
     """A tensor of all chips: cut along the last axis, or the same on each, or parts of a sum. Of
-    the latter two, which look alike, the one that is closer to what is expected.
+    the latter two, which look alike, the one that is closer to what is expected. Hidden states that
+    it has side by side are in a row each, as they are expected.
     """
+    if parts[0].size == expected.size and parts[0].ndim == expected.ndim == 2:
+        parts = [part.reshape(expected.shape) for part in parts]
     if len(parts) == 1:
         return parts[0]
     if parts[0].shape[-1] != expected.shape[-1]:
@@ -556,8 +559,13 @@ def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
     names = set()
     for node in graph.nodes:
         op = op_of(node)
-        given = operands(node) if op is not None else {}
-        for role in op.quantized if op is not None else ():
+        if op is None:
+            continue
+        given = operands(node)
+        names |= {tensor.name for tensor in given.values() if isinstance(tensor, gs.Constant)
+                  and isinstance(tensor._values, HeadMatrices)
+                  and tensor.name in chip.quantization}
+        for role in op.quantized:
             weight = given[role.weight]
             unfolded = weight.name.endswith(NORMED) \
                 and weight.name.removesuffix(NORMED) in chip.quantization

@@ -14,7 +14,7 @@ import torch
 
 from llmc.compiler.frontend.experts import is_experts
 from llmc.compiler.frontend.parts import CAUSAL_LM, Part, text_config, text_prefix
-from llmc.compiler.frontend.states import keeps_state
+from llmc.compiler.frontend.states import called_in, keeps_state
 from llmc.errors import LlmcError
 
 
@@ -55,10 +55,11 @@ class Feature:
 _EXPERTS = Feature("a mixture of experts of its own kind",
                    r"Experts$|M[oO][eE]$|M[oO][eE](Block|Layer)$",
                    keys=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
+_LINEAR = Feature("linear attention, which keeps a state instead of keys and values",
+                  r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$")
 FEATURES = (
     _EXPERTS,
-    Feature("linear attention, which keeps a state instead of keys and values",
-            r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$"),
+    _LINEAR,
     Feature("state-space layers (Mamba)", r"Mamba\w*Mixer$|^(Bamba|FalconH1)Mixer$",
             frozenset({"A_log"})),
     Feature("xLSTM layers, which keep a state instead of keys and values", r"^xLSTMLayer$"),
@@ -101,8 +102,9 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
             claimed.append(f"{name}.")
             continue
         feature = next((feature for feature in FEATURES if feature.is_in(module)), None)
-        if feature is _EXPERTS and any(is_experts(part) or _is_stacked(part)
-                                       for part in module.modules()):
+        if (feature is _EXPERTS and any(is_experts(part) or _is_stacked(part)
+                                        for part in module.modules())) \
+                or (feature is _LINEAR and called_in(module) & {"ALL_ATTENTION_FUNCTIONS"}):
             continue
         if feature is not None:
             claimed.append(f"{name}.")

@@ -45,6 +45,13 @@ def _gated_delta_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
                        l2norm=int(use_qk_l2norm_in_kernel)), None
 
 
+def _kimi_delta_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                          g: torch.Tensor, beta: torch.Tensor, **others: Any) -> \
+        tuple[torch.Tensor, None]:
+    """chunk_kimi_delta_attention: the gated delta rule, with g [batch, seq, heads, k_head_dim]."""
+    return _gated_delta_rule(query, key, value, g.flatten(2), beta, **others)
+
+
 def _chunk_scan(hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor,
                 B: torch.Tensor, C: torch.Tensor, chunk_size: int,
                 D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
@@ -74,7 +81,8 @@ def _recurrence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dec
     out = torch.onnx.ops.symbolic(
         "llmc::Recurrence", (qkv, decay, beta, skip),
         {"num_k_heads": int(key.shape[2]), "num_v_heads": int(heads),
-         "k_head_dim": int(key.shape[3]), "v_head_dim": int(dim), **fields},
+         "k_head_dim": int(key.shape[3]), "v_head_dim": int(dim),
+         "decay_per_channel": int(decay.shape[-1] > heads), **fields},
         dtype=qkv.dtype, shape=(batch, seq, heads * dim), version=1)
     return out.reshape(batch, seq, heads, dim)
 
@@ -86,14 +94,20 @@ def _refuse(what: str, others: dict[str, object]) -> None:
 
 
 _FUNCTIONS = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _gated_delta_rule,
+              "chunk_kimi_delta_attention": _kimi_delta_attention,
               "mamba2_chunk_scan": _chunk_scan}
 _LOOPS = re.compile(r"_scan$|chunk_\w+(rule|attention)$")  # functions that go through a sequence
 
 
+def called_in(module: torch.nn.Module) -> set[str]:
+    """The names that a module's forward calls or reads."""
+    forward = inspect.unwrap(type(module).forward)
+    return {*getattr(getattr(forward, "__code__", None), "co_names", ())}
+
+
 def keeps_state(module: torch.nn.Module) -> bool:
     """Whether a module has a state only by functions that are exported as nodes."""
-    forward = inspect.unwrap(type(module).forward)
-    called = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
+    called = called_in(module)
     return bool(called & _FUNCTIONS.keys()) \
         and all(name in _FUNCTIONS for name in called if _LOOPS.search(name))
 

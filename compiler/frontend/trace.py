@@ -422,6 +422,9 @@ def to_graph(model: onnx.ModelProto, bound: Set[str]) -> gs.Graph:
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant) and tensor.name in shapes:
             tensor._values = Weight(shapes[tensor.name], np.float32, unread, tensor.name)
+    for node in graph.nodes:
+        if node.op == "TopK":  # where any order will do, the one that llmc::Route gives
+            node.attrs["sorted"] = 1
     _widen(graph)
     tidy(graph)
     fold_constants(graph)

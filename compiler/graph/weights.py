@@ -151,7 +151,8 @@ class Weight(LazyValues):
             return self._derived(shape, self.dtype, lambda start, stop: self.rows(
                 start, stop).reshape(stop - start, *shape[1:]))
         return self._derived(shape, self.dtype,
-                             lambda start, stop: self.load().reshape(shape)[start:stop])
+                             lambda start, stop: self.load().reshape(shape)[start:stop]
+                             if shape else self.load().reshape(shape))
 
     def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Rows `index`, in that order; consecutive rows are read as one."""
@@ -294,6 +295,30 @@ class Weight(LazyValues):
         made.dequantized = made.stored is None and (
             bool(forms) or any(w.dequantized for w in weights))
         return made
+
+
+class HeadMatrices(Weight):
+    """A matrix for each head, [heads, rows, columns], or each transposed, of the rows of one, which
+    it keeps in the form that it is stored in.
+    """
+
+    def __init__(self, matrix: Weight, heads: int, transposed: bool = False) -> None:
+        each, width = matrix.shape[0] // heads, matrix.shape[1]
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = matrix.rows(start * each, stop * each).reshape(stop - start, each, width)
+            return block.swapaxes(1, 2) if transposed else block
+
+        super().__init__((heads, width, each) if transposed else (heads, each, width),
+                         matrix.dtype, rows, matrix.name)
+        self.matrix, self.transposed = matrix, transposed
+        self.dequantized = matrix.dequantized or matrix.stored is not None
+
+    def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
+        """Heads `index`, in that order."""
+        each = self.matrix.shape[0] // self.shape[0]
+        own = (np.asarray(index)[:, None] * each + np.arange(each)).reshape(-1)
+        return HeadMatrices(self.matrix.take_rows(own), len(index), self.transposed)
 
 
 def _sum_rows(matrix: np.ndarray) -> np.ndarray:

@@ -43,6 +43,7 @@ def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     _read_scalars(graph)
     _fold_constants(graph, report)
     apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
+    _read_scalars(graph)
     _fold_constants(graph, report)
     apply_rules(graph, [DROP], settings, report)
 
@@ -203,6 +204,7 @@ SEQUENCE = Rule("sequence", frozenset({"SplitToSequence"}), _split_sequence, _as
 class _FoldedWeight:
     output: gs.Tensor
     weight: Weight
+    others: tuple[_FoldedWeight, ...] = ()  # of the same node
 
 
 _FUNCTIONS = {"Exp": np.exp, "Neg": np.negative}
@@ -224,7 +226,9 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
         return _FoldedWeight(node.outputs[0], source)
     if node.op in _FUNCTIONS:
         return _FoldedWeight(node.outputs[0], source.map(_FUNCTIONS[node.op]))
-    if node.op in _SHAPED and shape and all(isinstance(dim, int) for dim in shape):
+    if node.op in ("Slice", "Split"):
+        return _parts(node, source)
+    if node.op in _SHAPED and shape is not None and all(isinstance(dim, int) for dim in shape):
         return _FoldedWeight(node.outputs[0], source.reshape(shape))
     if node.op in _ARITHMETIC and len(node.inputs) == 2:
         left, right = node.inputs
@@ -238,13 +242,36 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
     return NoMatch("this op on a weight is not folded", node)
 
 
+def _parts(node: gs.Node, source: Weight) -> _FoldedWeight | NoMatch:
+    """Rows of a weight, some by a Slice or all by a Split."""
+    given = [own.tolist() for tensor in node.inputs[1:]
+             if (own := constant(tensor)) is not None and own.ndim]
+    rows, axis, index = np.arange(source.shape[0]), node.attrs.get("axis", 0), list[np.ndarray]()
+    if len(given) == len(node.inputs) - 1 and node.op == "Split" and given:
+        index = np.split(rows, np.cumsum(given[0])[:-1])
+    elif len(given) == len(node.inputs) - 1 and all(len(bound) == 1 for bound in given):
+        start, stop, axis, step = [bound[0] for bound in given] + [0, 1][len(given) - 2:]
+        index = [rows[start:stop:step]]
+    if not index or axis % len(source.shape):
+        return NoMatch("parts of a weight that are no rows of it", node)
+    first, *others = (_FoldedWeight(output, source.take_rows(own))
+                      for output, own in zip(node.outputs, index, strict=True))
+    return _FoldedWeight(first.output, first.weight, tuple(others))
+
+
 def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> None:
     node = producer(match.output)
     assert node is not None
-    result = gs.Constant(match.output.name, match.weight)
     source = next(t for t in node.inputs if isinstance(t, gs.Constant)
                   and isinstance(t._values, Weight))
+    for own in (match, *match.others):
+        _put(own, source, node)
     node.outputs.clear()
+
+
+def _put(match: _FoldedWeight, source: gs.Constant, node: gs.Node) -> None:
+    """A constant in place of what a node makes of a weight."""
+    result = gs.Constant(match.output.name, match.weight)
     if match.weight is not source._values:
         result.name = f"{source.name}/{match.output.name}" if node.op != "Transpose" \
             else f"{source.name}.T/{match.output.name}"
@@ -254,8 +281,8 @@ def _fold_weight(graph: gs.Graph, match: _FoldedWeight, settings: Settings) -> N
                 reader.inputs[i] = result
 
 
-WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", *_FUNCTIONS, *_SHAPED,
-                                   *_ARITHMETIC}),
+WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", "Slice", "Split", *_FUNCTIONS,
+                                   *_SHAPED, *_ARITHMETIC}),
               _weight_expression, _fold_weight)
 
 

@@ -4,6 +4,9 @@ Given:   x → Pow → ReduceMean → Add(eps) → Sqrt → Reciprocal → Mul(x
          RMSNormalization(x, w), or LayerNormalization(x, w, b), or ReduceMean, Sub, …
 Result:  RMSNorm(x, w) or LayerNorm(x, w, b)
 
+Given:   MatMul(x, W) · r, r what the first of these multiplies x by
+Result:  MatMul(RMSNorm(x, ones), W)
+
 The nodes between x and the result are run on random x, w and b: only what computes the norm is
 replaced by it. A norm without weights gets a weight of ones.
 """
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import ELEMENTWISE, Piece, close, closed_regions
+from llmc.compiler.graph.probe import ELEMENTWISE, Piece, close, closed_regions, scalars
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -62,7 +65,55 @@ def norm(graph: gs.Graph, settings: Settings, report: Report) -> None:
                                           "SimplifiedLayerNormalization"}), _standard, _rewrite)
     decomposed = Rule("norm-decomposed", frozenset({"ReduceMean"}),
                       lambda node, settings: _decomposed(graph, node), _rewrite)
-    apply_rules(graph, [standard, decomposed], settings, report)
+    behind = Rule("norm-behind-product", frozenset({"ReduceMean"}),
+                  lambda node, settings: _behind_product(graph, node), _put_before)
+    apply_rules(graph, [standard, behind, decomposed], settings, report)
+
+
+@dataclass(frozen=True)
+class _Behind:
+    source: gs.Tensor
+    product: gs.Node
+    scaled: gs.Node
+    epsilon: float
+
+
+def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
+    """x · W / sqrt(mean(x²) + eps): a number for each token may come before a product."""
+    for source, seeds in _sources(node):
+        for piece in closed_regions(graph, source, seeds, _ALLOWED):
+            readers = consumers(graph, piece.output)
+            scaled = readers[0] if len(readers) == 1 else None
+            if scaled is None or scaled.op not in ("Mul", "Div") \
+                    or [*(piece.output.shape or ())][-1:] != [1]:
+                continue
+            other = next((t for t in scaled.inputs if t is not piece.output), None)
+            product = None if other is None else producer(other)
+            if product is None or product.op != "MatMul" or product.inputs[0] is not source \
+                    or len(consumers(graph, other)) != 1 \
+                    or (scaled.op == "Div" and scaled.inputs[0] is not other):
+                continue
+            if not isinstance(source.shape[-1], int) or len(piece.inputs) > 1:
+                return NoMatch("what a product is divided by is not of the same rows", node)
+            x = np.random.default_rng(0).standard_normal((2, 3, source.shape[-1]))
+            x[0] *= 1e-2
+            actual = piece.run({source.name: x.astype(np.float32)})
+            power = -0.5 if scaled.op == "Mul" else 0.5
+            for epsilon in {value for value in scalars(piece) if 0 < value < 1e-2} | {0.0}:
+                if close(actual, ((x**2).mean(-1, keepdims=True) + epsilon)**power, 1e-5):
+                    return _Behind(source, product, scaled, epsilon)
+    return None
+
+
+def _put_before(graph: gs.Graph, match: _Behind, settings: Settings) -> None:
+    result, width = match.scaled.outputs[0], match.source.shape[-1]
+    normed = gs.Variable(f"{result.name}.normed", match.source.dtype, match.source.shape)
+    gain = gs.Constant(f"ones.{width}.{result.name}", Weight.of(np.ones(width, np.float32)))
+    match.product.inputs[0] = normed
+    match.scaled.outputs.clear()
+    match.product.outputs[0] = result
+    replace(graph, RMS_NORM, {"x": match.source, "weight": gain}, [normed],
+            {"epsilon": match.epsilon})
 
 
 def _standard(node: gs.Node, settings: Settings) -> _Norm | NoMatch:

@@ -5,6 +5,9 @@ Given:   GemmBiasAct(x, W), W float32 [out, in], with the form that its checkpoi
 Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_size, in_features,
          out_features, activation_dtype)
 
+Given:   an op of matrices for each head, [heads, out, in], of the rows of one weight
+Result:  HeadMatrices(codes, weight_scale, weight_zero; …) in their place
+
 Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
 never rounded again. Of our own rounding, tables of embeddings take part where the LM head is the
 same table, and routers do not. Groups that no kernel of the target reads stay numbers, and so do
@@ -31,11 +34,12 @@ from llmc.compiler.graph.rewrite import (
     operands,
     values_of,
 )
-from llmc.compiler.graph.weights import Weight
+from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.packing import head_weight
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import DTYPES as EXPERT_DTYPES
 from llmc.plugins.experts.op import OP as EXPERTS
+from llmc.plugins.head_matrices.op import OP as HEAD_MATRICES
 from llmc.plugins.quantization import CODES
 from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
@@ -58,6 +62,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     made: dict[int, _Made] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
         op = op_of(node)
+        if op is not None:
+            _quantize_heads(owner, node, settings, report)
         if op is None or not op.quantized:
             continue
         weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
@@ -144,6 +150,38 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], report: Repor
     if op.quantized[0].rounds and stored.activation_dtype:
         node.attrs["activation_dtype"] = stored.activation_dtype
         report.count(ROUNDED)
+
+
+def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:
+    """Matrices for each head that a node has among its inputs, in fewer bits."""
+    for place, tensor in enumerate(node.inputs):
+        values = tensor._values if isinstance(tensor, gs.Constant) else None
+        if not isinstance(values, HeadMatrices):
+            continue
+        if settings.scheme is not None and not settings.calibrated:
+            refuse_rounded(values.matrix)
+        stored = _form(values.matrix, settings.scheme, tensor.name, settings)
+        if isinstance(stored, Stored) and stored.order is not None:
+            stored = NoMatch("its weight has columns in the order of activations, which are in "
+                             "none here, so it is read as numbers", values.name)
+        if isinstance(stored, NoMatch):
+            report.refuse(node, stored)
+            report.count(DEQUANTIZED)
+        if not isinstance(stored, Stored):
+            continue
+        weight, scale, zero, minimum = _constants(stored, tensor.name, values.matrix.shape)
+        made = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)
+        rows, width = values.matrix.shape
+        graph.nodes.insert(
+            next(index for index, other in enumerate(graph.nodes) if other is node),
+            gs.Node(HEAD_MATRICES.name, made.name, domain="llmc", outputs=[made], attrs={
+                "heads": values.shape[0], "transposed": int(values.transposed),
+                "weight_dtype": stored.dtype, "group_size": stored.group_size,
+                "in_features": width, "out_features": rows}, inputs=arranged(HEAD_MATRICES, {
+                    "weight": weight, "weight_scale": scale, "weight_zero": zero,
+                    "weight_min": minimum})))
+        node.inputs[place] = made
+        report.count(f"{stored.dtype}, groups of {stored.group_size}")
 
 
 def is_rounded(node: gs.Node) -> bool:

@@ -31,6 +31,7 @@ from llmc.compiler.passes.shares import (
     balanced,
     head_columns,
     is_linear,
+    selects_columns,
     selects_rows,
     share_heads,
 )
@@ -72,9 +73,12 @@ def _is_gated(graph: gs.Graph, node: gs.Node) -> bool:
     """Whether attention's result is multiplied by something that is computed too."""
     if shard_of(node, ByHeads) is None:
         return False
+    users = consumers(graph, node.outputs[0])
+    if len(users) == 1 and users[0] is not None and selects_rows(users[0]):  # in the last layer
+        users = consumers(graph, users[0].outputs[0])
     return any(user is not None and user.op in ELEMENTWISE and not is_llmc(user)
                and sum(not isinstance(t, gs.Constant) for t in user.inputs) > 1
-               for user in consumers(graph, node.outputs[0]))
+               for user in users)
 
 
 class _Spread:
@@ -138,7 +142,8 @@ class _Spread:
             if columns is None:
                 return None
             made.columns[key] = columns
-        return made if all(_keeps_groups(node, made) for node in self.nodes.values()) else None
+        return made if all(_keeps_groups(node, made) and _keeps_selected(node, made)
+                           for node in self.nodes.values()) else None
 
     def _divided(self, tensor: gs.Tensor, kind: str, keyed: Sequence[gs.Node], region: Region,
                  tp_size: int) -> list[np.ndarray] | None:
@@ -168,7 +173,8 @@ def _behind(graph: gs.Graph, node: gs.Node) -> gs.Node | None:
 def _is_inside(node: gs.Node) -> bool:
     return any(shard_of(node, way) is not None
                for way in (ByStateHeads, ByHeads, ByElements, ByGroups)) \
-        or (not is_llmc(node) and (node.op in ELEMENTWISE or selects_rows(node)))
+        or (not is_llmc(node) and (node.op in ELEMENTWISE or selects_rows(node)
+                                   or selects_columns(node)))
 
 
 def _data(node: gs.Node, kind: str) -> list[tuple[gs.Tensor, str]]:
@@ -185,7 +191,7 @@ def _data(node: gs.Node, kind: str) -> list[tuple[gs.Tensor, str]]:
         way = shard_of(node, ByElements) or shard_of(node, ByGroups)
         assert way is not None
         given = [(operand(node, way.x), kind), (result, kind)]
-    elif selects_rows(node):
+    elif selects_rows(node) or selects_columns(node):
         given = [(node.inputs[0], kind), (result, kind)]
     else:
         given = [(tensor, kind) for tensor in (*node.inputs, result)]
@@ -220,3 +226,12 @@ def _keeps_groups(node: gs.Node, region: Region) -> bool:
     result = node.outputs[0]
     each = result.shape[-1] // fields_of(node)[way.groups]
     return all(len(own) % each == 0 and own[0] % each == 0 for own in region.columns[id(result)])
+
+
+def _keeps_selected(node: gs.Node, region: Region) -> bool:
+    """Whether each rank has the columns that it selects."""
+    if not selects_columns(node):
+        return True
+    index = node.inputs[1].values
+    return all(np.isin(index[made], given).all() for given, made in zip(
+        *(region.columns[id(t)] for t in (node.inputs[0], node.outputs[0])), strict=True))

@@ -19,6 +19,7 @@ from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Settings,
+    constant,
     fields_of,
     is_llmc,
     is_op,
@@ -29,6 +30,7 @@ from llmc.compiler.graph.rewrite import (
     row_weights,
     tidy,
     values_of,
+    weight,
 )
 from llmc.compiler.graph.states import CONVOLUTION
 from llmc.compiler.graph.weights import Weight
@@ -41,16 +43,31 @@ def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
     gate of an attention that its query projection makes too.
     """
     rows = Rows(graph)
-    for node in list(graph.nodes):
-        above = [producer(tensor) for tensor in node.inputs]
-        if node.op not in ELEMENTWISE or not any(
-                maker is not None and maker.op in LAYOUT and not is_llmc(maker)
-                and maker.op not in ELEMENTWISE for maker in above):
-            continue
+    for node in _behind_layouts(graph):
         reason = rows.rewrite(node, in_place=True)
         if reason is None:
             report.count("gate")
     tidy(graph)
+
+
+def _behind_layouts(graph: gs.Graph) -> list[gs.Node]:
+    """What works element by element on what a layout has been given, and what makes that."""
+    data = data_tensors(graph)
+
+    def above(node: gs.Node) -> list[gs.Node]:
+        makers = [producer(tensor) for tensor in node.inputs if id(tensor) in data]
+        return [maker for maker in makers if maker is not None and not is_llmc(maker)
+                and maker.op in ELEMENTWISE | LAYOUT]
+
+    stack = [node for node in graph.nodes if node.op in ELEMENTWISE
+             and any(maker.op in LAYOUT - ELEMENTWISE for maker in above(node))]
+    found = {id(node) for node in stack}
+    while stack:
+        for maker in above(stack.pop()):
+            if id(maker) not in found:
+                found.add(id(maker))
+                stack.append(maker)
+    return [node for node in graph.nodes if id(node) in found and node.op in ELEMENTWISE]
 
 
 class Rows:
@@ -71,6 +88,8 @@ class Rows:
             return self._end(node)
         if node.op in ELEMENTWISE:
             return self._elementwise(node, in_place)
+        if node.op == "ReduceSum":
+            return self._sum(node)
         return NoMatch("this op is not row-wise", node)
 
     def _layout(self, tensor: gs.Tensor) -> Layout | NoMatch:
@@ -153,6 +172,43 @@ class Rows:
         replace(self._graph, op, {"x": x, "weight": gain}, [result], attrs)
         return None
 
+    def _sum(self, node: gs.Node) -> NoMatch | None:
+        """The sum over an axis of a layout: of as many parts of a row."""
+        layout = self._layout(node.inputs[0])
+        axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        if isinstance(layout, NoMatch):
+            return layout
+        if axes is None or axes.size != 1:
+            return NoMatch("it is not known to be a sum over one axis", node)
+        axis = int(axes.reshape(()))
+        kept = [slice(None)] * axis if axis >= 0 else [...]
+
+        def part(index: int) -> Layout:
+            own = (*kept, [index] if node.attrs.get("keepdims", 1) else index,
+                   *[slice(None)] * (-axis - 1 if axis < 0 else 0))
+            return Layout(layout.rows, layout.token[own], layout.source[own], layout.column[own])
+
+        joined = join([part(index) for index in range(layout.token.shape[axis])])
+        if isinstance(joined, NoMatch):
+            return NoMatch(joined.reason, node)
+        total, *others = [self._picked(columns) for columns in joined.operands]
+        result = self._result(node, joined)
+        for index, other in enumerate(others):
+            made = result if other is others[-1] else self._variable(total, total.shape[-1])
+            self._graph.nodes.append(gs.Node(op="Add", name=f"{result.name}.{index}",
+                                             inputs=[total, other], outputs=[made]))
+            total = made
+        return None
+
+    def _picked(self, wanted: Columns) -> gs.Tensor:
+        """Rows of these columns of a tensor that is there, with all others, in any case."""
+        if len({*wanted.source.tolist()}) > 1:
+            return self._columns(wanted)
+        rows = wanted.rows[int(wanted.source[0])]
+        result = self._variable(rows, len(wanted.column))
+        self._graph.nodes.append(_selected(rows, wanted.column, result))
+        return result
+
     def _result(self, node: gs.Node, joined: Joined) -> gs.Tensor:
         """In place of what a node makes, the same in rows."""
         before = node.outputs[0]
@@ -164,6 +220,8 @@ class Rows:
         made = gs.Variable(f"{before.name}.rows", before.dtype,
                            ["batch", "seq", joined.order.shape[1]])
         before.inputs.clear()
+        if joined.in_order:  # the same numbers, and soon nobody else's name
+            before.name, made.name = made.name, before.name
         self._data.add(id(made))
         self._known[id(before)] = Placed(made, joined.place)
         return made
@@ -177,7 +235,8 @@ class Rows:
             return self._take(*parts[0])
         key = tuple((id(rows), column.tobytes()) for rows, column in parts)
         if key not in self._taken:
-            self._taken[key] = self._merged(parts) or self._concatenated(parts)
+            self._taken[key] = self._merged(parts) or self._convolved(parts) \
+                or self._concatenated(parts)
         return self._taken[key]
 
     def _merged(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor | None:
@@ -199,6 +258,30 @@ class Rows:
         replace(self._graph, op, {**operands(first), **stacked}, [result], first.attrs)
         return result
 
+    def _convolved(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor | None:
+        """Channels of several convolutions as those of one, which keeps one state."""
+        nodes = [node for node in (producer(rows) for rows, _ in parts) if is_op(node, CONVOLUTION)]
+        given = [operands(node) for node in nodes]
+        if len(nodes) < len(parts) or any(fields_of(node) != fields_of(nodes[0])
+                                          or own.keys() != given[0].keys()
+                                          or any(weight(tensor) is None
+                                                 for name, tensor in own.items()
+                                                 if name != "hidden_sequences")
+                                          for node, own in zip(nodes, given, strict=True)):
+            return None
+        borders = np.cumsum([len(column) for _, column in parts])[:-1]
+        channels = np.concatenate([column for _, column in parts])
+        source = np.repeat(np.arange(len(parts)), np.diff([0, *borders, len(channels)]))
+        result = self._variable(parts[0][0], len(channels))
+        inputs = {name: gs.Constant(f"{tensor.name}.{result.name}", Weight.concat(
+            [values_of(own[name]).take_rows(column)
+             for own, (_, column) in zip(given, parts, strict=True)]))
+            for name, tensor in given[0].items() if name != "hidden_sequences"}
+        inputs["hidden_sequences"] = self._columns(Columns(
+            tuple(own["hidden_sequences"] for own in given), source, channels))
+        replace(self._graph, CONVOLUTION, inputs, [result], nodes[0].attrs)
+        return result
+
     def _concatenated(self, parts: list[tuple[gs.Tensor, np.ndarray]]) -> gs.Tensor:
         tensors = [self._take(*part) for part in parts]
         result = self._variable(tensors[0], sum(tensor.shape[-1] for tensor in tensors))
@@ -216,7 +299,9 @@ class Rows:
         result = self._taken[key] = self._variable(rows, len(columns))
         node = producer(rows)
         op, cut = op_of(node), row_weights(node)
-        if node is not None and is_op(node, CONVOLUTION):
+        if len(columns) > rows.shape[-1]:  # some of them often: cheaper than to be made so often
+            self._graph.nodes.append(_selected(rows, columns, result))
+        elif node is not None and is_op(node, CONVOLUTION):
             inputs = {name: self._take(tensor, columns) if name == "hidden_sequences" else
                       self._cut(tensor, columns, result)
                       for name, tensor in operands(node).items()}

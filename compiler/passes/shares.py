@@ -61,6 +61,12 @@ def is_linear(node: gs.Node, way: ByColumns) -> bool:
     return all(fields[name] == value for name, value in way.only_if.items())
 
 
+def selects_columns(node: gs.Node) -> bool:
+    """A Gather of columns that are known, some perhaps often."""
+    return node.op == "Gather" and node.attrs.get("axis", 0) == -1 \
+        and isinstance(node.inputs[1], gs.Constant)
+
+
 def selects_rows(node: gs.Node) -> bool:
     """The Gather of the tokens whose logits are wanted."""
     return node.op == "Gather" and node.attrs.get("axis", 0) == 0 \

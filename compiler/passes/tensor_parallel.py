@@ -46,6 +46,7 @@ from llmc.compiler.passes.shares import (
     balanced,
     head_columns,
     is_linear,
+    selects_columns,
     selects_rows,
     share_heads,
 )
@@ -193,6 +194,9 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
     """How to divide a node, and in `plan` what becomes of its result; None: each rank does it all.
     """
     result = node.outputs[0]
+    if selects_columns(node) and id(result) in plan.region.columns:
+        plan.columns[id(result)] = plan.region.columns[id(result)]
+        return ByElements()
     for way in _ways(node):
         if isinstance(way, ByVocabulary):
             plan.partial.add(id(result))
@@ -276,7 +280,7 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan, is_head: b
         return list(np.arange(width).reshape(tp_size, -1))
     if id(result) in plan.region.columns:
         return plan.region.columns[id(result)]
-    if not _can_be_cut(graph, result):
+    if not _can_be_cut(graph, result, plan):
         return None
     users = consumers(graph, result)
     attention = users[0] if len(users) == 1 else None
@@ -313,13 +317,15 @@ def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int], width: i
                                 for count, kind in zip(counts, kinds, strict=True)])
 
 
-def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor, plan: Plan) -> bool:
     """Whether a cut tensor only reaches what sums it up, through attention or row-wise ops."""
-    return all(user is not None and _takes_cut(graph, user, tensor)
+    return all(user is not None and _takes_cut(graph, user, tensor, plan)
                for user in consumers(graph, tensor))
 
 
-def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor) -> bool:
+def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:
+    if id(user.outputs[0]) in plan.region.columns:
+        return False  # a layer of low rank: the second product is cut by rows
     for way in _ways(user):
         if isinstance(way, ByColumns):
             if operand(user, way.x) is tensor and is_linear(user, way) \
@@ -327,9 +333,9 @@ def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor) -> bool:
                 return True
         elif isinstance(way, ByHeads):
             if any(operand(user, name) is tensor for name in way.heads):
-                return _can_be_cut(graph, user.outputs[0])
+                return _can_be_cut(graph, user.outputs[0], plan)
         elif isinstance(way, ByElements) and _follows(user, way, tensor):
-            return _can_be_cut(graph, user.outputs[0])
+            return _can_be_cut(graph, user.outputs[0], plan)
     return False
 
 
@@ -457,6 +463,9 @@ def _cut_vector(whole: gs.Tensor, own: gs.Tensor, node: gs.Node, plan: Plan, ran
     """Of a constant with an element for each column of a node's result, the rank's."""
     if not isinstance(whole, gs.Constant) or whole.shape[-1:] != node.outputs[0].shape[-1:]:
         return own
+    if selects_columns(node):  # among those that the rank has of what they are selected from
+        given, made = (plan.columns[id(t)][rank] for t in (node.inputs[0], node.outputs[0]))
+        return gs.Constant(whole.name, np.argmax(whole.values[made, None] == given, axis=1))
     return shards.cut(whole, len(whole.shape) - 1, plan.columns[id(node.outputs[0])][rank])
 
 

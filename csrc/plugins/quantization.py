@@ -206,8 +206,10 @@ def _unpack_lines(fields: Fields, name: str, codes: str) -> list[str]:
 
 def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str = "weight",
                scale: str = "weight_scale", zero: str = "weight_zero",
-               minimum: str = "weight_min") -> str:
-    """ONNX text for `made`, rows float32 [rows, in] of what is stored."""
+               minimum: str = "weight_min", folds: bool = False) -> str:
+    """ONNX text for `made`, rows float32 [rows, in] of what is stored; where it `folds`, of ops
+    that ONNX Runtime computes when it loads.
+    """
     dtype, size = fields["weight_dtype"], fields["group_size"]
     fixed = CODES[dtype][1]
     if dtype == FLOAT8:
@@ -237,8 +239,21 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
                   f"{made}_zeros = ConstantOfShape<value = uint8[1] {{{fixed or 0}}}>"
                   f"({made}_shape)"]
     result = f"{made}_above" if "weight_min" in present else made
-    lines.append(f"{result} = DequantizeLinear<axis=1, block_size={size}>"
-                 f"({made}_codes, {scale}, {made}_zeros)")
+    if folds:
+        lines += [f"{made}_each = Constant<value_ints=[0, -1, {size}]>()",
+                  f"{made}_rows = Constant<value_ints=[0, -1]>()",
+                  f"{made}_inner = Constant<value_ints=[-1]>()",
+                  f"{made}_wide = Cast<to=1>({made}_codes)",
+                  f"{made}_wide_zeros = Cast<to=1>({made}_zeros)",
+                  f"{made}_wide_groups = Reshape({made}_wide, {made}_each)",
+                  f"{made}_zero_column = Unsqueeze({made}_wide_zeros, {made}_inner)",
+                  f"{made}_scale_column = Unsqueeze({scale}, {made}_inner)",
+                  f"{made}_numbers = Sub({made}_wide_groups, {made}_zero_column)",
+                  f"{made}_products = Mul({made}_numbers, {made}_scale_column)",
+                  f"{result} = Reshape({made}_products, {made}_rows)"]
+    else:
+        lines.append(f"{result} = DequantizeLinear<axis=1, block_size={size}>"
+                     f"({made}_codes, {scale}, {made}_zeros)")
     if "weight_min" in present:
         lines += [f"{made}_groups = Constant<value_ints=[0, -1, {size}]>()",
                   f"{made}_flat = Constant<value_ints=[0, -1]>()",

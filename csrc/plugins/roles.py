@@ -112,7 +112,7 @@ class ByStateHeads:
         heads, groups: the fields for how many there are.
         key_dim, value_dim: the fields for the sizes of a key or query, and of a value.
         packed: the input that holds queries, keys and values, one behind the other.
-        rows: inputs with a column for each head.
+        rows: inputs with equally many columns for each head, one head behind the other.
         per_head: inputs with an element for each head, cut along axis 0.
     """
 

@@ -89,7 +89,7 @@ def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_pat
                                     num_kv_shared_layers=6, layer_types=kinds * depth)
         raw = load(families.save(model, tmp_path / f"hf{depth}"))
         assert raw.notes == () and sum(node.op == "Sdpa" for node in raw.graph.nodes) == 3 * depth
-    assert counts[0] == counts[1] < 15
+    assert len({*counts}) <= 1 and all(count < 15 for count in counts)
     case = families.compile_sizes(tmp_path / "hf6", tmp_path, [2])[2]
     row = np.random.default_rng(3).integers(3, families.VOCAB, 30).tolist()
     with llmc.LLM(case) as llm:

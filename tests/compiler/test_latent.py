@@ -20,7 +20,8 @@ def compiled(family, tmp_path, tp_size=1, **changes):
 
 
 @pytest.mark.parametrize(("family", "row"), [
-    ("deepseek_v2", 24), ("glm4_moe_lite", 24), ("minicpm3", 24), ("deepseek_v32", 24)])
+    ("deepseek_v2", 24), ("glm4_moe_lite", 24), ("minicpm3", 24), ("deepseek_v32", 24),
+    ("hy_v4", 24), ("bailing_hybrid", 24)])  # with gates, and sinks or beside states
 def test_a_latent_is_cached_in_the_place_of_heads(family, row, tmp_path):
     manifest = compiled(family, tmp_path, tp_size=2)
     assert {(cache.latent, cache.token_size) for chip in manifest.chips for cache in chip.cache} \

@@ -167,6 +167,29 @@ def test_one_plus_w_is_folded_into_the_weight():
     assert ops(graph) == {"Gather": 1, "RMSNorm": 1}
 
 
+@pytest.mark.parametrize(("text", "normed"), [
+    ("y = MatMul(x, square) r = Reciprocal(s) logits = Mul(r, y)", True),
+    ("y = MatMul(x, square) logits = Div(y, s)", True),
+    ("y = MatMul(x, square) logits = Mul(y, s)", False),
+    ("d = Add(x, x) y = MatMul(d, square) r = Reciprocal(s) logits = Mul(y, r)", False),
+    ("y = MatMul(x, square) r = Reciprocal(s) z = Mul(r, y) logits = Add(z, y)", False)])
+def test_rms_norm_behind_a_product_of_the_same(text, normed):
+    graph, _ = before_after(RMS + text, {"square": SQUARE}, fold, norm)
+    assert ("RMSNorm" in ops(graph)) == normed
+    assert not normed or ops(graph) == {"Gather": 1, "RMSNorm": 1, "MatMul": 1}
+
+
+@pytest.mark.parametrize("parts", [
+    "a, b = Split<axis=0>(square, sizes)",
+    "a = Slice(square, zero, three) b = Slice(square, three, six, zero, one)"])
+def test_rows_of_a_weight_are_folded(parts):
+    numbers = " ".join(f"{name} = Constant<value_ints=[{value}]>()" for name, value in (
+        ("zero", 0), ("one", 1), ("three", 3), ("six", 6), ("sizes", "3, 3")))
+    graph, _ = before_after(f"""{numbers} {parts} l, r = Split<axis=-1>(x, sizes)
+        y = MatMul(l, a) z = MatMul(r, b) logits = Add(y, z)""", {"square": SQUARE}, fold)
+    assert ops(graph) == {"Gather": 1, "Split": 1, "MatMul": 2, "Add": 1}
+
+
 def test_layer_norm_decomposed():
     text = """axes = Constant<value_ints=[-1]>() m = ReduceMean(x, axes) c = Sub(x, m)
     two = Constant<value_float=2.0>() eps = Constant<value_float=1e-5>() p = Pow(c, two)

@@ -30,7 +30,8 @@ from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
 
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()
-WIDER = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192}}  # whole groups on 3 chips
+WIDER = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192},
+         "minicpm3": {"intermediate_size": 192}}  # whole groups on 3 chips
 EXACT, EIGHT_BITS = 1e-5, 0.03  # of activations, relative to the range of logits
 FLIPPED = 1e-3  # what a few activations change that lie between two numbers of FP8
 
@@ -130,6 +131,16 @@ def test_standard_onnx_computes_what_transformers_does_with_the_rounded_weights(
         scheme, size, root, tmp_path, reference_bodies):
     case = compiled("llama", root, tmp_path / "case", quantize=scheme, group_size=size)
     families.assert_close(logits(case), truth("llama", root, scheme, size), EXACT)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+@pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8"])
+def test_what_latent_attention_makes_of_its_latent_is_rounded_too(scheme, tp_size, root, tmp_path):
+    case = compiled("minicpm3", root, tmp_path / "case", tp_size, quantize=scheme, group_size=8)
+    families.assert_close(logits(case), truth("minicpm3", root, scheme, 8),
+                          EXACT if scheme == "fp8" else EIGHT_BITS)
+    forms = read_manifest(case).chips[-1].quantization
+    assert sum(name.endswith(("key_up", "value_up")) for name in forms) == 2 * 3
 
 
 @pytest.mark.parametrize("body", ["", "cpu"])

@@ -354,6 +354,24 @@ def test_the_cpu_s_own_kernels_read_them(plain_hf, tmp_path):
         families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 0.03)
 
 
+@pytest.mark.parametrize("tp_size", [1, 3])
+@pytest.mark.parametrize("kind", ["awq", "gptq-act-order", "fp8-channel", "fp8-block"])
+def test_what_latent_attention_makes_of_its_latent_stays_as_it_is_stored(kind, tp_size, tmp_path):
+    plain = families.save(families.tiny_model(
+        "minicpm3", hidden_size=96, intermediate_size=288, num_hidden_layers=2, q_lora_rank=96,
+        kv_lora_rank=96, qk_nope_head_dim=88, v_head_dim=96), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", kind)
+    llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
+    assert any("kv_b_proj" in name for name in truth)
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth),
+                              1e-5 if "fp8" in kind else 0.03)
+    forms = read_manifest(tmp_path / "case").chips[-1].quantization
+    kept = {form.dtype for name, form in forms.items() if name.endswith(("key_up", "value_up"))}
+    # Of columns in the order of activations there are none to bring in it.
+    assert kept == (set() if kind == "gptq-act-order" else {FORMATS[kind][1]})
+
+
 BLOCKS = float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_block_size=[32, 32]),
                 side=32)
 

@@ -17,8 +17,6 @@ from llmc.compiler.frontend import trace
 from llmc.compiler.targets import Options
 
 _LLAMA = families.FAMILIES["llama"]
-_MLA = dict(q_lora_rank=16, kv_lora_rank=16, v_head_dim=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-            num_key_value_heads=4)
 _EXPERTS = r"a mixture of experts of its own kind \({} 4; \w+ '[\w.]+'\)"
 FEATURES = {
     "jetmoe": (dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2),
@@ -29,8 +27,6 @@ FEATURES = {
               r"has state-space layers \(Mamba\)"),
     "rwkv": (dict(hidden_size=64, num_hidden_layers=2), r"has RWKV layers"),
     "xlstm": (dict(hidden_size=64, num_hidden_layers=2, num_heads=4), r"has xLSTM layers"),
-    "kimi_linear": (dict(_LLAMA, **_MLA, num_hidden_layers=4),
-                    r"has linear attention, which keeps a "),
     "minimax": (dict(_LLAMA, num_hidden_layers=2), r"has linear attention, which keeps a "),
     "recurrent_gemma": (dict(_LLAMA), r"has gated linear recurrences"),
     "diffllama": (_LLAMA, r"has differential attention"),

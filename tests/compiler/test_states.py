@@ -17,7 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import llmc
 from llmc.compiler import lower
 from llmc.compiler.check.diff import diff
-from llmc.compiler.frontend import load, trace
+from llmc.compiler.frontend import load, states, trace
 from llmc.compiler.frontend.states import keeps_state
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import read_manifest
@@ -36,7 +36,8 @@ def count(graph, op):
 
 @pytest.mark.parametrize(("family", "rule", "l2norm", "convolutions", "recurrences"), [
     ("qwen3_next", "gated_delta", 1, 3, 3), ("olmo_hybrid", "gated_delta", 1, 3, 3),
-    ("falcon_h1", "gated", 0, 3, 3), ("lfm2", None, None, 3, 0)])
+    ("falcon_h1", "gated", 0, 3, 3), ("kimi_linear", "gated_delta", 1, 3, 3),
+    ("lfm2", None, None, 3, 0)])
 def test_layers_are_recognised_by_what_they_compute(family, rule, l2norm, convolutions,
                                                     recurrences, tmp_path):
     """And nothing is left of what lays out heads and channels."""
@@ -49,24 +50,44 @@ def test_layers_are_recognised_by_what_they_compute(family, rule, l2norm, convol
     assert not {"Transpose", "Reshape"} & {node.op for node in graph.nodes}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
-def test_a_deeper_hybrid_exports_no_more_layers(family, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("family", "exported"), [
+    ("qwen3_5_text", 2), ("kimi_linear", 3), ("falcon_h1", 2)])  # Kimi's first has no experts
+def test_a_deeper_hybrid_exports_no_more_layers(family, exported, tmp_path, monkeypatch):
     changes = {"num_hidden_layers": 9}
-    if family == "qwen3_5_text":
+    if family != "falcon_h1":
         kinds = ["linear_attention", "linear_attention", "full_attention"]
         changes["layer_types"] = kinds * 3
     model = families.tiny_model(family, **changes)
     nodes = families.count_exported(monkeypatch, "Recurrence")
     raw = load(families.save(model, tmp_path / "hf"))
-    assert not raw.notes and nodes in ([2], [])  # [] where another run has left its export
+    assert not raw.notes and nodes in ([exported], [])  # [] where another run has left its export
     llmc.compile(tmp_path / "hf", tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
+def test_convolutions_of_a_layer_are_one(tmp_path, monkeypatch):
+    """Of queries, keys and values; so that ranks divide them with the layer's heads."""
+    def in_thirds(channels, weight, **others):
+        return torch.cat([states._convolution(channels, weight, **others)[:, part:part + 32]
+                          for part in (0, 32, 64)], 1)
+
+    monkeypatch.setitem(states._FUNCTIONS, "causal_conv1d_fn", in_thirds)
+    exporter = trace._run_exporter
+    monkeypatch.setattr(trace, "_run_exporter", lambda *args: exporter(*args))  # not a kept one
+    counts = families.count_exported(monkeypatch, "Convolution")
+    model = families.tiny_model("kimi_linear")
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=3)
+    assert counts == [9]
+    shapes = [state.shape for state in read_manifest(tmp_path / "case").chips[0].states]
+    assert shapes == [(3, 3 * 16), (2, 8, 8)] * 3
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
 def test_a_prompt_of_many_chunks_equals_transformers(tmp_path):
     """transformers goes by chunks of 64 tokens, ranks by heads, steps by 48 tokens."""
-    for family in ("qwen3_5_text", "mamba2"):
+    for family in ("qwen3_5_text", "kimi_linear", "mamba2"):
         model = families.tiny_model(family, max_position_embeddings=256)
         hf = families.save(model, tmp_path / family)
         llmc.compile(hf, tmp_path / f"{family}-case", tp_size=2, max_seq_len=200)
@@ -124,7 +145,7 @@ def test_a_gate_is_divided_with_its_attention(tmp_path):
     assert [chip.num_heads for chip in read_manifest(case).chips] == [(2,), (2,)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
 def test_diff_compares_states_with_the_exported_layers(family, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     llmc.compile(hf, tmp_path / "case", tp_size=2)

@@ -14,7 +14,8 @@ from llmc.runtime.engines.states import StateSlots
 from llmc.runtime.manifest import read_manifest
 from llmc.runtime.step import Limits, Step
 
-FAMILY = "falcon_h1"  # each of its layers attends and keeps two states
+# Of the first each layer attends and keeps two states, of the second a layer attends or keeps two.
+FAMILIES = ("falcon_h1", pytest.param("kimi_linear", marks=pytest.mark.thorough))
 RNG = np.random.default_rng(8)
 SYSTEM = RNG.integers(3, families.VOCAB, 18).tolist()
 PROMPTS = [(SYSTEM if n % 2 else []) + RNG.integers(3, families.VOCAB, length).tolist()
@@ -22,9 +23,9 @@ PROMPTS = [(SYSTEM if n % 2 else []) + RNG.integers(3, families.VOCAB, length).t
 COUNT = 10
 
 
-@pytest.fixture(scope="module")
-def model():
-    return families.tiny_model(FAMILY)
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return families.tiny_model(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +121,11 @@ def test_a_session_goes_on_beside_others(case, model, expected):
 
 def test_the_manifest_says_what_each_chip_keeps(cases):
     manifest = read_manifest(cases[2])
-    assert manifest.dims.num_layers == 3 == len(manifest.chips[0].cache)
-    assert [state.shape for state in manifest.chips[0].states] == [(3, 80), (4, 8, 16)] * 3
+    chip = manifest.chips[0]
+    falcon = manifest.source.architecture.startswith("FalconH1")
+    assert (manifest.dims.num_layers, len(chip.cache)) == ((3, 3) if falcon else (4, 1))
+    assert [state.shape for state in chip.states] == \
+        ([(3, 80), (4, 8, 16)] if falcon else [(3, 48), (2, 8, 8)]) * 3
 
 
 @pytest.fixture(scope="module")

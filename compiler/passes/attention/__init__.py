@@ -29,6 +29,7 @@ What lies between a projection and Sdpa is run, not compared with a drawing:
     heads    which column of the projection each element of each head comes from, so that fused,
              interleaved and repeated layouts all become a choice of rows of the weight
     rotary   the rotation at every position, whatever scaling the model's rope uses
+    gates    what multiplies the heads' results, brought behind where they are joined
     bias     what is added to the scores, by distance or by key
     rule     what these must be together, and the rewrite
 """

@@ -25,7 +25,7 @@ from llmc.compiler.graph.rewrite import (
     replace,
     values_of,
 )
-from llmc.compiler.graph.weights import Weight
+from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.attention.heads import Branch
 from llmc.compiler.passes.attention.projections import gathered, projection, without_head_axis
 from llmc.plugins.gemm_bias_act.op import OP as GEMM_BIAS_ACT
@@ -81,14 +81,15 @@ def find_latent(query: Branch, key: Branch, value: Branch, value_dim: int) -> La
             or is_own[0, turned].any() or (columns[:, common] != columns[0, common]).any():
         return None
     key_up, value_up = (
-        weight.take_rows(rows.reshape(-1)).reshape((*rows.shape, weight.shape[1]))
-        for weight, rows in ((key_weight, columns[:, rest] - first),
-                             (value_weight, value.heads.columns[:, :value_dim])))
+        HeadMatrices(weight.take_rows(rows.reshape(-1)), len(rows), transposed)
+        for weight, rows, transposed in (
+            (key_weight, columns[:, rest] - first, False),
+            (value_weight, value.heads.columns[:, :value_dim], True)))
     heads = dataclasses.replace(query.heads, rotary=rotary,
                                 columns=query.heads.columns[:, np.concatenate([common, rest])])
     made = Latent(dataclasses.replace(query, heads=heads),
                   (key.sources[1 - own[0]], columns[0, common] - (widths[0] if own[0] == 0 else 0)),
-                  latent, key_up, value_up.transpose())
+                  latent, key_up, value_up)
     whole = columns.shape[1] * (len(key.heads.distinct) + len(value.heads.distinct))
     return made if made.row_dim < whole else None
 

@@ -27,6 +27,7 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
+from llmc.compiler.passes.attention.gates import join_before_gates
 from llmc.compiler.passes.attention.heads import Branch, Heads, trace
 from llmc.compiler.passes.attention.latent import Latent, find_latent, rewrite_latent
 from llmc.compiler.passes.attention.projections import gathered, merged_projection, projection
@@ -59,6 +60,7 @@ class _CrossAttention(_Attention):
 
 def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
+    join_before_gates(graph)
     data = data_tensors(graph)
     tokens = data_tensors(graph, ("input_ids",))
     shared: dict[bytes, tuple[gs.Constant, ...]] = {}
@@ -87,6 +89,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
                 latent = match.latent
                 attrs, inputs = _common(graph, dataclasses.replace(match, query=latent.query),
                                         shared, (), settings)
+                inputs["sinks"] = operands(match.node).get("sinks")
                 rewrite_latent(graph, latent, match.output, attrs, inputs,
                                match.node.attrs["layer"], settings)
             else:
@@ -160,8 +163,9 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     if cross:
         return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
     # Others that read the same keys would find them in no cache.
-    plain = node.attrs["causal"] and query.heads.scale is None and len(given) == 3 \
+    plain = node.attrs["causal"] and query.heads.scale is None \
         and not any(node.attrs[field] for field in ("window", "chunk", "softcap")) \
+        and not given.keys() - {"query", "key", "value", "sinks"} \
         and len(consumers(graph, node.inputs[1])) == 1
     return _Attention(node, query, key, value, num_kv_heads, value_dim, output, bias,
                       find_latent(query, key, value, value_dim) if plain else None)

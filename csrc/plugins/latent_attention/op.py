@@ -13,6 +13,8 @@ the latent times its `value_up`.
     latent_cache            [batch, 1, max_seq_len, shared + latent], rotated
     cu_seqlens, past_lens   int32 [batch + 1], [batch], as CausalAttention's
     cos, sin                [max_positions, rotary_dim / 2]; absent: nothing is rotated
+    sinks                   [num_heads]; absent: none. A score that each softmax of a head has
+                            besides, with no value
     out                     [num_tokens, num_heads * value]
 
 `head_dim` is shared + latent and `num_kv_heads` 1: it is attention of all heads to one of that
@@ -51,7 +53,8 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             "key_up": (heads, fields["query_dim"] - shared, dim - shared),
             "value_up": (heads, dim - shared, "value"),
             "latent_cache": ("batch", 1, "max_seq_len", dim),
-            "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table}
+            "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table,
+            "sinks": (heads,)}
 
 
 def _scale(fields: Fields) -> float:
@@ -95,7 +98,17 @@ def _prepared(fields: Fields) -> list[str]:
     ]
 
 
-def _absorbed(fields: Fields) -> list[str]:
+def _beside(masked: str, wanted: str, sinks_shape: Sequence[int]) -> list[str]:
+    """Lines for `wanted`, scores [..., L + 1], of `masked` and for each head its sink."""
+    return [_ints(f"{wanted}_heads", *sinks_shape),
+            f"{wanted}_sinks = Reshape(sinks, {wanted}_heads)",
+            _ints(f"{wanted}_axis", 3), f"{wanted}_first = Slice({masked}, c0, c1, {wanted}_axis)",
+            f"{wanted}_none = Sub({wanted}_first, {wanted}_first)",
+            f"{wanted}_column = Add({wanted}_none, {wanted}_sinks)",
+            f"{wanted} = Concat<axis=3>({masked}, {wanted}_column)"]
+
+
+def _absorbed(fields: Fields, present: frozenset[str]) -> list[str]:
     """Lines for `out` by attention to the rows: `key_up` goes into the queries, `value_up` comes
     behind. For few queries it is the least work.
     """
@@ -120,7 +133,10 @@ def _absorbed(fields: Fields) -> list[str]:
         "scores = Reshape(products, scores_shape)",
         f"scale = Constant<value_float={_scale(fields)!r}>()", "scaled = Mul(scores, scale)",
         "visible_to_heads = Unsqueeze(visible, c2)",
-        "masked = Where(visible_to_heads, scaled, never)", "weights = Softmax<axis=-1>(masked)",
+        "masked = Where(visible_to_heads, scaled, never)",
+        *([*_beside("masked", "scored", (1, 1, heads, 1)), "shares = Softmax<axis=-1>(scored)",
+           "weights = Slice(shares, c0, fullest, scored_axis)"] if "sinks" in present else
+          ["weights = Softmax<axis=-1>(masked)"]),
         # What is seen of the rows, [T, H, D], and the value of its latent.
         "products_shape = Shape(products)", "weights_rows = Reshape(weights, products_shape)",
         "seen_rows = MatMul(weights_rows, keys)",
@@ -135,9 +151,20 @@ def _absorbed(fields: Fields) -> list[str]:
     ]
 
 
-def _expanded(fields: Fields) -> list[str]:
-    """Lines for `out_expanded` by attention to whole keys and values."""
+def _expanded(fields: Fields, present: frozenset[str]) -> list[str]:
+    """Lines for `out_expanded` by attention to whole keys and values; a sink is a key of zeros,
+    whose score is given.
+    """
     heads, dim, shared = (fields[key] for key in ("num_heads", "head_dim", "shared_dim"))
+    keys, values, mask, with_sinks = "keys_whole", "values", "visible_once", list[str]()
+    if "sinks" in present:
+        with_sinks = [
+            "visible_score = Constant<value_float=0.0>()",
+            "mask_once = Where(visible_once, visible_score, never)",
+            "mask = Expand(mask_once, every_head)", *_beside("mask", "biases", (1, heads, 1, 1)),
+            _ints("one_behind", 0, 1), "keys_more = Pad(keys_whole, one_behind, , c2)",
+            "values_more = Pad(values, one_behind, , c2)"]
+        keys, values, mask = "keys_more", "values_more", "biases"
     return [
         # Keys [B, H, L, shared + own] and values [B, H, L, value].
         _ints("cached_parts", shared, dim - shared),
@@ -149,8 +176,8 @@ def _expanded(fields: Fields) -> list[str]:
         "q_of_sequences = Gather<axis=0>(q_flat, pad)",
         "q_whole = Transpose<perm=[0, 2, 1, 3]>(q_of_sequences)",
         "visible_once = Unsqueeze(visible, c1)",
-        f"attended = Attention<scale={_scale(fields)!r}>"
-        "(q_whole, keys_whole, values, visible_once)",
+        *with_sinks,
+        f"attended = Attention<scale={_scale(fields)!r}>(q_whole, {keys}, {values}, {mask})",
         "attended_by_token = Transpose<perm=[0, 2, 1, 3]>(attended)",
         "padded_rows = Shape<start=2>(attended_by_token)", _ints("any_number", -1),
         "width = ReduceProd(padded_rows)",
@@ -161,15 +188,15 @@ def _expanded(fields: Fields) -> list[str]:
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    return "\n".join([*_prepared(fields), *_absorbed(fields)])
+    return "\n".join([*_prepared(fields), *_absorbed(fields, present)])
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str:
     """The form that multiplies less, for each head: absorbed S (2 D L + latent (own + value)),
     expanded S L (shared + own + value) + L latent (own + value).
     """
-    branches = [[line.replace("out = ", "out_absorbed = ") for line in _absorbed(fields)],
-                _expanded(fields)]
+    branches = [[line.replace("out = ", "out_absorbed = ") for line in _absorbed(fields, present)],
+                _expanded(fields, present)]
     return "\n".join([
         *_prepared(fields),
         "value_up_shape = Shape(value_up)", "latent = Gather(value_up_shape, one)",
@@ -216,16 +243,19 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                                    np.einsum("hnr,jr->hjn", wide["key_up"], latents)], axis=2)
             scores = np.einsum("hd,hjd->hj", rotated(queries[token], position), keys)
             scores *= _scale(fields)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            sinks = inputs.get("sinks", np.full(heads, -np.inf))[:, None]
+            most = np.maximum(scores.max(-1, keepdims=True), sinks)
+            weights = np.exp(scores - most)
+            total = weights.sum(-1, keepdims=True) + np.exp(sinks - most)
             values = np.einsum("hrv,jr->hjv", wide["value_up"], latents)
-            out[token] = np.einsum("hj,hjv->hv", weights / weights.sum(-1, keepdims=True), values)
+            out[token] = np.einsum("hj,hjv->hv", weights / total, values)
     return [out.reshape(len(out), -1), cache]
 
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], heads: int = 3, shared: int = 8,
                latent: int = 12, nope: int = 5, value: int = 7, rotary_dim: int = 8,
-               max_seq_len: int = 24, **fields: int) -> Sample:
+               max_seq_len: int = 24, sinks: bool = False, **fields: int) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
@@ -235,6 +265,8 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
                   "latent_cache": normal(len(new), 1, max_seq_len, shared + latent),
                   "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
                   "past_lens": np.array(past, np.int32)}
+        if sinks:
+            inputs["sinks"] = normal(heads)
         if rotary_dim:
             angle = np.outer(np.arange(max_seq_len), 0.3 ** np.arange(rotary_dim // 2))
             inputs |= {"cos": np.cos(angle).astype(np.float32),
@@ -250,6 +282,8 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((4, 1, 0, 2), (0, 9, 5, 3), heads=4, rotary_dim=4),
         sample((3, 1), (2, 7), rotary_dim=0),
         sample((19,), (0,), heads=2, shared=2, rotary_dim=2, nope=12, latent=32),
+        sample((19, 2), (0, 1), heads=2, shared=2, rotary_dim=2, nope=12, latent=32, sinks=True),
+        sample((1, 2), (9, 0), rotary_dim=0, sinks=True),
     ]
 
 
@@ -257,7 +291,7 @@ OP = Op(
     name="LatentAttention",
     version=1,
     inputs=("query", "rows", "key_up", "value_up", "latent_cache", "cu_seqlens", "past_lens",
-            "cos?", "sin?"),
+            "cos?", "sin?", "sinks?"),
     outputs=("out", "latent_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "query_dim": 0, "shared_dim": 0,
             "scale": 0.0, "rotary_dim": 0, "interleaved": 0},
@@ -267,12 +301,12 @@ OP = Op(
         (*shapes["query"][:-1], fields["num_heads"] * int(shapes["value_up"][2])),
         shapes["latent_cache"]],
     dims=_dims,
-    shard=(ByHeads({"query": "q"}, per_head=("key_up", "value_up")),),
+    shard=(ByHeads({"query": "q"}, per_head=("key_up", "value_up", "sinks")),),
     attention=Attention(caches=("latent_cache",)),
     body=_body,
     bodies={"cpu": _cpu},
     has_core=False,
-    float32_inputs=frozenset({"cos", "sin"}),
+    float32_inputs=frozenset({"cos", "sin", "sinks"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
     cache_inputs=frozenset({"latent_cache"}),
     reference=_reference,

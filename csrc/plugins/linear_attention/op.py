@@ -1,15 +1,18 @@
-"""Attention whose past is a matrix for each head, over packed tokens: the gated delta rule, and the
-state-space layers of Mamba 2.
+"""Attention whose past is a matrix for each head, over packed tokens: the gated delta rule, Kimi
+delta attention, and the state-space layers of Mamba 2.
 
 A token multiplies the state of a head by exp(decay), adds the outer product of its key and what it
 writes, and reads the state with its query. By the rule `gated` it writes its value times beta; by
 `gated_delta` beta times what its value differs by from what the state already has for its key.
 Value heads share keys and queries in groups, as query heads share KV heads elsewhere. In terms of
-Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D.
+Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D. Kimi delta attention is
+`gated_delta` with `decay_per_channel`: row i of a head's state, which is what its keys' channel i
+wrote, has a decay of its own.
 
     qkv                   [num_tokens, 2 * num_k_heads * k_head_dim + num_v_heads * v_head_dim]
     decay                 [num_tokens, num_v_heads], logarithms; with decay_rate float32
-                          [num_v_heads], so many times these are
+                          [num_v_heads], so many times these are; with `decay_per_channel`
+                          [num_tokens, num_v_heads * k_head_dim], and without a rate
     state                 float32 [batch, num_v_heads, k_head_dim, v_head_dim], or [num_states, …]
                           with state_slots; where past_lens is 0 it is not read
     cu_seqlens, past_lens int32 [batch + 1], [batch]
@@ -52,8 +55,10 @@ def _sizes(fields: Fields) -> tuple[int, int, int, int]:
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
+    if fields["decay_per_channel"] and "decay_rate" in present:
+        raise ValueError("GatedLinearAttention takes no decay_rate with decay_per_channel")
     return {"qkv": ("num_tokens", 2 * k_heads * k_dim + v_heads * v_dim),
-            "decay": ("num_tokens", v_heads),
+            "decay": ("num_tokens", v_heads * (k_dim if fields["decay_per_channel"] else 1)),
             "state": (state_rows(present), v_heads, k_dim, v_dim), "state_slots": ("batch",),
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",),
             "beta": ("num_tokens", v_heads), "skip": (v_heads,), "decay_rate": (v_heads,)}
@@ -106,9 +111,10 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     group = v_heads // k_heads
     delta = fields["update_rule"] == "gated_delta"
     scanned = {"q": (1, k_heads, 1, 1, k_dim), "k": (1, k_heads, 1, k_dim, 1),
-               "v": (1, k_heads, group, 1, v_dim), "log_decay": (1, k_heads, group, 1, 1)}
+               "v": (1, k_heads, group, 1, v_dim),
+               "log_decay": (1, k_heads, group, k_dim if fields["decay_per_channel"] else 1, 1)}
     if "beta" in present:
-        scanned["beta"] = scanned["log_decay"]
+        scanned["beta"] = (1, k_heads, group, 1, 1)
     lines = [
         *_prepared(fields, present), _ints("c1234", 1, 2, 3, 4),
         # Tokens by place in their sequence, [S, B, ...]; any where there is none.
@@ -151,12 +157,14 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     ])
 
 
-def _cpu(fields: Fields, present: frozenset[str]) -> str:
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """com.microsoft.LinearAttention, which wants [B, S, ...] padded on the right: there a token
     decays nothing and writes nothing.
     """
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     delta = fields["update_rule"] == "gated_delta"
+    if delta and fields["decay_per_channel"] and "beta" not in present:
+        return None  # the kernel wants a beta for each head
     lines = [*_prepared(fields, present),
              "starts_live = Unsqueeze(lengths, c1)", "live = Less(step, starts_live)",
              "live_column = Unsqueeze(live, last)", "one_beta = Constant<value_float=1.0>()"]
@@ -212,7 +220,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
         own = inputs["state_slots"][b] if "state_slots" in inputs else b
         state = state_out[own] if past else np.zeros(state_out[own].shape)
         for token in range(*inputs["cu_seqlens"][b:b + 2]):
-            state = state * np.exp(decay[token])[:, None, None]
+            state = state * np.exp(decay[token]).reshape(v_heads, -1, 1)
             news = v[token]
             if fields["update_rule"] == "gated_delta":
                 news = news - np.einsum("hk,hkv->hv", k[token], state)
@@ -229,13 +237,14 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], *optional: str, k_heads: int = 2,
                v_heads: int = 4, k_dim: int = 8, v_dim: int = 6,
-               slots: Sequence[int] | None = None, **fields: int | float | str) -> Sample:
+               slots: Sequence[int] | None = None, per_channel: int = 0,
+               **fields: int | float | str) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
         tokens = sum(new)
         inputs = {"qkv": normal(tokens, 2 * k_heads * k_dim + v_heads * v_dim),
-                  "decay": -np.abs(normal(tokens, v_heads)),
+                  "decay": -np.abs(normal(tokens, v_heads * (k_dim if per_channel else 1))),
                   "state": normal(len(new) if slots is None else 7, v_heads, k_dim, v_dim),
                   "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
                   "past_lens": np.array(past, np.int32)}
@@ -248,7 +257,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         if slots is not None:
             inputs["state_slots"] = np.array(slots, np.int32)
         return Sample({"num_k_heads": k_heads, "num_v_heads": v_heads, "k_head_dim": k_dim,
-                       "v_head_dim": v_dim, **fields}, inputs)
+                       "v_head_dim": v_dim, "decay_per_channel": per_channel, **fields}, inputs)
 
     delta: dict[str, Any] = {"update_rule": "gated_delta", "l2norm": 1, "scale": 0.25}
     return [
@@ -259,6 +268,10 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((1, 1), (9, 4), "beta", "skip", k_heads=1, scale=0.5),
         sample((3, 6), (0, 2), k_heads=4, l2norm=1),
         sample((4, 1), (2, 5), k_heads=4, k_dim=5, v_dim=3, **delta),
+        sample((5, 0, 2), (0, 3, 4), "beta", k_heads=4, per_channel=1, **delta),
+        sample((1, 1), (9, 0), "beta", per_channel=1, **delta),
+        sample((3, 1), (0, 2), "beta", "skip", per_channel=1),
+        sample((3, 2), (0, 2), per_channel=1, **delta),
         sample((1, 1, 1), (5, 0, 2), "beta", "decay_rate", slots=(4, 6, 1), k_dim=16, v_dim=32,
                **delta),
         sample((2, 19, 1), (5, 0, 2), "beta", "skip", "decay_rate", slots=(0, 3, 5), k_dim=16,
@@ -273,9 +286,10 @@ OP = Op(
             "state_slots?", "decay_rate?"),
     outputs=("out", "state_out"),
     fields={"num_k_heads": 0, "num_v_heads": 0, "k_head_dim": 0, "v_head_dim": 0,
-            "update_rule": "gated", "scale": 1.0, "l2norm": 0},
+            "update_rule": "gated", "scale": 1.0, "l2norm": 0, "decay_per_channel": 0},
     required=("num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"),
-    choices={"update_rule": ("gated", "gated_delta"), "l2norm": (0, 1)},
+    choices={"update_rule": ("gated", "gated_delta"), "l2norm": (0, 1),
+             "decay_per_channel": (0, 1)},
     shapes=lambda shapes, fields: [
         (*shapes["qkv"][:-1], fields["num_v_heads"] * fields["v_head_dim"]), shapes["state"]],
     dims=_dims,
@@ -287,6 +301,7 @@ OP = Op(
     float32_inputs=frozenset({"state", "decay_rate"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
     output_dtypes={"state_out": "float32"},
+    coreless=frozenset({"decay_per_channel"}),
     reference=_reference,
     samples=_samples,
 )

@@ -11,6 +11,8 @@ class GatedLinearAttention : public Plugin {
     p_.k_dim = integer(fields, "k_head_dim");
     p_.v_dim = integer(fields, "v_head_dim");
     p_.scale = real(fields, "scale");
+    if (integer(fields, "decay_per_channel") != 0)
+      throw Error("GatedLinearAttention has no kernel for decays of channels yet");
     p_.l2norm = integer(fields, "l2norm") != 0;
     const auto& rule = std::get<std::string>(fields.at("update_rule"));
     if (rule != "gated" && rule != "gated_delta") throw Error("GatedLinearAttention has no update_rule '" + rule + "'");
@@ -67,7 +69,7 @@ void register_linear_attention() {
                    {"out", "state_out = state"},
                    {{"num_k_heads", int64_t{0}}, {"num_v_heads", int64_t{0}}, {"k_head_dim", int64_t{0}},
                     {"v_head_dim", int64_t{0}}, {"update_rule", std::string("gated")}, {"scale", 1.0},
-                    {"l2norm", int64_t{0}}},
+                    {"l2norm", int64_t{0}}, {"decay_per_channel", int64_t{0}}},
                    {"num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GatedLinearAttention>(fields);

@@ -1,0 +1,77 @@
+"""Join heads before they are multiplied by a gate, for attention to end where they are joined.
+
+Given:   Sdpa → Transpose → Mul(·, Sigmoid(gate)) → Reshape, on [batch, seq, heads, head_dim]
+Result:  Sdpa → Transpose → Reshape → Mul(·, Sigmoid(Reshape(gate))), on [batch, seq, heads *
+         head_dim]; a gate for each head is expanded first
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
+from llmc.compiler.graph.rewrite import consumers, is_op, producer, tidy
+from llmc.compiler.graph.sdpa import SDPA
+
+
+def join_before_gates(graph: gs.Graph) -> None:
+    """Rewrite each gate behind attention."""
+    stack = [node for node in graph.nodes if node.op == "Reshape"
+             and (above := _gate_above(graph, node)) is not None
+             and any(_is_attention(tensor) for tensor in above.inputs)]
+    while stack:
+        joint = stack.pop()
+        gate = _gate_above(graph, joint)
+        if gate is None:
+            continue
+        heads, result = gate.outputs[0].shape[2:], joint.outputs[0]
+        inputs = []
+        for index, tensor in enumerate(gate.inputs):
+            if not isinstance(tensor, gs.Constant):
+                name = f"{result.name}.{index}"
+                joined = gs.Variable(name, tensor.dtype, result.shape)
+                stack.append(gs.Node(op="Reshape", name=name, attrs=dict(joint.attrs),
+                                     inputs=[_expanded(graph, tensor, heads, name),
+                                             joint.inputs[1]], outputs=[joined]))
+                graph.nodes.append(stack[-1])
+                tensor = joined
+            inputs.append(tensor)
+        joint.outputs.clear()
+        graph.nodes.append(gs.Node(op=gate.op, name=gate.name, attrs=dict(gate.attrs),
+                                   inputs=inputs, outputs=[result]))
+        gate.outputs.clear()
+        gate.inputs.clear()
+    tidy(graph)
+
+
+def _gate_above(graph: gs.Graph, joint: gs.Node) -> gs.Node | None:
+    """What works element by element on what a node joins, and on nothing but that and numbers."""
+    before, after = joint.inputs[0], joint.outputs[0].shape
+    node, shape = producer(before), before.shape
+    if node is None or node.op not in ELEMENTWISE or shape is None or len(shape) != 4 \
+            or after is None or [*after] != [*shape[:2], shape[2] * shape[3]] \
+            or len(consumers(graph, before)) != 1:
+        return None
+    return node if all((isinstance(tensor, gs.Constant) and np.prod(tensor.shape) == 1)
+                       or (len(tensor.shape or ()) == 4 and [*tensor.shape[:2]] == [*shape[:2]])
+                       for tensor in node.inputs) else None
+
+
+def _is_attention(tensor: gs.Tensor) -> bool:
+    """Whether it is attention's result, in any layout."""
+    node = producer(tensor)
+    while node is not None and node.op in LAYOUT:
+        node = producer(node.inputs[0])
+    return is_op(node, SDPA)
+
+
+def _expanded(graph: gs.Graph, tensor: gs.Tensor, heads: list[int], name: str) -> gs.Tensor:
+    """The tensor with as many numbers for each token as these heads have."""
+    if [*tensor.shape[2:]] == [*heads]:
+        return tensor
+    made = gs.Variable(f"{name}.expanded", tensor.dtype, [*tensor.shape[:2], *heads])
+    graph.nodes.append(gs.Node(
+        op="Expand", name=made.name, outputs=[made],
+        inputs=[tensor, gs.Constant(f"{made.name}.shape", np.array([1, 1, *heads]))]))
+    return made
