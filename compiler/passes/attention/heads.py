@@ -157,7 +157,8 @@ def _norm_is_inside(piece: Piece, source: gs.Tensor, width: int, norm: HeadNorm,
     """
     rng = np.random.default_rng(1)
     # A scale by position may begin to be one far away.
-    seq = 4 if heads.scale is None else max(4, int(np.abs(heads.scale - 1.0).argmax()) + 1)
+    changes = np.abs((1.0 if heads.scale is None else heads.scale) - np.ones(1))
+    seq = max(4, int((changes >= changes.max() / 2).argmax()) + 1)
     positions, dim = np.arange(seq), heads.columns.shape[1]
     x = rng.standard_normal((1, seq, width)).astype(np.float32)
     gain = constant(norm.gain)
