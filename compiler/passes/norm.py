@@ -82,6 +82,8 @@ def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
     """x · W / sqrt(mean(x²) + eps): a number for each token may come before a product."""
     for source, seeds in _sources(node):
         for piece in closed_regions(graph, source, seeds, _ALLOWED):
+            if len(piece.nodes) > _MAX_NODES:
+                break
             readers = consumers(graph, piece.output)
             scaled = readers[0] if len(readers) == 1 else None
             if scaled is None or scaled.op not in ("Mul", "Div") \
@@ -99,7 +101,7 @@ def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
             x[0] *= 1e-2
             actual = piece.run({source.name: x.astype(np.float32)})
             power = -0.5 if scaled.op == "Mul" else 0.5
-            for epsilon in {value for value in scalars(piece) if 0 < value < 1e-2} | {0.0}:
+            for epsilon in [value for value in scalars(piece) if 0 < value < 1e-2] or [0.0]:
                 if close(actual, ((x**2).mean(-1, keepdims=True) + epsilon)**power, 1e-5):
                     return _Behind(source, product, scaled, epsilon)
     return None

@@ -193,6 +193,9 @@ class Rows:
             return NoMatch(joined.reason, node)
         total, *others = [self._picked(columns) for columns in joined.operands]
         result = self._result(node, joined)
+        if not others:
+            self._graph.nodes.append(gs.Node(op="Identity", name=result.name, inputs=[total],
+                                             outputs=[result]))
         for index, other in enumerate(others):
             made = result if other is others[-1] else self._variable(total, total.shape[-1])
             self._graph.nodes.append(gs.Node(op="Add", name=f"{result.name}.{index}",
