@@ -8,6 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.dtypes import numpy_dtype
+from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
@@ -20,7 +21,6 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
-from llmc.runtime.schedule import ELEMENTWISE
 
 
 def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -96,12 +96,12 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
         report.count("clip")
     tidy(graph)
     for node in graph.nodes:
-        made = node.outputs[0] if node.outputs else None
-        if node.op not in ELEMENTWISE or made is None:
-            continue
-        given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)]
-        made.dtype = made.dtype or given[0].dtype
-        made.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
+        given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)
+                 and tensor.shape]
+        if node.op in ELEMENTWISE and node.outputs and given:
+            made = node.outputs[0]
+            made.dtype = made.dtype or given[0].dtype
+            made.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
 
 
 def narrow_indices(graph: gs.Graph, settings: Settings, report: Report) -> None:

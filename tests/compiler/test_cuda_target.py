@@ -195,7 +195,7 @@ class _Extension:
 @pytest.mark.parametrize(("capability", "versions", "match"), [
     ((8, 9), {}, "was compiled for compute capability 9.0, GPU 0 has 8.9"),
     ((9, 0), {"CausalAttention": 7},
-     "uses version 4 of CausalAttention, this CUDA engine has version 7"),
+     "uses version 5 of CausalAttention, this CUDA engine has version 7"),
     ((9, 0), {"NormGemm": None}, "uses version 2 of NormGemm, this CUDA engine has none"),
 ])
 def test_what_does_not_fit_the_gpu_or_the_engine_is_refused(tiny_hf, tmp_path, capability, versions,

@@ -304,7 +304,7 @@ def test_what_is_loaded_must_be_what_was_compiled_with(builder, tmp_path):
     check_plugins(manifest, manifest.ops)
     newer = manifest.model_copy(update={"ops": {**manifest.ops, "CausalAttention": 9}})
     with pytest.raises(llmc.LlmcError, match="version 9 of the plugin CausalAttention, .* has "
-                                             "version 4; install"):
+                                             "version 5; install"):
         check_plugins(newer, manifest.ops)
     with pytest.raises(llmc.LlmcError, match="has none; install"):
         check_plugins(manifest, {})
