@@ -361,6 +361,12 @@ def test_diff_compares_experts_with_the_exported_ones(family, tmp_path):
     assert report.verdict is None
 
 
+def test_diff_of_rounded_experts_does_not_blame_what_chooses_them(tmp_path):
+    hf = families.save(families.tiny_model("qwen3_moe", moe_intermediate_size=64), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int4")
+    assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
+
+
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
