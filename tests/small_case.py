@@ -151,9 +151,11 @@ def decoder(weights: dict[str, np.ndarray], states: bool) -> dict:
                              kind="state")
             decay = d.node("GemmBiasAct", [normed, d.weight("decay", HEADS, HIDDEN)],
                            ("decay", HEADS), fields={"activation": "softplus"})
+            rate = d.weight("rate", HEADS)
+            weights["rate"] = -np.abs(weights["rate"])  # states fade
             normed = d.node("GatedLinearAttention",
                             [qkv, decay, before, cu, past, -1, d.weight("skip", HEADS), slots,
-                             d.weight("rate", HEADS)],
+                             rate],
                             ("kept", HEADS * DIM), in_place=1, fields={
                                 "num_k_heads": 1, "num_v_heads": HEADS, "k_head_dim": DIM,
                                 "v_head_dim": DIM})
