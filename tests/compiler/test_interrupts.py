@@ -96,7 +96,9 @@ def test_an_interrupt_ends_an_export(tiny_hf, tmp_path, monkeypatch, seconds):
     def begin(*args):  # replaced, so that the export is not taken from where exports are kept
         timers.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)))
         timers[-1].start()
-        return run(*args)
+        made = run(*args)
+        timers[-1].join()  # an export may be faster, and the next test is not to be interrupted
+        return made
 
     monkeypatch.setattr(trace, "_run_exporter", begin)
     assert run_compile(tiny_hf, tmp_path / "out" / "case")[0] == 130
