@@ -5,8 +5,7 @@ import pytest
 
 import llmc
 
-# Those that the engine has ops for: of others halves are split behind an adapter.
-HYBRIDS = [family for family in families.HYBRIDS if family != "zamba2"]
+HYBRIDS = [family for family in families.HYBRIDS if family not in families.NOT_ON_GPUS]
 
 
 @pytest.mark.parametrize(("family", "changes"), [
