@@ -170,9 +170,7 @@ class Weight(LazyValues):
             runs = np.split(wanted, breaks)
             return np.concatenate([self.rows(int(r[0]), int(r[-1]) + 1) for r in runs])
 
-        own = index
-        if len(self.shape) == 3:  # the rows of these matrices
-            own = (index[:, None] * self.shape[1] + np.arange(self.shape[1])).reshape(-1)
+        own = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
         return self._derived((len(index), *self.shape[1:]), self.dtype, rows,
                              self.stored and self.stored.take_rows(own))
 
@@ -317,8 +315,14 @@ class HeadMatrices(Weight):
     def take_rows(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Heads `index`, in that order."""
         each = self.matrix.shape[0] // self.shape[0]
-        own = (np.asarray(index)[:, None] * each + np.arange(each)).reshape(-1)
+        own = _rows_of(np.asarray(index), each)
         return HeadMatrices(self.matrix.take_rows(own), len(index), self.transposed)
+
+
+def _rows_of(matrices: np.ndarray, height: int) -> np.ndarray:
+    """The rows of these matrices of `height`, where they lie one below the other."""
+    rows: np.ndarray = (matrices[:, None] * height + np.arange(height)).reshape(-1)
+    return rows
 
 
 def _sum_rows(matrix: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ from llmc.compiler.graph.rewrite import (
     weight,
 )
 from llmc.compiler.passes.experts import find_activation
-from llmc.compiler.passes.route import find_linear, routing
+from llmc.compiler.passes.route import linear_layers, routing
 from llmc.plugins.experts.op import OP as EXPERTS
 
 _SPREAD = LAYOUT | {"Tile", "Mul"}
@@ -179,14 +179,14 @@ def _chosen(graph: gs.Graph, dense: gs.Tensor, num_experts: int) -> gs.Tensor | 
     if isinstance(above, NoMatch):
         return above
     choices = [node.outputs[1] for node in above.nodes if node.op == "TopK"]
-    logits = find_linear(above)
-    if len(choices) != 1 or logits is None or len(above.inputs) != 1:
+    logits = linear_layers(above)
+    if len(choices) != 1 or len(logits) != 1 or len(above.inputs) != 1:
         return NoMatch("the scores of experts do not come from one linear layer and one TopK",
                        dense)
     rows = np.random.default_rng(0).standard_normal((64, num_experts)).astype(np.float32)
     scores, chosen = Piece(above.nodes, above.inputs, (dense, choices[0])).run_all(
         {**token_feeds(1, len(rows)),
-         logits.name: rows if len(logits.shape) == 2 else rows[None]})
+         logits[0].name: rows if len(logits[0].shape) == 2 else rows[None]})
     kept = np.zeros_like(scores)
     np.put_along_axis(kept, chosen, np.take_along_axis(scores, chosen, -1), -1)
     if scores.shape != rows.shape or not np.array_equal(scores, kept):

@@ -85,6 +85,8 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for node in [node for node in graph.nodes if node.op == "Clip"]:
         bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
                   if not limit.is_empty()]
+        if not bounds:
+            continue
         x, output = node.inputs[0], node.outputs[0]
         node.outputs.clear()
         graph.nodes.remove(node)

@@ -70,7 +70,7 @@ def _check(graph: gs.Graph, node: gs.Node,
     piece = routing(graph, chosen, scores)
     if isinstance(piece, NoMatch):
         return piece
-    logits = [tensor for tensor in piece.inputs if _is_linear(producer(tensor))]
+    logits = linear_layers(piece)
     weights = [tensor for tensor in piece.inputs if weight(tensor) is not None]
     if len(logits) != 1 or len(weights) > 1:
         return NoMatch(f"the routing reads {len(logits)} linear layers and {len(weights)} weights, "
@@ -101,10 +101,9 @@ def _is_linear(node: gs.Node | None) -> bool:
     return node.op in _LINEAR and any(weight(tensor) is not None for tensor in node.inputs[:2])
 
 
-def find_linear(piece: Piece) -> gs.Tensor | None:
-    """The router's logits, if a piece reads one linear layer."""
-    logits = [tensor for tensor in piece.inputs if _is_linear(producer(tensor))]
-    return logits[0] if len(logits) == 1 else None
+def linear_layers(piece: Piece) -> list[gs.Tensor]:
+    """What a piece reads of linear layers: of a router the logits."""
+    return [tensor for tensor in piece.inputs if _is_linear(producer(tensor))]
 
 
 def routing(graph: gs.Graph, *outputs: gs.Tensor) -> Piece | NoMatch:

@@ -9,6 +9,7 @@ What lays out is recognised by running it, see graph/columns.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -20,6 +21,7 @@ from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
     constant,
+    describe,
     fields_of,
     is_llmc,
     is_op,
@@ -34,6 +36,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.states import CONVOLUTION
 from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
 from llmc.plugins.group_rms_norm.op import OP as GROUP_RMS_NORM
 from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
@@ -47,6 +50,20 @@ def gates(graph: gs.Graph, settings: Settings, report: Report) -> None:
         reason = rows.rewrite(node, in_place=True)
         if reason is None:
             report.count("gate")
+    tidy(graph)
+
+
+def bring_into_rows(graph: gs.Graph, nodes: Sequence[gs.Node], what: str) -> None:
+    """Have nodes work on rows, in their order.
+
+    Raises:
+        LlmcError: one cannot; `what` was not recognised.
+    """
+    rows = Rows(graph)
+    for node in nodes:
+        reason = rows.rewrite(node)
+        if reason is not None:
+            raise LlmcError(f"{what} not recognised: {reason} ({describe(node)})")
     tidy(graph)
 
 

@@ -29,7 +29,7 @@ from llmc.compiler.graph.rewrite import (
     weight,
 )
 from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
-from llmc.compiler.passes.rows import Rows
+from llmc.compiler.passes.rows import bring_into_rows
 from llmc.errors import LlmcError
 from llmc.plugins.causal_conv1d.op import OP as CAUSAL_CONV1D
 from llmc.plugins.linear_attention.op import OP as LINEAR_ATTENTION
@@ -48,13 +48,7 @@ def states(graph: gs.Graph, settings: Settings, report: Report) -> None:
     report.matches.update({"convolution": 0, "recurrence": 0})
     if not found:
         return
-    rows = Rows(graph)
-    for node in _region(graph, found):
-        reason = rows.rewrite(node)
-        if reason is not None:
-            raise LlmcError(f"a layer that keeps a state was not recognised: {reason} "
-                            f"({describe(node)})")
-    tidy(graph)
+    bring_into_rows(graph, _region(graph, found), "a layer that keeps a state was")
     found = [node for node in graph.nodes if is_op(node, CONVOLUTION, RECURRENCE)]
     for number, node in enumerate(found):
         _with_state(graph, node, number)

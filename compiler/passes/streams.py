@@ -12,9 +12,8 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import LAYOUT, data_tensors
-from llmc.compiler.graph.rewrite import Report, Settings, describe, is_llmc, is_op, producer, tidy
-from llmc.compiler.passes.rows import Rows
-from llmc.errors import LlmcError
+from llmc.compiler.graph.rewrite import Report, Settings, is_llmc, is_op, producer
+from llmc.compiler.passes.rows import bring_into_rows
 from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 
@@ -31,13 +30,7 @@ def streams(graph: gs.Graph, settings: Settings, report: Report) -> None:
     report.count("sum", len(sums))
     if not sums:
         return
-    rows = Rows(graph)
-    for node in _region(graph, sums):
-        reason = rows.rewrite(node)
-        if reason is not None:
-            raise LlmcError(f"hidden states side by side were not recognised: {reason} "
-                            f"({describe(node)})")
-    tidy(graph)
+    bring_into_rows(graph, _region(graph, sums), "hidden states side by side were")
 
 
 def _region(graph: gs.Graph, sums: list[gs.Node]) -> list[gs.Node]:

@@ -27,7 +27,12 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.attention.heads import Branch
-from llmc.compiler.passes.attention.projections import gathered, projection, without_head_axis
+from llmc.compiler.passes.attention.projections import (
+    gathered,
+    projection,
+    under_head_axis,
+    without_head_axis,
+)
 from llmc.plugins.gemm_bias_act.op import OP as GEMM_BIAS_ACT
 from llmc.plugins.latent_attention.op import OP as LATENT_ATTENTION
 
@@ -132,8 +137,6 @@ def _made_of(source: gs.Tensor) -> tuple[gs.Tensor | None, Weight | None]:
             or "bias" in operands(gemm):
         return None, None
     x, weight = operands(gemm)["x"], values_of(operands(gemm)["weight"])
-    view = producer(x)
-    if len(x.shape or ()) == 4 and x.shape[1] == 1 and view is not None \
-            and view.op in ("Reshape", "Unsqueeze") and len(view.inputs[0].shape or ()) == 3:
-        x = view.inputs[0]
+    tokens = under_head_axis(x)
+    x = x if tokens is None else tokens
     return (x, weight) if len(x.shape or ()) == 3 else (None, None)

@@ -68,14 +68,20 @@ def without_head_axis(graph: gs.Graph, source: gs.Tensor) -> gs.Tensor:
         return source
     name, x = next((name, tensor) for name, tensor in operands(gemm).items()
                    if not isinstance(tensor, gs.Constant))
-    view = producer(x)
-    if source.shape[1] != 1 or view is None or view.op not in ("Reshape", "Unsqueeze") \
-            or len(view.inputs[0].shape or ()) != 3:
+    tokens = under_head_axis(x)
+    if tokens is None:
         return source
     flat = gs.Variable(f"{source.name}.tokens", np.float32,
-                       [*view.inputs[0].shape[:-1], source.shape[-1]])
-    replace(graph, op, {**operands(gemm), name: view.inputs[0]}, [flat], gemm.attrs)
+                       [*tokens.shape[:-1], source.shape[-1]])
+    replace(graph, op, {**operands(gemm), name: tokens}, [flat], gemm.attrs)
     return flat
+
+
+def under_head_axis(x: gs.Tensor) -> gs.Tensor | None:
+    """The `[batch, seq, width]` that was given a head's axis, [batch, 1, seq, width]."""
+    view = producer(x)
+    return view.inputs[0] if len(x.shape or ()) == 4 and x.shape[1] == 1 and view is not None \
+        and view.op in ("Reshape", "Unsqueeze") and len(view.inputs[0].shape or ()) == 3 else None
 
 
 def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Tensor) -> gs.Tensor:

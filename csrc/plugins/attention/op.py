@@ -495,6 +495,20 @@ def _cached(x: np.ndarray, kv_dtype: str) -> np.ndarray:
     return np.asarray(np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype))
 
 
+def rotated(x: np.ndarray, position: int, fields: Fields,
+            inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """x [..., head_dim] turned by cos and sin of a position, where there are some."""
+    if "cos" not in inputs:
+        return x
+    cos, sin = inputs["cos"][position], inputs["sin"][position]
+    first = np.arange(len(cos)) * (2 if fields["interleaved"] else 1)
+    second = first + (1 if fields["interleaved"] else len(cos))
+    result = x.copy()
+    result[..., first] = x[..., first] * cos - x[..., second] * sin
+    result[..., second] = x[..., second] * cos + x[..., first] * sin
+    return result
+
+
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     qkv = inputs["qkv"].astype(np.float64)
@@ -505,23 +519,12 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 
     def prepare(x: np.ndarray, norm: str, position: int) -> np.ndarray:
         if fields["norm_after_rotary"]:
-            return normed(rotated(x, position), norm)
-        return rotated(normed(x, norm), position)
+            return normed(rotated(x, position, fields, inputs), norm)
+        return rotated(normed(x, norm), position, fields, inputs)
 
     def normed(x: np.ndarray, norm: str) -> np.ndarray:
         if norm in inputs:
             x = x / np.sqrt((x**2).mean() + fields["norm_epsilon"]) * inputs[norm]
-        return x
-
-    def rotated(x: np.ndarray, position: int) -> np.ndarray:
-        if "cos" in inputs:
-            cos, sin = inputs["cos"][position], inputs["sin"][position]
-            half = len(cos)
-            first = np.arange(0, 2 * half, 2) if fields["interleaved"] else np.arange(half)
-            second = first + (1 if fields["interleaved"] else half)
-            x = x.copy()
-            x[first], x[second] = (x[first] * cos - x[second] * sin,
-                                   x[second] * cos + x[first] * sin)
         return x
 
     for b, past in enumerate(inputs["past_lens"]):

@@ -28,6 +28,7 @@ from llmc.plugins.attention.op import (
     _prepared,
     _scale,
     check_heads,
+    rotated,
 )
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.roles import Attention, ByHeads
@@ -69,24 +70,13 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
         return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + fields["norm_epsilon"])
                           * inputs["q_norm"])
 
-    def rotated(x: np.ndarray, position: int) -> np.ndarray:
-        if "cos" not in inputs:
-            return x
-        cos, sin = inputs["cos"][position], inputs["sin"][position]
-        first = np.arange(len(cos)) * (2 if fields["interleaved"] else 1)
-        second = first + (1 if fields["interleaved"] else len(cos))
-        result = x.copy()
-        result[:, first] = x[:, first] * cos - x[:, second] * sin
-        result[:, second] = x[:, second] * cos + x[:, first] * sin
-        return result
-
     for b, past in enumerate(inputs["past_lens"]):
         start, stop = inputs["cu_seqlens"][b:b + 2]
         for token in range(start, stop):
             position = int(past + token - start)
             x = queries[token]
-            x = normed(rotated(x, position)) if fields["norm_after_rotary"] \
-                else rotated(normed(x), position)
+            x = normed(rotated(x, position, fields, inputs)) if fields["norm_after_rotary"] \
+                else rotated(normed(x), position, fields, inputs)
             if "query_scale" in inputs:
                 x = x * inputs["query_scale"][position]
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0

@@ -33,7 +33,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
-from llmc.plugins.attention.op import _PAST, _POSITIONS, _TOKENS, _ints, check_heads
+from llmc.plugins.attention.op import (
+    _PAST,
+    _POSITIONS,
+    _TOKENS,
+    _ints,
+    check_heads,
+    rotated,
+)
 from llmc.plugins.roles import Attention, ByHeads
 
 
@@ -222,27 +229,16 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     queries, cache = wide["query"].reshape(-1, heads, fields["query_dim"]), wide["latent_cache"]
     out = np.zeros((len(queries), heads, wide["value_up"].shape[2]))
 
-    def rotated(x: np.ndarray, position: int) -> np.ndarray:
-        if "cos" not in inputs:
-            return x
-        cos, sin = inputs["cos"][position], inputs["sin"][position]
-        first = np.arange(len(cos)) * (2 if fields["interleaved"] else 1)
-        second = first + (1 if fields["interleaved"] else len(cos))
-        result = x.copy()
-        result[..., first] = x[..., first] * cos - x[..., second] * sin
-        result[..., second] = x[..., second] * cos + x[..., first] * sin
-        return result
-
     for b, past in enumerate(inputs["past_lens"]):
         start, stop = inputs["cu_seqlens"][b:b + 2]
         for token in range(start, stop):
             position = int(past + token - start)
-            cache[b, 0, position] = rotated(wide["rows"][token], position)
+            cache[b, 0, position] = rotated(wide["rows"][token], position, fields, inputs)
             rows, latents = np.split(cache[b, 0, :position + 1], [shared], axis=1)
             keys = np.concatenate([np.broadcast_to(rows, (heads, *rows.shape)),
                                    np.einsum("hnr,jr->hjn", wide["key_up"], latents)], axis=2)
-            scores = np.einsum("hd,hjd->hj", rotated(queries[token], position), keys)
-            scores *= _scale(fields)
+            query = rotated(queries[token], position, fields, inputs)
+            scores = np.einsum("hd,hjd->hj", query, keys) * _scale(fields)
             sinks = inputs.get("sinks", np.full(heads, -np.inf))[:, None]
             most = np.maximum(scores.max(-1, keepdims=True), sinks)
             weights = np.exp(scores - most)
