@@ -1,0 +1,103 @@
+"""A hybrid of linear and full attention on one GPU, beside transformers, in turn.
+
+    python bench/hybrids_gpu.py WORK_DIR
+
+A model of Qwen3.5-4B's shape with random weights in bfloat16: three of four layers keep a state.
+Milliseconds are medians of whole calls by the host's clock, tokens chosen. transformers runs with
+the kernels for linear attention that are installed (`fla`, `causal_conv1d`), else with its own
+PyTorch code. `limit` is what the weights read, or the multiplications by them, would take alone.
+Behind the table: where a decode step's time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from pathlib import Path
+
+import bench_model
+import gpu
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import llmc
+
+SHAPE = dict(hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, vocab_size=248320,
+             num_attention_heads=16, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True,
+             linear_num_key_heads=16, linear_num_value_heads=32, max_position_embeddings=16384,
+             eos_token_id=2, bos_token_id=1)
+ROWS = [(1, 128, 64), (8, 128, 64), (64, 128, 64), (1, 8000, 32)]
+
+
+class Peer:
+    """transformers with the cache that it makes by itself."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, batch: int, inputs: int, outputs: int) -> tuple[float, float]:
+        ids = torch.randint(5, 50000, (batch, inputs), device="cuda")
+        with torch.inference_mode():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            made = self._model(ids, use_cache=True, logits_to_keep=1)
+            newest = made.logits[:, -1].argmax(-1, keepdim=True)
+            torch.cuda.synchronize()
+            first = time.perf_counter()
+            for _ in range(outputs - 1):
+                made = self._model(newest, past_key_values=made.past_key_values, use_cache=True)
+                newest = made.logits[:, -1].argmax(-1, keepdim=True)
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        return (first - start) * 1e3, (end - first) * 1e3 / (outputs - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    hf, case = arguments.work / "hybrid", arguments.work / "hybrid-case"
+    fast = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)]
+    print(bench_model.environment("torch", "transformers"), torch.cuda.get_device_name(), "CUDA",
+          torch.version.cuda, "; transformers with", " and ".join(fast) or "PyTorch's code", "\n",
+          flush=True)
+    config = AutoConfig.for_model("qwen3_5_text", **SHAPE)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if not hf.is_dir():
+        model.save_pretrained(hf)
+    if not case.is_dir():
+        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=16384)
+    weights = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
+    head = SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    with llmc.LLM(case, max_batch_size=64, kv_cache_tokens=64 * 512, verify=False,
+                  prefix_reuse=False) as llm:
+        tokens = np.random.default_rng(0).integers(5, 50000, 300).tolist()
+        with torch.inference_mode():
+            expected = model(torch.tensor([tokens]).cuda()).logits[0].float().cpu().numpy()
+        error = np.abs(llm.logits(tokens) - expected).max() / np.ptp(expected)
+        print(f"logits differ from transformers' by at most {error:.1e} of their range\n")
+        sides = {"llmc": gpu.ours(llm), "transformers": Peer(model)}
+        print("| batch, in, out | ms of | llmc | transformers | transformers / llmc | limit |\n"
+              "| --- | --- | --- | --- | --- | --- |")
+        for row in ROWS:
+            batch, inputs, _ = row
+            read = 2 * weights / gpu.BYTES_PER_MS
+            first = max(2 * batch * (inputs * (weights - head) + head) / gpu.FLOPS_PER_MS, read)
+            for (what, median, ratio), limit in zip(
+                    gpu.in_turn(sides, row, arguments.runs), (first, read), strict=True):
+                print(f"| {', '.join(map(str, row))} | {what} | {median['llmc']:.3f} | "
+                      f"{median['transformers']:.3f} | {ratio['transformers']:.2f} | {limit:.3f} |",
+                      flush=True)
+        print("\nmicroseconds of a decode step (kernels):")
+        for batch, inputs, _ in ROWS[:3]:
+            print(gpu.breakdown(llm, batch, inputs))
+
+
+if __name__ == "__main__":
+    main()
