@@ -138,11 +138,17 @@ struct LinearAttentionParams {
   const float* decay_rate;     // [v_heads] or null
   float* state;                // [.., v_heads, k_dim, v_dim]
   const int32_t *cu_seqlens, *past_lens, *state_slots;
-  int batch, k_heads, v_heads, k_dim, v_dim;
+  int num_tokens, first_sequence, batch, k_heads, v_heads, k_dim, v_dim;  // of `batch` sequences from the first one on
   float scale;
   bool delta, l2norm;
+  float* scratch;              // linear_attention_scratch() bytes, for chunks alone
 };
 cudaError_t linear_attention(DType dtype, const LinearAttentionParams& params, cudaStream_t stream);
+// The same by chunks of tokens, on tensor cores; scratch for so many tokens at most.
+constexpr int kLinearChunked = 128;  // new tokens that sequences must have on average
+bool takes_chunks(DType dtype, const LinearAttentionParams& params);
+int64_t linear_attention_scratch(int num_tokens, int v_heads);
+cudaError_t linear_attention_chunks(DType dtype, const LinearAttentionParams& params, cudaStream_t stream);
 
 // Which experts a token goes to; see csrc/plugins/route/op.py for the contract.
 enum class RouteScore : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus, kSparseMixer };

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   __shared__ __align__(16) float queries[kTile][kKeys], keys[kTile][kKeys], values[kTile][kColumns];
   __shared__ float factors[kTile], betas[kTile];
 
-  const int head = blockIdx.y, sequence = blockIdx.z, first_column = blockIdx.x * kColumns;
+  const int head = blockIdx.y, sequence = p.first_sequence + blockIdx.z, first_column = blockIdx.x * kColumns;
   const int thread = threadIdx.x, lane = thread % kLanes, own = thread / kLanes, column = first_column + own;
   const int begin = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
   const int row = p.state_slots != nullptr ? p.state_slots[sequence] : sequence;

@@ -43,9 +43,10 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
             poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
             tensors[name].copy_(poisoned)
         firsts = [()] * len(ways)
-    if op.state is not None:  # steps of single tokens, and others
-        ways = [(0, 0, 0), *([(len(inputs["past_lens"]), 0, 0)]
-                             if (np.diff(inputs["cu_seqlens"]) == 1).all() else [])]
+    if op.state is not None:  # single tokens that come first, by themselves too
+        new = np.diff(inputs["cu_seqlens"])
+        ones = next((i for i, count in enumerate(new) if count != 1), len(new))
+        ways = [(0, 0, 0), *([(ones, 0, 0)] if ones else [])]
         firsts = [()] * len(ways)
     for (num_decode, longest, reach), choices in zip(ways, firsts, strict=True):
         if choices or op.state:  # a weight in fewer bits is repacked where it lies, a state written
@@ -585,3 +586,25 @@ def test_a_mixed_step_is_attended_to_in_two_halves(extension, new, past, more, b
     sample = _sample(np.random.default_rng(3), new, past, 128, heads=8, kv_heads=2,
                      max_seq_len=1024, rotary_dim=128, block_size=block_size, **more)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
+
+
+@pytest.mark.parametrize("rule", ["gated", "gated_delta"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("new", "k_heads", "v_heads", "k_dim", "v_dim"), [
+    ([300], 2, 4, 128, 128), ([1, 1, 64, 128, 511], 1, 2, 64, 72), ([191, 1, 400], 1, 3, 256, 40),
+    ([129, 500], 2, 2, 96, 32), ([128], 1, 2, 16, 8)])
+def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_dim, v_dim, dtype,
+                                          rule):
+    """By chunks of tokens, whose edges they cross; with a state from before, and without."""
+    rng, total, batch = np.random.default_rng(0), sum(new), len(new)
+    delta = rule == "gated_delta"
+    fields = dict(num_k_heads=k_heads, num_v_heads=v_heads, k_head_dim=k_dim, v_head_dim=v_dim,
+                  update_rule=rule, scale=k_dim ** -0.5, l2norm=int(delta))
+    qkv = rng.standard_normal((total, 2 * k_heads * k_dim + v_heads * v_dim)) / (1 if delta else 4)
+    inputs = {"qkv": qkv, "decay": -rng.uniform(0, 0.5, (total, v_heads)) ** 2,
+              "state": rng.standard_normal((batch, v_heads, k_dim, v_dim)) / 4,
+              "beta": rng.uniform(0, 1, (total, v_heads)), "skip": rng.standard_normal(v_heads)}
+    inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
+    inputs |= {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
+               "past_lens": np.array([7 * (i % 2) for i in range(batch)], np.int32)}
+    check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype, least=1e-3)

@@ -39,7 +39,11 @@ class GatedLinearAttention : public Plugin {
     return {{qkv[0], values}, in[2]};
   }
 
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+  int64_t workspace(const std::vector<Tensor>& in) const override {
+    return in[0].dtype == DType::kFloat32 ? 0 : kernels::linear_attention_scratch(static_cast<int>(in[0].shape[0]), p_.v_heads);
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
     kernels::LinearAttentionParams p = p_;
     p.out = out[0].data;
@@ -52,8 +56,17 @@ class GatedLinearAttention : public Plugin {
     if (const Tensor* skip = optional(in, 6)) p.skip = skip->data;
     if (const Tensor* slots = optional(in, 7)) p.state_slots = static_cast<const int32_t*>(slots->data);
     if (const Tensor* rate = optional(in, 8)) p.decay_rate = static_cast<const float*>(rate->data);
-    p.batch = static_cast<int>(in[4].shape[0]);
-    check(kernels::linear_attention(in[0].dtype, p, context.stream), "GatedLinearAttention");
+    p.scratch = static_cast<float*>(workspace);
+    // Sequences with one token, then those with chunks of a prompt.
+    const int batch = static_cast<int>(in[4].shape[0]), decoding = context.decode ? batch : context.num_decode;
+    kernels::LinearAttentionParams chunks = p;
+    chunks.num_tokens = static_cast<int>(in[0].shape[0]) - decoding;
+    chunks.first_sequence = decoding;
+    chunks.batch = batch - decoding;
+    const bool chunked = chunks.batch > 0 && kernels::takes_chunks(in[0].dtype, chunks);
+    p.batch = chunked ? decoding : batch;
+    if (p.batch > 0) check(kernels::linear_attention(in[0].dtype, p, context.stream), "GatedLinearAttention");
+    if (chunked) check(kernels::linear_attention_chunks(in[0].dtype, chunks, context.stream), "GatedLinearAttention");
   }
 
  private:
