@@ -97,6 +97,10 @@ cudaError_t repack(void* weight, Codes codes, int64_t count, int in, cudaStream_
 cudaError_t transpose(float* to, const float* from, int rows, int columns, cudaStream_t stream);
 // The same of a packed weight, whose groups are multiples of 32 columns.
 cudaError_t packed_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+// The same by integers, which packed_gemv() takes where it has_integer_gemv(): whole vectors of codes in a group.
+constexpr int kIntegerRows = 4;
+bool has_integer_gemv(const GemvParams& params);
+cudaError_t integer_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // The same of a weight in FP8 with a scale for each row, and of x in FP8 as `norm` makes it: codes [rows, in] and x_scale; `in`
 // in a multiple of 64, compute capability 8.9 or more.
 constexpr int kFloat8GemvRows = 32;
