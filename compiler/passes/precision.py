@@ -12,6 +12,7 @@ from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
+    attends_causally,
     caches,
     exact_outputs,
     fields_of,
@@ -53,6 +54,8 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
             exact = op is None or op.input_names[index] in op.float32_inputs
             if op is not None and op.input_names[index] in op.packed(fields_of(node)):
                 continue
+            if op is None and np.issubdtype(tensor.dtype, np.integer):
+                continue  # bounds and indices
             wanted = np.dtype(np.float32) if exact else dtype
             key = (id(tensor), wanted.name)
             if key not in made:
@@ -71,7 +74,7 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Keep keys and values in a dtype of their own, if one is asked for."""
     for node in graph.nodes if settings.kv_dtype else ():
         pairs = caches(node)
-        if pairs:
+        if attends_causally(node):
             node.attrs["kv_dtype"] = settings.kv_dtype
             report.count("caches", len(pairs))
         for tensor in (tensor for pair in pairs for tensor in pair):

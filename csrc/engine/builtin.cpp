@@ -20,6 +20,22 @@ class Gather : public Plugin {
   bool passes_on(const Context& context) const override { return context.decode; }  // all rows, in order
 };
 
+// Columns of a value, in any order.
+class Columns : public Plugin {
+ public:
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    expect("Columns's x", in[0], {in[0][0], in[0][1]});
+    expect("Columns's index", in[1], {in[1][0]});
+    return {{in[0][0], in[1][0]}};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    check(kernels::gather_columns(in[0].dtype, out[0].data, in[0].data, static_cast<const int32_t*>(in[1].data),
+                                  static_cast<int>(in[0].shape[0]), static_cast<int>(in[0].shape[1]),
+                                  static_cast<int>(in[1].shape[0]), context.stream), "Columns");
+  }
+};
+
 // Write rows of a tensor to rows of the encoder's memory.
 class Scatter : public Plugin {
  public:
@@ -113,6 +129,7 @@ std::map<std::string, PluginType> all_types() {
     types[name] = {name, 1, std::move(inputs), std::move(outputs), {}, {}, make};
   };
   add("Gather", {"x", "logits_indices: int64"}, {"y"}, &make<Gather>);
+  add("Columns", {"x", "index: int32"}, {"y"}, &make<Columns>);
   add("Scatter", {"x", "memory_rows: int64", "memory"}, {}, &make<Scatter>);
   add("Concat", {"a", "b", "c?", "d?"}, {"y"}, &make<Concat>);
   const std::vector<Port> one = {"a"}, two = {"a: number", "b: number"};
@@ -127,6 +144,8 @@ std::map<std::string, PluginType> all_types() {
   add("Sigmoid", one, {"y"}, &make<Elementwise::kSigmoid>);
   add("Neg", one, {"y"}, &make<Elementwise::kNeg>);
   add("Softplus", one, {"y"}, &make<Elementwise::kSoftplus>);
+  add("Gelu", one, {"y"}, &make<Elementwise::kGelu>);
+  add("GeluTanh", one, {"y"}, &make<Elementwise::kGeluTanh>);
   return types;
 }
 

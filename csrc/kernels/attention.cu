@@ -39,18 +39,20 @@ __global__ void append_kernel(AttentionParams p) {
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = sequence_of(p, token);
   const int position = p.past_lens[sequence] + token - start_of(p, sequence);
-  const int all = p.num_heads + 2 * p.num_kv_heads;
+  const int all = heads_of_row(p);
+  const float factor = query_factor(p, position);
   for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
     const T* source = static_cast<const T*>(p.qkv) + (static_cast<int64_t>(token) * all + h) * p.head_dim;
-    prepare_head(heads[warp], source, p, is_query ? p.q_norm : is_value ? nullptr : p.k_norm, position,
+    prepare_head(heads[warp], source, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
                  !is_value);
     auto write = [&](auto* target) {
       for (int i = lane; i < p.head_dim; i += 32)
-        target[i] = from_float<std::remove_pointer_t<decltype(target)>>(heads[warp][i]);
+        target[i] = from_float<std::remove_pointer_t<decltype(target)>>(is_query ? heads[warp][i] * factor : heads[warp][i]);
     };
     if (is_query) {
       write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
+      if (p.reads && h < p.num_kv_heads) clear_behind<C>(p, sequence, token, position, h, lane, 32);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
@@ -69,7 +71,8 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   let_next_start();
   const int token = blockIdx.x, sequence = sequence_of(p, token);
   const int position = p.past_lens[sequence] + token - start_of(p, sequence);
-  const int all = p.num_heads + 2 * p.num_kv_heads, vectors = p.head_dim / kWidth;
+  const int all = heads_of_row(p), vectors = p.head_dim / kWidth;
+  const float factor = query_factor(p, position);
   const int half = p.cos == nullptr ? 0 : p.rotary_dim / 2;
   const float* cos = p.cos + static_cast<int64_t>(position) * half;
   const float* sin = p.sin + static_cast<int64_t>(position) * half;
@@ -92,6 +95,8 @@ __global__ void append_vectors_kernel(AttentionParams p) {
       }
     }
     if (is_query) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) value[k] *= factor;
       store_floats(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim + at,
                    value);
     } else {
@@ -126,8 +131,8 @@ __global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
 
 template <typename T, typename C>
 cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
-  const int all = p.num_heads + 2 * p.num_kv_heads;
-  const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.head_dim % kVec<T> == 0 &&
+  const int all = heads_of_row(p);
+  const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.v_norm == nullptr && p.head_dim % kVec<T> == 0 &&
       (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
   if (vectors) return launch(append_vectors_kernel<T, C>, p.num_tokens, 256, 0, stream, p);
   return launch(append_kernel<T, C>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps), kWarps * 32, 0, stream, p);
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = kFused ? token : sequence_of(p, token);
   const int position = p.past_lens[sequence] + (kFused ? 0 : token - start_of(p, sequence));
-  const int begin = p.window > 0 ? max(0, position + 1 - p.window) : 0, count = position + 1 - begin;
+  const int begin = first_seen(p, position), count = position + 1 - begin;
   const int used = min(parts, (count + kMinKeys - 1) / kMinKeys), part = blockIdx.z;
   if (part >= used) return;
   const int per_part = (count + used - 1) / used;
@@ -160,20 +165,18 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   if constexpr (kFused) {
-    const T* qkv = static_cast<const T*>(p.qkv) +
-                   static_cast<int64_t>(token) * (p.num_heads + 2 * p.num_kv_heads) * dim;
+    const T* qkv = static_cast<const T*>(p.qkv) + static_cast<int64_t>(token) * heads_of_row(p) * dim;
     for (int h = warp; h < heads; h += kWarps)
       prepare_head(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
-    if (to == position + 1 && warp == kWarps - 1) {
+    if (to == position + 1 && warp == kWarps - 1 && !p.reads) {
       // The block that reads the new position writes it too; chunks of one KV head write the same.
       float* scratch = sums;
       const T* key = qkv + (p.num_heads + kv_head) * dim;
       prepare_head(scratch, key, p, p.k_norm, position, true);
-      const T* value = key + p.num_kv_heads * dim;
-      for (int i = lane; i < dim; i += 32) {
-        keys[row(position) + i] = from_float<C>(scratch[i]);
-        values[row(position) + i] = from_float<C>(to_float(value[i]));
-      }
+      for (int i = lane; i < dim; i += 32) keys[row(position) + i] = from_float<C>(scratch[i]);
+      __syncwarp();
+      prepare_head(scratch, key + p.num_kv_heads * dim, p, p.v_norm, position, false);
+      for (int i = lane; i < dim; i += 32) values[row(position) + i] = from_float<C>(scratch[i]);
     }
   } else {
     const T* source = static_cast<const T*>(p.queries) +
@@ -184,7 +187,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
 
   const int in_key = lane % kLanes * 8;
   const bool inside = in_key < dim;
-  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
+  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E) * (kFused ? query_factor(p, position) : 1.f);
   float q[kHeads][8], sum[kHeads][8] = {}, peak[kHeads], total[kHeads] = {};
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {

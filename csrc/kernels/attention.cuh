@@ -28,6 +28,23 @@ __device__ __forceinline__ int start_of(const AttentionParams& p, int sequence) 
   return p.cu_seqlens[sequence] - p.first_token;
 }
 
+// The first position that a query sees.
+__device__ __forceinline__ int first_seen(int window, int chunk, int position) {
+  const int first = window > 0 ? max(0, position + 1 - window) : 0;
+  return chunk > 0 ? max(first, position / chunk * chunk) : first;
+}
+__device__ __forceinline__ int first_seen(const AttentionParams& p, int position) {
+  return first_seen(p.window, p.chunk, position);
+}
+// Heads that a row of qkv has.
+__host__ __device__ __forceinline__ int heads_of_row(const AttentionParams& p) {
+  return p.num_heads + (p.reads ? 0 : 2 * p.num_kv_heads);
+}
+// What a query is multiplied by when it is normed and turned.
+__device__ __forceinline__ float query_factor(const AttentionParams& p, int position) {
+  return p.query_scale == nullptr ? 1.f : p.query_scale[position];
+}
+
 // A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, or does so in the other order,
 // and leaves it in `head` (shared, float32 [head_dim]); head_dim is at most kMost.
 template <typename T, int kMost = kMaxHeadDim>

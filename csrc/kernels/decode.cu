@@ -26,7 +26,7 @@ constexpr int kStartKeys = 128;   // what beginning and merging a part cost, in 
 __device__ __forceinline__ int positions_per_part(const AttentionParams& p, int parts, int columns, int processors) {
   const int lane = threadIdx.x % 32;
   int64_t all = 0;
-  for (int i = lane; i < p.batch; i += 32) all += p.window > 0 ? min(p.past_lens[i] + 1, p.window) : p.past_lens[i] + 1;
+  for (int i = lane; i < p.batch; i += 32) all += p.past_lens[i] + 1 - first_seen(p, p.past_lens[i]);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) all += __shfl_xor_sync(~0u, all, mask);
   const int mean = static_cast<int>(all / p.batch), wanted = lane + 1;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   const int g = lane / 4, t = lane % 4;
   const int position = p.past_lens[sequence];
   // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
-  const int seen = p.window > 0 ? max(0, position + 1 - p.window) : 0;
+  const int seen = first_seen(p, position);
   const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.z;
   const int each = parts > 1 ? positions_per_part(p, parts, gridDim.x * p.batch, processors) : count;
   const int wanted = min(parts, (count + each - 1) / each);
@@ -146,34 +146,29 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   wait_for_inputs();
   let_next_start();
 
-  const T* qkv = static_cast<const T*>(p.qkv) +
-                 static_cast<int64_t>(sequence) * (p.num_heads + 2 * p.num_kv_heads) * dim;
+  const T* qkv = static_cast<const T*>(p.qkv) + static_cast<int64_t>(sequence) * heads_of_row(p) * dim;
   // A warp for each query head, and where the new position is this block's, for its key and its value.
   // Chunks of one KV head write the same.
   float* scratch = reinterpret_cast<float*>(fresh_value + kPitch) + warp * kDim;
   for (int task = warp; task < heads + (to == position + 1 ? 2 : 0); task += kWarps) {
-    if (task < heads) {
-      prepare_head<T, kDim>(scratch, qkv + (first_head + task) * dim, p, p.q_norm, position, true);
-      for (int i = lane; i < kDim; i += 32)
-        queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] : 0.f);
-    } else if (task == heads) {
-      prepare_head<T, kDim>(scratch, qkv + (p.num_heads + kv_head) * dim, p, p.k_norm, position, true);
+    const bool is_query = task < heads, is_value = task == heads + 1;
+    C* const fresh = is_value ? fresh_value : fresh_key;
+    C* const row = (is_value ? values : keys) + row_of(position);
+    if (p.reads && !is_query) {
+      for (int i = lane; i < kDim; i += 32) fresh[i] = i < dim ? row[i] : from_float<C>(0.f);
+      continue;
+    }
+    const int head = is_query ? first_head + task : p.num_heads + (is_value ? p.num_kv_heads : 0) + kv_head;
+    prepare_head<T, kDim>(scratch, qkv + head * dim, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
+                          !is_value);
+    if (is_query) {
+      const float factor = query_factor(p, position);
+      for (int i = lane; i < kDim; i += 32) queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] * factor : 0.f);
+    } else {
       for (int i = lane; i < kDim; i += 32) {
         const C cached = from_float<C>(i < dim ? scratch[i] : 0.f);
-        fresh_key[i] = cached;
-        if (i < dim) keys[row_of(position) + i] = cached;
-      }
-    } else {
-      const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
-      T x[kSteps];
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) x[k] = lane + 32 * k < dim ? source[lane + 32 * k] : from_float<T>(0.f);
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const int i = lane + 32 * k;
-        const C cached = from_float<C>(to_float(x[k]));
-        fresh_value[i] = cached;
-        if (i < dim) values[row_of(position) + i] = cached;
+        fresh[i] = cached;
+        if (i < dim) row[i] = cached;
       }
     }
     __syncwarp();

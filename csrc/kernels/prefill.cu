@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
   const int end = past + rows;                            // keys that any query sees
-  const int begin = p.window > 0 ? max(0, past + 1 - p.window) / kKeys * kKeys : 0;
+  const int begin = first_seen(p, past) / kKeys * kKeys;
   const CacheRows row_of(p, sequence, kv_head);
   const C* key_rows = static_cast<const C*>(p.key_cache);
   const C* value_rows = static_cast<const C*>(p.value_cache);
@@ -80,6 +80,8 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float out[kDim / 8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  // Row r of this thread is query position past + warp·16 + g + 8·r.
+  const int own = past + warp * 16 + g, first_of[2] = {first_seen(p, own), first_seen(p, own + 8)};
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   int stage = 0;
   for (int start = begin; start < end; start += kKeys, stage ^= 1) {
@@ -105,12 +107,10 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
         multiply<T>(score[2 * n + 1], a, b[2], b[3]);
       }
     }
-    // Row r of this thread is query position past + warp·16 + g + 8·r.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int position = past + warp * 16 + g + 8 * r;
-      const int first_seen = p.window > 0 ? position + 1 - p.window : 0;
-      const bool all_seen = start + kKeys <= position + 1 && start >= first_seen;
+      const int position = own + 8 * r;
+      const bool all_seen = start + kKeys <= position + 1 && start >= first_of[r];
       float higher = peak[r];
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
           if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * kLog2E;
           if (!all_seen) {
             const int key = start + n * 8 + 2 * t + c;
-            if (key > position || key < first_seen) s = -INFINITY;
+            if (key > position || key < first_of[r]) s = -INFINITY;
           }
           score[n][2 * r + c] = s;
           higher = fmaxf(higher, s);

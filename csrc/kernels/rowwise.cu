@@ -271,6 +271,8 @@ __global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const vo
       case Elementwise::kSigmoid: value = 1.f / (1.f + expf(-x)); break;
       case Elementwise::kNeg: value = -x; break;
       case Elementwise::kSoftplus: value = device::softplus(x); break;
+      case Elementwise::kGelu: value = device::activate(x, Activation::kGelu); break;
+      case Elementwise::kGeluTanh: value = device::activate(x, Activation::kGeluTanh); break;
     }
     y[i] = from_float<T>(value);
   }
@@ -285,6 +287,19 @@ __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int64_
   const T* source = x + (there ? row : 0) * width;
   T* target = y + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = there ? source[i] : from_float<T>(0.f);
+}
+
+// A block per row and 128 columns of it.
+template <typename T>
+__global__ void gather_columns_kernel(T* y, const T* x, const int32_t* index, int x_width, int width) {
+  wait_for_inputs();
+  let_next_start();
+  const int i = blockIdx.y * blockDim.x + threadIdx.x;
+  if (i >= width) return;
+  const int column = index[i];
+  const bool there = column >= 0 && column < x_width;
+  y[static_cast<int64_t>(blockIdx.x) * width + i] =
+      there ? x[static_cast<int64_t>(blockIdx.x) * x_width + column] : from_float<T>(0.f);
 }
 
 template <typename T>
@@ -393,6 +408,15 @@ cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(gather_rows_kernel<T>, count, 128, 0, stream, static_cast<T*>(y),
                   static_cast<const T*>(x), rows, x_rows, width);
+  });
+}
+
+cudaError_t gather_columns(DType dtype, void* y, const void* x, const int32_t* index, int rows, int x_width, int width,
+                           cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(gather_columns_kernel<T>, dim3(rows, blocks_for(width, 128)), 128, 0, stream, static_cast<T*>(y),
+                  static_cast<const T*>(x), index, x_width, width);
   });
 }
 
