@@ -559,7 +559,8 @@ def _hold_fields(schedule: Schedule, manifest: Manifest, chip: Chip) -> None:
             layer = [*chip.caches].index(key) // 2
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention has the caches {key!r} and {value!r}")
-            if op.attention.caches and node.fields["num_heads"] != chip.num_heads[layer]:
+            own = op is not None and op.attention is not None and op.attention.caches
+            if own and node.fields["num_heads"] != chip.num_heads[layer]:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, "
                                  f"{MANIFEST_NAME} says {chip.num_heads[layer]}")
         least = {"table": length if "input_ids" in given and

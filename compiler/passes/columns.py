@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.rewrite import Report, Settings, constant
+from llmc.compiler.graph.rewrite import Report, Settings, constant, scalar
 from llmc.compiler.graph.weights import Weight
 
 
@@ -49,9 +49,8 @@ def _chosen(node: gs.Node) -> list[np.ndarray] | None:
         if node.attrs.get("axis", 0) not in last or index is None or index.ndim != 1:
             return None
         return [every[index.astype(np.int64)]]
-    bounds = [constant(tensor) for tensor in node.inputs[1:]]
-    if len(bounds) < 3 or any(bound is None or bound.size != 1 for bound in bounds) \
-            or int(bounds[2].item()) not in last:
+    bounds = [scalar(tensor) for tensor in node.inputs[1:]]
+    start, end, axis, step = (*bounds, 1)[:4] if len(bounds) in (3, 4) else (None,) * 4
+    if start is None or end is None or step is None or axis not in last:
         return None
-    start, end, _, *step = (int(bound.item()) for bound in bounds)
-    return [every[start:end:step[0] if step else 1]]
+    return [every[int(start):int(end):int(step)]]
