@@ -296,7 +296,7 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
         op = op_of(node)
         if op is None or target == cpu.KIND:
             continue
-        odd = sorted(op.lacking(fields_of(node), operands(node)))
+        odd = sorted(op.lacking(fields_of(node), operands(node))) if target in _GPU else []
         kept = op.state or (op.attention is not None and op.attention.reads)
         if odd or not op.has_core or (kept and target != cuda.KIND):
             raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name}"

@@ -570,9 +570,9 @@ def _hold_fields(schedule: Schedule, manifest: Manifest, chip: Chip) -> None:
         if node.fields.get("vocab_sharded"):
             del least["table"]  # ids that others have give zeros
         for name, rows in least.items():
-            if name in given and int(given[name].shape[name == "key_bias"]) < rows:
-                raise ValueError(f"{given[name].name!r} is {list(given[name].shape)}, which has "
-                                 f"fewer than {rows}")
+            has = int(given[name].shape[name == "key_bias"]) if name in given else rows
+            if has < rows:
+                raise ValueError(f"{given[name].name!r} has {has} rows, fewer than {rows}")
 
 
 def _hold_together(schedules: Sequence[Schedule], chip: Chip) -> None:

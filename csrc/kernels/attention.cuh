@@ -7,7 +7,7 @@ namespace llmc::device {
 
 using kernels::AttentionParams;
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 
 // The sequence that a packed token belongs to, where cu_seqlens count from first_token on.
 __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token, int first_token = 0) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ float query_factor(const AttentionParams& p, int posi
 
 // A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, or does so in the other order,
 // and leaves it in `head` (shared, float32 [head_dim]); head_dim is at most kMost.
-template <typename T, int kMost = kMaxHeadDim>
+template <typename T, int kMost>
 __device__ __forceinline__ void prepare_head(float* head, const T* source, const AttentionParams& p,
                                              const float* weight, int position, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
@@ -139,8 +139,8 @@ inline int parts_for(int blocks, int max_seq_len, int keys, int enough = kEnough
 
 // The softmaxes that each kLanes lanes of a warp keep of their own keys, as one in every lane. Peaks are of base-2
 // exponents; -inf where there were no keys.
-template <int kLanes>
-__device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&sum)[8]) {
+template <int kLanes, int kOwn>
+__device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&sum)[kOwn]) {
 #pragma unroll
   for (int mask = kLanes; mask < 32; mask <<= 1) {
     const float other = __shfl_xor_sync(~0u, peak, mask), higher = fmaxf(peak, other);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
     peak = higher;
     total = total * mine + __shfl_xor_sync(~0u, total, mask) * theirs;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = sum[i] * mine + __shfl_xor_sync(~0u, sum[i], mask) * theirs;
+    for (int i = 0; i < kOwn; ++i) sum[i] = sum[i] * mine + __shfl_xor_sync(~0u, sum[i], mask) * theirs;
   }
 }
 

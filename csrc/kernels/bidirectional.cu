@@ -12,6 +12,8 @@ namespace {
 
 using namespace device;
 
+constexpr int kMostHeadDim = 256;
+
 // What is asked: queries T [num_tokens, num_heads * head_dim], as out is.
 struct Queries {
   void* out;
@@ -180,7 +182,7 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
   auto run = [&](auto queries, auto warps) {
     constexpr int kQueries = decltype(queries)::value, kWarps = decltype(warps)::value;
     const size_t shared = sizeof(float) * kWarps * kQueries * p.head_dim;
-    static_assert(sizeof(float) * kWarps * kQueries * kMaxHeadDim <= 32 * 1024);
+    static_assert(sizeof(float) * kWarps * kQueries * kMostHeadDim <= 32 * 1024);
     return launch(queries_kernel<T, kLanes, kQueries, kWarps, Keys>, dim3(blocks_for(p.num_tokens, kQueries), p.num_heads),
                   kWarps * 32, shared, stream, p, where);
   };
@@ -190,7 +192,7 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
 
 template <typename T, typename Keys>
 cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream_t stream) {
-  if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
+  if (p.head_dim % 8 != 0 || p.head_dim > kMostHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
   if (p.head_dim <= 64) return run_lanes<T, 8, Keys>(p, where, stream);
   if (p.head_dim <= 128) return run_lanes<T, 16, Keys>(p, where, stream);

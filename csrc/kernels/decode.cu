@@ -5,7 +5,7 @@
 // keys at a time, as the tensor core wants them: scores are K · Qᵀ with keys as the tile's rows, the inner
 // dimension permuted so that a thread has 8 elements of a key next to each other; their transpose (movmatrix)
 // times V gives the sums, V's rows paired by byte permutes and its columns permuted so that a thread has 8
-// elements of a value. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
+// elements of a value; where a head is longer than 256 the sums are Vᵀ times the scores, which takes half the registers. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
 // the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the
 // end, and the parts' by whichever block ends last. Reads the visible keys and values once per 8 query heads.
 #include "attention.cuh"
@@ -67,13 +67,14 @@ template <typename T, typename C, int kSteps, int kWarps>
 struct Layout {
   static constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
   // Of a warp, rounds of 16 keys and their values that are under way.
-  static constexpr int kRounds = kWarps > 4 && kDim > 128 ? 1 : 2;
+  static constexpr int kRounds = (kWarps > 4 && kDim > 128) || kDim > 256 ? 1 : 2;
+  static constexpr bool kTall = kDim > 256;  // sums have elements of a value as rows, and heads as columns
   // Vectors of 8 elements: of a row, of a row's place in shared memory, of a round.
   static constexpr int kVectors = kDim / 8, kRow = kSteps == 3 ? 16 : kVectors, kRound = 2 * kKeys * kRow;
   // Where vector `at` of a row is: no two lanes that read together share a bank.
   __device__ static int key_at(int row, int at) { return row * kRow + (at ^ (row % 4 * 4 & (kRow - 1))); }
   __device__ static int value_at(int row, int at) {
-    return (kKeys + row) * kRow + (at ^ (row & 6 & (kRow - 1)));
+    return (kKeys + row) * kRow + (at ^ (row & (kTall ? 7 : 6) & (kRow - 1)));
   }
   static constexpr size_t kShared = sizeof(Cached<C>) * kWarps * kRounds * kRound + sizeof(T) * kHeads * kPitch +
                                     sizeof(C) * 2 * kPitch + sizeof(float) * kWarps * kDim;
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   }
   __syncthreads();
 
-  float sum[kHalves][8][4] = {};
+  float sum[L::kTall ? 1 : kHalves][8][4] = {}, tall[L::kTall ? kDim / 16 : 1][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2t and 2t + 1
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   for (int round = 0, start = mine; start < to; ++round, start += kWarps * kKeys) {
@@ -221,6 +222,23 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
       score[2 + c] = exp2f(score[2 + c] - higher);
       total[c] = total[c] * factor[c] + score[c] + score[2 + c];
     }
+    if constexpr (L::kTall) {  // the sums' columns are heads, as the scores'
+      const uint32_t weights[2] = {transpose(pack<T>(score[0], score[1])), transpose(pack<T>(score[2], score[3]))};
+      const int key = lane % 8 + lane / 16 * 8;
+#pragma unroll
+      for (int j = 0; j < kDim / 16; ++j) {
+        const int at = 2 * j + lane / 8 % 2;
+        uint32_t a[4];
+        load_matrices<true>(a, start + key == position ? reinterpret_cast<const void*>(fresh_value + 8 * at)
+                                                       : here + L::value_at(key, at));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) tall[j][c] *= factor[c % 2];
+        multiply<T>(tall[j], a, weights[0], weights[1]);
+      }
+      __syncwarp();
+      copy(round + L::kRounds);
+      continue;
+    }
     // The sums' rows are heads: row g wants the factor that the lanes of heads 2t, 2t + 1 hold.
     const float even_factor = __shfl_sync(~0u, factor[0], g / 2);
     const float odd_factor = __shfl_sync(~0u, factor[1], g / 2);
@@ -256,8 +274,13 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
     return reinterpret_cast<float*>(ring_of(row / kHeads)) + row % kHeads * kDim +
            (i ^ ((i >> 5 & 1) | (row & 1) << 1) << 2);
   };
+  if constexpr (L::kTall)
 #pragma unroll
-  for (int j = 0; j < kHalves; ++j)
+    for (int j = 0; j < kDim / 16; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) *place(warp * kHeads + 2 * t + c % 2, 16 * j + g + c / 2 * 8) = tall[j][c];
+#pragma unroll
+  for (int j = 0; j < (L::kTall ? 0 : kHalves); ++j)
 #pragma unroll
     for (int c = 0; c < 2; ++c)
 #pragma unroll
@@ -323,7 +346,10 @@ cudaError_t run_cache(const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim <= 64) return run<T, C, 2>(p, stream);  // few models have 32 or less
   if (p.head_dim <= 96) return run<T, C, 3>(p, stream);
   if (p.head_dim <= 128) return run<T, C, 4>(p, stream);
-  return run<T, C, 8>(p, stream);
+  if (p.head_dim <= 256) return run<T, C, 8>(p, stream);
+  const int chunks = (p.num_heads / p.num_kv_heads + kHeads - 1) / kHeads;
+  if constexpr (std::is_same_v<T, C>) return run_warps<T, C, 16, 4>(p, p.num_kv_heads * chunks, stream);
+  return cudaErrorInvalidValue;
 }
 
 template <typename T>
@@ -332,6 +358,11 @@ cudaError_t run_type(const AttentionParams& p, cudaStream_t stream) {
 }
 
 }  // namespace
+
+bool can_decode(DType dtype, const AttentionParams& p) {
+  if (dtype == DType::kFloat32) return false;
+  return p.head_dim <= 256 || (!p.float8 && fits<__half, __half, 16, 4>());
+}
 
 cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);

@@ -623,6 +623,9 @@ _STEPS = [
     ((70, 7), (5, 90), 96, {"block_size": 8}),
     ((20, 9), (5, 60), 72, {"norms": "qk"}),
     ((1, 40, 5), (200, 64, 128), 64, {"softcap": 3.0}),
+    ((1,) * 5, (300, 0, 63, 1000, 16), 512, {"block_size": 16, "heads": 16, "norms": "qk"}),
+    ((1, 90, 7), (130, 63, 300), 512, {"block_size": 32, "rotary_dim": 128}),
+    ((1, 20), (70, 33), 480, {"heads": 3, "kv_heads": 1, "block_size": 16}),
 ]
 
 
@@ -639,6 +642,8 @@ def _of_step(new, past, dim, more, **changes):
 @pytest.mark.parametrize(("new", "past", "dim", "more"), _STEPS)
 def test_attention_in_chunks_of_scaled_queries_and_normed_values(extension, new, past, dim, more,
                                                                  changes, dtype):
+    if "by_key" in changes and dim > 256:
+        pytest.skip("scores with a bias have no kernel for this head_dim")
     sample = _of_step(new, past, dim, more, **changes)
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 

@@ -681,6 +681,7 @@ OP = Op(
                               "key_bias", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
+    core_most={"head_dim": 512},
     reference=_reference,
     samples=_samples,
 )

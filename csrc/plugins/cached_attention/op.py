@@ -156,6 +156,7 @@ OP = Op(
     float32_inputs=frozenset({"cos", "sin", "q_norm", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
+    core_most={"head_dim": 512},
     reference=_reference,
     samples=_samples,
 )

@@ -20,7 +20,7 @@ class CachedKeysAttention : public Plugin {
   // reads: the caches are another layer's, which has run before in the same step, and rows have queries alone.
   CachedKeysAttention(const char* op, bool reads, const AttentionPorts& ports, const Fields& fields)
       : op_(op), ports_(ports) {
-    read_heads(p_, op_, fields);
+    read_heads(p_, op_, fields, 512);
     p_.reads = reads;
     p_.rotary_dim = integer(fields, "rotary_dim");
     p_.window = integer(fields, "window");
@@ -70,6 +70,8 @@ class CachedKeysAttention : public Plugin {
     if (const Dims* sinks = optional(in, ports_.sinks)) expect(op + "'s sinks", *sinks, {p_.num_heads});
     const Dims *bias = optional(in, ports_.key_bias), *factors = optional(in, ports_.query_scale);
     if (bias != nullptr) expect(op + "'s key_bias", *bias, {p_.num_heads, (*bias)[1]});
+    if ((bias != nullptr || optional(in, ports_.distance_bias) != nullptr) && p_.head_dim > 256)
+      throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) + ", at most for 256");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);
