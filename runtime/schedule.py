@@ -39,9 +39,10 @@ SCHEDULE_NAME = "schedule.json"
 ENCODER_SCHEDULE_NAME = "encoder.json"
 ALIGNMENT = 16  # bytes; of every value's place
 MEMORY_ROWS = "memory_rows"  # the input that says where an encoder's tokens go
-# ONNX ops that the engine has for single elements, and how many inputs each takes.
+# ONNX ops that the engine has for single elements, and how many inputs each takes; true is 1.
 ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh": 1, "Exp": 1,
-               "Sigmoid": 1, "Neg": 1, "Softplus": 1, "Gelu": 1, "GeluTanh": 1}
+               "Sigmoid": 1, "Neg": 1, "Softplus": 1, "Gelu": 1, "GeluTanh": 1,
+               "Elu": 1, "Greater": 2, "Less": 2, "Where": 3}
 MOST_JOINED = 4  # values that the engine puts side by side
 _FLOATS = ("float32", "float16", "bfloat16")
 # What an op's integers may be among the engine's inputs, where that is not the same name alone: an

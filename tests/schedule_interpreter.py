@@ -34,7 +34,9 @@ _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np
                 "Sigmoid": lambda x: 1 / (1 + np.exp(-x)), "Neg": np.negative,
                 "Softplus": lambda x: np.logaddexp(x, 0),
                 "Gelu": ACTIVATIONS["gelu"],
-                "GeluTanh": ACTIVATIONS["gelu_tanh"]}
+                "GeluTanh": ACTIVATIONS["gelu_tanh"], "Greater": np.greater, "Less": np.less,
+                "Elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+                "Where": lambda chosen, x, y: np.where(chosen != 0, x, y)}
 _GUARD, _POISON = 64, 0xA5
 # Blocks are small, so that few tokens take several, and in an order that no mistake would make.
 LIMITS = Limits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,

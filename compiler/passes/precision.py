@@ -17,6 +17,8 @@ from llmc.compiler.graph.rewrite import (
     exact_outputs,
     fields_of,
     op_of,
+    producer,
+    scalar,
     state_of,
     tidy,
     values_of,
@@ -82,8 +84,9 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Clip as Max and Min, which the engine has; and of what ONNX's ops on elements make the shapes
-    and dtypes, which exporters leave out or have for tokens that lie otherwise.
+    """Clip as Max and Min, which the engine has, and exp(x) - 1 of an x that is at most 0 as Elu,
+    which in 16 bits keeps what is left of a small x; and of what ONNX's ops on elements make the
+    shapes and dtypes, which exporters leave out or have for tokens that lie otherwise.
     """
     for node in [node for node in graph.nodes if node.op == "Clip"]:
         bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
@@ -99,13 +102,22 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
             graph.nodes.append(gs.Node(op=op, name=made.name, inputs=[x, limit], outputs=[made]))
             x = made
         report.count("clip")
+    for node in graph.nodes:
+        exponential = producer(node.inputs[0]) if node.op == "Sub" else None
+        if exponential is None or exponential.op != "Exp" or scalar(node.inputs[1]) != 1:
+            continue
+        least = producer(exponential.inputs[0])
+        limits = [scalar(tensor) for tensor in least.inputs] if least and least.op == "Min" else []
+        if any(limit is not None and limit <= 0 for limit in limits):
+            node.op, node.inputs = "Elu", [exponential.inputs[0]]
+            report.count("elu")
     tidy(graph)
     for node in graph.nodes:
         given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)
                  and tensor.shape]
         if node.op in ELEMENTWISE and node.outputs and given:
             made = node.outputs[0]
-            made.dtype = made.dtype or given[0].dtype
+            made.dtype = made.dtype or (bool if node.op in ("Greater", "Less") else given[-1].dtype)
             made.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
 
 

@@ -163,7 +163,7 @@ def _fields(node: gs.Node) -> dict[str, int | float | str]:
     if node.op == "Concat" and not constants and len(node.inputs) <= MOST_JOINED and \
             node.attrs["axis"] in (-1, len(node.outputs[0].shape) - 1):
         return {}
-    if node.op in ELEMENTWISE and all(
+    if node.op in ELEMENTWISE and node.attrs.get("alpha", 1.0) == 1 and all(
             t.values.size == 1 or [*t.shape] == [*node.outputs[0].shape[-1:]] for t in constants):
         return {}
     raise LlmcError(f"{node.op} '{node.name}': the cuda target has no kernel for it; compile for "

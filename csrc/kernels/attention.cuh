@@ -205,19 +205,30 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   __syncthreads();
   if (!last) return;
   __threadfence();
+  // A lane for each part: how much of its sums goes into the head's.
+  static_assert(kMaxParts <= 32);
+  __shared__ float share_of[kHeads][kMaxParts];
+  const int lane = threadIdx.x % 32;
+  for (int h = threadIdx.x / 32; h < heads; h += kWarps) {
+    const float* result = results + (static_cast<int64_t>(h) * part.most + lane) * (dim + 2);
+    const bool there = lane < part.used;
+    const float peak = there ? __ldcg(result) : -INFINITY, total = there ? __ldcg(result + 1) : 0.f;
+    float higher = peak;
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
+    const float weight = exp2f(peak - higher);
+    const float all = warp_sum(total * weight) + sink_of(p.sinks, first_head + h, higher);
+    if (there) share_of[h][lane] = weight / all;
+  }
+  __syncthreads();
   for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
     const int h = at / width, i = at % width;
     if (i >= dim) continue;
-    const float* result = results + static_cast<int64_t>(h) * part.most * (dim + 2);
-    float higher = -INFINITY, total = 0, sum = 0;
-    for (int k = 0; k < part.used; ++k) higher = fmaxf(higher, __ldcg(result + k * (dim + 2)));
-    for (int k = 0; k < part.used; ++k) {
-      const float weight = exp2f(__ldcg(result + k * (dim + 2)) - higher);
-      total += __ldcg(result + k * (dim + 2) + 1) * weight;
-      sum += __ldcg(result + k * (dim + 2) + 2 + i) * weight;
-    }
-    total += sink_of(p.sinks, first_head + h, higher);
-    out[h * dim + i] = from_float<T>(sum / total);
+    const float* result = results + static_cast<int64_t>(h) * part.most * (dim + 2) + 2 + i;
+    float sum = 0;
+#pragma unroll 8
+    for (int k = 0; k < part.used; ++k) sum += share_of[h][k] * __ldcg(result + k * (dim + 2));
+    out[h * dim + i] = from_float<T>(sum);
   }
 }
 

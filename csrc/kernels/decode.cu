@@ -18,11 +18,13 @@ namespace {
 using namespace device;
 
 constexpr int kHeads = 8, kKeys = 16;
-constexpr int kDecodeKeys = 256;  // per part
+template <int kSteps>
+constexpr int kDecodeKeys = kSteps > 8 ? 128 : 256;  // per part
 constexpr int kStartKeys = 128;   // what beginning and merging a part cost, in positions that are read meanwhile
 
 // How many positions a part should have. Multiprocessors end together where each has as many blocks as the others: the
 // least positions that the busiest one reads, of all numbers of parts that the mean sequence may be divided into.
+template <int kKeysOfPart>
 __device__ __forceinline__ int positions_per_part(const AttentionParams& p, int parts, int columns, int processors) {
   const int lane = threadIdx.x % 32;
   int64_t all = 0;
@@ -31,7 +33,7 @@ __device__ __forceinline__ int positions_per_part(const AttentionParams& p, int 
   for (int mask = 16; mask; mask >>= 1) all += __shfl_xor_sync(~0u, all, mask);
   const int mean = static_cast<int>(all / p.batch), wanted = lane + 1;
   const int each = (mean + wanted - 1) / wanted, rounds = (columns * wanted + processors - 1) / processors;
-  const bool may = wanted <= min(parts, (mean + kDecodeKeys - 1) / kDecodeKeys);
+  const bool may = wanted <= min(parts, (mean + kKeysOfPart - 1) / kKeysOfPart);
   const int64_t cost = static_cast<int64_t>(rounds) * (each + kStartKeys) << 32 | each;
   int64_t least = may ? cost : INT64_MAX;
 #pragma unroll
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
   const int seen = first_seen(p, position);
   const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.z;
-  const int each = parts > 1 ? positions_per_part(p, parts, gridDim.x * p.batch, processors) : count;
+  const int each = parts > 1 ? positions_per_part<kDecodeKeys<kSteps>>(p, parts, gridDim.x * p.batch, processors) : count;
   const int wanted = min(parts, (count + each - 1) / each);
   const int per_part = (count + wanted * kKeys - 1) / (wanted * kKeys) * kKeys;
   const int used = (count + per_part - 1) / per_part;
@@ -299,7 +301,7 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
   constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
   const int blocks = columns * p.batch;
   // Blocks that fill a multiprocessor each are not to wait for others that have nothing to do.
-  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
+  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys<kSteps>, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
   auto kernel = decode_kernel<T, C, kSteps, kWarps>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));

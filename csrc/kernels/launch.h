@@ -287,13 +287,18 @@ struct BidirectionalParams {
 };
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
-// y[i] = a[i] op b[i], T [count]; b is null for one input.
-enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg, kSoftplus, kGelu, kGeluTanh };
+// y[i] = a[i] op b[i], T [count], or what the op makes of a[i], or of a[i], b[i] and c[i]; true is 1.
+enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg, kSoftplus, kGelu, kGeluTanh,
+                                kElu, kGreater, kLess, kWhere };
 // What stands for y[r, i], T [rows, width]: x[r, i]; of a column x[r]; of a row, which is float32, x[i]; of a number,
 // likewise, x[0].
 enum class Operand : int32_t { kWhole, kColumn, kRow, kNumber };
-cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, Operand a_is, Operand b_is,
-                        int64_t count, int width, cudaStream_t stream);
+struct Operands {
+  const void* data[3];  // null where the op has fewer
+  Operand is[3];
+};
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& operands, int64_t count, int width,
+                        cudaStream_t stream);
 
 // y[i] = x[rows[i]], T [count, width], where x has x_rows; rows that it has not are zero.
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t x_rows, int width,

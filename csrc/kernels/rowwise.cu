@@ -246,18 +246,20 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
 }
 
 template <typename T>
-__global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const void* b, Operand a_is, Operand b_is,
-                                   int64_t count, int width) {
+__global__ void elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
   wait_for_inputs();
   let_next_start();
-  auto read = [width](const void* from, Operand is, int64_t i) {
+  auto read = [&](int which, int64_t i) {
+    const void* from = operands.data[which];
+    const Operand is = operands.is[which];
+    if (from == nullptr) return 0.f;
     if (is == Operand::kNumber) return *static_cast<const float*>(from);
     if (is == Operand::kRow) return static_cast<const float*>(from)[i % width];
     return to_float(static_cast<const T*>(from)[is == Operand::kColumn ? i / width : i]);
   };
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const float x = read(a, a_is, i), z = b != nullptr ? read(b, b_is, i) : 0.f;
+    const float x = read(0, i), z = read(1, i);
     float value = 0;
     switch (op) {
       case Elementwise::kAdd: value = x + z; break;
@@ -271,6 +273,10 @@ __global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const vo
       case Elementwise::kSigmoid: value = 1.f / (1.f + expf(-x)); break;
       case Elementwise::kNeg: value = -x; break;
       case Elementwise::kSoftplus: value = device::softplus(x); break;
+      case Elementwise::kElu: value = x > 0 ? x : expm1f(x); break;
+      case Elementwise::kGreater: value = x > z; break;
+      case Elementwise::kLess: value = x < z; break;
+      case Elementwise::kWhere: value = x != 0 ? z : read(2, i); break;
       case Elementwise::kGelu: value = device::activate(x, Activation::kGelu); break;
       case Elementwise::kGeluTanh: value = device::activate(x, Activation::kGeluTanh); break;
     }
@@ -393,12 +399,12 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
   });
 }
 
-cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, Operand a_is, Operand b_is,
-                        int64_t count, int width, cudaStream_t stream) {
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& operands, int64_t count, int width,
+                        cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(elementwise_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream, op,
-                  static_cast<T*>(y), a, b, a_is, b_is, count, width);
+                  static_cast<T*>(y), operands, count, width);
   });
 }
 

@@ -73,7 +73,8 @@ def scheduled(tmp_path_factory):
             ("mixtral", {}), ("glm4_moe", {"dtype": "float16"}), ("phimoe", {}), ("mamba2", {}),
             ("lfm2", {"tp_size": 2}), ("olmo_hybrid", {}))),
     ("falcon_h1", {"dtype": "bfloat16", "tp_size": 2}), ("llama4_text", {"dtype": "float16"}),
-    ("gemma4_text", {"tp_size": 2}), ("gemma4_text", {"kv_dtype": "float8_e4m3fn"})])
+    ("apertus", {"dtype": "bfloat16"}), ("gemma4_text", {"tp_size": 2}),
+    ("gemma4_text", {"kv_dtype": "float8_e4m3fn"})])
 def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
