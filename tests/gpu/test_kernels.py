@@ -655,3 +655,23 @@ def test_attention_in_chunks_of_scaled_queries_and_normed_values(extension, new,
 def test_attention_to_another_layers_cache(extension, new, past, dim, more, changes, dtype):
     sample = _reading(_of_step(new, past, dim, more, **changes))
     check(extension, plugins.registry()["CachedAttention"], sample.fields, sample.inputs, dtype)
+
+
+@pytest.mark.parametrize("rule", ["gated", "gated_delta"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "k_heads", "v_heads", "k_dim", "v_dim"), [
+    ([70, 3, 1], 2, 4, 128, 128), ([1, 1, 1], 4, 4, 128, 64), ([300], 2, 2, 128, 32),
+    ([40], 1, 2, 256, 40), ([20, 5], 2, 2, 200, 33), ([17, 33], 1, 3, 37, 20)])
+def test_linear_attention_whose_channels_decay_by_themselves(extension, new, k_heads, v_heads,
+                                                             k_dim, v_dim, dtype, rule):
+    rng, total, batch = np.random.default_rng(0), sum(new), len(new)
+    fields = dict(num_k_heads=k_heads, num_v_heads=v_heads, k_head_dim=k_dim, v_head_dim=v_dim,
+                  update_rule=rule, scale=k_dim ** -0.5, l2norm=1, decay_per_channel=1)
+    inputs = {"qkv": rng.standard_normal((total, 2 * k_heads * k_dim + v_heads * v_dim)),
+              "decay": -rng.uniform(0, 0.5, (total, v_heads * k_dim)),
+              "state": rng.standard_normal((batch, v_heads, k_dim, v_dim)),
+              "beta": rng.uniform(0, 1, (total, v_heads))}
+    inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
+    inputs |= {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
+               "past_lens": np.array([7 * (i % 2) for i in range(batch)], np.int32)}
+    check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype)
