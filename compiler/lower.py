@@ -36,6 +36,7 @@ from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
+from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
@@ -138,6 +139,7 @@ PASSES: tuple[Pass, ...] = (
     RankPass("quantize", quantize_weights, (cpu.KIND, cuda.KIND)),
     # What the engine of a target wants.
     GraphPass("elements", elements, _GPU),
+    GraphPass("columns", columns, (cuda.KIND,)),
     RankPass("cast", cast, _GPU),
     GraphPass("cache_dtype", cache_dtype, _GPU),  # after cast, which gives caches the model's
     EncoderPass("name_weights", name_weights, _GPU),  # after all that makes weights anew
@@ -294,8 +296,9 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
         op = op_of(node)
         if op is None or target == cpu.KIND:
             continue
-        odd = sorted(op.lacking(fields_of(node), operands(node)))
-        if odd or not op.has_core or (op.state and target != cuda.KIND):
+        odd = sorted(op.lacking(fields_of(node), operands(node))) if target in _GPU else []
+        kept = op.state or (op.attention is not None and op.attention.reads)
+        if odd or not op.has_core or (kept and target != cuda.KIND):
             raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name}"
                             f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "
                             f"{describe(node)} is; compile for --target cpu")

@@ -21,7 +21,7 @@ TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
 _GPU = (cuda.KIND, tensorrt.KIND)
 _DEFAULT_MAX_SEQ_LEN = 4096
-_MAX_HEAD_DIM = 256  # of the attention kernels
+_MAX_HEAD_DIM = 512  # of the attention kernels
 # What configs call the experts of a token, and all of a layer.
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
                    "top_k_experts")

@@ -39,9 +39,10 @@ SCHEDULE_NAME = "schedule.json"
 ENCODER_SCHEDULE_NAME = "encoder.json"
 ALIGNMENT = 16  # bytes; of every value's place
 MEMORY_ROWS = "memory_rows"  # the input that says where an encoder's tokens go
-# ONNX ops that the engine has for single elements, and how many inputs each takes.
+# ONNX ops that the engine has for single elements, and how many inputs each takes; true is 1.
 ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh": 1, "Exp": 1,
-               "Sigmoid": 1, "Neg": 1, "Softplus": 1}
+               "Sigmoid": 1, "Neg": 1, "Softplus": 1, "Gelu": 1, "GeluTanh": 1,
+               "Elu": 1, "Greater": 2, "Less": 2, "Where": 3}
 MOST_JOINED = 4  # values that the engine puts side by side
 _FLOATS = ("float32", "float16", "bfloat16")
 # What an op's integers may be among the engine's inputs, where that is not the same name alone: an
@@ -98,7 +99,7 @@ class ScheduledTensor(_Frozen):
             raise ValueError(f"{self.kind} {self.name!r} is {self.dtype} {list(self.shape)}")
         allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
                    "state": ("float32",),
-                   "weight": (*_FLOATS, "uint8"), "value": (*_FLOATS, "int64")}
+                   "weight": (*_FLOATS, "uint8", "int32"), "value": (*_FLOATS, "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
             raise ValueError(f"{self.kind} {self.name!r} is of dtype {self.dtype}")
         if self.kind != "value" and (self.offset or self.per_logit):
@@ -215,6 +216,10 @@ class Schedule(_Frozen):
                         raise ValueError(f"writes {self.tensors[number].name!r}, a "
                                          f"{self.tensors[number].kind} that is not its own")
                     made[number] = index
+                for number in self._caches_read(node):
+                    if number not in written:
+                        raise ValueError(f"reads {self.tensors[number].name!r} before it is "
+                                         f"written")
                 for number in given:
                     if number in written:
                         raise ValueError(f"writes {self.tensors[number].name!r} again")
@@ -241,6 +246,8 @@ class Schedule(_Frozen):
         elif node.op == "Gather":
             self._require(node, tensors, ("value", "num_tokens"), ("input", "logits_indices"))
             shapes = [("num_logits", _width(tensors[0]))]
+        elif node.op == "Columns":
+            shapes = [self._chosen(node, tensors)]
         elif node.op == "Concat":
             shapes = [self._joined(node, tensors)]
         elif node.op == "Scatter":
@@ -265,6 +272,12 @@ class Schedule(_Frozen):
         return tuple(node.inputs[index] for index in in_place.values()) if in_place else \
             node.inputs[2:3] if node.op == "Scatter" else ()
 
+    def _caches_read(self, node: ScheduledNode) -> list[int]:
+        """The caches of other layers among its inputs."""
+        op = plugins.registry().get(node.op)
+        return [number for name, number in zip(op.input_names, node.inputs, strict=False)
+                if op.attention is not None and name in op.attention.reads] if op else []
+
     def _require(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None],
                  *wanted: tuple[str, str]) -> None:
         """Check the inputs of a node that has no fields: of each the kind, and what it is called or
@@ -274,6 +287,16 @@ class Schedule(_Frozen):
                              else tensor.shape[0]) for tensor in tensors]
         if node.fields or found != [*wanted]:
             raise ValueError(f"takes {list(wanted)} and no fields, not {found}")
+
+    def _chosen(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> \
+            plugins.Shape:
+        """The shape of some columns of a value."""
+        x, index = tensors if len(tensors) == 2 else (None, None)
+        if node.fields or x is None or index is None or x.kind != "value" \
+                or node.inputs[0] in self.exact or len(index.shape) != 1 \
+                or (index.kind, index.dtype) != ("weight", "int32"):
+            raise ValueError("takes a value, an int32 weight that lists columns, and no fields")
+        return x.shape[0], index.width
 
     def _joined(self, node: ScheduledNode, tensors: Sequence[ScheduledTensor | None]) -> \
             plugins.Shape:
@@ -537,18 +560,20 @@ def _hold_fields(schedule: Schedule, manifest: Manifest, chip: Chip) -> None:
             layer = [*chip.caches].index(key) // 2
             if (key, value) != (f"key_cache_{layer}", f"value_cache_{layer}"):
                 raise ValueError(f"an attention has the caches {key!r} and {value!r}")
-            if node.fields["num_heads"] != chip.num_heads[layer]:
+            own = op is not None and op.attention is not None and op.attention.caches
+            if own and node.fields["num_heads"] != chip.num_heads[layer]:
                 raise ValueError(f"layer {layer} has {node.fields['num_heads']} heads, "
                                  f"{MANIFEST_NAME} says {chip.num_heads[layer]}")
         least = {"table": length if "input_ids" in given and
                  given["input_ids"].name == "position_ids" else vocab_size,
-                 "position_table": length, "cos": length, "sin": length}
+                 "position_table": length, "cos": length, "sin": length,
+                 "query_scale": length, "key_bias": length}
         if node.fields.get("vocab_sharded"):
             del least["table"]  # ids that others have give zeros
         for name, rows in least.items():
-            if name in given and int(given[name].shape[0]) < rows:
-                raise ValueError(f"{given[name].name!r} has {given[name].shape[0]} rows, fewer "
-                                 f"than {rows}")
+            has = int(given[name].shape[name == "key_bias"]) if name in given else rows
+            if has < rows:
+                raise ValueError(f"{given[name].name!r} has {has} rows, fewer than {rows}")
 
 
 def _hold_together(schedules: Sequence[Schedule], chip: Chip) -> None:

@@ -63,10 +63,6 @@ _LATENT_EXPERTS = {**_LATENT, "moe_intermediate_size": 40, "n_routed_experts": 8
                    "first_k_dense_replace": 1}
 # Those for which GPUs have no kernels yet.
 ON_CPUS = {
-    "llama4_text": {**_HEADS, "intermediate_size": 40, "intermediate_size_mlp": 96,
-                    "num_hidden_layers": 5, "num_local_experts": 4, "moe_layers": [0, 1, 3],
-                    "attention_chunk_size": 8, "no_rope_layers": [1, 0, 1, 0, 1],
-                    "floor_scale": 5},
     "deepseek_v2": {**_LATENT_EXPERTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT_EXPERTS, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
@@ -77,6 +73,14 @@ ON_CPUS = {
                      "index_head_dim": 16},
     "hy_v4": {**_LATENT_EXPERTS, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16,
               "n_group": 1, "hc_mult": 3, "swiglu_limit": 0.7},
+}
+# Whose attention is their own: in chunks, of scaled queries, of normed values, of values narrower
+# than keys, to another layer's caches.
+OWN_ATTENTION = {
+    "llama4_text": {**_HEADS, "intermediate_size": 40, "intermediate_size_mlp": 96,
+                    "num_hidden_layers": 5, "num_local_experts": 4, "moe_layers": [0, 1, 3],
+                    "attention_chunk_size": 8, "no_rope_layers": [1, 0, 1, 0, 1],
+                    "floor_scale": 5},
     "mimo_v2_flash": {**_HEADS, "v_head_dim": 12, "num_hidden_layers": 4, "n_routed_experts": 8,
                       "num_experts_per_tok": 2, "moe_intermediate_size": 40},
     "ministral3": {**_HEADS, "rope_parameters": {
@@ -209,9 +213,8 @@ HYBRIDS = {
     "bailing_hybrid": {**_LATENT_EXPERTS, "num_local_experts": 8, "num_hidden_layers": 4,
                        "head_dim": 16, "layer_group_size": 3},
 }
-# Of these and of mixtures, those for which GPUs have no kernels yet: columns that are gathered or
-# split, a decay for each channel.
-NOT_ON_GPUS = ("zamba2", "lfm3", "kimi_linear", "bailing_hybrid", "laguna")
+# Of these, those for which GPUs have no kernels yet: latent attention.
+NOT_ON_GPUS = ("kimi_linear", "bailing_hybrid")
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({
     "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
@@ -274,7 +277,8 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
-    known = {**FAMILIES, **ON_CPUS, **UNPLANNED, **MIXTURES, **HYBRIDS}.get(family, {})
+    known = {**FAMILIES, **ON_CPUS, **OWN_ATTENTION, **UNPLANNED, **MIXTURES,
+             **HYBRIDS}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
     return randomized(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 

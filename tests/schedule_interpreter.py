@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 import llmc
 from llmc import plugins
+from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime import llm as llm_module
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.engines.host import HostSampling
@@ -31,7 +32,11 @@ _COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
 _ELEMENTWISE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide,
                 "Min": np.minimum, "Max": np.maximum, "Tanh": np.tanh, "Exp": np.exp,
                 "Sigmoid": lambda x: 1 / (1 + np.exp(-x)), "Neg": np.negative,
-                "Softplus": lambda x: np.logaddexp(x, 0)}
+                "Softplus": lambda x: np.logaddexp(x, 0),
+                "Gelu": ACTIVATIONS["gelu"],
+                "GeluTanh": ACTIVATIONS["gelu_tanh"], "Greater": np.greater, "Less": np.less,
+                "Elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+                "Where": lambda chosen, x, y: np.where(chosen != 0, x, y)}
 _GUARD, _POISON = 64, 0xA5
 # Blocks are small, so that few tokens take several, and in an order that no mistake would make.
 LIMITS = Limits(num_blocks=512, block_size=4, max_tokens=4096, max_slots=64, max_logits=512,
@@ -172,6 +177,8 @@ class Interpreter:
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
                 if decode:
                     moved[node.outputs[0]] = node.inputs[0]
+            elif node.op == "Columns":
+                results = [read(node.inputs[0])[:, read(node.inputs[1])]]
             elif node.op == "Concat":
                 results = [np.concatenate([read(number) for number in node.inputs], -1)]
             elif node.op == "Scatter":

@@ -128,15 +128,19 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     if isinstance(size, int) and size != manifest.dims.vocab_size:
         raise LlmcError(f"'{reference}' has a vocabulary of {size}, '{case_dir}' one of "
                         f"{manifest.dims.vocab_size}; give the model that it was compiled from")
-    known = {t.name for node in raw.graph.nodes for t in node.outputs if not t.is_empty()}
+    kinds = {t.name: np.dtype(t.dtype or np.float32) for node in raw.graph.nodes
+             for t in node.outputs if not t.is_empty()}
+    known = kinds.keys()
     trace = _trace if manifest.target.on_gpus else run_chips
     compiled = trace(manifest, root, ids, known | {"logits"})
     # Whether a number near zero is above it may be either; what comes of it is compared.
-    shared = [name for name, value in compiled[0].items() if name in known and value.dtype != bool]
+    shared = [name for name, value in compiled[0].items()
+              if name in known and bool not in (value.dtype, kinds[name])]
     layers = [name for name in map(HIDDEN_STATE.format, range(manifest.dims.num_layers))
               if name in shared]
     wanted = shared if bisect else [*layers, "logits"]
-    original = _run_reference(raw, reference, manifest, ids, tokens, shared, wanted)
+    rounded = [name for name in shared if kinds[name] == np.float32]
+    original = _run_reference(raw, reference, manifest, ids, tokens, rounded, wanted)
     ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.export[name])
             for name in wanted if name != "logits"}
     ours["logits"] = compiled[0]["logits"][:, :manifest.dims.vocab_size]

@@ -29,12 +29,12 @@ from llmc.compiler.graph.rewrite import (
     state_of,
 )
 from llmc.plugins import Op
-from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 
 
 def blocks(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    attention = [node for node in graph.nodes if op_of(node) is CAUSAL_ATTENTION]
+    attention = [node for node in graph.nodes
+                 if (op := op_of(node)) is not None and "block_table" in op.input_names]
     for node in attention:
         for cache in (cache for pair in caches(node) for cache in pair):
             cache.shape = ("num_blocks", cache.shape[1], "block_size", cache.shape[3])

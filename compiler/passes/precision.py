@@ -12,10 +12,13 @@ from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
+    attends_causally,
     caches,
     exact_outputs,
     fields_of,
     op_of,
+    producer,
+    scalar,
     state_of,
     tidy,
     values_of,
@@ -53,6 +56,8 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
             exact = op is None or op.input_names[index] in op.float32_inputs
             if op is not None and op.input_names[index] in op.packed(fields_of(node)):
                 continue
+            if op is None and np.issubdtype(tensor.dtype, np.integer):
+                continue  # bounds and indices
             wanted = np.dtype(np.float32) if exact else dtype
             key = (id(tensor), wanted.name)
             if key not in made:
@@ -71,7 +76,7 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Keep keys and values in a dtype of their own, if one is asked for."""
     for node in graph.nodes if settings.kv_dtype else ():
         pairs = caches(node)
-        if pairs:
+        if attends_causally(node):
             node.attrs["kv_dtype"] = settings.kv_dtype
             report.count("caches", len(pairs))
         for tensor in (tensor for pair in pairs for tensor in pair):
@@ -79,8 +84,9 @@ def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Clip as Max and Min, which the engine has; and of what ONNX's ops on elements make the shapes
-    and dtypes, which exporters leave out or have for tokens that lie otherwise.
+    """Clip as Max and Min, which the engine has, and exp(x) - 1 of an x that is at most 0 as Elu,
+    which in 16 bits keeps what is left of a small x; and of what ONNX's ops on elements make the
+    shapes and dtypes, which exporters leave out or have for tokens that lie otherwise.
     """
     for node in [node for node in graph.nodes if node.op == "Clip"]:
         bounds = [(op, limit) for op, limit in zip(("Max", "Min"), node.inputs[1:], strict=False)
@@ -96,13 +102,22 @@ def elements(graph: gs.Graph, settings: Settings, report: Report) -> None:
             graph.nodes.append(gs.Node(op=op, name=made.name, inputs=[x, limit], outputs=[made]))
             x = made
         report.count("clip")
+    for node in graph.nodes:
+        exponential = producer(node.inputs[0]) if node.op == "Sub" else None
+        if exponential is None or exponential.op != "Exp" or scalar(node.inputs[1]) != 1:
+            continue
+        least = producer(exponential.inputs[0])
+        limits = [scalar(tensor) for tensor in least.inputs] if least and least.op == "Min" else []
+        if any(limit is not None and limit <= 0 for limit in limits):
+            node.op, node.inputs = "Elu", [exponential.inputs[0]]
+            report.count("elu")
     tidy(graph)
     for node in graph.nodes:
         given = [tensor for tensor in node.inputs if isinstance(tensor, gs.Variable)
                  and tensor.shape]
         if node.op in ELEMENTWISE and node.outputs and given:
             made = node.outputs[0]
-            made.dtype = made.dtype or given[0].dtype
+            made.dtype = made.dtype or (bool if node.op in ("Greater", "Less") else given[-1].dtype)
             made.shape = max((tensor.shape for tensor in given), key=lambda shape: shape[-1])
 
 

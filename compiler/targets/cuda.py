@@ -100,6 +100,8 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     kept: dict[int, Literal["cache", "state"]] = {
         id(tensor): "cache" for node in graph.nodes for pair in caches(node) for tensor in pair}
     kept |= {id(tensor): "state" for node in graph.nodes for tensor in state_of(node) or ()}
+    # What a layer has put into its cache is in the cache.
+    filled = {id(made): given for node in graph.nodes for given, made in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
     memory = outputs if all(t.name != "logits" for t in outputs) else []  # an encoder's
     numbers: dict[int, int] = {}
@@ -125,8 +127,9 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     rows = add(_MEMORY_ROWS) if memory else -1
     nodes = []
     for node, own in zip(graph.nodes, fields, strict=True):
-        nodes.append(ScheduledNode(op=node.op, fields=own,
-                                   inputs=tuple(number(t) for t in node.inputs),
+        nodes.append(ScheduledNode(op=_op(node), fields=own,
+                                   inputs=tuple(number(filled.get(id(t), t))
+                                                for t in node.inputs),
                                    outputs=tuple(number(t) for t in node.outputs)))
         for made in (t for t in node.outputs if any(t is other for other in memory)):
             target = add(_describe_memory(made, dtype))
@@ -142,16 +145,25 @@ def _describe_memory(tensor: gs.Tensor, dtype: str) -> ScheduledTensor:
                            shape=("num_memory_tokens", int(tensor.shape[-1])))
 
 
+def _op(node: gs.Node) -> str:
+    """What the engine calls a node's op."""
+    if node.op == "Gather" and isinstance(node.inputs[1], gs.Constant):
+        return "Columns"
+    return "GeluTanh" if node.op == "Gelu" and node.attrs.get("approximate") == "tanh" else node.op
+
+
 def _fields(node: gs.Node) -> dict[str, int | float | str]:
     if is_llmc(node):
         return fields_of(node)
     constants = [t for t in node.inputs if isinstance(t, gs.Constant)]
     if node.op == "Gather" and node.attrs.get("axis", 0) == 0 and not constants:
         return {}
+    if _op(node) == "Columns" and node.attrs["axis"] == -1 and len(constants) == 1:
+        return {}
     if node.op == "Concat" and not constants and len(node.inputs) <= MOST_JOINED and \
             node.attrs["axis"] in (-1, len(node.outputs[0].shape) - 1):
         return {}
-    if node.op in ELEMENTWISE and all(
+    if node.op in ELEMENTWISE and node.attrs.get("alpha", 1.0) == 1 and all(
             t.values.size == 1 or [*t.shape] == [*node.outputs[0].shape[-1:]] for t in constants):
         return {}
     raise LlmcError(f"{node.op} '{node.name}': the cuda target has no kernel for it; compile for "
@@ -195,7 +207,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     for tensor in () if memory else graph.outputs:
         last_use[id(tensor)] = len(graph.nodes)
     for node in graph.nodes:
-        if node.op == "Gather":  # where all rows are wanted, the engine reads them where they are
+        if _op(node) == "Gather":  # where all rows are wanted, the engine reads them where they are
             rows, selected = id(node.inputs[0]), id(node.outputs[0])
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs

@@ -31,12 +31,15 @@ def _widen_elementwise(graph: gs.Graph) -> None:
             nodes.append(node)
             continue
         for index, tensor in enumerate(node.inputs):
-            if isinstance(tensor, gs.Variable):
+            if isinstance(tensor, gs.Variable) and tensor.dtype != bool:
                 wide = gs.Variable(f"{node.outputs[0].name}.input_{index}", np.float32,
                                    tensor.shape)
                 nodes.append(_float_cast(tensor, wide))
                 node.inputs[index] = wide
         narrow = node.outputs[0]
+        if narrow.dtype == bool:
+            nodes.append(node)
+            continue
         node.outputs = [gs.Variable(f"{narrow.name}.float32", np.float32, narrow.shape)]
         nodes += (node, _float_cast(node.outputs[0], narrow))
     graph.nodes.clear()

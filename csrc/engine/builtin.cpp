@@ -20,6 +20,22 @@ class Gather : public Plugin {
   bool passes_on(const Context& context) const override { return context.decode; }  // all rows, in order
 };
 
+// Columns of a value, in any order.
+class Columns : public Plugin {
+ public:
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    expect("Columns's x", in[0], {in[0][0], in[0][1]});
+    expect("Columns's index", in[1], {in[1][0]});
+    return {{in[0][0], in[1][0]}};
+  }
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
+               const Context& context) const override {
+    check(kernels::gather_columns(in[0].dtype, out[0].data, in[0].data, static_cast<const int32_t*>(in[1].data),
+                                  static_cast<int>(in[0].shape[0]), static_cast<int>(in[0].shape[1]),
+                                  static_cast<int>(in[1].shape[0]), context.stream), "Columns");
+  }
+};
+
 // Write rows of a tensor to rows of the encoder's memory.
 class Scatter : public Plugin {
  public:
@@ -67,7 +83,10 @@ class ElementwiseOp : public Plugin {
   explicit ElementwiseOp(kernels::Elementwise op) : op_(op) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims& y = in.size() > 1 && (is_weight(in[0]) || (!is_weight(in[1]) && is_column(in[0]))) ? in[1] : in[0];
+    const Dims* found = nullptr;  // what the others are to be as large as: the first value that is no column, or one
+    for (const Dims& operand : in)
+      if (!is_weight(operand) && (found == nullptr || (is_column(*found) && !is_column(operand)))) found = &operand;
+    const Dims& y = found != nullptr ? *found : in[0];
     if (is_weight(y)) throw Error("an elementwise op has nothing but weights");
     for (const Dims& operand : in)
       expect("an elementwise op's operand", operand,
@@ -76,10 +95,10 @@ class ElementwiseOp : public Plugin {
   }
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void*,
                const Context& context) const override {
-    const bool two = in.size() > 1;
-    check(kernels::elementwise(out[0].dtype, op_, out[0].data, in[0].data, two ? in[1].data : nullptr,
-                               operand(in[0], out[0]), two ? operand(in[1], out[0]) : kernels::Operand::kWhole,
-                               out[0].size(), static_cast<int>(out[0].shape.back()), context.stream),
+    kernels::Operands operands{};
+    for (size_t i = 0; i < in.size(); ++i) operands.data[i] = in[i].data, operands.is[i] = operand(in[i], out[0]);
+    check(kernels::elementwise(out[0].dtype, op_, out[0].data, operands, out[0].size(),
+                               static_cast<int>(out[0].shape.back()), context.stream),
           "an elementwise op");
   }
 
@@ -113,6 +132,7 @@ std::map<std::string, PluginType> all_types() {
     types[name] = {name, 1, std::move(inputs), std::move(outputs), {}, {}, make};
   };
   add("Gather", {"x", "logits_indices: int64"}, {"y"}, &make<Gather>);
+  add("Columns", {"x", "index: int32"}, {"y"}, &make<Columns>);
   add("Scatter", {"x", "memory_rows: int64", "memory"}, {}, &make<Scatter>);
   add("Concat", {"a", "b", "c?", "d?"}, {"y"}, &make<Concat>);
   const std::vector<Port> one = {"a"}, two = {"a: number", "b: number"};
@@ -122,11 +142,17 @@ std::map<std::string, PluginType> all_types() {
   add("Div", two, {"y"}, &make<Elementwise::kDiv>);
   add("Min", two, {"y"}, &make<Elementwise::kMin>);
   add("Max", two, {"y"}, &make<Elementwise::kMax>);
+  add("Greater", two, {"y"}, &make<Elementwise::kGreater>);
+  add("Less", two, {"y"}, &make<Elementwise::kLess>);
+  add("Where", {"a", "b: number", "c: number"}, {"y"}, &make<Elementwise::kWhere>);
+  add("Elu", one, {"y"}, &make<Elementwise::kElu>);
   add("Tanh", one, {"y"}, &make<Elementwise::kTanh>);
   add("Exp", one, {"y"}, &make<Elementwise::kExp>);
   add("Sigmoid", one, {"y"}, &make<Elementwise::kSigmoid>);
   add("Neg", one, {"y"}, &make<Elementwise::kNeg>);
   add("Softplus", one, {"y"}, &make<Elementwise::kSoftplus>);
+  add("Gelu", one, {"y"}, &make<Elementwise::kGelu>);
+  add("GeluTanh", one, {"y"}, &make<Elementwise::kGeluTanh>);
   return types;
 }
 

@@ -225,16 +225,35 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   if (port.packed && !std::get<std::string>(fields.at("weight_dtype")).empty()) allowed = {DType::kUint8};
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
-  if ((port.name == "cos" || port.name == "sin") && given.shape[0] < limits_.max_seq_len)
-    throw Error(what + " has " + std::to_string(given.shape[0]) + " rows for max_seq_len " +
+  // Of what is looked up by positions, the axis of these.
+  static const std::map<std::string, size_t> by_position = {{"cos", 0}, {"sin", 0}, {"query_scale", 0}, {"key_bias", 1}};
+  const auto axis = by_position.find(port.name);
+  if (axis != by_position.end() && axis->second < given.shape.size() && given.shape[axis->second] < limits_.max_seq_len)
+    throw Error(what + " has " + std::to_string(given.shape[axis->second]) + " rows for max_seq_len " +
                 std::to_string(limits_.max_seq_len));
   const bool written = std::any_of(type.outputs.begin(), type.outputs.end(),
                                    [&](const Port& output) { return output.in_place == port.name; });
   const bool kept = given.kind == Kind::kCache || given.kind == Kind::kState;
+  // A cache may be read behind the node that writes it.
+  const bool read = !written && port.cached && given.kind == Kind::kCache;
+  if (read && !is_written(number)) throw Error(what + " is a cache that no node has written yet");
+  if (read) return;
   if (written != kept) throw Error(what + (written ? " is written, and nothing that is kept" : " is kept"));
   if (written && port.cached != (given.kind == Kind::kCache))
     throw Error(what + (port.cached ? " is no cache" : " is no state"));
   if (port.name == "memory" && given.kind != Kind::kMemory) throw Error(what + " is no encoder's memory");
+}
+
+bool Program::is_written(int number) const {
+  return std::any_of(nodes_.begin(), nodes_.end(), [&](const Node& node) {
+    const auto found = plugin_types().find(node.op);
+    if (found == plugin_types().end()) return false;
+    const PluginType& type = found->second;
+    for (size_t i = 0; i < node.inputs.size(); ++i)
+      for (const Port& output : type.outputs)
+        if (node.inputs[i] == number && output.in_place == type.inputs[i].name) return true;
+    return false;
+  });
 }
 
 // That the op makes what is declared, whatever a step's sizes are.

@@ -91,6 +91,8 @@ class Program {
   void check_node(const PluginType& type, const Fields& fields, const Node& node, bool of_encoder) const;
   void check_input(const PluginType& type, const Fields& fields, size_t index, int tensor, bool of_encoder) const;
   void check_shapes(const Node& node) const;
+  // Whether a node that is there already writes a cache or state.
+  bool is_written(int tensor) const;
 
   DType dtype_;
   Limits limits_;

@@ -1,7 +1,7 @@
 // Attention one query token at a time, where no tensor-core kernel serves: float32, and prompts of an odd head_dim.
 //
 // A block takes one token, one KV head and up to kHeads of its query heads, over one part of the cached
-// positions (flash-decoding). A key is read by kLanes threads, 8 elements each; every group of kLanes
+// positions (flash-decoding). A key is read by kLanes threads, 8 elements each kVectors times; every group of kLanes
 // threads keeps its own running softmax, and they are merged at the end: within the warp, over the block's
 // warps, and over the parts by whichever block ends last. Reads the visible keys and values once per kHeads
 // query heads.
@@ -31,26 +31,28 @@ __device__ __forceinline__ void clear_behind(const AttentionParams& p, int seque
 }
 
 // One warp per head of the token: turned queries into p.queries, keys and values into the caches.
-template <typename T, typename C>
+template <typename T, typename C, int kMost>
 __global__ void append_kernel(AttentionParams p) {
-  __shared__ float heads[kWarps][kMaxHeadDim];
+  __shared__ float heads[kWarps][kMost];
   wait_for_inputs();
   let_next_start();
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = sequence_of(p, token);
   const int position = p.past_lens[sequence] + token - start_of(p, sequence);
-  const int all = p.num_heads + 2 * p.num_kv_heads;
+  const int all = heads_of_row(p);
+  const float factor = query_factor(p, position);
   for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
     const T* source = static_cast<const T*>(p.qkv) + (static_cast<int64_t>(token) * all + h) * p.head_dim;
-    prepare_head(heads[warp], source, p, is_query ? p.q_norm : is_value ? nullptr : p.k_norm, position,
+    prepare_head<T, kMost>(heads[warp], source, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
                  !is_value);
     auto write = [&](auto* target) {
       for (int i = lane; i < p.head_dim; i += 32)
-        target[i] = from_float<std::remove_pointer_t<decltype(target)>>(heads[warp][i]);
+        target[i] = from_float<std::remove_pointer_t<decltype(target)>>(is_query ? heads[warp][i] * factor : heads[warp][i]);
     };
     if (is_query) {
       write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
+      if (p.reads && h < p.num_kv_heads) clear_behind<C>(p, sequence, token, position, h, lane, 32);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
@@ -69,7 +71,8 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   let_next_start();
   const int token = blockIdx.x, sequence = sequence_of(p, token);
   const int position = p.past_lens[sequence] + token - start_of(p, sequence);
-  const int all = p.num_heads + 2 * p.num_kv_heads, vectors = p.head_dim / kWidth;
+  const int all = heads_of_row(p), vectors = p.head_dim / kWidth;
+  const float factor = query_factor(p, position);
   const int half = p.cos == nullptr ? 0 : p.rotary_dim / 2;
   const float* cos = p.cos + static_cast<int64_t>(position) * half;
   const float* sin = p.sin + static_cast<int64_t>(position) * half;
@@ -92,6 +95,8 @@ __global__ void append_vectors_kernel(AttentionParams p) {
       }
     }
     if (is_query) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) value[k] *= factor;
       store_floats(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim + at,
                    value);
     } else {
@@ -126,17 +131,19 @@ __global__ void lengths_kernel(Lengths lengths, AttentionParams p) {
 
 template <typename T, typename C>
 cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
-  const int all = p.num_heads + 2 * p.num_kv_heads;
-  const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.head_dim % kVec<T> == 0 &&
+  const int all = heads_of_row(p);
+  const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.v_norm == nullptr && p.head_dim % kVec<T> == 0 &&
       (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
   if (vectors) return launch(append_vectors_kernel<T, C>, p.num_tokens, 256, 0, stream, p);
-  return launch(append_kernel<T, C>, dim3(p.num_tokens, (all + kWarps - 1) / kWarps), kWarps * 32, 0, stream, p);
+  const dim3 grid(p.num_tokens, (all + kWarps - 1) / kWarps);
+  if (p.head_dim <= 256) return launch(append_kernel<T, C, 256>, grid, kWarps * 32, 0, stream, p);
+  return launch(append_kernel<T, C, kMaxHeadDim>, grid, kWarps * 32, 0, stream, p);
 }
 
 // kFused: every token is the only new one of its sequence, and the kernel prepares its heads itself.
-template <typename T, typename C, int kLanes, int kHeads, bool kFused>
+template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFused>
 __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, int parts) {
-  constexpr int kGroups = 32 / kLanes, kTurns = 4;
+  constexpr int kGroups = 32 / kLanes, kTurns = 4 / kVectors, kMost = 8 * kLanes * kVectors, kOwn = 8 * kVectors;
   extern __shared__ float shared[];
   float* queries = shared;                            // [kHeads][head_dim]
   float* sums = queries + kHeads * p.head_dim;        // [kWarps][kHeads][head_dim]
@@ -150,7 +157,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   const int token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = kFused ? token : sequence_of(p, token);
   const int position = p.past_lens[sequence] + (kFused ? 0 : token - start_of(p, sequence));
-  const int begin = p.window > 0 ? max(0, position + 1 - p.window) : 0, count = position + 1 - begin;
+  const int begin = first_seen(p, position), count = position + 1 - begin;
   const int used = min(parts, (count + kMinKeys - 1) / kMinKeys), part = blockIdx.z;
   if (part >= used) return;
   const int per_part = (count + used - 1) / used;
@@ -160,20 +167,18 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   if constexpr (kFused) {
-    const T* qkv = static_cast<const T*>(p.qkv) +
-                   static_cast<int64_t>(token) * (p.num_heads + 2 * p.num_kv_heads) * dim;
+    const T* qkv = static_cast<const T*>(p.qkv) + static_cast<int64_t>(token) * heads_of_row(p) * dim;
     for (int h = warp; h < heads; h += kWarps)
-      prepare_head(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
-    if (to == position + 1 && warp == kWarps - 1) {
+      prepare_head<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
+    if (to == position + 1 && warp == kWarps - 1 && !p.reads) {
       // The block that reads the new position writes it too; chunks of one KV head write the same.
       float* scratch = sums;
       const T* key = qkv + (p.num_heads + kv_head) * dim;
-      prepare_head(scratch, key, p, p.k_norm, position, true);
-      const T* value = key + p.num_kv_heads * dim;
-      for (int i = lane; i < dim; i += 32) {
-        keys[row(position) + i] = from_float<C>(scratch[i]);
-        values[row(position) + i] = from_float<C>(to_float(value[i]));
-      }
+      prepare_head<T, kMost>(scratch, key, p, p.k_norm, position, true);
+      for (int i = lane; i < dim; i += 32) keys[row(position) + i] = from_float<C>(scratch[i]);
+      __syncwarp();
+      prepare_head<T, kMost>(scratch, key + p.num_kv_heads * dim, p, p.v_norm, position, false);
+      for (int i = lane; i < dim; i += 32) values[row(position) + i] = from_float<C>(scratch[i]);
     }
   } else {
     const T* source = static_cast<const T*>(p.queries) +
@@ -182,39 +187,43 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   }
   __syncthreads();
 
-  const int in_key = lane % kLanes * 8;
-  const bool inside = in_key < dim;
-  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
-  float q[kHeads][8], sum[kHeads][8] = {}, peak[kHeads], total[kHeads] = {};
+  auto in_key = [&](int v) { return (v * kLanes + lane % kLanes) * 8; };  // where this thread's part v of a key begins
+  auto inside = [&](int v) { return in_key(v) < dim; };
+  const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E) * (kFused ? query_factor(p, position) : 1.f);
+  float q[kHeads][kOwn], sum[kHeads][kOwn] = {}, peak[kHeads], total[kHeads] = {};
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     peak[h] = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) q[h][i] = inside && h < heads ? queries[h * dim + in_key + i] * scale : 0;
+    for (int i = 0; i < kOwn; ++i)
+      q[h][i] = inside(i / 8) && h < heads ? queries[h * dim + in_key(i / 8) + i % 8] * scale : 0;
   }
   constexpr int kStride = kWarps * kGroups;
   for (int start = from + warp * kGroups + lane / kLanes; start - lane / kLanes < to;
        start += kStride * kTurns) {
-    Cached<C> key[kTurns], value[kTurns];
+    Cached<C> key[kTurns][kVectors], value[kTurns][kVectors];
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int j = start + turn * kStride;
-      const bool there = j < to && inside;
-      key[turn] = value[turn] = Cached<C>{};
-      if (there) {
-        key[turn] = load_cached(keys + row(j) + in_key);
-        value[turn] = load_cached(values + row(j) + in_key);
+    for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int j = start + turn * kStride;
+        key[turn][v] = value[turn][v] = Cached<C>{};
+        if (j < to && inside(v)) {
+          key[turn][v] = load_cached(keys + row(j) + in_key(v));
+          value[turn][v] = load_cached(values + row(j) + in_key(v));
+        }
       }
-    }
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const bool there = start + turn * kStride < to;
-      const Vec<T, 8> k = widen<T, C>(key[turn]), v = widen<T, C>(value[turn]);
+      Vec<T, 8> k[kVectors], value_of[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) k[v] = widen<T, C>(key[turn][v]), value_of[v] = widen<T, C>(value[turn][v]);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         float score = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) score += q[h][i] * to_float(k.data[i]);
+        for (int i = 0; i < kOwn; ++i) score += q[h][i] * to_float(k[i / 8].data[i % 8]);
 #pragma unroll
         for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
         if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap) * kLog2E;
@@ -225,7 +234,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
         peak[h] = higher;
         total[h] = total[h] * old + fresh;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[h][i] = sum[h][i] * old + fresh * to_float(v.data[i]);
+        for (int i = 0; i < kOwn; ++i) sum[h][i] = sum[h][i] * old + fresh * to_float(value_of[i / 8].data[i % 8]);
       }
     }
   }
@@ -233,22 +242,23 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     merge_lanes<kLanes>(peak[h], total[h], sum[h]);
-    if (lane < kLanes && inside)
+    if (lane < kLanes)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums[(warp * kHeads + h) * dim + in_key + i] = sum[h][i];
+      for (int i = 0; i < kOwn; ++i)
+        if (inside(i / 8)) sums[(warp * kHeads + h) * dim + in_key(i / 8) + i % 8] = sum[h][i];
     if (lane == 0) peak_of[warp][h] = peak[h], total_of[warp][h] = total[h];
   }
   merge<T, 0>(p, peak_of, total_of, [&](int row, int i) { return sums[row * dim + i]; }, heads,
               static_cast<int64_t>(token) * p.num_heads + first_head, {part, used, parts});
 }
 
-template <typename T, typename C, int kLanes, int kHeads, bool kFused>
+template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFused>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
   const int parts = parts_for(blocks, p.max_seq_len, kMinKeys);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
-  auto kernel = token_kernel<T, C, kLanes, kHeads, kFused>;
+  auto kernel = token_kernel<T, C, kLanes, kVectors, kHeads, kFused>;
   if (shared > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -257,20 +267,21 @@ cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   return launch(kernel, dim3(columns, p.num_tokens, parts), kWarps * 32, shared, stream, p, parts);
 }
 
-template <typename T, typename C, int kLanes, bool kFused>
+template <typename T, typename C, int kLanes, int kVectors, bool kFused>
 cudaError_t tokens_of_lanes(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads;
-  if (group == 1) return run_tokens<T, C, kLanes, 1, kFused>(p, stream);
-  if constexpr (std::is_same_v<T, float>)  // in 16 bits few models come here, and hardly one with pairs of heads
-    if (group == 2) return run_tokens<T, C, kLanes, 2, kFused>(p, stream);
-  return run_tokens<T, C, kLanes, 4, kFused>(p, stream);
+  if (group == 1) return run_tokens<T, C, kLanes, kVectors, 1, kFused>(p, stream);
+  if constexpr (std::is_same_v<T, float> && kVectors == 1)  // of others hardly a model comes here with pairs of heads
+    if (group == 2) return run_tokens<T, C, kLanes, kVectors, 2, kFused>(p, stream);
+  return run_tokens<T, C, kLanes, kVectors, 4, kFused>(p, stream);
 }
 
 template <typename T, typename C, bool kFused>
 cudaError_t tokens(const AttentionParams& p, cudaStream_t stream) {
-  if (p.head_dim <= 64) return tokens_of_lanes<T, C, 8, kFused>(p, stream);
-  if (p.head_dim <= 128) return tokens_of_lanes<T, C, 16, kFused>(p, stream);
-  return tokens_of_lanes<T, C, 32, kFused>(p, stream);
+  if (p.head_dim <= 64) return tokens_of_lanes<T, C, 8, 1, kFused>(p, stream);
+  if (p.head_dim <= 128) return tokens_of_lanes<T, C, 16, 1, kFused>(p, stream);
+  if (p.head_dim <= 256) return tokens_of_lanes<T, C, 32, 1, kFused>(p, stream);
+  return tokens_of_lanes<T, C, 32, 2, kFused>(p, stream);
 }
 
 }  // namespace
@@ -294,7 +305,11 @@ cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& p, c
 cudaError_t attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
-  if (p.decode && dtype != DType::kFloat32) return decode(dtype, p, stream);
+  if (p.decode && can_decode(dtype, p)) return decode(dtype, p, stream);
+  if (p.decode && dtype != DType::kFloat32) {
+    const cudaError_t error = append(dtype, p, stream);
+    if (error != cudaSuccess) return error;
+  }
   if (!p.decode && !p.vanilla && prefills_on_hopper(dtype, p)) return prefill_on_hopper(dtype, p, stream);
   if (!p.decode && !p.vanilla && can_prefill(dtype, p.head_dim)) return prefill(dtype, p, stream);
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {

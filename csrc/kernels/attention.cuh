@@ -7,7 +7,7 @@ namespace llmc::device {
 
 using kernels::AttentionParams;
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 
 // The sequence that a packed token belongs to, where cu_seqlens count from first_token on.
 __device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token, int first_token = 0) {
@@ -28,9 +28,26 @@ __device__ __forceinline__ int start_of(const AttentionParams& p, int sequence) 
   return p.cu_seqlens[sequence] - p.first_token;
 }
 
+// The first position that a query sees.
+__device__ __forceinline__ int first_seen(int window, int chunk, int position) {
+  const int first = window > 0 ? max(0, position + 1 - window) : 0;
+  return chunk > 0 ? max(first, position / chunk * chunk) : first;
+}
+__device__ __forceinline__ int first_seen(const AttentionParams& p, int position) {
+  return first_seen(p.window, p.chunk, position);
+}
+// Heads that a row of qkv has.
+__host__ __device__ __forceinline__ int heads_of_row(const AttentionParams& p) {
+  return p.num_heads + (p.reads ? 0 : 2 * p.num_kv_heads);
+}
+// What a query is multiplied by when it is normed and turned.
+__device__ __forceinline__ float query_factor(const AttentionParams& p, int position) {
+  return p.query_scale == nullptr ? 1.f : p.query_scale[position];
+}
+
 // A warp reads one head, norms it if there is a weight, turns it if there are cos and sin, or does so in the other order,
 // and leaves it in `head` (shared, float32 [head_dim]); head_dim is at most kMost.
-template <typename T, int kMost = kMaxHeadDim>
+template <typename T, int kMost>
 __device__ __forceinline__ void prepare_head(float* head, const T* source, const AttentionParams& p,
                                              const float* weight, int position, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
@@ -122,8 +139,8 @@ inline int parts_for(int blocks, int max_seq_len, int keys, int enough = kEnough
 
 // The softmaxes that each kLanes lanes of a warp keep of their own keys, as one in every lane. Peaks are of base-2
 // exponents; -inf where there were no keys.
-template <int kLanes>
-__device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&sum)[8]) {
+template <int kLanes, int kOwn>
+__device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&sum)[kOwn]) {
 #pragma unroll
   for (int mask = kLanes; mask < 32; mask <<= 1) {
     const float other = __shfl_xor_sync(~0u, peak, mask), higher = fmaxf(peak, other);
@@ -132,7 +149,7 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
     peak = higher;
     total = total * mine + __shfl_xor_sync(~0u, total, mask) * theirs;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = sum[i] * mine + __shfl_xor_sync(~0u, sum[i], mask) * theirs;
+    for (int i = 0; i < kOwn; ++i) sum[i] = sum[i] * mine + __shfl_xor_sync(~0u, sum[i], mask) * theirs;
   }
 }
 
@@ -188,19 +205,30 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   __syncthreads();
   if (!last) return;
   __threadfence();
+  // A lane for each part: how much of its sums goes into the head's.
+  static_assert(kMaxParts <= 32);
+  __shared__ float share_of[kHeads][kMaxParts];
+  const int lane = threadIdx.x % 32;
+  for (int h = threadIdx.x / 32; h < heads; h += kWarps) {
+    const float* result = results + (static_cast<int64_t>(h) * part.most + lane) * (dim + 2);
+    const bool there = lane < part.used;
+    const float peak = there ? __ldcg(result) : -INFINITY, total = there ? __ldcg(result + 1) : 0.f;
+    float higher = peak;
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
+    const float weight = exp2f(peak - higher);
+    const float all = warp_sum(total * weight) + sink_of(p.sinks, first_head + h, higher);
+    if (there) share_of[h][lane] = weight / all;
+  }
+  __syncthreads();
   for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
     const int h = at / width, i = at % width;
     if (i >= dim) continue;
-    const float* result = results + static_cast<int64_t>(h) * part.most * (dim + 2);
-    float higher = -INFINITY, total = 0, sum = 0;
-    for (int k = 0; k < part.used; ++k) higher = fmaxf(higher, __ldcg(result + k * (dim + 2)));
-    for (int k = 0; k < part.used; ++k) {
-      const float weight = exp2f(__ldcg(result + k * (dim + 2)) - higher);
-      total += __ldcg(result + k * (dim + 2) + 1) * weight;
-      sum += __ldcg(result + k * (dim + 2) + 2 + i) * weight;
-    }
-    total += sink_of(p.sinks, first_head + h, higher);
-    out[h * dim + i] = from_float<T>(sum / total);
+    const float* result = results + static_cast<int64_t>(h) * part.most * (dim + 2) + 2 + i;
+    float sum = 0;
+#pragma unroll 8
+    for (int k = 0; k < part.used; ++k) sum += share_of[h][k] * __ldcg(result + k * (dim + 2));
+    out[h * dim + i] = from_float<T>(sum);
   }
 }
 

@@ -12,13 +12,15 @@ namespace {
 
 using namespace device;
 
+constexpr int kMostHeadDim = 256;
+
 // What is asked: queries T [num_tokens, num_heads * head_dim], as out is.
 struct Queries {
   void* out;
   const void* query;
   const int32_t* cu_seqlens;  // [batch + 1]
-  const float* bias;          // [num_heads, distances] or null
-  int num_tokens, batch, num_heads, num_kv_heads, head_dim, distances;
+  ScoreBias bias;
+  int num_tokens, batch, num_heads, num_kv_heads, head_dim;
   float scale, softcap;
   const float* sinks;         // [num_heads] or null
 };
@@ -50,7 +52,7 @@ struct RowsOfKeys {
   int first = 0, count = 0, stride;  // first: the position of the sequence's first query
 };
 
-// Keys in a cache, of which a query sees those up to its own, or a window of them.
+// Keys in a cache, of which a query sees those up to its own, or a window or a chunk of them.
 template <typename C>
 struct CachedKeys {
   using Params = AttentionParams;
@@ -58,16 +60,16 @@ struct CachedKeys {
 
   __device__ CachedKeys(const Params& p, int sequence, int kv_head)
       : key(static_cast<const C*>(p.key_cache)), value(static_cast<const C*>(p.value_cache)),
-        rows(p, sequence, kv_head), first(p.past_lens[sequence]), window(p.window) {}
-  __device__ int begin(int i) const { return window > 0 ? max(0, i + 1 - window) : 0; }
+        rows(p, sequence, kv_head), first(p.past_lens[sequence]), window(p.window), chunk(p.chunk) {}
+  __device__ int begin(int i) const { return first_seen(window, chunk, i); }
   __device__ int end(int i) const { return i + 1; }
-  __device__ bool sees(int i, int j) const { return j <= i && (window <= 0 || j > i - window); }
+  __device__ bool sees(int i, int j) const { return j <= i && j >= begin(i); }
   __device__ int64_t row(int j) const { return rows(j); }
   __device__ int column(int i, int j, int distances) const { return min(max(i - j, 0), distances - 1); }
 
   const C *key, *value;
   CacheRows rows;
-  int first, window;
+  int first, window, chunk;
 };
 
 template <typename T, int kLanes, int kQueries, int kWarps, typename Keys>
@@ -82,7 +84,11 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int in_key = lane % kLanes * 8;
   const bool inside = in_key < dim;
-  const float* bias = p.bias == nullptr ? nullptr : p.bias + static_cast<int64_t>(head) * p.distances;
+  auto of_head = [&](const float* table, int columns) {
+    return table == nullptr ? nullptr : table + static_cast<int64_t>(head) * columns;
+  };
+  const float* by_distance = of_head(p.bias.distance, p.bias.distances);
+  const float* by_key = of_head(p.bias.key, p.bias.positions);
   const int last_token = min(p.num_tokens, (static_cast<int>(blockIdx.x) + 1) * kQueries);
   for (int token = blockIdx.x * kQueries; token < last_token;) {
     const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
@@ -129,7 +135,8 @@ __global__ void __launch_bounds__(kWarps * 32) queries_kernel(Queries p, typenam
           for (int mask = kLanes / 2; mask; mask >>= 1) score += __shfl_xor_sync(~0u, score, mask);
           if (j >= to || n >= queries || !keys.sees(position + n, j)) continue;  // alike for the lanes of a group
           if (p.softcap > 0) score = p.softcap * tanhf(score / p.softcap);
-          if (bias != nullptr) score += bias[keys.column(position + n, j, p.distances)];
+          if (by_distance != nullptr) score += by_distance[keys.column(position + n, j, p.bias.distances)];
+          if (by_key != nullptr) score += by_key[j];
           score *= kLog2E;
           const float higher = fmaxf(peak[n], score);
           if (higher == -INFINITY) continue;
@@ -175,7 +182,7 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
   auto run = [&](auto queries, auto warps) {
     constexpr int kQueries = decltype(queries)::value, kWarps = decltype(warps)::value;
     const size_t shared = sizeof(float) * kWarps * kQueries * p.head_dim;
-    static_assert(sizeof(float) * kWarps * kQueries * kMaxHeadDim <= 32 * 1024);
+    static_assert(sizeof(float) * kWarps * kQueries * kMostHeadDim <= 32 * 1024);
     return launch(queries_kernel<T, kLanes, kQueries, kWarps, Keys>, dim3(blocks_for(p.num_tokens, kQueries), p.num_heads),
                   kWarps * 32, shared, stream, p, where);
   };
@@ -185,7 +192,7 @@ cudaError_t run_lanes(const Queries& p, const typename Keys::Params& where, cuda
 
 template <typename T, typename Keys>
 cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream_t stream) {
-  if (p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim || p.num_heads % p.num_kv_heads != 0)
+  if (p.head_dim % 8 != 0 || p.head_dim > kMostHeadDim || p.num_heads % p.num_kv_heads != 0)
     return cudaErrorInvalidValue;
   if (p.head_dim <= 64) return run_lanes<T, 8, Keys>(p, where, stream);
   if (p.head_dim <= 128) return run_lanes<T, 16, Keys>(p, where, stream);
@@ -206,18 +213,17 @@ __global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int64_t y_
 }  // namespace
 
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
-  const Queries queries{p.out, p.query, p.cu_seqlens, p.distance_bias, p.num_tokens, p.batch, p.num_heads,
-                        p.num_kv_heads, p.head_dim, p.distances, p.scale, 0, nullptr};
+  const Queries queries{p.out, p.query, p.cu_seqlens, {p.distance_bias, nullptr, p.distances, 0}, p.num_tokens, p.batch,
+                        p.num_heads, p.num_kv_heads, p.head_dim, p.scale, 0, nullptr};
   return with_type(dtype, [&](auto* type) {
     return run<std::remove_pointer_t<decltype(type)>, RowsOfKeys<std::remove_pointer_t<decltype(type)>>>(queries, p,
                                                                                                          stream);
   });
 }
 
-cudaError_t biased_attention(DType dtype, const AttentionParams& p, const float* distance_bias, int distances,
-                             cudaStream_t stream) {
-  const Queries queries{p.out, p.queries, p.cu_seqlens, distance_bias, p.num_tokens, p.batch, p.num_heads,
-                        p.num_kv_heads, p.head_dim, distances, p.scale, p.softcap, p.sinks};
+cudaError_t biased_attention(DType dtype, const AttentionParams& p, const ScoreBias& bias, cudaStream_t stream) {
+  const Queries queries{p.out, p.queries, p.cu_seqlens, bias, p.num_tokens, p.batch, p.num_heads,
+                        p.num_kv_heads, p.head_dim, p.scale, p.softcap, p.sinks};
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     return run<std::remove_pointer_t<decltype(type)>, CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p,
                                                                                                            stream);

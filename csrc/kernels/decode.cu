@@ -5,7 +5,7 @@
 // keys at a time, as the tensor core wants them: scores are K · Qᵀ with keys as the tile's rows, the inner
 // dimension permuted so that a thread has 8 elements of a key next to each other; their transpose (movmatrix)
 // times V gives the sums, V's rows paired by byte permutes and its columns permuted so that a thread has 8
-// elements of a value. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
+// elements of a value; where a head is longer than 256 the sums are Vᵀ times the scores, which takes half the registers. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
 // the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the
 // end, and the parts' by whichever block ends last. Reads the visible keys and values once per 8 query heads.
 #include "attention.cuh"
@@ -18,20 +18,22 @@ namespace {
 using namespace device;
 
 constexpr int kHeads = 8, kKeys = 16;
-constexpr int kDecodeKeys = 256;  // per part
+template <int kSteps>
+constexpr int kDecodeKeys = kSteps > 8 ? 128 : 256;  // per part
 constexpr int kStartKeys = 128;   // what beginning and merging a part cost, in positions that are read meanwhile
 
 // How many positions a part should have. Multiprocessors end together where each has as many blocks as the others: the
 // least positions that the busiest one reads, of all numbers of parts that the mean sequence may be divided into.
+template <int kKeysOfPart>
 __device__ __forceinline__ int positions_per_part(const AttentionParams& p, int parts, int columns, int processors) {
   const int lane = threadIdx.x % 32;
   int64_t all = 0;
-  for (int i = lane; i < p.batch; i += 32) all += p.window > 0 ? min(p.past_lens[i] + 1, p.window) : p.past_lens[i] + 1;
+  for (int i = lane; i < p.batch; i += 32) all += p.past_lens[i] + 1 - first_seen(p, p.past_lens[i]);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) all += __shfl_xor_sync(~0u, all, mask);
   const int mean = static_cast<int>(all / p.batch), wanted = lane + 1;
   const int each = (mean + wanted - 1) / wanted, rounds = (columns * wanted + processors - 1) / processors;
-  const bool may = wanted <= min(parts, (mean + kDecodeKeys - 1) / kDecodeKeys);
+  const bool may = wanted <= min(parts, (mean + kKeysOfPart - 1) / kKeysOfPart);
   const int64_t cost = static_cast<int64_t>(rounds) * (each + kStartKeys) << 32 | each;
   int64_t least = may ? cost : INT64_MAX;
 #pragma unroll
@@ -67,13 +69,14 @@ template <typename T, typename C, int kSteps, int kWarps>
 struct Layout {
   static constexpr int kDim = kSteps * 32, kPitch = kDim + 8, kHalves = (kDim + 63) / 64;
   // Of a warp, rounds of 16 keys and their values that are under way.
-  static constexpr int kRounds = kWarps > 4 && kDim > 128 ? 1 : 2;
+  static constexpr int kRounds = (kWarps > 4 && kDim > 128) || kDim > 256 ? 1 : 2;
+  static constexpr bool kTall = kDim > 256;  // sums have elements of a value as rows, and heads as columns
   // Vectors of 8 elements: of a row, of a row's place in shared memory, of a round.
   static constexpr int kVectors = kDim / 8, kRow = kSteps == 3 ? 16 : kVectors, kRound = 2 * kKeys * kRow;
   // Where vector `at` of a row is: no two lanes that read together share a bank.
   __device__ static int key_at(int row, int at) { return row * kRow + (at ^ (row % 4 * 4 & (kRow - 1))); }
   __device__ static int value_at(int row, int at) {
-    return (kKeys + row) * kRow + (at ^ (row & 6 & (kRow - 1)));
+    return (kKeys + row) * kRow + (at ^ (row & (kTall ? 7 : 6) & (kRow - 1)));
   }
   static constexpr size_t kShared = sizeof(Cached<C>) * kWarps * kRounds * kRound + sizeof(T) * kHeads * kPitch +
                                     sizeof(C) * 2 * kPitch + sizeof(float) * kWarps * kDim;
@@ -104,9 +107,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   const int g = lane / 4, t = lane % 4;
   const int position = p.past_lens[sequence];
   // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
-  const int seen = p.window > 0 ? max(0, position + 1 - p.window) : 0;
+  const int seen = first_seen(p, position);
   const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.z;
-  const int each = parts > 1 ? positions_per_part(p, parts, gridDim.x * p.batch, processors) : count;
+  const int each = parts > 1 ? positions_per_part<kDecodeKeys<kSteps>>(p, parts, gridDim.x * p.batch, processors) : count;
   const int wanted = min(parts, (count + each - 1) / each);
   const int per_part = (count + wanted * kKeys - 1) / (wanted * kKeys) * kKeys;
   const int used = (count + per_part - 1) / per_part;
@@ -146,41 +149,36 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   wait_for_inputs();
   let_next_start();
 
-  const T* qkv = static_cast<const T*>(p.qkv) +
-                 static_cast<int64_t>(sequence) * (p.num_heads + 2 * p.num_kv_heads) * dim;
+  const T* qkv = static_cast<const T*>(p.qkv) + static_cast<int64_t>(sequence) * heads_of_row(p) * dim;
   // A warp for each query head, and where the new position is this block's, for its key and its value.
   // Chunks of one KV head write the same.
   float* scratch = reinterpret_cast<float*>(fresh_value + kPitch) + warp * kDim;
   for (int task = warp; task < heads + (to == position + 1 ? 2 : 0); task += kWarps) {
-    if (task < heads) {
-      prepare_head<T, kDim>(scratch, qkv + (first_head + task) * dim, p, p.q_norm, position, true);
-      for (int i = lane; i < kDim; i += 32)
-        queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] : 0.f);
-    } else if (task == heads) {
-      prepare_head<T, kDim>(scratch, qkv + (p.num_heads + kv_head) * dim, p, p.k_norm, position, true);
+    const bool is_query = task < heads, is_value = task == heads + 1;
+    C* const fresh = is_value ? fresh_value : fresh_key;
+    C* const row = (is_value ? values : keys) + row_of(position);
+    if (p.reads && !is_query) {
+      for (int i = lane; i < kDim; i += 32) fresh[i] = i < dim ? row[i] : from_float<C>(0.f);
+      continue;
+    }
+    const int head = is_query ? first_head + task : p.num_heads + (is_value ? p.num_kv_heads : 0) + kv_head;
+    prepare_head<T, kDim>(scratch, qkv + head * dim, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
+                          !is_value);
+    if (is_query) {
+      const float factor = query_factor(p, position);
+      for (int i = lane; i < kDim; i += 32) queries[task * kPitch + i] = from_float<T>(i < dim ? scratch[i] * factor : 0.f);
+    } else {
       for (int i = lane; i < kDim; i += 32) {
         const C cached = from_float<C>(i < dim ? scratch[i] : 0.f);
-        fresh_key[i] = cached;
-        if (i < dim) keys[row_of(position) + i] = cached;
-      }
-    } else {
-      const T* source = qkv + (p.num_heads + p.num_kv_heads + kv_head) * dim;
-      T x[kSteps];
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) x[k] = lane + 32 * k < dim ? source[lane + 32 * k] : from_float<T>(0.f);
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const int i = lane + 32 * k;
-        const C cached = from_float<C>(to_float(x[k]));
-        fresh_value[i] = cached;
-        if (i < dim) values[row_of(position) + i] = cached;
+        fresh[i] = cached;
+        if (i < dim) row[i] = cached;
       }
     }
     __syncwarp();
   }
   __syncthreads();
 
-  float sum[kHalves][8][4] = {};
+  float sum[L::kTall ? 1 : kHalves][8][4] = {}, tall[L::kTall ? kDim / 16 : 1][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2t and 2t + 1
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   for (int round = 0, start = mine; start < to; ++round, start += kWarps * kKeys) {
@@ -226,6 +224,23 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
       score[2 + c] = exp2f(score[2 + c] - higher);
       total[c] = total[c] * factor[c] + score[c] + score[2 + c];
     }
+    if constexpr (L::kTall) {  // the sums' columns are heads, as the scores'
+      const uint32_t weights[2] = {transpose(pack<T>(score[0], score[1])), transpose(pack<T>(score[2], score[3]))};
+      const int key = lane % 8 + lane / 16 * 8;
+#pragma unroll
+      for (int j = 0; j < kDim / 16; ++j) {
+        const int at = 2 * j + lane / 8 % 2;
+        uint32_t a[4];
+        load_matrices<true>(a, start + key == position ? reinterpret_cast<const void*>(fresh_value + 8 * at)
+                                                       : here + L::value_at(key, at));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) tall[j][c] *= factor[c % 2];
+        multiply<T>(tall[j], a, weights[0], weights[1]);
+      }
+      __syncwarp();
+      copy(round + L::kRounds);
+      continue;
+    }
     // The sums' rows are heads: row g wants the factor that the lanes of heads 2t, 2t + 1 hold.
     const float even_factor = __shfl_sync(~0u, factor[0], g / 2);
     const float odd_factor = __shfl_sync(~0u, factor[1], g / 2);
@@ -261,8 +276,13 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
     return reinterpret_cast<float*>(ring_of(row / kHeads)) + row % kHeads * kDim +
            (i ^ ((i >> 5 & 1) | (row & 1) << 1) << 2);
   };
+  if constexpr (L::kTall)
 #pragma unroll
-  for (int j = 0; j < kHalves; ++j)
+    for (int j = 0; j < kDim / 16; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) *place(warp * kHeads + 2 * t + c % 2, 16 * j + g + c / 2 * 8) = tall[j][c];
+#pragma unroll
+  for (int j = 0; j < (L::kTall ? 0 : kHalves); ++j)
 #pragma unroll
     for (int c = 0; c < 2; ++c)
 #pragma unroll
@@ -281,7 +301,7 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
   constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
   const int blocks = columns * p.batch;
   // Blocks that fill a multiprocessor each are not to wait for others that have nothing to do.
-  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
+  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys<kSteps>, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
   auto kernel = decode_kernel<T, C, kSteps, kWarps>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
@@ -328,7 +348,10 @@ cudaError_t run_cache(const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim <= 64) return run<T, C, 2>(p, stream);  // few models have 32 or less
   if (p.head_dim <= 96) return run<T, C, 3>(p, stream);
   if (p.head_dim <= 128) return run<T, C, 4>(p, stream);
-  return run<T, C, 8>(p, stream);
+  if (p.head_dim <= 256) return run<T, C, 8>(p, stream);
+  const int chunks = (p.num_heads / p.num_kv_heads + kHeads - 1) / kHeads;
+  if constexpr (std::is_same_v<T, C>) return run_warps<T, C, 16, 4>(p, p.num_kv_heads * chunks, stream);
+  return cudaErrorInvalidValue;
 }
 
 template <typename T>
@@ -337,6 +360,11 @@ cudaError_t run_type(const AttentionParams& p, cudaStream_t stream) {
 }
 
 }  // namespace
+
+bool can_decode(DType dtype, const AttentionParams& p) {
+  if (dtype == DType::kFloat32) return false;
+  return p.head_dim <= 256 || (!p.float8 && fits<__half, __half, 16, 4>());
+}
 
 cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream) {
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);

@@ -136,15 +136,15 @@ constexpr int kLinearKeys = 256;  // the longest key
 struct LinearAttentionParams {
   void* out;                   // T [num_tokens, v_heads * v_dim]
   const void* qkv;             // T [num_tokens, 2 * k_heads * k_dim + v_heads * v_dim]
-  const void* decay;           // T [num_tokens, v_heads]
-  const void* beta;            // likewise, or null
+  const void* decay;           // T [num_tokens, v_heads], or per channel [num_tokens, v_heads * k_dim]
+  const void* beta;            // T [num_tokens, v_heads] or null
   const void* skip;            // T [v_heads] or null
   const float* decay_rate;     // [v_heads] or null
   float* state;                // [.., v_heads, k_dim, v_dim]
   const int32_t *cu_seqlens, *past_lens, *state_slots;
   int num_tokens, first_sequence, batch, k_heads, v_heads, k_dim, v_dim;  // of `batch` sequences from the first one on
   float scale;
-  bool delta, l2norm;
+  bool delta, l2norm, decay_per_channel;
   float* scratch;              // linear_attention_scratch() bytes, for chunks alone
 };
 cudaError_t linear_attention(DType dtype, const LinearAttentionParams& params, cudaStream_t stream);
@@ -162,6 +162,7 @@ struct RouteParams {
   float* scores;       // [num_tokens, top_k]
   const void* logits;  // T [num_tokens, num_experts]
   const float* bias;   // [num_experts] or null
+  const float* expert_scale;  // [num_experts] or null
   int num_tokens, num_experts, top_k, groups, top_groups;
   RouteScore score;
   bool top2;           // a group's rank is the sum of its two highest scores, not its highest
@@ -220,7 +221,7 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
 // partial results: attention_scratch() bytes. Counters are zero before and after.
 struct AttentionParams {
   void* out;             // T [num_tokens, num_heads * head_dim]
-  const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+  const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; of `reads` queries alone
   void* key_cache;       // T or float8_e4m3fn [batch, num_kv_heads, max_seq_len, head_dim], or with a block table
   void* value_cache;     // [num_blocks, num_kv_heads, block_size, head_dim]
   const int32_t* block_table;  // [batch, max_seq_len / block_size] or null
@@ -230,11 +231,14 @@ struct AttentionParams {
   const float* sin;
   const float* q_norm;   // float32 [head_dim] or null
   const float* k_norm;
+  const float* v_norm;
+  const float* query_scale;  // float32 [max_positions] or null: a factor of the query at each position
   const float* sinks;    // float32 [num_heads] or null: scores without values
   void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding
   void* scratch;
   int32_t* counters;     // [kAttentionCounters]
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
+  int chunk;             // 0, or how many positions see one another alone
   int block_size;        // a power of two, with a block table
   int num_blocks;        // that the caches have, with a block table
   int first_token;       // what qkv, out and queries begin with, as cu_seqlens count
@@ -243,6 +247,7 @@ struct AttentionParams {
   bool vanilla;          // a token at a time, by the kernel that serves everything; not for decoding
   bool float8;           // in the caches
   bool norm_after_rotary;
+  bool reads;            // caches are another layer's, which has written the new positions: queries alone are new
   float scale, softcap, norm_epsilon;
 };
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
@@ -262,10 +267,13 @@ struct Lengths {
 cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& params, cudaStream_t stream);
 constexpr int kAttentionCounters = 792;
 int64_t attention_scratch(int num_heads, int head_dim);
-// The same where distance_bias, float32 [num_heads, distances], is added to the scores: first append(), for
-// decoding too. Needs no scratch and no counters.
-cudaError_t biased_attention(DType dtype, const AttentionParams& params, const float* distance_bias, int distances,
-                             cudaStream_t stream);
+// The same where `distance`, float32 [num_heads, distances], is added to the scores, and `key`, [num_heads, positions],
+// by the key's position; each null where there is none. First append(), for decoding too. Needs no scratch and no counters.
+struct ScoreBias {
+  const float *distance, *key;
+  int distances, positions;
+};
+cudaError_t biased_attention(DType dtype, const AttentionParams& params, const ScoreBias& bias, cudaStream_t stream);
 
 // Attention of packed queries to all keys of their sequence; see csrc/plugins/bidirectional_attention/op.py for
 // the contract.
@@ -283,17 +291,26 @@ struct BidirectionalParams {
 };
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
-// y[i] = a[i] op b[i], T [count]; b is null for one input.
-enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg, kSoftplus };
+// y[i] = a[i] op b[i], T [count], or what the op makes of a[i], or of a[i], b[i] and c[i]; true is 1.
+enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg, kSoftplus, kGelu, kGeluTanh,
+                                kElu, kGreater, kLess, kWhere };
 // What stands for y[r, i], T [rows, width]: x[r, i]; of a column x[r]; of a row, which is float32, x[i]; of a number,
 // likewise, x[0].
 enum class Operand : int32_t { kWhole, kColumn, kRow, kNumber };
-cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, Operand a_is, Operand b_is,
-                        int64_t count, int width, cudaStream_t stream);
+struct Operands {
+  const void* data[3];  // null where the op has fewer
+  Operand is[3];
+};
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& operands, int64_t count, int width,
+                        cudaStream_t stream);
 
 // y[i] = x[rows[i]], T [count, width], where x has x_rows; rows that it has not are zero.
 cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t x_rows, int width,
                         cudaStream_t stream);
+
+// y[r, i] = x[r, index[i]], T [rows, width], where x has x_width columns; those that it has not are zero.
+cudaError_t gather_columns(DType dtype, void* y, const void* x, const int32_t* index, int rows, int x_width, int width,
+                           cudaStream_t stream);
 
 // y[rows[i]] = x[i], T [count, width], where y has y_rows; what would go to others goes nowhere.
 cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t y_rows, int width,

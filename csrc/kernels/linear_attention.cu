@@ -8,16 +8,22 @@ namespace {
 
 using namespace device;
 
-constexpr int kLanes = 4, kColumns = 32, kThreads = kLanes * kColumns, kTile = 16, kVector = 8;
+constexpr int kLanes = 4, kColumns = 32, kThreads = kLanes * kColumns, kVector = 8;
+
+enum class Rule { kGated, kDelta, kByChannel };  // by channel either, as the params say, and each row has a decay
 
 // kKeys: elements of a key, rounded up to what a row of threads takes. kAligned: a vector of them is loaded at once.
-template <typename T, int kKeys, bool kDelta, bool kAligned>
+template <typename T, int kKeys, Rule kRule, bool kAligned>
 __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttentionParams p) {
+  constexpr bool kByChannel = kRule == Rule::kByChannel;
+  constexpr int kTile = kByChannel && kKeys > 128 ? 8 : 16;  // tokens at once, for which shared memory has room
   constexpr int kRow = kKeys / kVector;               // threads that load a key
   constexpr int kTurns = 2 * kTile * kRow / kThreads;  // of queries and keys
   constexpr int kFours = kKeys / kLanes / 4;          // of a thread's part of a column: elements 16 i + 4 lane + j
   __shared__ __align__(16) float queries[kTile][kKeys], keys[kTile][kKeys], values[kTile][kColumns];
   __shared__ float factors[kTile], betas[kTile];
+  __shared__ __align__(16) float row_factors[kByChannel ? kTile : 1][kKeys];
+  const bool delta = kByChannel ? p.delta : kRule == Rule::kDelta;
 
   const int head = blockIdx.y, sequence = p.first_sequence + blockIdx.z, first_column = blockIdx.x * kColumns;
   const int thread = threadIdx.x, lane = thread % kLanes, own = thread / kLanes, column = first_column + own;
@@ -54,22 +60,33 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   T given[kColumns * kTile / kThreads];
   float decay = 0, beta = 1;
   constexpr int kGiven = kColumns * kTile / kThreads, kValueThreads = kColumns / kGiven;
+  constexpr int kDecayTurns = kByChannel ? (kTile * kRow + kThreads - 1) / kThreads : 0;
+  Vec<T, kVector> decays[kByChannel ? kDecayTurns : 1];
+  auto read_row = [&](Vec<T, kVector>& row, const T* from, int at, bool there) {  // elements `at` to at + kVector of a key
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) row.data[i] = from_float<T>(0.f);
+    if (!there) return;
+    if constexpr (kAligned) {
+      if (at < p.k_dim) row = load<T, kVector>(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (at + i < p.k_dim) row.data[i] = from[i];
+    }
+  };
   auto fetch = [&](int tile) {
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector;
       const int token = tile + index % kTile;
-      const T* from = qkv + token * width + (index / kTile * p.k_heads + key_head) * static_cast<int64_t>(p.k_dim) + at;
+      read_row(rows[turn], qkv + token * width + (index / kTile * p.k_heads + key_head) * static_cast<int64_t>(p.k_dim) + at,
+               at, token < end);
+    }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) rows[turn].data[i] = from_float<T>(0.f);
-      if (token >= end) continue;
-      if constexpr (kAligned) {
-        if (at < p.k_dim) rows[turn] = load<T, kVector>(from);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i)
-          if (at + i < p.k_dim) rows[turn].data[i] = from[i];
-      }
+    for (int turn = 0; turn < kDecayTurns; ++turn) {
+      const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector, token = tile + index;
+      const T* own = static_cast<const T*>(p.decay) + (static_cast<int64_t>(token) * p.v_heads + head) * p.k_dim + at;
+      read_row(decays[turn], own, at, index < kTile && token < end);
     }
     const int token = tile + thread / kValueThreads, at = thread % kValueThreads * kGiven;
 #pragma unroll
@@ -77,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
       given[i] = token < end && first_column + at + i < p.v_dim ? own_values[token * width + at + i] : from_float<T>(0.f);
     if (thread < kTile && tile + thread < end) {
       const int64_t place = static_cast<int64_t>(tile + thread) * p.v_heads + head;
-      decay = to_float(static_cast<const T*>(p.decay)[place]);
+      if constexpr (!kByChannel) decay = to_float(static_cast<const T*>(p.decay)[place]);
       if (p.beta != nullptr) beta = to_float(static_cast<const T*>(p.beta)[place]);
     }
   };
@@ -106,6 +123,13 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
     for (int i = 0; i < kGiven; ++i)
       values[thread / kValueThreads][thread % kValueThreads * kGiven + i] = to_float(given[i]);
     if (thread < kTile) factors[thread] = expf(decay * rate), betas[thread] = beta;
+#pragma unroll
+    for (int turn = 0; turn < kDecayTurns; ++turn) {
+      const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector;
+      if (index >= kTile) break;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) row_factors[index][at + i] = expf(to_float(decays[turn].data[i]));
+    }
   };
   auto across = [](float x) {  // the sum over a column's threads
 #pragma unroll
@@ -124,9 +148,17 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
     for (int t = 0; t < count; ++t) {
       const float4* key = reinterpret_cast<const float4*>(keys[t]) + lane;
       const float4* query = reinterpret_cast<const float4*>(queries[t]) + lane;
-      const float factor = factors[t], value = values[t][own];
+      const float factor = kByChannel ? 1.f : factors[t], value = values[t][own];
       float news = value;
-      if constexpr (kDelta) {
+      if constexpr (kByChannel) {
+        const float4* by = reinterpret_cast<const float4*>(row_factors[t]) + lane;
+#pragma unroll
+        for (int i = 0; i < kFours; ++i) {
+          const float4 f = by[kLanes * i];
+          memory[i].x *= f.x, memory[i].y *= f.y, memory[i].z *= f.z, memory[i].w *= f.w;
+        }
+      }
+      if (delta) {
         float4 sum{};
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
@@ -161,9 +193,12 @@ cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
   const dim3 grid(blocks_for(p.v_dim, kColumns), p.v_heads, p.batch);
   auto with = [&](auto kernel) { return launch(kernel, grid, kThreads, 0, stream, p); };
   const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0;
-  if (aligned)
-    return p.delta ? with(linear_attention_kernel<T, kKeys, true, true>) : with(linear_attention_kernel<T, kKeys, false, true>);
-  return p.delta ? with(linear_attention_kernel<T, kKeys, true, false>) : with(linear_attention_kernel<T, kKeys, false, false>);
+  auto by = [&](auto rule) {
+    return aligned ? with(linear_attention_kernel<T, kKeys, rule.value, true>)
+                   : with(linear_attention_kernel<T, kKeys, rule.value, false>);
+  };
+  if (p.decay_per_channel) return by(std::integral_constant<Rule, Rule::kByChannel>());
+  return p.delta ? by(std::integral_constant<Rule, Rule::kDelta>()) : by(std::integral_constant<Rule, Rule::kGated>());
 }
 
 }  // namespace

@@ -433,7 +433,7 @@ cudaError_t run_type(const LinearAttentionParams& p, cudaStream_t stream) {
 
 bool takes_chunks(DType dtype, const LinearAttentionParams& p) {
   const int room = p.k_dim <= 64 ? Room<64>::kAll : p.k_dim <= 128 ? Room<128>::kAll : Room<256>::kAll;
-  return dtype != DType::kFloat32 && p.k_dim % 8 == 0 && p.v_dim % 8 == 0 && p.k_dim <= kLinearKeys &&
+  return dtype != DType::kFloat32 && !p.decay_per_channel && p.k_dim % 8 == 0 && p.v_dim % 8 == 0 && p.k_dim <= kLinearKeys &&
          p.num_tokens >= kLinearChunked * p.batch && device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= room;
 }
 

@@ -2,7 +2,8 @@
 // the queries. A block takes kRows consecutive queries of one sequence and head, four warps with 16 rows
 // each; it walks over the visible keys kKeys at a time, in two shared-memory stages filled by asynchronous
 // copies, with the running softmax of FlashAttention. Reads the visible keys and values once per kRows
-// queries and head.
+// queries and head. Where a head is longer than 256, two warps have the same rows: both make their scores, and each
+// the sums of half the columns.
 #include "attention.cuh"
 #include "prefill.cuh"
 #include "tensor_core.cuh"
@@ -12,7 +13,9 @@ namespace {
 
 using namespace device;
 
-constexpr int kRows = 64, kKeys = 64, kThreads = 128;
+constexpr int kRows = 64;
+template <int kDim>
+constexpr int kSplit = kDim > 256 ? 2 : 1;  // warps that have the same rows
 
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool there) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(target));
@@ -20,9 +23,15 @@ __device__ __forceinline__ void copy_async(void* target, const void* source, boo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(source), "r"(bytes));
 }
 
+template <int kDim>
+constexpr int kKeysOf = 64 / kSplit<kDim>;
+template <int kDim>
+constexpr int kThreadsOf = 128 * kSplit<kDim>;
+
 template <typename T, typename C, int kDim>
-__global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
-  static_assert(kDim % 16 == 0);
+__global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionParams p) {
+  static_assert(kDim % (16 * kSplit<kDim>) == 0);
+  constexpr int kKeys = kKeysOf<kDim>, kThreads = kThreadsOf<kDim>, kOwn = kDim / kSplit<kDim>;
   constexpr int kPitch = kDim + 8;  // shifts rows by 16 bytes over the banks
   constexpr int kStageSize = kKeys * kPitch;
   extern __shared__ uint4 raw[];
@@ -46,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   const int head = blockIdx.y, kv_head = head / (p.num_heads / p.num_kv_heads);
   const int past = p.past_lens[sequence] + tile * kRows;  // position of the first query
   const int end = past + rows;                            // keys that any query sees
-  const int begin = p.window > 0 ? max(0, past + 1 - p.window) / kKeys * kKeys : 0;
+  const int begin = first_seen(p, past) / kKeys * kKeys;
   const CacheRows row_of(p, sequence, kv_head);
   const C* key_rows = static_cast<const C*>(p.key_cache);
   const C* value_rows = static_cast<const C*>(p.value_cache);
@@ -77,9 +86,12 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
   };
   fetch(begin, 0);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float out[kDim / 8][4] = {};
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first_column = kSplit<kDim> > 1 ? threadIdx.x / 128 * kOwn : 0;
+  float out[kOwn / 8][4] = {};
   float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  // Row r of this thread is query position past + warp·16 + g + 8·r.
+  const int own = past + warp * 16 + g, first_of[2] = {first_seen(p, own), first_seen(p, own + 8)};
   const float scale = p.scale * (p.softcap > 0 ? 1.f : kLog2E);
   int stage = 0;
   for (int start = begin; start < end; start += kKeys, stage ^= 1) {
@@ -105,12 +117,10 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
         multiply<T>(score[2 * n + 1], a, b[2], b[3]);
       }
     }
-    // Row r of this thread is query position past + warp·16 + g + 8·r.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int position = past + warp * 16 + g + 8 * r;
-      const int first_seen = p.window > 0 ? position + 1 - p.window : 0;
-      const bool all_seen = start + kKeys <= position + 1 && start >= first_seen;
+      const int position = own + 8 * r;
+      const bool all_seen = start + kKeys <= position + 1 && start >= first_of[r];
       float higher = peak[r];
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
@@ -120,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
           if (p.softcap > 0) s = p.softcap * tanhf(s / p.softcap) * kLog2E;
           if (!all_seen) {
             const int key = start + n * 8 + 2 * t + c;
-            if (key > position || key < first_seen) s = -INFINITY;
+            if (key > position || key < first_of[r]) s = -INFINITY;
           }
           score[n][2 * r + c] = s;
           higher = fmaxf(higher, s);
@@ -132,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
       peak[r] = higher;
       total[r] *= old;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) out[n][2 * r] *= old, out[n][2 * r + 1] *= old;
+      for (int n = 0; n < kOwn / 8; ++n) out[n][2 * r] *= old, out[n][2 * r + 1] *= old;
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -150,9 +160,9 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
                              pack<T>(score[2 * k + 1][0], score[2 * k + 1][1]),
                              pack<T>(score[2 * k + 1][2], score[2 * k + 1][3])};
 #pragma unroll
-      for (int n = 0; n < kDim / 16; ++n) {
+      for (int n = 0; n < kOwn / 16; ++n) {
         uint32_t b[4];
-        load_matrices<true>(b, stage_values + (k * 16 + lane % 16) * kPitch + n * 16 + lane / 16 * 8);
+        load_matrices<true>(b, stage_values + (k * 16 + lane % 16) * kPitch + first_column + n * 16 + lane / 16 * 8);
         multiply<T>(out[2 * n], a, b[0], b[1]);
         multiply<T>(out[2 * n + 1], a, b[2], b[3]);
       }
@@ -167,23 +177,25 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(AttentionParams p) {
     if (row >= rows) continue;
     total[r] += sink_of(p.sinks, head, peak[r]);
     T* target = static_cast<T*>(p.out) +
-                (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + 2 * t;
+                (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + first_column + 2 * t;
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n)
+    for (int n = 0; n < kOwn / 8; ++n)
       store(target + n * 8, Vec<T, 2>{{from_float<T>(out[n][2 * r] / total[r]),
                                        from_float<T>(out[n][2 * r + 1] / total[r])}});
   }
 }
 
+template <int kDim>
+constexpr int kShared = 2 * (kRows + 4 * kKeysOf<kDim>) * (kDim + 8);  // bytes
+
 template <typename T, typename C, int kDim>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
-  constexpr int kShared = sizeof(T) * (kRows + 4 * kKeys) * (kDim + 8);
   const cudaError_t error = cudaFuncSetAttribute(
-      prefill_kernel<T, C, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+      prefill_kernel<T, C, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared<kDim>);
   if (error != cudaSuccess) return error;
   // At most this many tiles of queries, as every sequence may end in a broken one.
   const unsigned tiles = p.num_tokens / kRows + p.batch;
-  return launch(prefill_kernel<T, C, kDim>, dim3(tiles, p.num_heads), kThreads, kShared, stream, p);
+  return launch(prefill_kernel<T, C, kDim>, dim3(tiles, p.num_heads), kThreadsOf<kDim>, kShared<kDim>, stream, p);
 }
 
 template <typename T, typename C>
@@ -194,6 +206,7 @@ cudaError_t of_cache(const AttentionParams& p, cudaStream_t stream) {
     case 96: return run<T, C, 96>(p, stream);
     case 128: return run<T, C, 128>(p, stream);
     case 256: return run<T, C, 256>(p, stream);
+    case 512: return run<T, C, 512>(p, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -207,7 +220,8 @@ cudaError_t of_type(const AttentionParams& p, cudaStream_t stream) {
 
 bool can_prefill(DType dtype, int head_dim) {
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) &&
-         (head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256);
+         (head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256 ||
+          (head_dim == 512 && kShared<512> <= device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>()));
 }
 
 cudaError_t prefill(DType dtype, const AttentionParams& p, cudaStream_t stream) {

@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
   const int64_t place = static_cast<int64_t>(token) * p.top_k + own.lane;
   if (p.narrow) static_cast<int32_t*>(p.experts)[place] = expert;
   else static_cast<int64_t*>(p.experts)[place] = expert;
-  p.scores[place] = (p.normalize ? weight / (total + p.epsilon) : weight) * p.scale;
+  const float scale = p.expert_scale != nullptr ? p.scale * p.expert_scale[expert] : p.scale;
+  p.scores[place] = (p.normalize ? weight / (total + p.epsilon) : weight) * scale;
 }
 
 template <typename T, int kEach>

@@ -246,18 +246,20 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
 }
 
 template <typename T>
-__global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const void* b, Operand a_is, Operand b_is,
-                                   int64_t count, int width) {
+__global__ void elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
   wait_for_inputs();
   let_next_start();
-  auto read = [width](const void* from, Operand is, int64_t i) {
+  auto read = [&](int which, int64_t i) {
+    const void* from = operands.data[which];
+    const Operand is = operands.is[which];
+    if (from == nullptr) return 0.f;
     if (is == Operand::kNumber) return *static_cast<const float*>(from);
     if (is == Operand::kRow) return static_cast<const float*>(from)[i % width];
     return to_float(static_cast<const T*>(from)[is == Operand::kColumn ? i / width : i]);
   };
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const float x = read(a, a_is, i), z = b != nullptr ? read(b, b_is, i) : 0.f;
+    const float x = read(0, i), z = read(1, i);
     float value = 0;
     switch (op) {
       case Elementwise::kAdd: value = x + z; break;
@@ -271,6 +273,12 @@ __global__ void elementwise_kernel(Elementwise op, T* y, const void* a, const vo
       case Elementwise::kSigmoid: value = 1.f / (1.f + expf(-x)); break;
       case Elementwise::kNeg: value = -x; break;
       case Elementwise::kSoftplus: value = device::softplus(x); break;
+      case Elementwise::kElu: value = x > 0 ? x : expm1f(x); break;
+      case Elementwise::kGreater: value = x > z; break;
+      case Elementwise::kLess: value = x < z; break;
+      case Elementwise::kWhere: value = x != 0 ? z : read(2, i); break;
+      case Elementwise::kGelu: value = device::activate(x, Activation::kGelu); break;
+      case Elementwise::kGeluTanh: value = device::activate(x, Activation::kGeluTanh); break;
     }
     y[i] = from_float<T>(value);
   }
@@ -285,6 +293,19 @@ __global__ void gather_rows_kernel(T* y, const T* x, const int64_t* rows, int64_
   const T* source = x + (there ? row : 0) * width;
   T* target = y + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = threadIdx.x; i < width; i += blockDim.x) target[i] = there ? source[i] : from_float<T>(0.f);
+}
+
+// A block per row and 128 columns of it.
+template <typename T>
+__global__ void gather_columns_kernel(T* y, const T* x, const int32_t* index, int x_width, int width) {
+  wait_for_inputs();
+  let_next_start();
+  const int i = blockIdx.y * blockDim.x + threadIdx.x;
+  if (i >= width) return;
+  const int column = index[i];
+  const bool there = column >= 0 && column < x_width;
+  y[static_cast<int64_t>(blockIdx.x) * width + i] =
+      there ? x[static_cast<int64_t>(blockIdx.x) * x_width + column] : from_float<T>(0.f);
 }
 
 template <typename T>
@@ -378,12 +399,12 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
   });
 }
 
-cudaError_t elementwise(DType dtype, Elementwise op, void* y, const void* a, const void* b, Operand a_is, Operand b_is,
-                        int64_t count, int width, cudaStream_t stream) {
+cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& operands, int64_t count, int width,
+                        cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(elementwise_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream, op,
-                  static_cast<T*>(y), a, b, a_is, b_is, count, width);
+                  static_cast<T*>(y), operands, count, width);
   });
 }
 
@@ -393,6 +414,15 @@ cudaError_t gather_rows(DType dtype, void* y, const void* x, const int64_t* rows
     using T = std::remove_pointer_t<decltype(type)>;
     return launch(gather_rows_kernel<T>, count, 128, 0, stream, static_cast<T*>(y),
                   static_cast<const T*>(x), rows, x_rows, width);
+  });
+}
+
+cudaError_t gather_columns(DType dtype, void* y, const void* x, const int32_t* index, int rows, int x_width, int width,
+                           cudaStream_t stream) {
+  return with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return launch(gather_columns_kernel<T>, dim3(rows, blocks_for(width, 128)), 128, 0, stream, static_cast<T*>(y),
+                  static_cast<const T*>(x), index, x_width, width);
   });
 }
 

@@ -73,6 +73,7 @@ class Op:
         output_dtypes: outputs that have a dtype of their own, whatever that of the others.
         has_core: whether csrc has a core for it, which the engines of GPUs need.
         coreless: inputs, and fields but for their defaults, that its core does not take yet.
+        core_most: of fields, the most that its core takes.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
@@ -110,6 +111,7 @@ class Op:
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
     has_core: bool = True
     coreless: frozenset[str] = frozenset()
+    core_most: Mapping[str, int] = field(default_factory=dict)
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5
     samples: Callable[[Any], Sequence[Sample]] | None = None
@@ -155,10 +157,12 @@ class Op:
 
     def lacking(self, fields: Fields, inputs: Iterable[str]) -> frozenset[str]:
         """Of a node's inputs, and of its fields but for defaults, those that its core does not take
-        yet.
+        yet; or which value of a field.
         """
-        return self.coreless & {*inputs, *(name for name, value in fields.items()
-                                           if value != self.fields[name])}
+        beyond = (f"{name} {fields[name]}" for name, most in self.core_most.items()
+                  if fields.get(name, self.fields[name]) > most)
+        changed = (name for name, value in fields.items() if value != self.fields[name])
+        return self.coreless & {*inputs, *changed} | {*beyond}
 
     def packed(self, fields: Fields) -> frozenset[str]:
         """The inputs whose dtypes are those of weights in fewer bits, where `fields` say so."""

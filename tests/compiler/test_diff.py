@@ -402,7 +402,8 @@ def test_a_hidden_state_that_was_rounded_well_by_luck_is_allowed_what_those_befo
 
 @pytest.mark.parametrize(("family", "dtype", "tp_size"), [
     ("llama", "float32", 1), ("gpt2", "float32", 1), ("gemma2", "float16", 1),
-    ("gpt2", "bfloat16", 1), ("llama", "float32", 2), ("llama", "bfloat16", 4)])
+    ("gpt2", "bfloat16", 1), ("llama", "float32", 2), ("llama", "bfloat16", 4),
+    ("apertus", "bfloat16", 1), ("ministral3", "float16", 2)])
 def test_a_faithful_schedule_is_within_tolerance(family, dtype, tp_size, interpreted, tiny,
                                                  tmp_path):
     hf = tiny(family)

@@ -3,19 +3,22 @@
 import families
 import numpy as np
 import pytest
+from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load
+from llmc.compiler.lower import fuse
+from llmc.compiler.targets import Options
 
 PREFILL, STEPS = 12, 16
 
 
 def limits(family):
     """tp sizes that make sense: up to 4 heads."""
-    config = {**families.FAMILIES, **families.ON_CPUS, **families.UNPLANNED, **families.MIXTURES,
-              **families.HYBRIDS}[family]
+    config = {**families.FAMILIES, **families.ON_CPUS, **families.OWN_ATTENTION,
+              **families.UNPLANNED, **families.MIXTURES, **families.HYBRIDS}[family]
     return [size for size in (1, 2, 3, 4)
             if size <= config.get("num_attention_heads", config.get("n_head", 4))]
 
@@ -42,7 +45,8 @@ def check_family(family, sizes, tmp_path, expert_parallel=False, **changes):
                                           for row, cut in zip(rows, cuts, strict=True)])
 
 
-@pytest.mark.parametrize("family", {**families.FAMILIES, **families.ON_CPUS})
+@pytest.mark.parametrize("family", {**families.FAMILIES, **families.ON_CPUS,
+                                    **families.OWN_ATTENTION})
 def test_family_equals_transformers_at_every_tp_size(family, tmp_path):
     check_family(family, limits(family), tmp_path)
 
@@ -99,10 +103,12 @@ def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_pat
         families.assert_close(llm.logits(row), families.reference_logits(model, row))
 
 
-def test_another_layers_cache_has_no_kernel_on_gpus_yet(tmp_path):
+@pytest.mark.parametrize("target", ["tensorrt", "tensorrt_rtx"])
+def test_another_layers_cache_is_refused_where_a_plan_would_read_it(target, tmp_path):
     hf_dir = families.save(families.tiny_model("gemma4_text"), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match=r"target 'cuda' has no kernel for llmc::\w+"):
-        llmc.compile(hf_dir, tmp_path / "case", target="cuda")
+    with pytest.raises(llmc.LlmcError, match=rf"target '{target}' has no kernel for "
+                                             r"llmc::CachedAttention yet"):
+        fuse(load(hf_dir), Options(target=target))
 
 
 @pytest.fixture(scope="module")
@@ -143,21 +149,13 @@ def test_alibi_of_one_key_head_is_taken_too(tmp_path):
             families.assert_close(llm.logits(row), families.reference_logits(model, row))
 
 
-def test_a_bias_by_key_has_no_kernel_on_gpus_yet(falcon_rw, tmp_path):
-    with pytest.raises(llmc.LlmcError, match=r"target 'cuda' has no kernel for "
-                                             r"llmc::CausalAttention with key_bias yet"):
-        llmc.compile(falcon_rw[1], tmp_path / "case", target="cuda", max_seq_len=512)
-
-
-@pytest.mark.parametrize(("changes", "what"), [
-    ({"attn_temperature_tuning": False}, "chunk"), ({"attention_chunk_size": 64}, "query_scale")])
-@pytest.mark.parametrize("target", ["cuda", "tensorrt_rtx"])
-def test_chunks_and_queries_scaled_by_position_have_no_kernel_on_gpus_yet(target, changes, what,
-                                                                          tmp_path):
-    hf_dir = families.save(families.tiny_model("llama4_text", **changes), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match=rf"target '{target}' has no kernel for "
-                                             rf"llmc::CausalAttention with {what} yet"):
-        llmc.compile(hf_dir, tmp_path / "case", target=target)
+def test_a_bias_by_key_on_the_schedule(falcon_rw, tmp_path):
+    model, hf_dir = falcon_rw
+    llmc.compile(hf_dir, tmp_path / "case", target="cuda", max_seq_len=512, tp_size=2)
+    row = np.random.default_rng(3).integers(3, families.VOCAB, 40).tolist()
+    for logits in Interpreters(tmp_path / "case")._on_all(lambda rank: np.concatenate(
+            [rank.run(row[:30], 0), rank.run(row[30:], 30)])):
+        families.assert_close(logits, families.reference_logits(model, row))
 
 
 @pytest.mark.parametrize(("family", "changes"), [

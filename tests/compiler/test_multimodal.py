@@ -21,13 +21,13 @@ _MROPE = families.rope("default", mrope_section=[4, 2, 2])
 # taken for the other.
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
-    "gemma4": families.ON_CPUS["gemma4_text"],
+    "gemma4": families.OWN_ATTENTION["gemma4_text"],
     "mistral3": families.FAMILIES["mistral"],
     "qwen3_vl": {**families.FAMILIES["qwen3"], **_MROPE},
     "qwen3_vl_moe": {**families.MIXTURES["qwen3_moe"], **_MROPE},
     "qwen2_5_vl": {**families.FAMILIES["qwen2"], **_MROPE},
     "llava": families.FAMILIES["llama"],
-    "llama4": families.ON_CPUS["llama4_text"],
+    "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
 }
 COMMON = ("gemma4", "mistral3", "qwen3_vl")

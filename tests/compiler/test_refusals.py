@@ -85,7 +85,7 @@ def about(has_encoder=False, generation=None, **config):
 
 @pytest.mark.parametrize(("options", "model", "match"), [
     (Options(target="cuda"), about(head_dim=12), "head_dim 12 of 'Tiny' is not a multiple of 8"),
-    (Options(target="cuda"), about(hidden_size=2048), "head_dim 512 of 'Tiny'"),
+    (Options(target="cuda"), about(hidden_size=4096), "head_dim 1024 of 'Tiny'"),
     (Options(target="tensorrt_rtx"), about(True, {"bos_token_id": 1}), "an encoder-decoder model"),
     (Options(), about(True), "put decoder_start_token_id into generation_config.json"),
     (Options(tp_size=3), about(True, {"bos_token_id": 1}, encoder_attention_heads=2),
@@ -151,3 +151,10 @@ def test_sparse_attention_is_refused_beyond_what_it_chooses(no_export, tmp_path)
     with pytest.raises(llmc.LlmcError, match="^max_seq_len 33 is not possible: beyond index_topk "
                                              "32 .* chooses among the keys, .*; allowed: 2 to 32$"):
         llmc.compile(hf, tmp_path / "case", max_seq_len=33)
+
+
+def test_a_head_dim_of_some_layers_that_kernels_lack_is_refused(tmp_path):
+    hf = families.save(families.tiny_model("gemma4_text", global_head_dim=520), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="no kernel for llmc::CausalAttention with head_dim "
+                                             "520 yet"):
+        llmc.compile(hf, tmp_path / "case", target="cuda")

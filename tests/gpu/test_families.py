@@ -9,7 +9,10 @@ HYBRIDS = [family for family in families.HYBRIDS if family not in families.NOT_O
 
 
 @pytest.mark.parametrize(("family", "changes"), [
-    *((family, {}) for family in (*families.FAMILIES, *families.MIXTURES, *HYBRIDS)),
+    *((family, {}) for family in (*families.FAMILIES, *families.OWN_ATTENTION, *families.MIXTURES,
+                                  *HYBRIDS)),
+    ("gemma4_text", families.GEMMA4_LARGE), ("gemma4_text", families.GEMMA4_MOE),
+    ("laguna", families.sizes_of("laguna")), ("apertus", families.UNPLANNED["apertus"]),
     ("hunyuan_v1_dense", families.FAMILIES["qwen3"])])  # norms behind the rotary embedding
 def test_logits_are_transformers(extension, family, changes, tmp_path):
     families.check_logits_on_gpu(

@@ -11,6 +11,7 @@ from llmc import plugins
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
+from llmc.plugins.cached_attention.op import _reading
 from llmc.plugins.quantization import CODES, dequantized, pack
 
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
@@ -30,7 +31,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
         name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
         for name, tensor in tensors.items()})
     ways, filled = [(0, 0, 0)] * len(firsts), None
-    if op.name == "CausalAttention":
+    if op.attention is not None and op.cache_inputs:
         new = np.diff(inputs["cu_seqlens"])
         ones = next((i for i, count in enumerate(new) if count != 1), len(new))
         total = inputs["past_lens"] + new
@@ -609,3 +610,69 @@ def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_di
     inputs |= {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
                "past_lens": np.array([7 * (i % 2) for i in range(batch)], np.int32)}
     check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype, least=1e-3)
+
+
+# Of one token each, prompts, both; on every kernel there is: of pieces, of prompts, by token.
+_STEPS = [
+    ((1,) * 4, (300, 0, 63, 1000), 64, {"block_size": 16}),
+    ((1,) * 3, (4000, 1, 255), 128, {"block_size": 32, "norms": "qk", "rotary_dim": 128}),
+    ((1,) * 9, (90,) * 9, 256, {"block_size": 16}),
+    ((130, 3, 64), (0, 50, 10), 64, {"block_size": 16}),
+    ((200, 70), (63, 300), 128, {"block_size": 16, "norms": "qk", "rotary_dim": 64}),
+    ((97,), (310,), 256, {"block_size": 64, "heads": 6, "kv_heads": 1}),
+    ((1, 1, 50, 9), (65, 900, 90, 64), 128, {"block_size": 16}),
+    ((70, 7), (5, 90), 96, {"block_size": 8}),
+    ((20, 9), (5, 60), 72, {"norms": "qk"}),
+    ((1, 40, 5), (200, 64, 128), 64, {"softcap": 3.0}),
+    ((1,) * 5, (300, 0, 63, 1000, 16), 512, {"block_size": 16, "heads": 16, "norms": "qk"}),
+    ((1, 90, 7), (130, 63, 300), 512, {"block_size": 32, "rotary_dim": 128}),
+    ((1, 20), (70, 33), 480, {"heads": 3, "kv_heads": 1, "block_size": 16}),
+]
+
+
+def _of_step(new, past, dim, more, **changes):
+    longest = max(n + p for n, p in zip(new, past, strict=True))
+    more = {"heads": 8, "kv_heads": 2, "max_seq_len": -(-longest // 64) * 64, **more}
+    return _sample(np.random.default_rng(3), new, past, dim, **{**more, **changes})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changes", [
+    {"chunk": 64}, {"chunk": 40, "scaled": True}, {"chunk": 100, "window": 30, "sinks": True},
+    {"norms": "qkv"}, {"norms": "v", "scaled": True}, {"by_key": True}], ids=str)
+@pytest.mark.parametrize(("new", "past", "dim", "more"), _STEPS)
+def test_attention_in_chunks_of_scaled_queries_and_normed_values(extension, new, past, dim, more,
+                                                                 changes, dtype):
+    if "by_key" in changes and dim > 256:
+        pytest.skip("scores with a bias have no kernel for this head_dim")
+    sample = _of_step(new, past, dim, more, **changes)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changes", [
+    {}, {"window": 50}, {"chunk": 64, "scaled": True}, {"kv_dtype": "float8_e4m3fn"}], ids=str)
+@pytest.mark.parametrize(("new", "past", "dim", "more"), _STEPS)
+def test_attention_to_another_layers_cache(extension, new, past, dim, more, changes, dtype):
+    sample = _reading(_of_step(new, past, dim, more, **changes))
+    check(extension, plugins.registry()["CachedAttention"], sample.fields, sample.inputs, dtype)
+
+
+@pytest.mark.parametrize("rule", ["gated", "gated_delta"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "k_heads", "v_heads", "k_dim", "v_dim"), [
+    ([70, 3, 1], 2, 4, 128, 128), ([1, 1, 1], 4, 4, 128, 64), ([300], 2, 2, 128, 32),
+    ([40], 1, 2, 256, 40), ([20, 5], 2, 2, 200, 33), ([17, 33], 1, 3, 37, 20)])
+def test_linear_attention_whose_channels_decay_by_themselves(extension, new, k_heads, v_heads,
+                                                             k_dim, v_dim, dtype, rule):
+    rng, total, batch = np.random.default_rng(0), sum(new), len(new)
+    fields = dict(num_k_heads=k_heads, num_v_heads=v_heads, k_head_dim=k_dim, v_head_dim=v_dim,
+                  update_rule=rule, scale=k_dim ** -0.5, l2norm=1, decay_per_channel=1)
+    inputs = {"qkv": rng.standard_normal((total, 2 * k_heads * k_dim + v_heads * v_dim)),
+              "decay": -rng.uniform(0, 0.5, (total, v_heads * k_dim)),
+              "state": rng.standard_normal((batch, v_heads, k_dim, v_dim)),
+              "beta": rng.uniform(0, 1, (total, v_heads))}
+    inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
+    inputs |= {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
+               "past_lens": np.array([7 * (i % 2) for i in range(batch)], np.int32)}
+    check(extension, plugins.registry()["GatedLinearAttention"], fields, inputs, dtype)

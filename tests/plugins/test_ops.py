@@ -19,7 +19,8 @@ IDS = [name for _, _, name in CASES]
 def one_node_model(op, sample, target):
     # float32 outside the node; a plan's are bytes
     narrow = op.cache_inputs if sample.fields.get("kv_dtype") and target != "tensorrt" else ()
-    wide = {name: f"{name}_narrow" for name in (*narrow, *(f"{cache}_out" for cache in narrow))}
+    kept = [name for name in op.outputs if name.removesuffix("_out") in narrow]
+    wide = {name: f"{name}_narrow" for name in (*narrow, *kept)}
     names = [name if name in sample.inputs else "" for name in op.input_names]
     while names and not names[-1]:
         names.pop()
@@ -32,7 +33,7 @@ def one_node_model(op, sample, target):
                                    to=onnx.TensorProto.FLOAT8E4M3FN) for name in narrow]
     nodes += [node, *(onnx.helper.make_node("Cast", [wide[name]], [name],
                                             to=onnx.TensorProto.FLOAT)
-                      for name in wide if name.endswith("_out"))]
+                      for name in kept)]
     inputs = [onnx.helper.make_tensor_value_info(
         name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim)
         for name, array in feeds(op, sample, target).items()]

@@ -72,7 +72,9 @@ def scheduled(tmp_path_factory):
         pytest.param(*case, marks=pytest.mark.thorough) for case in (
             ("mixtral", {}), ("glm4_moe", {"dtype": "float16"}), ("phimoe", {}), ("mamba2", {}),
             ("lfm2", {"tp_size": 2}), ("olmo_hybrid", {}))),
-    ("falcon_h1", {"dtype": "bfloat16", "tp_size": 2})])
+    ("falcon_h1", {"dtype": "bfloat16", "tp_size": 2}), ("llama4_text", {"dtype": "float16"}),
+    ("apertus", {"dtype": "bfloat16"}), ("gemma4_text", {"tp_size": 2}),
+    ("gemma4_text", {"kv_dtype": "float8_e4m3fn"})])
 def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
     hf = families.save(families.tiny_model(family), tmp_path / "hf")
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
@@ -252,11 +254,19 @@ def attention(p, **changes):
                  "k_norm": -1, "block_table": INPUTS["block_table"], **changes}.values())
 
 
+def reading(p, caches, **changes):
+    """A CachedAttention's inputs, by the names that it has."""
+    return list({"query": p.add_value("float32", [T, 16], 0, False), "key": caches[0],
+                 "value": caches[1], "cu_seqlens": INPUTS["cu_seqlens"],
+                 "past_lens": INPUTS["past_lens"], "cos": -1, "sin": -1, "q_norm": -1,
+                 "query_scale": -1, "block_table": INPUTS["block_table"], **changes}.values())
+
+
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 
 
 @pytest.mark.parametrize(("add", "match"), [
-    (lambda p, x, y, w: p.add_node("Gelu", {}, [x], [y]), "there is no op 'Gelu'"),
+    (lambda p, x, y, w: p.add_node("Erf", {}, [x], [y]), "there is no op 'Erf'"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "there is no tensor 99"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "there is no tensor -2"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x], [y]), "needs the input 'weight'"),
@@ -306,6 +316,19 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS | {"num_heads": 2**33}, attention(p),
                                    [y, -1, -1]), "no 32-bit number"),
     (lambda p, x, y, w: p.add_node("RMSNorm", {}, [attention(p)[1], w], [y]), "is kept"),
+    (lambda p, x, y, w: p.add_node("CachedAttention", HEADS, reading(
+        p, [p.add_cache("float32", 1, 8) for _ in range(2)]), [y]),
+     "is a cache that no node has written yet"),
+    (lambda p, x, y, w: p.add_node("CachedAttention", HEADS, reading(p, [w, w]), [y]),
+     "key_cache has|dimensions|expected"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, [*attention(p), -1, -1, -1, -1,
+     p.add_weight("float32", [31])], [y, -1, -1]), "'query_scale', has 31 rows"),
+    (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, [*attention(p), -1, -1, -1,
+     p.add_weight("float32", [2, 31])], [y, -1, -1]), "'key_bias', has 31 rows"),
+    (lambda p, x, y, w: p.add_node("Columns", {}, [x, p.add_weight("float32", [16])], [y]),
+     "'index', is of float32, expected int32"),
+    (lambda p, x, y, w: p.add_node("Columns", {}, [x, p.add_weight("int32", [8])], [y]),
+     "what it makes is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_state(
         "float32", [1, 32, 8])), [y, -1, -1]), "is no cache"),
 ])
@@ -321,7 +344,10 @@ def test_nodes_that_can_be(program):
     program.add_node("GemmBiasAct", {}, [x, weight, program.add_weight("float32", [16])], [y])
     program.add_node("Add", {}, [program.add_weight("float32", [1]), x], [x])
     program.add_node("Mul", {}, [program.add_weight("float32", [8]), x], [x])
-    program.add_node("CausalAttention", HEADS, attention(program), [y, -1, -1])
+    caches = attention(program)
+    program.add_node("CausalAttention", HEADS, caches, [y, -1, -1])
+    program.add_node("CachedAttention", HEADS, reading(program, caches[1:3]), [y])
+    program.add_node("Columns", {}, [x, program.add_weight("int32", [16])], [y])
     program.add_node("Concat", {}, [x, x], [y])
     positions = program.add_input("position_ids", "int64")
     program.add_node("Embedding", {}, [positions, program.add_weight("float32", [4, 8])], [x])

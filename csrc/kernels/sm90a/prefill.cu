@@ -125,8 +125,9 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
     row[r] = warpgroup * 64 + warp * 16 + lane / 4 + 8 * r;
     token[r] = row[r] / heads;
   }
-  // The first and the last position of this warpgroup's queries.
-  const int lowest = work.past + warpgroup * 64 / heads, highest = work.past + (warpgroup * 64 + 63) / heads;
+  // The first position of this warpgroup's queries, and the first key that its last one sees.
+  const int lowest = work.past + warpgroup * 64 / heads;
+  const int seen_by_all = first_seen(p, work.past + (warpgroup * 64 + 63) / heads);
 
   float out[kDim / 2] = {}, score[kKeys / 2], peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
   uint32_t weight[kKeys / 4];
@@ -155,7 +156,7 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
     if constexpr (decltype(masked)::value) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int last = work.past + token[r], first = p.window > 0 ? last + 1 - p.window : 0;
+        const int last = work.past + token[r], first = first_seen(p, last);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -228,7 +229,7 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
   // Tiles that every query of this warpgroup sees whole need no masks.
   int i = 1;
   for (; i < work.tiles && start_of_tile(i) + kKeys > lowest + 1; ++i) turn(i, std::true_type());
-  for (; i < work.tiles && (p.window == 0 || start_of_tile(i) > highest - p.window); ++i) turn(i, std::false_type());
+  for (; i < work.tiles && start_of_tile(i) >= seen_by_all; ++i) turn(i, std::false_type());
   for (; i < work.tiles; ++i) turn(i, std::true_type());
   place.values_there((work.tiles - 1) % kStages).wait((work.tiles - 1) / kStages & 1);
   begin_products();
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   if (work.tokens <= 0) return;
   work.past = p.past_lens[sequence] + skipped;  // position of the first query
   work.end = work.past + work.tokens;           // keys that any query sees
-  work.begin = p.window > 0 ? max(0, work.past + 1 - p.window) & -kRunKeys : 0;
+  work.begin = first_seen(p, work.past) & -kRunKeys;
   work.tiles = (work.end - work.begin + kKeys - 1) / kKeys;
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp

@@ -679,9 +679,9 @@ OP = Op(
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "v_norm", "distance_bias", "sinks",
                               "key_bias", "query_scale"}),
-    coreless=frozenset({"v_norm", "key_bias", "query_scale", "chunk"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
+    core_most={"head_dim": 512},
     reference=_reference,
     samples=_samples,
 )

@@ -169,6 +169,7 @@ OP = Op(
     body=_body,
     float32_inputs=frozenset({"distance_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),
+    core_most={"head_dim": 256},
     reference=_reference,
     samples=_samples,
 )

@@ -5,7 +5,7 @@ namespace {
 
 class BidirectionalAttention : public Plugin {
  public:
-  explicit BidirectionalAttention(const Fields& fields) { read_heads(p_, "BidirectionalAttention", fields); }
+  explicit BidirectionalAttention(const Fields& fields) { read_heads(p_, "BidirectionalAttention", fields, 256); }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     if (in[0].size() != 2 || in[1].size() != 2 || in[2].size() != 2)

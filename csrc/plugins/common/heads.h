@@ -8,9 +8,9 @@
 namespace llmc {
 
 // Fill num_heads, num_kv_heads, head_dim and scale of a kernel's parameters, for an op of this name. Throws Error
-// where no kernel has such heads.
+// where no kernel has such heads, of head_dim `most` at most.
 template <typename Params>
-void read_heads(Params& p, const std::string& op, const Fields& fields) {
+void read_heads(Params& p, const std::string& op, const Fields& fields, int most) {
   p.num_heads = integer(fields, "num_heads");
   p.num_kv_heads = integer(fields, "num_kv_heads");
   p.head_dim = integer(fields, "head_dim");
@@ -18,8 +18,9 @@ void read_heads(Params& p, const std::string& op, const Fields& fields) {
   if (p.num_kv_heads < 1 || p.num_heads < 1 || p.num_heads % p.num_kv_heads != 0)
     throw Error(op + "'s num_heads " + std::to_string(p.num_heads) + " is not a multiple of num_kv_heads " +
                 std::to_string(p.num_kv_heads));
-  if (p.head_dim % 8 != 0 || p.head_dim < 8 || p.head_dim > 256)
-    throw Error(op + "'s head_dim " + std::to_string(p.head_dim) + " is not a multiple of 8 from 8 to 256");
+  if (p.head_dim % 8 != 0 || p.head_dim < 8 || p.head_dim > most)
+    throw Error(op + "'s head_dim " + std::to_string(p.head_dim) + " is not a multiple of 8 from 8 to " +
+                std::to_string(most));
   if (p.scale == 0) p.scale = 1 / std::sqrt(static_cast<float>(p.head_dim));
 }
 

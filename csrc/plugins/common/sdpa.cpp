@@ -127,7 +127,7 @@ bool Sdpa::found() const { return state_->handle != nullptr; }
 // cuDNN 9.19 writes zeros to value_cache behind a sequence's last position, up to `keys`: those must be nobody's.
 bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
   State& s = *state_;
-  if (s.handle == nullptr || dtype == DType::kFloat32 || p.softcap > 0 || p.sinks != nullptr ||
+  if (s.handle == nullptr || dtype == DType::kFloat32 || p.softcap > 0 || p.chunk > 0 || p.sinks != nullptr ||
       static_cast<int64_t>(p.num_tokens) * p.num_heads * p.head_dim > INT32_MAX)
     return false;
   // With blocks a plan is one for all lengths that the table has room for.

@@ -301,7 +301,6 @@ OP = Op(
     float32_inputs=frozenset({"state", "decay_rate"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
     output_dtypes={"state_out": "float32"},
-    coreless=frozenset({"decay_per_channel"}),
     reference=_reference,
     samples=_samples,
 )

@@ -11,8 +11,7 @@ class GatedLinearAttention : public Plugin {
     p_.k_dim = integer(fields, "k_head_dim");
     p_.v_dim = integer(fields, "v_head_dim");
     p_.scale = real(fields, "scale");
-    if (integer(fields, "decay_per_channel") != 0)
-      throw Error("GatedLinearAttention has no kernel for decays of channels yet");
+    p_.decay_per_channel = integer(fields, "decay_per_channel") != 0;
     p_.l2norm = integer(fields, "l2norm") != 0;
     const auto& rule = std::get<std::string>(fields.at("update_rule"));
     if (rule != "gated" && rule != "gated_delta") throw Error("GatedLinearAttention has no update_rule '" + rule + "'");
@@ -31,7 +30,10 @@ class GatedLinearAttention : public Plugin {
     const int64_t values = static_cast<int64_t>(p_.v_heads) * p_.v_dim;
     const Dims gates{qkv[0], p_.v_heads};
     expect("GatedLinearAttention's qkv", qkv, {qkv[0], 2 * static_cast<int64_t>(p_.k_heads) * p_.k_dim + values});
-    expect("GatedLinearAttention's decay", in[1], gates);
+    const int64_t decays = p_.decay_per_channel ? static_cast<int64_t>(p_.v_heads) * p_.k_dim : p_.v_heads;
+    expect("GatedLinearAttention's decay", in[1], {qkv[0], decays});
+    if (p_.decay_per_channel && optional(in, 8) != nullptr)
+      throw Error("GatedLinearAttention takes no decay_rate with decay_per_channel");
     expect_states("GatedLinearAttention", in[2], optional(in, 7), in[4][0], {p_.v_heads, p_.k_dim, p_.v_dim});
     if (const Dims* beta = optional(in, 5)) expect("GatedLinearAttention's beta", *beta, gates);
     for (size_t i : {6, 8})

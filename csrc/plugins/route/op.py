@@ -230,7 +230,6 @@ OP = Op(
     dims=_dims,
     body=_body,
     float32_inputs=frozenset({"bias", "expert_scale"}),
-    coreless=frozenset({"expert_scale"}),
     output_dtypes={"experts": "int64", "scores": "float32"},
     reference=_reference,
     samples=_samples,

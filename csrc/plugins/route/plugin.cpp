@@ -39,7 +39,7 @@ class Route : public Plugin {
       throw Error("Route with sparsemixer takes neither a bias nor groups");
     if (logits[1].known()) check_experts(logits[1].number());
     if (bias != nullptr) expect("Route's bias", *bias, {logits[1]});
-    if (optional(in, 2) != nullptr) throw Error("Route has no kernel for scales of experts yet");
+    if (const Dims* scale = optional(in, 2)) expect("Route's expert_scale", *scale, {logits[1]});
     const Dims chosen{logits[0], p_.top_k};
     return {chosen, chosen};
   }
@@ -52,6 +52,7 @@ class Route : public Plugin {
     p.scores = static_cast<float*>(out[1].data);
     p.logits = in[0].data;
     if (const Tensor* bias = optional(in, 1)) p.bias = static_cast<const float*>(bias->data);
+    if (const Tensor* scale = optional(in, 2)) p.expert_scale = static_cast<const float*>(scale->data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.num_experts = static_cast<int>(in[0].shape[1]);
     check(kernels::route(in[0].dtype, p, context.stream), "Route");

@@ -1,0 +1,193 @@
+// Causal attention to caches: a layer's own, or what another layer has put into its own.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "heads.h"
+
+namespace llmc {
+
+// Where an op has the inputs that come behind sin and q_norm; kNone: it has none.
+struct AttentionPorts {
+  static constexpr size_t kNone = SIZE_MAX;
+  size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone, key_bias = kNone,
+         query_scale = kNone;
+};
+
+class CachedKeysAttention : public Plugin {
+ public:
+  // reads: the caches are another layer's, which has run before in the same step, and rows have queries alone.
+  CachedKeysAttention(const char* op, bool reads, const AttentionPorts& ports, const Fields& fields)
+      : op_(op), ports_(ports) {
+    read_heads(p_, op_, fields, 512);
+    p_.reads = reads;
+    p_.rotary_dim = integer(fields, "rotary_dim");
+    p_.window = integer(fields, "window");
+    p_.interleaved = integer(fields, "interleaved") != 0;
+    p_.softcap = real(fields, "softcap");
+    p_.norm_epsilon = real(fields, "norm_epsilon");
+    if (p_.rotary_dim < 0 || p_.rotary_dim % 2 != 0 || p_.rotary_dim > p_.head_dim)
+      throw Error(op_ + "'s rotary_dim " + std::to_string(p_.rotary_dim) +
+                  " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
+    p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
+    p_.chunk = integer(fields, "chunk");
+    const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
+    p_.float8 = kv_dtype == name_of(DType::kFloat8);
+    if (!p_.float8 && !kv_dtype.empty())
+      throw Error(op_ + "'s kv_dtype is '' or " + std::string(name_of(DType::kFloat8)) + ", not '" +
+                  kv_dtype + "'");
+  }
+
+  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
+    if (in[0].size() != 2 || in[1].size() != 4 || in[2].size() != 4)
+      throw Error(op_ + "'s rows have 2 dimensions and each cache 4, not " +
+                  std::to_string(in[0].size()) + ", " + std::to_string(in[1].size()) + " and " +
+                  std::to_string(in[2].size()));
+    const std::string& op = op_;
+    const Dims &qkv = in[0], &cache = in[1], *table = optional(in, ports_.block_table);
+    const Dim batch = in[4][0];
+    const int64_t heads = p_.reads ? p_.num_heads : p_.num_heads + 2ll * p_.num_kv_heads;
+    expect(op + (p_.reads ? "'s query" : "'s qkv"), qkv, {qkv[0], heads * p_.head_dim});
+    expect(op + "'s key_cache", cache, {table != nullptr ? cache[0] : batch, p_.num_kv_heads, cache[2], p_.head_dim});
+    expect(op + "'s value_cache", in[2], cache);
+    expect(op + "'s past_lens", in[4], {batch});
+    expect_starts(op, in[3], batch);
+    const Dims *cos = optional(in, 5), *sin = optional(in, 6);
+    if ((cos == nullptr) != (p_.rotary_dim == 0) || (sin == nullptr) != (cos == nullptr))
+      throw Error(op + " takes cos, sin and a rotary_dim above 0 together");
+    std::vector<Dim> positions;  // that tables have
+    for (const Dims* turns : {cos, sin}) {
+      if (turns == nullptr) continue;
+      expect(op + "'s cos or sin", *turns, {(*turns)[0], p_.rotary_dim / 2});
+      positions.push_back((*turns)[0]);
+    }
+    for (size_t norm : {size_t{7}, ports_.k_norm, ports_.v_norm})
+      if (const Dims* weight = optional(in, norm)) expect(op + "'s norm of a head", *weight, {p_.head_dim});
+    if (table != nullptr) expect(op + "'s block_table", *table, {batch, (*table)[1]});
+    if (const Dims* bias = optional(in, ports_.distance_bias))
+      expect(op + "'s distance_bias", *bias, {p_.num_heads, (*bias)[1]});
+    if (const Dims* sinks = optional(in, ports_.sinks)) expect(op + "'s sinks", *sinks, {p_.num_heads});
+    const Dims *bias = optional(in, ports_.key_bias), *factors = optional(in, ports_.query_scale);
+    if (bias != nullptr) expect(op + "'s key_bias", *bias, {p_.num_heads, (*bias)[1]});
+    if ((bias != nullptr || optional(in, ports_.distance_bias) != nullptr) && p_.head_dim > 256)
+      throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) + ", at most for 256");
+    if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
+    if (bias != nullptr) positions.push_back((*bias)[1]);
+    if (factors != nullptr) positions.push_back((*factors)[0]);
+    for (const Dim& own : positions) {
+      if (table == nullptr) expect_at_least(op + "'s positions of a table", own, cache[2]);
+      else expect(op + "'s positions of a table", Dims{own}, {positions[0]});
+    }
+    const Dims out{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim};
+    return p_.reads ? std::vector<Dims>{out} : std::vector<Dims>{out, cache, in[2]};
+  }
+
+  // The split kernel's partial results, then the turned queries.
+  int64_t workspace(const std::vector<Tensor>& in) const override {
+    return scratch() + in[0].shape[0] * p_.num_heads * p_.head_dim * 4;
+  }
+
+  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
+               const Context& context) const override {
+    kernels::AttentionParams p = p_;
+    p.out = out[0].data;
+    p.qkv = in[0].data;
+    if ((in[1].dtype == DType::kFloat8) != p.float8 || in[2].dtype != in[1].dtype)
+      throw Error(op_ + "'s caches are of " + name_of(in[1].dtype) + " and " +
+                  name_of(in[2].dtype) + ", which its kv_dtype does not say");
+    p.key_cache = in[1].data;
+    p.value_cache = in[2].data;
+    p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
+    p.past_lens = static_cast<const int32_t*>(in[4].data);
+    auto table_of = [&](size_t port) {
+      const Tensor* table = optional(in, port);
+      return table != nullptr ? static_cast<const float*>(table->data) : nullptr;
+    };
+    p.cos = table_of(5);
+    p.sin = table_of(6);
+    p.q_norm = table_of(7);
+    p.k_norm = table_of(ports_.k_norm);
+    p.v_norm = table_of(ports_.v_norm);
+    p.sinks = table_of(ports_.sinks);
+    p.query_scale = table_of(ports_.query_scale);
+    p.num_tokens = static_cast<int>(in[0].shape[0]);
+    p.batch = static_cast<int>(in[4].shape[0]);
+    p.max_seq_len = static_cast<int>(in[1].shape[2]);
+    if (const Tensor* table = optional(in, ports_.block_table)) {
+      if (context.building) return;  // its blocks are nowhere
+      p.block_table = static_cast<const int32_t*>(table->data);
+      p.block_size = p.max_seq_len;
+      p.num_blocks = static_cast<int>(in[1].shape[0]);
+      p.max_seq_len *= static_cast<int>(table->shape[1]);
+      if ((p.block_size & (p.block_size - 1)) != 0)
+        throw Error(op_ + "'s block size " + std::to_string(p.block_size) +
+                    " is not a power of two");
+    }
+    p.scratch = workspace;
+    p.counters = context.counters;
+    p.queries = static_cast<char*>(workspace) + scratch();
+    kernels::ScoreBias bias{table_of(ports_.distance_bias), table_of(ports_.key_bias), 0, 0};
+    if (bias.distance != nullptr) bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
+    if (bias.key != nullptr) bias.positions = static_cast<int>(in[ports_.key_bias].shape[1]);
+    if (bias.distance != nullptr || bias.key != nullptr) {
+      check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
+      check(kernels::biased_attention(in[0].dtype, p, bias, context.stream), op_.c_str());
+      return;
+    }
+    if (context.backend == AttentionBackend::kVanilla) {
+      p.vanilla = true;
+      check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
+      check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
+      return;
+    }
+    const int decodes = context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
+    if (decodes > 0) {
+      kernels::AttentionParams half = p;
+      half.decode = true;
+      half.num_tokens = half.batch = decodes;
+      check(kernels::attention(in[0].dtype, half, context.stream), op_.c_str());
+    }
+    if (decodes == p.batch) return;
+    if (decodes > 0) skip(p, decodes, in);
+    if (context.reach > 0 && context.reach <= p.chunk) p.chunk = 0;  // one chunk, which all kernels serve
+    check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
+    const bool asks = context.backend == AttentionBackend::kCudnn ||
+        (context.backend == AttentionBackend::kFastest && !kernels::prefills_on_hopper(in[0].dtype, p));
+    if (context.sdpa != nullptr && asks && context.longest > 0 && !p.float8 &&
+        context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
+      return;
+    check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
+  }
+
+ private:
+  // Leave the first sequences out, which have one token each.
+  static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
+    const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim * element;
+    const int64_t kv_row = p.reads ? 0 : 2ll * p.num_kv_heads * p.head_dim * element;
+    p.out = static_cast<char*>(p.out) + sequences * row;
+    p.qkv = static_cast<const char*>(p.qkv) + sequences * (row + kv_row);
+    p.cu_seqlens += sequences;
+    p.past_lens += sequences;
+    p.first_token = sequences;
+    p.num_tokens -= sequences;
+    p.batch -= sequences;
+    if (p.block_table != nullptr) {
+      p.block_table += sequences * static_cast<int64_t>(p.max_seq_len / p.block_size);
+    } else {
+      const int64_t cached = in[1].size() / in[1].shape[0] * width(in[1].dtype);
+      p.key_cache = static_cast<char*>(p.key_cache) + sequences * cached;
+      p.value_cache = static_cast<char*>(p.value_cache) + sequences * cached;
+    }
+  }
+
+  int64_t scratch() const {
+    return (kernels::attention_scratch(p_.num_heads, p_.head_dim) + 255) / 256 * 256;
+  }
+
+  const std::string op_;
+  const AttentionPorts ports_;
+  kernels::AttentionParams p_{};
+};
+
+}  // namespace llmc
