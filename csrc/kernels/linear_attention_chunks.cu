@@ -4,9 +4,10 @@
 //     (1 + A) N = beta ° V - beta e^c ° K S          A[i][j] = beta_i e^(c_i - c_j) k_i · k_j  for j < i
 //     O = e^c ° Q S + P N                            P[i][j] = e^(c_i - c_j) q_i · k_j         for j <= i
 //
-// and S becomes e^c_last S + (e^(c_last - c) ° K)ᵀ N. None of these powers is more than 1 where decays are. A first kernel
-// makes P and the inverse of 1 + A for each chunk and head, all of them at once; a second goes from chunk to chunk with 32
-// columns of a head's state in registers. Products are of tf32, in which elements of 16 bits are exact, and sums float32.
+// and S becomes e^c_last S + (e^(c_last - c) ° K)ᵀ N. None of these powers is more than 1 where decays are. A first
+// kernel makes P and the inverse of 1 + A for each chunk and head, all of them at once; a second goes from chunk to chunk
+// with 32 columns of a head's state in registers. Products are of tf32, in which elements of 16 bits are exact, and sums
+// float32.
 #include "gemv.cuh"
 
 namespace llmc::kernels {
@@ -15,8 +16,8 @@ namespace {
 using namespace device;
 
 constexpr int kChunk = 64, kColumns = 32, kThreads = 128, kTiles = 2;
-// In scratch, of a chunk and head: the inverse and P as the tensor core takes them, 128 numbers for each 16 rows and 8 columns
-// that are not zero; four factors for each token; what the state is multiplied by.
+// In scratch, of a chunk and head: the inverse and P as the tensor core takes them, 128 numbers for each 16 rows and 8
+// columns that are not zero; four factors for each token; what the state is multiplied by.
 constexpr int kSteps = 20, kMatrix = kSteps * 128, kFactors = 2 * kMatrix, kFade = kFactors + 4 * kChunk, kUnit = kFade + 4;
 __device__ constexpr int step_of(int warp, int step) { return warp * (warp + 1) + step; }
 
@@ -34,6 +35,8 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const float4& a, co
       : "r"(__float_as_uint(a.x)), "r"(__float_as_uint(a.y)), "r"(__float_as_uint(a.z)), "r"(__float_as_uint(a.w)),
         "r"(__float_as_uint(b.x)), "r"(__float_as_uint(b.y)));
 }
+
+__device__ __forceinline__ float2 pair_at(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
 template <typename T>
 __device__ __forceinline__ float2 widen_pair(uint32_t pair) {
@@ -70,7 +73,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
     const int middle = (low + high + 1) / 2;
     if (first_slot(p, middle) <= slot) low = middle; else high = middle - 1;
   }
-  const int begin = p.cu_seqlens[low] + (slot - first_slot(p, low)) * kChunk, count = min(kChunk, p.cu_seqlens[low + 1] - begin);
+  const int begin = p.cu_seqlens[low] + (slot - first_slot(p, low)) * kChunk;
+  const int count = min(kChunk, p.cu_seqlens[low + 1] - begin);
   if (count <= 0) return;
 
   const int64_t width = 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim;
@@ -237,8 +241,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
   };
   each([&](int key, int column, float& x, float& y) {
     const bool reads = has_past && key < p.k_dim && first_column + column < p.v_dim;
-    const float2 both = reads ? *reinterpret_cast<const float2*>(state + static_cast<int64_t>(key) * p.v_dim + column)
-                              : make_float2(0.f, 0.f);
+    const float2 both = reads ? pair_at(state + static_cast<int64_t>(key) * p.v_dim + column) : make_float2(0.f, 0.f);
     x = both.x, y = both.y;
   });
   auto show = [&] {
@@ -260,7 +263,8 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
     for (int i = thread; i < kChunk * kRow; i += kStep) {
       const int row = i / kRow, at = i % kRow * 8;
       const bool there = first + row < end && at < p.k_dim;
-      start_copy(reinterpret_cast<uint4*>(to + row * R::kPitch + at), there ? from + (first + row) * width + at : from, there);
+      start_copy(reinterpret_cast<uint4*>(to + row * R::kPitch + at), there ? from + (first + row) * width + at : from,
+                 there);
     }
   };
   auto copy_queries_and_values = [&](int first) {
@@ -275,6 +279,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
   const float skip = p.skip != nullptr ? to_float(static_cast<const T*>(p.skip)[head]) : 0.f;
   const float* unit = p.scratch + (static_cast<int64_t>(first_slot(p, sequence)) * p.v_heads + head) * kUnit;
   T* out = static_cast<T*>(p.out) + static_cast<int64_t>(head) * p.v_dim + first_column;
+  const int64_t out_width = static_cast<int64_t>(p.v_heads) * p.v_dim;
   const int row = 16 * warp + g;  // of a chunk, and the one 8 further
 
   copy_rows(all_keys, qkv + all, begin);
@@ -312,7 +317,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
         const float4 key = kDelta ? operand<T>(of_keys[2 * half], of_keys[2 * half + 1]) : query;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const float2 b = *reinterpret_cast<const float2*>(past + (side + 8 * n + g) * R::kStatePitch + 16 * step + 8 * half + 2 * t);
+          const float2 b = pair_at(past + (side + 8 * n + g) * R::kStatePitch + 16 * step + 8 * half + 2 * t);
           if (kDelta) multiply_tf32(known[n], key, b);
           multiply_tf32(read[n], query, b);
         }
@@ -347,7 +352,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
           multiply_tf32(news[n], solve[step],
-                        *reinterpret_cast<const float2*>(wanted + (side + 8 * n + g) * R::kRowPitch + 8 * step + 2 * t));
+                        pair_at(wanted + (side + 8 * n + g) * R::kRowPitch + 8 * step + 2 * t));
       }
     }
 #pragma unroll
@@ -366,14 +371,14 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
         multiply_tf32(read[n], attend[step],
-                      *reinterpret_cast<const float2*>(written + (side + 8 * n + g) * R::kRowPitch + 8 * step + 2 * t));
+                      pair_at(written + (side + 8 * n + g) * R::kRowPitch + 8 * step + 2 * t));
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 4; c += 2)
         if (first + row + 4 * c < end && first_column + side + 8 * n + 2 * t < p.v_dim)
-          *reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(first + row + 4 * c) * p.v_heads * p.v_dim + side + 8 * n + 2 * t) =
+          *reinterpret_cast<uint32_t*>(out + (first + row + 4 * c) * out_width + side + 8 * n + 2 * t) =
               pack<T>(fmaf(skip, value[n][c], read[n][c]), fmaf(skip, value[n][c + 1], read[n][c + 1]));
 
     each([&](int, int, float& x, float& y) { x *= fade, y *= fade; });
@@ -390,7 +395,7 @@ __global__ void __launch_bounds__(2 * kThreads) chunks_kernel(LinearAttentionPar
 #pragma unroll
           for (int n = 0; n < kTiles; ++n)
             multiply_tf32(memory[i][n], a,
-                          *reinterpret_cast<const float2*>(faded + (side + 8 * n + g) * R::kRowPitch + 16 * step + 8 * half + 2 * t));
+                          pair_at(faded + (side + 8 * n + g) * R::kRowPitch + 16 * step + 8 * half + 2 * t));
         }
       }
     show();
@@ -433,8 +438,8 @@ cudaError_t run_type(const LinearAttentionParams& p, cudaStream_t stream) {
 
 bool takes_chunks(DType dtype, const LinearAttentionParams& p) {
   const int room = p.k_dim <= 64 ? Room<64>::kAll : p.k_dim <= 128 ? Room<128>::kAll : Room<256>::kAll;
-  return dtype != DType::kFloat32 && !p.decay_per_channel && p.k_dim % 8 == 0 && p.v_dim % 8 == 0 && p.k_dim <= kLinearKeys &&
-         p.num_tokens >= kLinearChunked * p.batch && device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= room;
+  return dtype != DType::kFloat32 && !p.decay_per_channel && p.k_dim % 8 == 0 && p.v_dim % 8 == 0 &&
+         p.k_dim <= kLinearKeys && p.num_tokens >= kLinearChunked * p.batch && device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= room;
 }
 
 int64_t linear_attention_scratch(int num_tokens, int v_heads) {
