@@ -1,14 +1,14 @@
-// packed_gemv.cu's product by the tensor core's integers: codes are operands as they are, but for a mask and a shift of those
-// of 4 bits, where numbers of 16 bits take about twice the instructions, which is what bounds it.
+// packed_gemv.cu's product by the tensor core's integers: codes are operands as they are, but for a mask and a shift of
+// those of 4 bits, where numbers of 16 bits take about twice the instructions, which is what bounds it.
 //
 // x becomes integers of 15 bits, by a scale for each vector of its columns: no further from x than 2^-15 of the largest
 // number there, where T itself rounds numbers by up to 2^-9 or 2^-12 of each. Two bytes hold it, q = 128 high + low, as two
 // columns of the operand; so 8 columns take four rows of x, and sums of integers are exact. Each block makes them anew
 // and keeps them in shared memory, while its first weights are under way.
 //
-// A warp takes 16 kM rows of the weight at a time, of which a thread has rows g, g + 8, … ; a vector is 64 bytes of a row, a
-// quarter of them each thread's, and the block's warps take vectors in turn. Vectors and their scales are under way to
-// shared memory stages() ahead.
+// A warp takes 16 kM rows of the weight at a time, of which a thread has rows g, g + 8, … ; a vector is 64 bytes of a
+// row, a quarter of them each thread's, and the block's warps take vectors in turn. Vectors and their scales are under
+// way to shared memory stages() ahead.
 #include "gemv.cuh"
 #include "packed.cuh"
 
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
         const int first = (ahead.tile * kM + lane / 4) * height + lane % 2 * 4, second = lane / 2 % 2;
         const int row = first + (second ? p.gated ? p.out : 8 : 0), end = second && p.gated ? all_rows : p.out;
         start_copy(reinterpret_cast<uint4*>(scales + ahead.slot * kWarps * kRows * 8 + lane * 4),
-                   packing.scale + static_cast<int64_t>(group_of(ahead.vector)) * all_rows + (row < end ? row : 0), row < end);
+                   packing.scale + int64_t{group_of(ahead.vector)} * all_rows + (row < end ? row : 0), row < end);
       }
       ahead.slot = ahead.slot + 1 == kDeep ? 0 : ahead.slot + 1;
       ahead.vector += kWarps;
@@ -313,6 +313,8 @@ bool has_integer_gemv(const GemvParams& p) {
   if ((!four && p.packing.codes != Codes::kEight) || p.rows > kIntegerRows || p.in % 32 != 0 || p.out % 4 != 0 ||
       reinterpret_cast<uintptr_t>(p.packing.scale) % 16 != 0)
     return false;
+  // Making operands of more rows takes longer than it saves where a block has few tiles.
+  if (p.rows > 2 && blocks_for(p.out, p.gated ? 16 : 32) < 4 * multiprocessors()) return false;
   if (p.packing.group_size % (four ? kColumns<Codes::kFour> : kColumns<Codes::kEight>) != 0) return false;
   return (four ? warps_for<Codes::kFour>(p) : warps_for<Codes::kEight>(p)) != 0;
 }
