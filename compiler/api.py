@@ -17,7 +17,7 @@ from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
-from llmc.compiler.passes.quantize import DEQUANTIZED, ROUNDED, UNQUANTIZED_EXPERTS
+from llmc.compiler.passes.quantize import DEQUANTIZED, ROUNDED, UNQUANTIZED_EXPERTS, WIDENED
 from llmc.compiler.preflight import TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options, cuda
 from llmc.compiler.windows import check_windows
@@ -157,6 +157,9 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
             progress(f"{report.matches[UNQUANTIZED_EXPERTS]} layers' experts stay in "
                      f"{options.dtype}, as target {options.target} has no kernel for them in the "
                      f"groups that they would have; --quantize rounds the other linear layers")
+        if WIDENED in report.matches:
+            progress(f"numbers of MXFP4 are kept exactly as int8, twice their memory: the experts "
+                     f"of {report.matches[WIDENED]} layers")
     for report in lowered.reports if not options.dequantize else ():
         of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
         rounded = report.matches.get(ROUNDED, 0)

@@ -28,7 +28,7 @@ DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
                                "int64": 8, "int32": 4}
 
-WeightDType = Literal["int4", "uint4", "int8", "uint8", "float8_e4m3fn"]
+WeightDType = Literal["int4", "uint4", "int8", "uint8", "float8_e4m3fn", "mxfp4"]
 
 # What engines are given: dtype and shape. Plans have 32 bits where others have 64.
 ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {

@@ -320,6 +320,8 @@ class Schedule(_Frozen):
                  if tensor is not None}
         dtype = next((tensor.dtype for number, tensor in enumerate(self.tensors)
                       if tensor.kind == "value" and number not in self.exact), "")
+        fields = op.complete(node.fields)
+        exact = op.exact(fields)
         for name, tensor in given.items():
             if name in op.integer_inputs:
                 fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
@@ -329,9 +331,9 @@ class Schedule(_Frozen):
                 fits = tensor.kind == "cache" and tensor.dtype == wanted
             elif op.state is not None and name == op.state.state:
                 fits = tensor.kind == "state"
-            elif name in op.packed(op.complete(node.fields)) - op.float32_inputs:
+            elif name in op.packed(fields) - exact:
                 fits = tensor.kind == "weight" and tensor.dtype == "uint8"
-            elif name in op.float32_inputs:
+            elif name in exact:
                 fits = tensor.kind in ("weight", "value") and tensor.dtype == "float32"
             else:
                 fits = tensor.kind in ("value", "weight", "memory") and tensor.dtype == dtype

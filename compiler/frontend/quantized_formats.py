@@ -34,7 +34,7 @@ import numpy as np
 from llmc.compiler.graph.quantization import SMALLEST_GROUP, Stored
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import FLOAT8
+from llmc.plugins.quantization import FLOAT8, MXFP4, unpack
 
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -126,7 +126,7 @@ class _Decoder:
         return Weight(tensor.shape, np.float32, rows, name)
 
     def powers(self, name: str, shape: Sequence[int]) -> Weight:
-        """Scales that are stored as the bits of an exponent (e8m0), float32; NaN is refused."""
+        """Scales that are stored as the bits of an exponent (e8m0); NaN is refused."""
         tensor = self.take(name, shape, "u")
 
         def rows(start: int, stop: int) -> np.ndarray:
@@ -134,9 +134,9 @@ class _Decoder:
             if (block == 255).any():
                 raise LlmcError(f"'{name}' in '{self.origin}' has a scale that is NaN; the "
                                 f"checkpoint is damaged")
-            return np.ldexp(np.float32(1), block.astype(np.int32) - 127)
+            return block
 
-        return Weight(tensor.shape, np.float32, rows, name)
+        return Weight(tensor.shape, np.uint8, rows, name)
 
     def keep(self, module: str, stored: Stored, dequantized: str = "") -> None:
         """Make a module's weight; without the form where there is a reason for it."""
@@ -430,15 +430,18 @@ def _nvfp4(decoder: _Decoder, module: str) -> None:
     packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
     whole = decoder.scales(f"{module}.weight_global_scale", (1,)).load()[0]
     fine = decoder.scales(f"{module}.weight_scale", (rows, 2 * half // 16))
-    _keep_fp4(decoder, module, packed, _map(fine, fine.shape, np.float32,
-                                            lambda block: block / whole), "NVFP4")
+    decoder.note("numbers of NVFP4 are kept exactly as int8, twice their memory", module)
+    decoder.keep(module, Stored(
+        "int8", _map(_fp4_codes(packed), (rows, 2 * half), np.uint8,
+                     lambda block: _FP4_TWICE[block].astype(np.uint8)),
+        _map(fine, fine.shape, np.float32, lambda block: block / whole / np.float32(2))))
 
 
 def _packed_mxfp4(decoder: _Decoder, module: str) -> None:
     rows, half = decoder.left[f"{module}.weight_packed"].shape
     packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
-    _keep_fp4(decoder, module, packed, decoder.powers(
-        f"{module}.weight_scale", (rows, 2 * half // 32)), "MXFP4")
+    _keep_mxfp4(decoder, module, packed, decoder.powers(
+        f"{module}.weight_scale", (rows, 2 * half // 32)))
 
 
 def _mxfp4(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -456,8 +459,8 @@ def _mxfp4(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         blocks = decoder.take(f"{name}_blocks", (rows, groups, 16), "u")
         packed = _map(blocks, (rows, groups * size), np.uint8,
                       lambda block: block.reshape(len(block), -1))
-        _keep_fp4(decoder, name.removesuffix(".weight"), packed,
-                  decoder.powers(f"{name}_scales", (rows, groups)), "MXFP4")
+        _keep_mxfp4(decoder, name.removesuffix(".weight"), packed,
+                    decoder.powers(f"{name}_scales", (rows, groups)))
     return True
 
 
@@ -466,26 +469,21 @@ def _mxfp4_experts(decoder: _Decoder, name: str) -> None:
     count, rows, groups, _ = decoder.left[f"{name}_blocks"].shape
     blocks = decoder.take(f"{name}_blocks", (count, rows, groups, 16), "u")
     scales = decoder.powers(f"{name}_scales", (count, rows, groups))
-    stored = _fp4(decoder, name, blocks.reshape((count, rows, groups * 16)).reshape(
-        (count * rows, groups * 16)), scales.reshape((count * rows, groups)), "MXFP4")
+    packed = blocks.reshape((count, rows, groups * 16)).reshape((count * rows, groups * 16))
+    stored = Stored(MXFP4, _fp4_codes(packed), scales.reshape((count * rows, groups)))
     decoder.made[name] = stored.weight(name).reshape((count, rows, groups * 32)).transpose()
 
 
-def _keep_fp4(decoder: _Decoder, module: str, packed: Weight, scales: Weight, kind: str) -> None:
-    decoder.keep(module, _fp4(decoder, module, packed, scales, kind))
+def _keep_mxfp4(decoder: _Decoder, module: str, packed: Weight, scales: Weight) -> None:
+    """Of a linear layer, for which no kernel has MXFP4."""
+    decoder.note("numbers of MXFP4 are kept exactly as int8, twice their memory", module)
+    decoder.keep(module, Stored(MXFP4, _fp4_codes(packed), scales).as_int8())
 
 
-def _fp4(decoder: _Decoder, name: str, packed: Weight, scales: Weight, kind: str) -> Stored:
-    """Numbers of 4 bits, e2m1, two in a byte; the first in the low bits."""
+def _fp4_codes(packed: Weight) -> Weight:
+    """Numbers of 4 bits, e2m1, one to a byte, of two; the first in the low bits."""
     rows, half = packed.shape
-
-    def codes(block: np.ndarray) -> np.ndarray:
-        pairs = np.stack([block & 15, block >> 4], -1).reshape(len(block), -1)
-        return _FP4_TWICE[pairs].astype(np.uint8)
-
-    decoder.note(f"numbers of {kind} are kept exactly as int8, twice their memory", name)
-    return Stored("int8", _map(packed, (rows, 2 * half), np.uint8, codes),
-                  _map(scales, scales.shape, np.float32, lambda block: block / np.float32(2)))
+    return _map(packed, (rows, 2 * half), np.uint8, lambda block: unpack(block, 4))
 
 
 _READERS: Mapping[str, Callable[[_Decoder, Mapping[str, Any]], bool]] = {

@@ -16,12 +16,24 @@ import numpy as np
 
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import CODES, FLOAT8, FLOAT8_MOST, FLOAT8_NUMBERS, pack
+from llmc.plugins.quantization import (
+    CODES,
+    FLOAT8,
+    FLOAT8_MOST,
+    FLOAT8_NUMBERS,
+    MXFP4,
+    MXFP4_NUMBERS,
+    POWERS,
+    pack,
+)
 
 SMALLEST_GROUP = 16  # that kernels have
 _GROUP_SIZES = (128, 64, 32, 16)
 _PIECE = 1 << 20  # numbers that are computed with at once
-_NUMBERS = np.array(FLOAT8_NUMBERS, np.float32)
+_NUMBERS = {FLOAT8: np.array(FLOAT8_NUMBERS, np.float32),
+            MXFP4: np.array(MXFP4_NUMBERS, np.float32)}
+_POWERS = np.array([*POWERS, np.nan], np.float32)
+_ONE = 127  # as the bits of an exponent
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Stored:
     Args:
         dtype: a `weight_dtype`.
         codes: uint8 [out, in], one to a byte.
-        scales: float32 [out, in / group_size].
+        scales: float32 [out, in / group_size]; of MXFP4 uint8, exponents.
         zeros: uint8 [out, in / group_size] where the dtype has them.
         minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them, whose codes
             and scales have at most 24 bits together, so that a zero times a scale is exact.
@@ -93,6 +105,8 @@ class Stored:
     def _numbers(self, start: int, stop: int) -> np.ndarray:
         codes = self.codes.rows(start, stop)
         scales = self.scales.rows(start, stop)
+        if self.dtype == MXFP4:
+            scales = _POWERS[scales]
         zeros = np.full(scales.shape, CODES[self.dtype][1] or 0, np.float32) \
             if self.zeros is None else self.zeros.rows(start, stop).astype(np.float32)
         numbers = decode(codes.reshape(*scales.shape, -1), scales, zeros, self.dtype)
@@ -119,7 +133,7 @@ class Stored:
 
         made = self._each(lambda codes: padded(codes, CODES[self.dtype][1] or 0),
                           lambda groups: padded(groups, 0))
-        return replace(made, scales=padded(self.scales, 1))
+        return replace(made, scales=padded(self.scales, _ONE if self.dtype == MXFP4 else 1))
 
     def take_columns(self, index: np.ndarray) -> Stored | None:
         """Columns `index`, in that order, in groups as large as that leaves; None where they are
@@ -151,11 +165,25 @@ class Stored:
 
         return self._each(lambda codes: codes, repeated)
 
+    def as_int8(self) -> Stored:
+        """The same numbers of MXFP4 in int8: twice a number is an integer, and takes half a scale.
+        """
+        twice = (2 * _NUMBERS[MXFP4] + 128).astype(np.uint8)
+        codes, scales = self.codes, self.scales
+        return replace(
+            self, dtype="int8",
+            codes=Weight(codes.shape, np.uint8,
+                         lambda start, stop: twice[codes.rows(start, stop)], codes.name),
+            scales=Weight(scales.shape, np.float32,
+                          lambda start, stop: _POWERS[scales.rows(start, stop)] / 2, scales.name))
+
     def above(self, others: Sequence[Stored]) -> Stored | None:
         """This matrix with `others` below it: in the smallest of their groups, in 8 bits if one is,
         with zeros or minima if one has them; None where that is no form.
         """
         parts = [self, *others]
+        if len({part.dtype == MXFP4 for part in parts}) > 1:
+            parts = [part.as_int8() if part.dtype == MXFP4 else part for part in parts]
         if len({None if part.order is None else part.order.tobytes() for part in parts}) > 1:
             return None
         size = math.gcd(*(part.group_size for part in parts))
@@ -289,7 +317,8 @@ def _nonzero(scales: np.ndarray) -> np.ndarray:
 
 def decode(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, dtype: str) -> np.ndarray:
     """The numbers float32 of codes [..., group_size]."""
-    numbers = _NUMBERS[codes] if dtype == FLOAT8 else codes.astype(np.float32) - zeros[..., None]
+    numbers = _NUMBERS[dtype][codes] if dtype in _NUMBERS else \
+        codes.astype(np.float32) - zeros[..., None]
     scaled: np.ndarray = numbers * scales[..., None]
     return scaled
 

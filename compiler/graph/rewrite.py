@@ -61,7 +61,7 @@ class Settings:
         group_multiple: of how many columns groups are, which the target's kernels read; 0: they
             read none.
         orders_columns: whether the target brings activations in an order of columns.
-        packs_experts: whether the target has kernels for experts in fewer bits.
+        expert_dtypes: of weights in fewer bits, those that the target's kernels of experts take.
     """
 
     max_seq_len: int
@@ -78,7 +78,7 @@ class Settings:
     dequantize: bool = False
     group_multiple: int = 1
     orders_columns: bool = True
-    packs_experts: bool = False
+    expert_dtypes: tuple[str, ...] = ()
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""

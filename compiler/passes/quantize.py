@@ -9,9 +9,10 @@ Given:   an op of matrices for each head, [heads, out, in], of the rows of one w
 Result:  HeadMatrices(codes, weight_scale, weight_zero; …) in their place
 
 Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
-never rounded again. Of our own rounding, tables of embeddings take part where the LM head is the
-same table, and routers do not. Groups that no kernel of the target reads stay numbers, and so do
-experts on GPUs, and those whose two weights are stored in different ways.
+never rounded again; MXFP4 becomes int8, which has its numbers, where it has no kernel. Of our own
+rounding, tables of embeddings take part where the LM head is the same table, and routers do not.
+Groups that no kernel of the target reads stay numbers, and so do experts whose two weights are
+stored in different ways.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.packing import head_weight
 from llmc.errors import LlmcError
-from llmc.plugins.experts.op import DTYPES as EXPERT_DTYPES
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.head_matrices.op import OP as HEAD_MATRICES
-from llmc.plugins.quantization import CODES
+from llmc.plugins.quantization import CODES, MXFP4, MXFP4_GROUP
 from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
 DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
 UNQUANTIZED_EXPERTS = "experts left as they are"
+WIDENED = "MXFP4 as int8"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
-_MOST_OF_EXPERTS = 128  # of QMoE's groups
+_MOST_OF_EXPERTS = 128  # of QMoE's groups, and of those that have been run on GPUs
 
 
 def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -85,10 +86,10 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
         for values in weights:
             refuse_rounded(values)
     names = [operands(node)[role.weight].name for role in op.quantized]
-    forms = [_form(values, scheme, name, settings)
+    forms = [_form(values, scheme, name, settings, len(weights) > 1)
              for values, name in zip(weights, names, strict=True)]
     found: Sequence[Stored | NoMatch | None] = forms if len(forms) == 1 else \
-        _experts_forms(forms, settings)
+        _experts_forms(forms, settings, report)
     for values, stored in zip(weights, found, strict=True):
         if isinstance(stored, NoMatch):
             report.refuse(node, stored)
@@ -105,17 +106,22 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     return [made[id(values)] for values in weights]
 
 
-def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings) -> \
-        list[Stored | NoMatch | None]:
+def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
+                   report: Report) -> list[Stored | NoMatch | None]:
     """Those of both weights of experts, in groups of one size."""
     found = [stored for stored in forms if isinstance(stored, Stored)]
     if len(found) < len(forms):
         return [None if isinstance(stored, Stored) else stored for stored in forms]
+    if any(stored.dtype == MXFP4 for stored in found) and not (
+            MXFP4 in settings.expert_dtypes
+            and all((s.dtype, s.group_size) == (MXFP4, MXFP4_GROUP) for s in found)):
+        found = [stored.as_int8() if stored.dtype == MXFP4 else stored for stored in found]
+        report.count(WIDENED)
     size = math.gcd(*(stored.group_size for stored in found))
     size = min(size & -size, _MOST_OF_EXPERTS)  # a power of two
-    why = "" if settings.packs_experts else "a form that no kernel of the target has for experts"
-    if len({stored.dtype for stored in found}) > 1 or size < SMALLEST_GROUP \
-            or found[0].dtype not in EXPERT_DTYPES:
+    why = "" if settings.expert_dtypes else "a form that no kernel of the target has for experts"
+    if len({stored.dtype for stored in found}) > 1 or found[0].dtype not in settings.expert_dtypes \
+            or size < SMALLEST_GROUP or size % max(settings.group_multiple, 1):
         why = why or f"the forms {' and '.join(f'{s.dtype} in {s.group_size}' for s in found)}"
     if any(stored.minima is not None or stored.order is not None for stored in found):
         why = why or "minima of groups, or columns in an order of their own"
@@ -229,9 +235,9 @@ def dequantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: R
         report.count(DEQUANTIZED, len(weights))
 
 
-def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings) -> \
-        Stored | NoMatch | None:
-    """How a weight is to be stored; None, or why not: as it is."""
+def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
+          stacked: bool = False) -> Stored | NoMatch | None:
+    """How a weight, or a stack of them, is to be stored; None, or why not: as it is."""
     if values.dequantized:
         return NoMatch("the parts of its weight are stored in different ways, or in one that no "
                        "kernel has, so it is read as numbers", values.name)
@@ -241,6 +247,8 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings) 
             return None
         stored = quantize(values.reshape((math.prod(values.shape[:-1]), values.shape[-1])), scheme,
                           name)
+    if stored.dtype == MXFP4 and not stacked:
+        stored = stored.as_int8()
     if not settings.reads(stored):
         why = f"groups of {stored.group_size}, where the target's kernels read multiples of " \
               f"{settings.group_multiple}" if stored.order is None else \

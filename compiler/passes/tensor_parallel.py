@@ -13,6 +13,7 @@ than KV heads, ranks share a group: its queries are divided, its KV head is repl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,8 @@ from llmc.plugins.roles import (
     ByVocabulary,
     Shard,
 )
+
+_EXPERTS_STEP = 64  # columns
 
 
 @dataclass
@@ -256,7 +259,19 @@ def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.nd
     if count < plan.tp_size:
         raise LlmcError(f"{describe(node)} has {count} {what}, which {plan.tp_size} chips cannot "
                         f"share; give a tp_size of at most {count}")
-    return np.split(np.arange(count), np.cumsum(balanced(count, plan.tp_size))[:-1])
+    unit = next(unit for unit in (_inner_units(node, way, plan) if isinstance(way, ByInner) else
+                                  [1]) if count % unit == 0 and count // unit >= plan.tp_size)
+    return np.split(np.arange(count), np.cumsum(balanced(count // unit, plan.tp_size))[:-1] * unit)
+
+
+def _inner_units(node: gs.Node, way: ByInner, plan: Plan) -> list[int]:
+    """How many columns between two products stay together, best first: those that share a scale of
+    the second's weight, in such numbers as kernels of packed experts have in a step.
+    """
+    stored = values_of(operands(node)[way.down]).stored
+    size = stored.group_size if stored is not None else plan.group_size
+    return [unit for some in (size, plan.group_size) if some > 1
+            for unit in (math.lcm(some, _EXPERTS_STEP), some)] + [1]
 
 
 def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:

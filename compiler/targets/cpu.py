@@ -30,7 +30,7 @@ DTYPES = ("float32",)
 WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
 GROUP_MULTIPLE = 1
 ORDERS_COLUMNS = True
-PACKS_EXPERTS = True
+EXPERT_DTYPES = ("int4", "uint4", "int8", "uint8")  # of QMoE
 
 
 def describe(options: Options) -> Target:

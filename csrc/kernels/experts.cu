@@ -72,12 +72,13 @@ constexpr int kPlainPairs = 32, kPlainOut = 32, kPlainIn = 32;
 // A product without tensor cores. A tile is kPlainOut rows of an expert's weight for kPlainPairs pairs, 2 × 2 of them a
 // thread's; blocks take tiles in turn. Reads the weight once for each kPlainPairs pairs.
 template <typename T, bool kDown>
-__global__ void __launch_bounds__(256) plain_kernel(ExpertsParams p, Pairs pairs) {
+__global__ void __launch_bounds__(256) plain_kernel(ExpertsParams p, Pairs pairs, bool tiled) {
   __shared__ int before[kMostExperts + 1];
   __shared__ float weights[kPlainIn][kPlainOut + 1], x[kPlainIn][kPlainPairs + 1];
   wait_for_inputs();
   let_next_start();
   const Product<T> product(p, pairs, kDown);
+  const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
   Groups groups(p, pairs, before, kPlainPairs);
   const int out_tiles = (product.out + kPlainOut - 1) / kPlainOut, tiles = groups.count<256>() * out_tiles;
   const int column = 2 * (threadIdx.x % 16), row = 2 * (threadIdx.x / 16);
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(256) plain_kernel(ExpertsParams p, Pairs pairs
       for (int i = threadIdx.x; i < kPlainIn * kPlainOut; i += 256) {
         const int at = begin + i % kPlainIn, of = i / kPlainIn;
         const bool there = at < product.in;
-        weights[i % kPlainIn][of] = there ? to_float(product.row_of_weight(group.expert, first_out + of)[at]) : 0.f;
+        weights[i % kPlainIn][of] = there ? number_at(product, packing, tiled, group.expert, first_out + of, at) : 0.f;
         x[i % kPlainIn][of] =
             there && of < group.count ? to_float(row_of(product, p, groups, group.first + of, kDown)[at]) : 0.f;
       }
@@ -122,11 +123,19 @@ __global__ void __launch_bounds__(256) plain_kernel(ExpertsParams p, Pairs pairs
 }
 static_assert(kPlainPairs == kPlainOut);
 
+bool up_tiled(const ExpertsParams& p) {
+  const ExpertsPacking& packing = p.gate_up_packing;
+  return experts_tiled(packing.codes, packing.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden);
+}
+bool down_tiled(const ExpertsParams& p) {
+  return experts_tiled(p.down_packing.codes, p.down_packing.group_size, p.hidden, p.inner);
+}
+
 template <typename T>
 cudaError_t plain_experts(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const unsigned blocks = 4 * multiprocessors();
-  const cudaError_t error = launch(plain_kernel<T, false>, blocks, 256, 0, stream, p, pairs);
-  return error != cudaSuccess ? error : launch(plain_kernel<T, true>, blocks, 256, 0, stream, p, pairs);
+  const cudaError_t error = launch(plain_kernel<T, false>, blocks, 256, 0, stream, p, pairs, up_tiled(p));
+  return error != cudaSuccess ? error : launch(plain_kernel<T, true>, blocks, 256, 0, stream, p, pairs, down_tiled(p));
 }
 
 template <typename T>
@@ -161,16 +170,19 @@ int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts,
 }
 
 cudaError_t experts(DType dtype, const ExpertsParams& p, ExpertsWay way, cudaStream_t stream) {
-  if (p.num_experts > kMostExperts) return cudaErrorInvalidValue;
+  const bool packed = p.gate_up_packing.codes != Codes::kNone;
+  if (p.num_experts > kMostExperts || (packed && way != ExpertsWay::kPlain && !(up_tiled(p) && down_tiled(p))))
+    return cudaErrorInvalidValue;
   Pairs pairs;
   place(dtype, static_cast<int64_t>(p.num_tokens) * p.top_k, p.num_experts, p.hidden, p.inner, p.scratch, &pairs);
   cudaError_t error = cudaSuccess;
-  if (p.num_tokens > 1) error = launch(sort_kernel, p.num_experts, kSortThreads, 0, stream, p, pairs);
+  if (p.num_tokens > 1 && way != ExpertsWay::kFew) error = launch(sort_kernel, p.num_experts, kSortThreads, 0, stream, p, pairs);
   if (error != cudaSuccess) return error;
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     error = way == ExpertsWay::kPlain ? plain_experts<T>(p, pairs, stream)
-            : way == ExpertsWay::kFew ? few_experts(dtype, p, pairs, stream) : many_experts(dtype, p, pairs, stream);
+            : way == ExpertsWay::kFew ? few_experts(dtype, p, pairs, stream)
+            : packed ? many_packed_experts(dtype, p, pairs, stream) : many_experts(dtype, p, pairs, stream);
     return error != cudaSuccess ? error : combine<T>(p, pairs, stream);
   });
 }

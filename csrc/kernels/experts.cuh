@@ -4,13 +4,39 @@
 // kernel works on it finds from `starts`.
 #pragma once
 
-#include "device.cuh"
+#include "packed.cuh"
 
 namespace llmc::device {
 
+using kernels::ExpertsPacking;
 using kernels::ExpertsParams;
+using kernels::kFewExpertPairs;
 
 constexpr int kMostExperts = 1024;
+
+// Packed weights lie in tiles of kExpertsRows rows, one behind the other; a tile in steps of columns, kExpertsStep each; a step
+// in vectors of 16 bytes, those of thread 4 g + t at g and t: codes of rows g and g + 8, of 8 columns from 8 t on (of four
+// bits also of those from 32 + 8 t on), in the order of a unit (packed.cuh). So what a thread of the tensor core wants is one
+// vector, and a tile is one stretch of memory. Its scales lie group by group, those of its rows side by side.
+constexpr int kExpertsRows = 16;
+template <Codes kCodes>
+constexpr int kExpertsStep = kCodes == Codes::kNone || kBits<kCodes> == 8 ? 32 : 64;
+template <Codes kCodes>
+constexpr int kScaleRow = kCodes == Codes::kMxfp4 ? kExpertsRows : kExpertsRows * 4;  // bytes of a group's
+
+// Calls f with a constant of Codes.
+template <typename F>
+cudaError_t with_expert_codes(Codes codes, F&& f) {
+  if (codes == Codes::kMxfp4) return f(std::integral_constant<Codes, Codes::kMxfp4>());
+  return with_codes(codes, std::forward<F>(f));
+}
+
+// The zero of a row's group.
+template <Codes kCodes>
+__device__ __forceinline__ int zero_at(const uint8_t* zeros, int64_t row, int group, int groups) {
+  if constexpr (kCodes == Codes::kFour) return __ldg(zeros + row * ((groups + 1) / 2) + group / 2) >> group % 2 * 4 & 15;
+  return __ldg(zeros + row * groups + group);
+}
 
 // In scratch.
 struct Pairs {
@@ -107,6 +133,43 @@ struct Product {
   }
 };
 
+// One number of a packed weight, in tiles or as it came.
+template <Codes kCodes>
+__device__ __forceinline__ float number_at(const ExpertsPacking& packing, const uint8_t* weight, bool tiled, int64_t row,
+                                           int column, int in) {
+  constexpr int kBit = kBits<kCodes>, kStep = kExpertsStep<kCodes>;
+  const int groups = in / packing.group_size, group = column / packing.group_size;
+  int64_t place = row * in + column, scale = row * groups + group;
+  if (tiled) {
+    const int64_t tile = row / kExpertsRows, of_tile = row % kExpertsRows;
+    const int64_t vector = (tile * (in / kStep) + column / kStep) * 32 + of_tile % 8 * 4 + column % 32 / 8;
+    const int64_t part = of_tile / 8 * (kStep / 32) + column % kStep / 32;
+    place = vector * (128 / kBit) + part * 8 + place_of(column % 8, 8);
+    scale = (tile * groups + group) * kExpertsRows + of_tile;
+  }
+  const uint32_t code = kBit == 4 ? weight[place / 2] >> place % 2 * 4 & 15 : weight[place];
+  if constexpr (kCodes == Codes::kMxfp4)
+    return number_of<kCodes>(code, 0) * power_of(static_cast<const uint8_t*>(packing.scale)[scale]);
+  int zero = kMiddle<kCodes>;
+  if (kCodes != Codes::kFloat8 && packing.zero != nullptr) zero = zero_at<kCodes>(packing.zero, row, group, groups);
+  return number_of<kCodes>(code, zero) * static_cast<const float*>(packing.scale)[scale];
+}
+
+// One number of a weight, whatever its form; of rows behind the last, the last's.
+template <typename T>
+__device__ __forceinline__ float number_at(const Product<T>& product, const ExpertsPacking& packing, bool tiled, int expert,
+                                           int row, int column) {
+  const auto* codes = reinterpret_cast<const uint8_t*>(product.weight);
+  const int64_t at = static_cast<int64_t>(expert) * product.out + min(row, product.out - 1);
+  switch (packing.codes) {
+    case Codes::kFour: return number_at<Codes::kFour>(packing, codes, tiled, at, column, product.in);
+    case Codes::kEight: return number_at<Codes::kEight>(packing, codes, tiled, at, column, product.in);
+    case Codes::kFloat8: return number_at<Codes::kFloat8>(packing, codes, tiled, at, column, product.in);
+    case Codes::kMxfp4: return number_at<Codes::kMxfp4>(packing, codes, tiled, at, column, product.in);
+    default: return to_float(product.row_of_weight(expert, row)[column]);
+  }
+}
+
 // A pair's row of x, or of what lies between the products.
 template <typename T>
 __device__ __forceinline__ const T* row_of(const Product<T>& product, const ExpertsParams& p, const Groups& groups,
@@ -116,10 +179,9 @@ __device__ __forceinline__ const T* row_of(const Product<T>& product, const Expe
 
 // What the first product's sums of one column become: `sum` and, where they are gated, `up` of the row that follows.
 template <typename T>
-__device__ __forceinline__ void finish_inner(const ExpertsParams& p, const Pairs& pairs, const Groups& groups,
-                                             const Product<T>& product, int expert, int place, int column, float sum,
-                                             float up) {
-  const float score = p.scale_input ? p.scores[groups.pair(place)] : 1.f;
+__device__ __forceinline__ void finish_inner(const ExpertsParams& p, const Pairs& pairs, int pair, int place,
+                                             const Product<T>& product, int expert, int column, float sum, float up) {
+  const float score = p.scale_input ? p.scores[pair] : 1.f;
   const int row = p.gated ? 2 * column : column;
   float value = sum * score + product.bias_of(expert, row);
   if (p.gated && p.limit != 0) value = fminf(value, p.limit);
@@ -132,12 +194,23 @@ __device__ __forceinline__ void finish_inner(const ExpertsParams& p, const Pairs
   static_cast<T*>(pairs.inner)[static_cast<int64_t>(place) * p.inner + column] = from_float<T>(value);
 }
 
+template <typename T>
+__device__ __forceinline__ void finish_inner(const ExpertsParams& p, const Pairs& pairs, const Groups& groups,
+                                             const Product<T>& product, int expert, int place, int column, float sum,
+                                             float up) {
+  finish_inner(p, pairs, groups.pair(place), place, product, expert, column, sum, up);
+}
+
 // What the second product's sum of one row becomes.
+template <typename T>
+__device__ __forceinline__ void finish_made(const ExpertsParams& p, const Pairs& pairs, int pair, const Product<T>& product,
+                                            int expert, int row, float sum) {
+  static_cast<T*>(pairs.made)[static_cast<int64_t>(pair) * p.hidden + row] = from_float<T>(sum + product.bias_of(expert, row));
+}
 template <typename T>
 __device__ __forceinline__ void finish_made(const ExpertsParams& p, const Pairs& pairs, const Groups& groups,
                                             const Product<T>& product, int expert, int place, int row, float sum) {
-  static_cast<T*>(pairs.made)[static_cast<int64_t>(groups.pair(place)) * p.hidden + row] =
-      from_float<T>(sum + product.bias_of(expert, row));
+  finish_made(p, pairs, groups.pair(place), product, expert, row, sum);
 }
 
 }  // namespace llmc::device
@@ -147,5 +220,6 @@ namespace llmc::kernels {
 // Both products for pairs that are sorted, on tensor cores: for few pairs of an expert, and for many.
 cudaError_t few_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 cudaError_t many_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
+cudaError_t many_packed_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 
 }  // namespace llmc::kernels

@@ -1,14 +1,18 @@
 // The products of experts for few tokens, where reading the weights of those that were chosen is all the work.
 //
-// As in gemv.cu a tile is 16 rows of a weight, here of one expert's, for a group of its pairs: all of them where tokens
-// are no more than a group takes, as a token's choices differ. As many blocks as fit take tiles in turn. A block's warps
-// divide the inner dimension; the weights of a warp's next kStages chunks, whichever tile they are of, are under way to
-// shared memory all the time. What a thread copies is what it reads back, as the tensor core wants it. A gate and what
-// it gates are rows that follow one another, so the same tile. Reads the weights of every expert that was chosen once
-// for each group, past L1, where x stays.
+// A tile is 16 rows of one expert's weight, for a group of its pairs: all of them where tokens are no more than a group
+// takes, as a token's choices differ. As many blocks as fit take tiles in turn. A block's warps divide the inner
+// dimension; the weights of a warp's next kStages chunks, whichever tile they are of, are under way to shared memory all
+// the time, past L1, where x stays. What a thread copies is what it reads back, as the tensor core wants it: of weights of
+// 16 bits 16 bytes of rows g and g + 8, of packed ones a vector of the tile (experts.cuh), with which the scales of the
+// chunk come. A gate and what it gates are rows that follow one another, so the same tile. The tensor core sums up a step
+// of at most one group of columns; the group's scale multiplies that sum, in float32, so nothing is rounded but x and y.
 //
-// Of the second product weights are under way before the first has ended: which they are was known before it began.
+// Which experts were chosen each block finds out by itself: it counts all pairs in shared memory and lists the groups. So
+// nothing runs before these two kernels, and of the second product weights are under way before the first has ended.
+// Reads the weights of every expert that was chosen once for each group.
 #include <algorithm>
+#include <utility>
 
 #include "experts.cuh"
 #include "gemv.cuh"
@@ -18,53 +22,157 @@ namespace {
 
 using namespace device;
 
-constexpr int kRows = 16;   // of a weight in a tile
-constexpr int kStep = 32;   // columns that a warp takes at once
 constexpr int kUnroll = 4;  // steps in a chunk
 constexpr int kStages = 3;  // chunks under way
+constexpr int kFewestPairs = 128;  // that take little shared memory
 
-// kTiles: 8 pairs each in a group.
-template <typename T, int kWarps, int kTiles, bool kDown>
+// A group in a word: its expert, its first place in the order of pairs, and how many they are.
+constexpr int kPlaceBits = 12, kCountBits = 5;
+static_assert(kMostExperts <= 1 << (32 - kPlaceBits - kCountBits) && kFewExpertPairs <= 1 << kPlaceBits);
+__device__ __forceinline__ uint32_t word_of(const Group& group) {
+  return group.expert << (kPlaceBits + kCountBits) | group.first << kCountBits | group.count;
+}
+__device__ __forceinline__ Group group_of(uint32_t word) {
+  return {static_cast<int>(word >> (kPlaceBits + kCountBits)),
+          static_cast<int>(word >> kCountBits & ((1u << kPlaceBits) - 1)), static_cast<int>(word & ((1u << kCountBits) - 1))};
+}
+
+// The groups of `per` pairs of one expert at most, and pairs in their order: how many groups there are. `counts` is shared,
+// two for each expert; so are list and order, one for each pair.
+template <int kThreads>
+__device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint32_t* list, uint16_t* order, uint32_t* counts) {
+  __shared__ uint32_t totals[kThreads / 32];
+  const int all = p.num_tokens * p.top_k, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (all <= 32 && p.num_tokens == 1) {  // each pair is a group
+    if (warp == 0) {
+      const int expert = lane < all ? expert_of(p, lane) : -1;
+      const uint32_t there = __ballot_sync(~0u, expert >= 0);
+      if (expert >= 0) list[__popc(there & ((1u << lane) - 1))] = word_of({expert, lane, 1});
+      if (lane < all) order[lane] = static_cast<uint16_t>(lane);
+      if (lane == 0) totals[0] = __popc(there);
+    }
+    __syncthreads();
+    return static_cast<int>(totals[0]);
+  }
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) counts[expert] = 0;
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < all; pair += kThreads) {
+    const int expert = expert_of(p, pair);
+    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its place among the expert's: any order does
+  }
+  __syncthreads();
+  // What comes before: pairs, and groups in the upper half.
+  const int each = (p.num_experts + kThreads - 1) / kThreads, begin = min(static_cast<int>(threadIdx.x) * each, p.num_experts);
+  const int end = min(begin + each, p.num_experts);
+  auto worth = [&](uint32_t pairs) { return pairs | (pairs + per - 1) / per << 16; };
+  uint32_t own = 0;
+  for (int expert = begin; expert < end; ++expert) own += worth(counts[expert]);
+  uint32_t at = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint32_t lower = __shfl_up_sync(~0u, at, distance);
+    if (lane >= distance) at += lower;
+  }
+  if (lane == 31) totals[warp] = at;
+  __syncthreads();
+  at -= own;
+  uint32_t total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w == warp) at += total;
+    total += totals[w];
+  }
+  uint32_t* before = counts + p.num_experts;
+  for (int expert = begin; expert < end; ++expert) before[expert] = at, at += worth(counts[expert]);
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < all; pair += kThreads) {
+    const int expert = expert_of(p, pair);
+    if (expert >= 0) order[(before[expert] & 0xffff) + list[pair]] = static_cast<uint16_t>(pair);
+  }
+  __syncthreads();
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) {
+    const int first = before[expert] & 0xffff, count = counts[expert];
+    for (int skipped = 0; skipped < count; skipped += per)
+      list[(before[expert] >> 16) + skipped / per] = word_of({expert, first + skipped, min(per, count - skipped)});
+  }
+  __syncthreads();
+  return static_cast<int>(total >> 16);
+}
+
+// Of a chunk of a warp's, in bytes: its vectors, and behind them the scales of its groups.
+template <Codes kCodes>
+constexpr int kVectors = kCodes == Codes::kNone ? 2 : 1;  // of a thread in a step
+template <Codes kCodes>
+constexpr int kScaleBytes = kCodes == Codes::kNone ? 0 : kCodes == Codes::kMxfp4 ? 128 : kBits<kCodes> == 4 ? 512 : 256;
+template <Codes kCodes>
+constexpr int kSlotBytes = kUnroll * kVectors<kCodes> * 512 + kScaleBytes<kCodes>;
+
+// kTiles: 8 pairs each in a group. kSmall: groups have 32 columns.
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall>
 __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_constant__ ExpertsParams p,
                                                                    const __grid_constant__ Pairs pairs) {
-  constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kChunk = kStep * kUnroll;
-  extern __shared__ uint4 ring[];  // [kStages][kUnroll][2][kThreads]
-  __shared__ int before[kMostExperts + 1];
-  __shared__ float partial[kWarps][kRows][kPairs + 1];
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  constexpr bool kPacked = kCodes != Codes::kNone;
+  constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertsRows;
+  constexpr int kStep = kExpertsStep<kCodes>, kParts = kStep / 32;  // columns
+  extern __shared__ uint4 shared[];  // rings of kStages slots of each warp; then the list of groups, and the order of pairs
+  __shared__ float partial[2][kWarps][kRows][kPairs + 1];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlotBytes<kCodes>;
+  auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kWarps * kStages * kSlotBytes<kCodes>);
+  auto* order = reinterpret_cast<uint16_t*>(list + p.num_tokens * p.top_k);
   if (!kDown) {
     wait_for_inputs();
     let_next_start();
   }
   const Product<T> product(p, pairs, kDown);
-  Groups groups(p, pairs, before, kPairs), groups_ahead(p, pairs, before, kPairs);
+  const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
   const int out_tiles = (product.out + kRows - 1) / kRows;
-  const int tiles = groups.template count<kThreads>() * out_tiles;
-  // A warp's columns.
-  const int share = (product.in + kWarps * kStep - 1) / (kWarps * kStep) * kStep, chunks = (share + kChunk - 1) / kChunk;
-  const int begin = warp * share, end = min(begin + share, product.in);
+  const int tiles = list_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared)) * out_tiles;
+  // A warp's steps.
+  const int steps = (product.in + kStep - 1) / kStep, share = (steps + kWarps - 1) / kWarps;
+  const int begin = warp * share, end = min(begin + share, steps), chunks = (share + kUnroll - 1) / kUnroll;
+  const int groups = kPacked ? product.in / packing.group_size : 1;
+  const int shift = kSmall ? 5 : kPacked ? 31 - __clz(packing.group_size) : 0;
+  auto scale_group = [&](int step) { return kSmall ? step * kParts : step * kStep >> shift; };
 
   // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
   struct {
     int tile, chunk, slot;
-    const T *low, *high;
-  } ahead{static_cast<int>(blockIdx.x), 0, 0, nullptr, nullptr};
+    const char *low, *high, *scales;
+  } ahead{static_cast<int>(blockIdx.x), 0, 0, nullptr, nullptr, nullptr};
   auto find_rows = [&] {
     if (ahead.tile >= tiles) return;
-    const int expert = groups_ahead.next(ahead.tile / out_tiles).expert, row = ahead.tile % out_tiles * kRows + g;
-    ahead.low = product.row_of_weight(expert, row) + 8 * t;
-    ahead.high = product.row_of_weight(expert, row + 8) + 8 * t;
+    const int expert = group_of(list[ahead.tile / out_tiles]).expert, tile = ahead.tile % out_tiles;
+    if constexpr (kPacked) {
+      const int64_t of_all = static_cast<int64_t>(expert) * out_tiles + tile;
+      ahead.low = static_cast<const char*>(kDown ? p.down : p.gate_up) + of_all * steps * 512 + lane * 16;
+      ahead.scales = static_cast<const char*>(packing.scale) + of_all * groups * kScaleRow<kCodes> + lane * 16;
+    } else {
+      ahead.low = reinterpret_cast<const char*>(product.row_of_weight(expert, tile * kRows + g) + 8 * t);
+      ahead.high = reinterpret_cast<const char*>(product.row_of_weight(expert, tile * kRows + g + 8) + 8 * t);
+    }
   };
   auto copy_chunk = [&] {
     if (ahead.tile < tiles) {
-      const int first = begin + ahead.chunk * kChunk;
-      uint4* to = ring + ahead.slot * kUnroll * 2 * kThreads + threadIdx.x;
+      const int first = begin + ahead.chunk * kUnroll;
+      char* slot = ring + ahead.slot * kSlotBytes<kCodes>;
+      uint4* to = reinterpret_cast<uint4*>(slot) + lane;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const int at = first + u * kStep;
-        const bool there = at + 8 * t < end;
-        start_copy(to + 2 * u * kThreads, ahead.low + (there ? at : 0), there);
-        start_copy(to + (2 * u + 1) * kThreads, ahead.high + (there ? at : 0), there);
+        const int step = first + u;
+        if constexpr (kPacked) {
+          if (step < end) start_copy(to + u * 32, ahead.low + static_cast<int64_t>(step) * 512, true);
+        } else {
+          const bool there = step < end && step * kStep + 8 * t < product.in;
+          const int at = there ? step * kStep * static_cast<int>(sizeof(T)) : 0;
+          start_copy(to + 2 * u * 32, ahead.low + at, there);
+          start_copy(to + (2 * u + 1) * 32, ahead.high + at, there);
+        }
+      }
+      if (kPacked && first < end) {
+        const int from = scale_group(first), last = scale_group(min(first + kUnroll, end) - 1) + (kSmall ? kParts - 1 : 0);
+        if (lane * 16 < (last - from + 1) * kScaleRow<kCodes>)
+          start_copy(reinterpret_cast<uint4*>(slot + kUnroll * 512) + lane, ahead.scales + from * kScaleRow<kCodes>, true);
       }
       ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
       if (++ahead.chunk == chunks) {
@@ -85,93 +193,177 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
   const uint4 zero = make_uint4(0, 0, 0, 0);
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
-    const Group group = groups.next(tile / out_tiles);
+    const Group group = group_of(list[tile / out_tiles]);
+    const int first_row = tile % out_tiles * kRows;
     const T* x[kTiles];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-      x[n] = n * 8 + g < group.count ? row_of(product, p, groups, group.first + n * 8 + g, kDown) : nullptr;
+    for (int n = 0; n < kTiles; ++n) {
+      const int pair = order[group.first + min(n * 8 + g, group.count - 1)];
+      x[n] = n * 8 + g < group.count ? product.x + static_cast<int64_t>(kDown ? pair : pair / p.top_k) * product.in + 8 * t
+                                     : nullptr;
+    }
     float sum[kTiles][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      uint4 b[kUnroll][kTiles];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          const int at = begin + chunk * kChunk + u * kStep + 8 * t;
-          b[u][n] = x[n] != nullptr && at < end ? *reinterpret_cast<const uint4*>(x[n] + at) : zero;
-        }
-      wait_for_group<kStages - 1>();
-      const uint4* from = ring + slot * kUnroll * 2 * kThreads + threadIdx.x;
+      const int first = begin + chunk * kUnroll;
+      auto x_of = [&](int n, int column) {
+        return x[n] != nullptr && column + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
+      };
+      char* from = ring + slot * kSlotBytes<kCodes>;
+      const uint4* vectors = reinterpret_cast<const uint4*>(from) + lane;
       slot = slot + 1 == kStages ? 0 : slot + 1;
-      multiply_chunk<T, kThreads>(sum, from, b);
+      if constexpr (!kPacked) {
+        uint4 b[kUnroll][kTiles];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) b[u][n] = first + u < end ? x_of(n, (first + u) * kStep) : zero;
+        wait_for_group<kStages - 1>();
+        multiply_chunk<T, 32>(sum, vectors, b);
+      } else {
+        wait_for_group<kStages - 1>();
+        __syncwarp();  // scales are another thread's copies
+        const int first_group = scale_group(first);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int step = first + u;
+          if (step >= end) continue;
+          uint4 b[kParts][kTiles];
+#pragma unroll
+          for (int part = 0; part < kParts; ++part)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) b[part][n] = x_of(n, step * kStep + part * 32);
+          const uint4 codes = vectors[u * 32];
+          float own[kTiles][4] = {};
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            const int of_group = scale_group(step) + (kSmall ? part : 0);
+            uint32_t low[4], high[4], low_offset = 0, high_offset = 0;
+            if constexpr (kCodes == Codes::kFour || kCodes == Codes::kEight) {
+              int zeros[2] = {kMiddle<kCodes>, kMiddle<kCodes>};
+              if (packing.zero != nullptr) {
+                const int64_t row = static_cast<int64_t>(group.expert) * product.out + first_row + g;
+                zeros[0] = zero_at<kCodes>(packing.zero, row, of_group, groups);
+                zeros[1] = zero_at<kCodes>(packing.zero, row + 8, of_group, groups);
+              }
+              low_offset = offset_of<T, kCodes>(zeros[0]), high_offset = offset_of<T, kCodes>(zeros[1]);
+            }
+            if constexpr (kBits<kCodes> == 4) {
+              numbers_of<T, kCodes>(low, make_uint2(part == 0 ? codes.x : codes.y, 0), low_offset);
+              numbers_of<T, kCodes>(high, make_uint2(part == 0 ? codes.z : codes.w, 0), high_offset);
+            } else {
+              numbers_of<T, kCodes>(low, make_uint2(codes.x, codes.y), low_offset);
+              numbers_of<T, kCodes>(high, make_uint2(codes.z, codes.w), high_offset);
+            }
+            const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+              multiply<T>(own[n], even, b[part][n].x, b[part][n].y);
+              multiply<T>(own[n], odd, b[part][n].z, b[part][n].w);
+            }
+            if (!kSmall && part + 1 < kParts) continue;
+            const char* row = from + kUnroll * 512 + (of_group - first_group) * kScaleRow<kCodes>;
+            float scales[2];
+            if constexpr (kCodes == Codes::kMxfp4) {
+              scales[0] = power_of(reinterpret_cast<const uint8_t*>(row)[g]) * kMxfp4Scale<T>;
+              scales[1] = power_of(reinterpret_cast<const uint8_t*>(row)[g + 8]) * kMxfp4Scale<T>;
+            } else {
+              scales[0] = reinterpret_cast<const float*>(row)[g], scales[1] = reinterpret_cast<const float*>(row)[g + 8];
+            }
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+              for (int c = 0; c < 4; ++c) sum[n][c] = fmaf(own[n][c], scales[c / 2], sum[n][c]), own[n][c] = 0;
+          }
+        }
+        __syncwarp();  // they have been read
+      }
       copy_chunk();
     }
-    if (turn > 0) __syncthreads();  // partial may still be read
+    auto& mine = partial[turn % 2];  // the one before may still be read
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) partial[warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = sum[n][c];
+      for (int c = 0; c < 4; ++c) mine[warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = sum[n][c];
     __syncthreads();
     auto sum_of = [&](int row, int pair) {
       float value = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) value += partial[w][row][pair];
+      for (int w = 0; w < kWarps; ++w) value += mine[w][row][pair];
       return value;
     };
-    const int first_row = tile % out_tiles * kRows, paired = !kDown && p.gated ? 2 : 1, columns = kRows / paired;
+    const int paired = !kDown && p.gated ? 2 : 1, columns = kRows / paired;
     // Each tile's outputs are the work of another warp first.
     for (int i = (threadIdx.x + turn * 32) % kThreads; i < columns * group.count; i += kThreads) {
-      const int row = i % columns * paired, pair = i / columns, place = group.first + pair;
+      const int row = i % columns * paired, of_group = i / columns, pair = order[group.first + of_group];
       if (first_row + row >= product.out) continue;
-      const float value = sum_of(row, pair);
-      if (kDown) finish_made(p, pairs, groups, product, group.expert, place, first_row + row, value);
-      else finish_inner(p, pairs, groups, product, group.expert, place, (first_row + row) / paired, value,
-                        p.gated ? sum_of(row + 1, pair) : 0.f);
+      const float value = sum_of(row, of_group);
+      if (kDown) finish_made(p, pairs, pair, product, group.expert, first_row + row, value);
+      else finish_inner(p, pairs, pair, pair, product, group.expert, (first_row + row) / paired, value,
+                        p.gated ? sum_of(row + 1, of_group) : 0.f);
     }
   }
 }
 
 // As many blocks as are resident at once.
-template <typename T, int kWarps, int kTiles, bool kDown>
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  constexpr size_t kShared = sizeof(uint4) * kStages * kUnroll * 2 * kWarps * 32;
-  auto kernel = experts_gemv_kernel<T, kWarps, kTiles, kDown>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  constexpr int kRing = kWarps * kStages * kSlotBytes<kCodes>;
+  static_assert(kRing >= 8 * kMostExperts);
+  const int pairs_here = p.num_tokens * p.top_k, shared = kRing + 6 * (pairs_here <= kFewestPairs ? kFewestPairs : kFewExpertPairs);
+  auto kernel = experts_gemv_kernel<T, kCodes, kWarps, kTiles, kDown, kSmall>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 kRing + 6 * kFewExpertPairs);
   if (error != cudaSuccess) return error;
-  static const int resident = [kernel] {
-    int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kShared);
-    return std::max(blocks, 1) * static_cast<int>(multiprocessors());
+  static const std::pair<int, int> residents = [kernel] {
+    int few = 0, many = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&few, kernel, kWarps * 32, kRing + 6 * kFewestPairs);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&many, kernel, kWarps * 32, kRing + 6 * kFewExpertPairs);
+    const int all = static_cast<int>(multiprocessors());
+    return std::pair(std::max(few, 1) * all, std::max(many, 1) * all);
   }();
-  const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k * blocks_for(Product<T>(p, pairs, kDown).out, kRows);
-  return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kWarps * 32, kShared, stream, p, pairs);
+  const int64_t resident = pairs_here <= kFewestPairs ? residents.first : residents.second;
+  const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k * blocks_for(Product<T>(p, pairs, kDown).out, kExpertsRows);
+  return launch(kernel, static_cast<unsigned>(std::min(tiles, resident)), kWarps * 32, shared, stream, p, pairs);
 }
 
-// As many warps as have columns to read, and no more than have their rings in shared memory beside the rest.
-template <typename T, int kTiles, bool kDown>
-cudaError_t run(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  constexpr int kRing = kStages * kUnroll * 2 * 32 * sizeof(uint4), kRest = 16 << 10;
-  const int room = (device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kRest) / kRing;
-  const unsigned wanted = blocks_for(kDown ? p.inner : p.hidden, 2 * kStep);
-  if (wanted > 4 && room >= 8) return run_tiles<T, 8, kTiles, kDown>(p, pairs, stream);
-  return run_tiles<T, 4, kTiles, kDown>(p, pairs, stream);
+// As many warps as have steps to take, and no more than have their rings in shared memory beside the rest.
+template <typename T, Codes kCodes, int kTiles, bool kDown, bool kSmall>
+cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+  constexpr int kRest = 32 << 10;
+  const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kStages * kSlotBytes<kCodes> + kRest;
+  const unsigned steps = blocks_for(kDown ? p.inner : p.hidden, kExpertsStep<kCodes>);
+  if (steps > 16 && room) return run_tiles<T, kCodes, 8, kTiles, kDown, kSmall>(p, pairs, stream);
+  return run_tiles<T, kCodes, 4, kTiles, kDown, kSmall>(p, pairs, stream);
 }
 
-template <typename T, int kTiles>
+template <typename T, Codes kCodes, int kTiles, bool kSmall>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const cudaError_t error = run<T, kTiles, false>(p, pairs, stream);
-  return error != cudaSuccess ? error : run<T, kTiles, true>(p, pairs, stream);
+  const cudaError_t error = run_warps<T, kCodes, kTiles, false, kSmall>(p, pairs, stream);
+  return error != cudaSuccess ? error : run_warps<T, kCodes, kTiles, true, kSmall>(p, pairs, stream);
+}
+
+template <typename T, Codes kCodes, bool kSmall>
+cudaError_t run_pairs(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+  return p.num_tokens <= 8 ? run_both<T, kCodes, 1, kSmall>(p, pairs, stream)
+                           : run_both<T, kCodes, 2, kSmall>(p, pairs, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  return p.num_tokens <= 8 ? run_both<T, 1>(p, pairs, stream) : run_both<T, 2>(p, pairs, stream);
+  const ExpertsPacking& packing = p.gate_up_packing;
+  if (packing.codes == Codes::kNone) return run_pairs<T, Codes::kNone, false>(p, pairs, stream);
+  return with_expert_codes(packing.codes, [&](auto codes) {
+    if constexpr (codes.value == Codes::kMxfp4) return run_pairs<T, codes.value, true>(p, pairs, stream);
+    else if (packing.group_size == 32) return run_pairs<T, codes.value, true>(p, pairs, stream);
+    else return run_pairs<T, codes.value, false>(p, pairs, stream);
+  });
 }
 
 }  // namespace
 
 cudaError_t few_experts(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  if (p.hidden % 8 != 0 || p.inner % 8 != 0) return cudaErrorInvalidValue;
+  if (p.hidden % 8 != 0 || p.inner % 8 != 0 || static_cast<int64_t>(p.num_tokens) * p.top_k > kFewExpertPairs)
+    return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, pairs, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, pairs, stream);
   return cudaErrorInvalidValue;

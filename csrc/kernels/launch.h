@@ -20,7 +20,7 @@ namespace kernels {
 
 // A weight [out, in] in fewer bits: codes that stand for (code - zero) · scale, or code · scale + minimum, by groups of
 // columns; csrc/plugins/quantization.py says how it lies in memory.
-enum class Codes : int32_t { kNone, kFour, kEight, kFloat8 };
+enum class Codes : int32_t { kNone, kFour, kEight, kFloat8, kMxfp4 };
 struct Packing {
   Codes codes = Codes::kNone;
   const float* scale = nullptr;
@@ -171,6 +171,19 @@ struct RouteParams {
 };
 cudaError_t route(DType dtype, const RouteParams& params, cudaStream_t stream);
 
+// How a stack of weights [num_experts, out, in] is stored: scales [num_experts, out, in / group_size] are float32, of kMxfp4 the
+// bits of exponents; zeros as a weight's. Where experts_tiled(), pack_experts() has brought both into tiles: see experts.cuh.
+struct ExpertsPacking {
+  Codes codes = Codes::kNone;
+  const void* scale = nullptr;
+  const uint8_t* zero = nullptr;  // null: 8 of kFour, 128 of kEight
+  int group_size = 0;
+};
+bool experts_tiled(Codes codes, int group_size, int out, int in);
+// In place, once; `spare` has room for one expert's weight, and for its scales.
+cudaError_t pack_experts(void* weight, void* scale, void* spare, Codes codes, int group_size, int num_experts, int out,
+                         int in, cudaStream_t stream);
+
 // The sums of experts; see csrc/plugins/experts/op.py for the contract. An expert that is not from first_expert on among
 // num_experts adds nothing.
 struct ExpertsParams {
@@ -187,9 +200,11 @@ struct ExpertsParams {
   Activation activation;
   float alpha, limit, up_offset;
   bool gated, scale_input, narrow;
+  ExpertsPacking gate_up_packing = {}, down_packing = {};
 };
 // Few tokens, which wait for weights; many, in tiles of the tensor core; or any, of any sizes and dtype. The first two
-// take 16-bit types, and hidden and inner that are multiples of 8.
+// take 16-bit types, and hidden and inner that are multiples of 8, or packed weights in tiles.
+constexpr int kFewExpertPairs = 2048;  // that kFew takes
 enum class ExpertsWay { kFew, kMany, kPlain };
 cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsWay way, cudaStream_t stream);
 int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner);

@@ -15,7 +15,7 @@ __host__ __device__ constexpr int place_of(int column, int in) {
 }
 
 template <Codes kCodes>
-constexpr int kBits = kCodes == Codes::kFour ? 4 : 8;
+constexpr int kBits = kCodes == Codes::kFour || kCodes == Codes::kMxfp4 ? 4 : 8;
 
 // (x & mask) | set
 __device__ __forceinline__ uint32_t masked(uint32_t x, uint32_t mask, uint32_t set) {
@@ -55,7 +55,9 @@ __device__ __forceinline__ uint32_t offset_of(int zero) {
 }
 
 // A unit of 8 codes (of 4 bits: the first word), less their zero: pairs of columns (0, 1), (2, 3), (4, 5) and (6, 7), each
-// exact in T. Of kFloat8, the numbers that the bits stand for.
+// exact in T. Of kFloat8, the numbers that the bits stand for; of kMxfp4 these too, less kMxfp4Scale<T> times.
+template <typename T>
+constexpr float kMxfp4Scale = std::is_same_v<T, __half> ? 16384.f : 1.f;
 template <typename T, Codes kCodes>
 __device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, uint32_t offset) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
@@ -63,6 +65,12 @@ __device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, ui
   for (int k = 0; k < 4; ++k) {
     if constexpr (kCodes == Codes::kFour) {
       pairs[k] = subtract<T>(masked(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
+    } else if constexpr (kCodes == Codes::kMxfp4) {
+      // Sign, two bits of exponent and one of mantissa, moved to where T's are; float16 is wide enough to stay so small.
+      const int up = (kHalf ? 9 : 6) - 4 * k;
+      const uint32_t small = (up < 0 ? words.x >> -up : words.x << up) & (kHalf ? 0x0e000e00 : 0x01c001c0);
+      pairs[k] = masked(words.x << (12 - 4 * k), 0x80008000, small);
+      if constexpr (!kHalf) pairs[k] = product<T>(pairs[k], 0x7e807e80);
     } else if constexpr (kCodes == Codes::kFloat8) {
       // The byte as the high one of 16 bits, its exponent and mantissa moved to where T's are, then the bias made up for.
       const uint32_t high = __byte_perm(words.x, words.y, k << 4 | (k + 4) << 12) & 0xff00ff00;
@@ -117,6 +125,11 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 template <Codes kCodes>
 constexpr int kMiddle = kCodes == Codes::kFour ? 8 : kCodes == Codes::kEight ? 128 : 0;
 
+// Of kMxfp4, what the bits of an exponent stand for.
+__device__ __forceinline__ float power_of(uint8_t bits) {
+  return __uint_as_float(max(static_cast<uint32_t>(bits) << 23, 0x00400000u));
+}
+
 // The zero of a row's group; scales and minima lie with the rows of a group side by side, [in / group_size, out].
 template <Codes kCodes>
 __device__ __forceinline__ int zero_of(const Packing& p, int64_t row, int group, int groups) {
@@ -130,6 +143,10 @@ __device__ __forceinline__ int zero_of(const Packing& p, int64_t row, int group,
 // What a code counts, less its zero.
 template <Codes kCodes>
 __device__ __forceinline__ float number_of(uint32_t code, int zero) {
+  if constexpr (kCodes == Codes::kMxfp4) {
+    const float size = code & 6 ? static_cast<float>(2 + (code & 1)) * static_cast<float>(1 << (code >> 1 & 3)) / 4 : (code & 1) / 2.f;
+    return code & 8 ? -size : size;
+  }
   if constexpr (kCodes != Codes::kFloat8) return static_cast<float>(static_cast<int>(code) - zero);
   Float8 bits;
   bits.__x = static_cast<uint8_t>(code);

@@ -171,6 +171,15 @@ class Op:
         return frozenset({name for role in self.quantized
                           for name in (role.weight, role.scale, role.zero, role.minimum) if name})
 
+    def exact(self, fields: Fields) -> frozenset[str]:
+        """The inputs that are float32 whatever the others are: not the scales of weights that have
+        exponents in their place.
+        """
+        from llmc.plugins.quantization import MXFP4
+        if not self.quantized or fields["weight_dtype"] != MXFP4:
+            return self.float32_inputs
+        return self.float32_inputs - {role.scale for role in self.quantized}
+
     def fit(self, shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         """Output shapes, where inputs of these shapes (by name; absent ones left out) fit together.
 

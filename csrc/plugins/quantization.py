@@ -11,8 +11,11 @@ the scale and the zero of its group, or code · scale + minimum. How it lies in 
     int8, uint8    weight uint8 [out, in]. int8 has code = number + 128, its zero always 128;
                    uint8 brings zeros or minima.
     float8_e4m3fn  weight uint8 [out, in], the bits of the numbers; its zero always 0. No NaN.
+    mxfp4          weight uint8 [out, in / 2] as int4's, each code the bits of a number (e2m1):
+                   sign, 2 bits of exponent, 1 of mantissa; in groups of 32. Of experts only.
 
-    weight_scale   float32 [out, in / group_size]; not 0, may be negative.
+    weight_scale   float32 [out, in / group_size]; not 0, may be negative. Of mxfp4 uint8, the bits
+                   of an exponent, 127 for 1; none is 255.
     weight_zero    of uint4: uint8 [out, ceil(in / group_size / 2)], a row packed as the weight's
                    rows are, the last high nibble 0 where the number of groups is odd;
                    of uint8: uint8 [out, in / group_size].
@@ -44,7 +47,12 @@ from llmc.plugins.roles import Quantized
 # For each dtype its bits, and the zero of all its codes; None: each group has its own.
 CODES: Mapping[str, tuple[int, int | None]] = {
     "int4": (4, 8), "uint4": (4, None), "int8": (8, 128), "uint8": (8, None),
-    "float8_e4m3fn": (8, 0)}
+    "float8_e4m3fn": (8, 0), "mxfp4": (4, 0)}
+MXFP4, MXFP4_GROUP = "mxfp4", 32
+MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
+                 -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+POWERS = tuple(2.0 ** (bits - 127) for bits in range(255))  # what the bits of an exponent stand for
+LINEAR_DTYPES = tuple(dtype for dtype in CODES if dtype != MXFP4)  # of linear layers
 # What the bits of float8_e4m3fn stand for: sign, 4 bits of exponent, 3 of mantissa; NaN as 0.
 FLOAT8_NUMBERS = tuple(
     (-1.0) ** (bits >> 7) * ((bits & 7) / 512 if not bits & 0x78 else
@@ -115,7 +123,7 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
     return dataclasses.replace(
         op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?", f"{role.minimum}?"),
         fields={**op.fields, **_FIELDS, **({"activation_dtype": ""} if rounds else {})},
-        choices={**op.choices, "weight_dtype": ("", *CODES),
+        choices={**op.choices, "weight_dtype": ("", *LINEAR_DTYPES),
                  **({"activation_dtype": ("", FLOAT8)} if rounds else {})},
         float32_inputs=op.float32_inputs | {role.scale, role.minimum}, quantized=(role,),
         dims=dims, shapes=shapes, reference=reference, samples=samples)
@@ -165,6 +173,8 @@ def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
     codes = unpack(weight, bits).astype(np.float64)
     if fields["weight_dtype"] == FLOAT8:
         codes = np.array(FLOAT8_NUMBERS)[weight]
+    elif fields["weight_dtype"] == MXFP4:
+        codes, scale = np.array(MXFP4_NUMBERS)[unpack(weight, bits)], np.array(POWERS)[scale]
     matrix: np.ndarray = (codes - zeros) * scale.astype(np.float64).repeat(fields["group_size"], 1)
     if minimum is not None:
         matrix += minimum.astype(np.float64).repeat(fields["group_size"], 1)
@@ -212,18 +222,25 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
     """
     dtype, size = fields["weight_dtype"], fields["group_size"]
     fixed = CODES[dtype][1]
-    if dtype == FLOAT8:
+    if dtype in (FLOAT8, MXFP4):
         # ONNX has no reading of bits as a number. Nor DequantizeLinear, which ONNX Runtime would
         # compute in every step: this it folds when it loads.
-        numbers = ", ".join(map(repr, FLOAT8_NUMBERS))
-        return "\n".join([f"{made}_numbers = Constant<value_floats=[{numbers}]>()",
-                          f"{made}_bits = Cast<to=6>({weight})",
-                          f"{made}_codes = Gather<axis=0>({made}_numbers, {made}_bits)",
-                          f"{made}_groups = Constant<value_ints=[0, -1, {size}]>()",
-                          f"{made}_flat = Constant<value_ints=[0, -1]>()",
-                          f"{made}_last = Constant<value_ints=[-1]>()",
-                          f"{made}_grouped = Reshape({made}_codes, {made}_groups)",
-                          f"{made}_scale = Unsqueeze({scale}, {made}_last)",
+        numbers = ", ".join(map(repr, FLOAT8_NUMBERS if dtype == FLOAT8 else MXFP4_NUMBERS))
+        lines = [*_unpack_lines(fields, weight, f"{made}_stored"),
+                 f"{made}_numbers = Constant<value_floats=[{numbers}]>()",
+                 f"{made}_bits = Cast<to=6>({made}_stored)",
+                 f"{made}_codes = Gather<axis=0>({made}_numbers, {made}_bits)",
+                 f"{made}_groups = Constant<value_ints=[0, -1, {size}]>()",
+                 f"{made}_flat = Constant<value_ints=[0, -1]>()",
+                 f"{made}_last = Constant<value_ints=[-1]>()",
+                 f"{made}_grouped = Reshape({made}_codes, {made}_groups)"]
+        if dtype == MXFP4:
+            powers = ", ".join(map(repr, POWERS))
+            lines += [f"{made}_powers = Constant<value_floats=[{powers}]>()",
+                      f"{made}_exponents = Cast<to=6>({scale})",
+                      f"{made}_power = Gather<axis=0>({made}_powers, {made}_exponents)"]
+            scale = f"{made}_power"
+        return "\n".join([*lines, f"{made}_scale = Unsqueeze({scale}, {made}_last)",
                           f"{made}_scaled = Mul({made}_grouped, {made}_scale)",
                           f"{made} = Reshape({made}_scaled, {made}_flat)"])
     lines = _unpack_lines(fields, weight, f"{made}_codes")

@@ -415,6 +415,58 @@ def test_experts(extension, tokens, hidden, inner, num_experts, top_k, more, dty
     check_experts(extension, fields, inputs, dtype)
 
 
+def packed_experts(rng, stored, group_size, fields, inputs):
+    """The same with weights of random codes in their place."""
+    bits, (count, hidden, inner) = CODES[stored][0], inputs["down"].shape
+    inputs = dict(inputs)
+    for name in ("gate_up", "down"):
+        _, rows, width = inputs[name].shape
+        codes = rng.integers(0, 2 ** bits, (count * rows, width), dtype=np.uint8)
+        if stored == "float8_e4m3fn":
+            codes &= 0xBF
+        shape = count * rows, width // group_size
+        size = {"mxfp4": 3, "float8_e4m3fn": 0.7}.get(stored, 2 ** bits / 3.5) * width ** 0.5
+        inputs[name] = pack(codes, bits)
+        inputs[f"{name}_scale"] = (rng.uniform(0.5, 1.5, shape) / size).astype(np.float32)
+        if stored == "mxfp4":
+            inputs[f"{name}_scale"] = rng.integers(-2, 1, shape).astype(np.uint8) + np.uint8(
+                127 - np.log2(size))
+        if CODES[stored][1] is None:
+            zeros = rng.integers(2 ** bits // 3, 2 ** bits * 2 // 3, shape, dtype=np.uint8)
+            inputs[f"{name}_zero"] = pack(zeros, bits)
+        inputs |= {own: inputs[own].reshape(count, rows, -1)
+                   for own in (name, f"{name}_scale", f"{name}_zero") if own in inputs}
+    return {**fields, "weight_dtype": stored, "group_size": group_size, "in_features": hidden,
+            "inner_features": inner}, inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("stored", "group_size"), [
+    ("int4", 128), ("int4", 64), ("uint4", 32), ("int8", 64), ("uint8", 32), ("float8_e4m3fn", 128),
+    ("mxfp4", 32)])
+@pytest.mark.parametrize(("tokens", "hidden", "inner", "num_experts", "top_k", "more"), [
+    (1, 2048, 768, 12, 8, {}), (16, 384, 128, 5, 2, {"favoured": 1, "biased": True}),
+    (300, 256, 384, 5, 2, {"biased": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}),
+    (7, 128, 128, 3, 8, {"others": 11, "biased": True}), (40, 128, 256, 60, 8, {}),
+    (9, 128, 128, 6, 2, {"scale_input": 1, "gated": 0, "activation": "relu2"}),
+])
+def test_experts_in_fewer_bits(extension, tokens, hidden, inner, num_experts, top_k, more, stored,
+                               group_size, dtype):
+    rng = np.random.default_rng(tokens)
+    fields, inputs = packed_experts(rng, stored, group_size, *experts_of(
+        rng, tokens, hidden, inner, num_experts, top_k, **more))
+    check_experts(extension, fields, inputs, dtype)
+
+
+@pytest.mark.parametrize(("stored", "group_size", "hidden", "inner"), [
+    ("int4", 48, 96, 48), ("mxfp4", 32, 96, 32), ("uint8", 32, 40 * 32, 32), ("int8", 12, 24, 36)])
+def test_experts_in_fewer_bits_of_any_size(extension, stored, group_size, hidden, inner):
+    rng = np.random.default_rng(hidden)
+    fields, inputs = packed_experts(rng, stored, group_size,
+                                    *experts_of(rng, 11, hidden, inner, 4, 2))
+    check(extension, plugins.registry()["Experts"], fields, inputs, "bfloat16")
+
+
 @RANDOM
 @given(tokens=st.integers(1, 128), hidden=st.sampled_from([16, 72, 264]), dtype=DTYPE,
        inner=st.sampled_from([8, 40, 136]), num_experts=st.sampled_from([3, 5, 60, 128]),

@@ -19,7 +19,9 @@ the model's, and others add nothing.
 
 With `weight_dtype`, both weights are in fewer bits, as llmc.plugins.quantization has them, in
 groups of one size: uint8 [num_experts, rows, …] with scales and perhaps zeros of each group;
-in_features is hidden then, inner_features inner.
+in_features is hidden then, inner_features inner. GPUs multiply those as codes whose groups are a
+power of two from 32 on, whose rows are whole 64s (of 8 bits 32s), and which have whole 16s of rows;
+others number by number.
 """
 
 from collections.abc import Mapping
@@ -28,10 +30,18 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
-from llmc.plugins.quantization import CODES, dequantize, dequantized, pack
+from llmc.plugins.quantization import (
+    CODES,
+    FLOAT8,
+    MXFP4,
+    MXFP4_GROUP,
+    dequantize,
+    dequantized,
+    pack,
+)
 from llmc.plugins.roles import ByExperts, ByInner, Quantized
 
-DTYPES = ("int4", "uint4", "int8", "uint8")  # of weights in fewer bits
+_QMOE_DTYPES = ("int4", "uint4", "int8", "uint8")
 _ROLES = tuple(Quantized(name, f"{name}_scale", f"{name}_zero", "") for name in ("gate_up", "down"))
 _INT8_DOT_PRODUCTS = 4  # of QMoE's accuracy levels
 
@@ -166,7 +176,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     kernel, given = "MoE<", f"gate_up, {first}, down, {second}"
     if fields["weight_dtype"]:
         size = fields["group_size"]
-        if size not in _BLOCKS:
+        if size not in _BLOCKS or fields["weight_dtype"] not in _QMOE_DTYPES:
             return None
         zeros = ", , , , gate_up_zero, down_zero" if "gate_up_zero" in present else ""
         given = f"gate_up, gate_up_scale, {first}, down, down_scale, {second}{zeros}"
@@ -242,6 +252,8 @@ def _check_packed(fields: Fields, present: frozenset[str]) -> tuple[int, int]:
         ValueError: fields and inputs contradict one another.
     """
     size, sizes = fields["group_size"], (fields["in_features"], fields["inner_features"])
+    if fields["weight_dtype"] == MXFP4 and size != MXFP4_GROUP:
+        raise ValueError(f"Experts in mxfp4 have groups of {MXFP4_GROUP}, not of {size}")
     brings = CODES[fields["weight_dtype"]][1] is None
     for role in _ROLES:
         if role.scale not in present or (role.zero in present) != brings:
@@ -325,8 +337,12 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         experts = len(plain.inputs["down"])
         for name, rows in (("gate_up", 2 * width), ("down", width)):
             shape = experts * rows, width // size
-            inputs[name] = pack(rng.integers(0, 2 ** bits, (experts * rows, width), np.uint8), bits)
-            inputs[f"{name}_scale"] = rng.uniform(0.01, 0.02, shape).astype(np.float32)
+            codes = rng.integers(0, 2 ** bits, (experts * rows, width), np.uint8)
+            if dtype == FLOAT8:
+                codes &= 0xBF  # none is a NaN
+            inputs[name] = pack(codes, bits)
+            inputs[f"{name}_scale"] = rng.integers(118, 122, shape, np.uint8) if dtype == MXFP4 \
+                else rng.uniform(0.01, 0.02, shape).astype(np.float32)
             if CODES[dtype][1] is None:
                 inputs[f"{name}_zero"] = pack(rng.integers(0, 2 ** bits, shape, np.uint8), bits)
             for part in (name, f"{name}_scale", f"{name}_zero"):
@@ -343,6 +359,9 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         packed("int8", 32, sample(5, 4, 3, "down", alpha=1.702, limit=1.5, up_offset=1.0)),
         packed("uint8", 16, sample(3, 5, 2, activation="gelu_tanh")),
         packed("int4", 32, sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1)),
+        packed("float8_e4m3fn", 32, sample(4, 4, 2)),
+        packed("mxfp4", 32, sample(5, 4, 3, "up down", alpha=1.702, limit=1.5, up_offset=1.0)),
+        packed("mxfp4", 32, sample(1, 3, 3, others=5, first_expert=2, sharded=1)),
         sample(1, 4, 2),
         sample(9, 4, 2),
         sample(5, 6, 6, "up down"),
@@ -368,7 +387,7 @@ OP = Op(
             "weight_dtype": "", "group_size": 0, "in_features": 0, "inner_features": 0},
     required=("top_k",),
     choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
-             "sharded": (0, 1), "weight_dtype": ("", *DTYPES)},
+             "sharded": (0, 1), "weight_dtype": ("", *CODES)},
     shapes=lambda shapes, fields: [shapes["x"]],
     dims=_dims,
     shard=(ByExperts(("gate_up", "down", "gate_up_bias", "down_bias"), "first_expert", "sharded"),
@@ -378,7 +397,6 @@ OP = Op(
     integer_inputs=frozenset({"experts"}),
     float32_inputs=frozenset({"scores", "gate_up_scale", "down_scale"}),
     quantized=_ROLES,
-    coreless=frozenset({"weight_dtype"}),
     reference=_reference,
     samples=_samples,
 )

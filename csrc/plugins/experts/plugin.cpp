@@ -1,3 +1,5 @@
+#include <tuple>
+
 #include "../common/plugin.h"
 
 namespace llmc {
@@ -5,6 +7,18 @@ namespace {
 
 // Pairs of an expert, on average, up to which the kernels for few tokens are taken.
 constexpr int64_t kFewPairs = 8;
+
+// How the field weight_dtype has weights stored, and whether their groups have zeros.
+std::pair<kernels::Codes, bool> codes_of(const std::string& dtype) {
+  using kernels::Codes;
+  static const std::map<std::string, std::pair<Codes, bool>> kinds = {
+      {"", {Codes::kNone, false}},      {"int4", {Codes::kFour, false}},   {"uint4", {Codes::kFour, true}},
+      {"int8", {Codes::kEight, false}}, {"uint8", {Codes::kEight, true}},  {"float8_e4m3fn", {Codes::kFloat8, false}},
+      {"mxfp4", {Codes::kMxfp4, false}}};
+  const auto found = kinds.find(dtype);
+  if (found == kinds.end()) throw Error("Experts has no weight_dtype '" + dtype + "'");
+  return found->second;
+}
 
 class Experts : public Plugin {
  public:
@@ -17,9 +31,18 @@ class Experts : public Plugin {
     p_.up_offset = real(fields, "up_offset");
     p_.scale_input = integer(fields, "scale_input") != 0;
     p_.first_expert = integer(fields, "sharded") != 0 ? integer(fields, "first_expert") : 0;
-    if (!std::get<std::string>(fields.at("weight_dtype")).empty())
-      throw Error("Experts has no kernel for weights in fewer bits yet");
     if (p_.top_k < 1) throw Error("Experts' top_k " + std::to_string(p_.top_k) + " is not 1 or more");
+    std::tie(packing_.codes, zeros_) = codes_of(std::get<std::string>(fields.at("weight_dtype")));
+    if (!packed()) return;
+    packing_.group_size = integer(fields, "group_size");
+    p_.hidden = integer(fields, "in_features");
+    p_.inner = integer(fields, "inner_features");
+    for (int width : {p_.hidden, p_.inner})
+      if (packing_.group_size < 1 || width < 1 || width % packing_.group_size != 0 || width % 2 != 0)
+        throw Error("Experts' rows of " + std::to_string(width) + " are no whole groups of " +
+                    std::to_string(packing_.group_size));
+    if (packing_.codes == kernels::Codes::kMxfp4 && packing_.group_size != kMxfp4Group)
+      throw Error("Experts in mxfp4 have groups of 32, not of " + std::to_string(packing_.group_size));
   }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
@@ -30,20 +53,35 @@ class Experts : public Plugin {
     if (down[0].known() && down[0].number() > kernels::kRouteExperts)
       throw Error(std::to_string(down[0].number()) + " experts: at most " + std::to_string(kernels::kRouteExperts) +
                   " are served");
-    const Dim rows = down[2] * (p_.gated ? 2 : 1);
+    const Dim inner = packed() ? Dim(p_.inner) : down[2], rows = inner * (p_.gated ? 2 : 1);
     expect("Experts' experts", in[1], {x[0], p_.top_k});
     expect("Experts' scores", in[2], {x[0], p_.top_k});
-    expect("Experts' gate_up", in[3], {down[0], rows, x[1]});
-    expect("Experts' down", down, {down[0], x[1], down[2]});
+    for (size_t stack : {kGateUp, kDown}) {
+      const Dim out = stack == kGateUp ? rows : x[1], width = stack == kGateUp ? x[1] : inner;
+      const std::string name = stack == kGateUp ? "gate_up" : "down";
+      const Dims *scale = optional(in, scale_of(stack)), *zero = optional(in, scale_of(stack) + 1);
+      if ((scale != nullptr) != packed() || (zero != nullptr) != zeros_)
+        throw Error("Experts takes scales with weight_dtype, and zeros with uint4 and uint8; " + name + " has others");
+      if (!packed()) {
+        expect("Experts' " + name, in[stack], {down[0], out, width});
+        continue;
+      }
+      const int64_t per_byte = four() ? 2 : 1, columns = stack == kGateUp ? p_.hidden : p_.inner;
+      const int64_t groups = columns / packing_.group_size;
+      expect("Experts' x", x, {x[0], p_.hidden});
+      expect("Experts' " + name, in[stack], {down[0], out, columns / per_byte});
+      expect("Experts' " + name + "_scale", *scale, {down[0], out, groups});
+      if (zero != nullptr) expect("Experts' " + name + "_zero", *zero, {down[0], out, (groups + per_byte - 1) / per_byte});
+    }
     if (const Dims* bias = optional(in, 5)) expect("Experts' gate_up_bias", *bias, {down[0], rows});
     if (const Dims* bias = optional(in, 6)) expect("Experts' down_bias", *bias, {down[0], x[1]});
     return {x};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    const Shape& down = in[4].shape;
+    const Shape& down = in[kDown].shape;
     return kernels::experts_scratch(in[0].dtype, static_cast<int>(in[0].shape[0]), p_.top_k, static_cast<int>(down[0]),
-                                    static_cast<int>(down[1]), static_cast<int>(down[2]));
+                                    static_cast<int>(down[1]), inner_of(in));
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -54,27 +92,72 @@ class Experts : public Plugin {
     p.experts = in[1].data;
     p.narrow = in[1].dtype == DType::kInt32;
     p.scores = static_cast<const float*>(in[2].data);
-    p.gate_up = in[3].data;
-    p.down = in[4].data;
+    p.gate_up = in[kGateUp].data;
+    p.down = in[kDown].data;
+    p.gate_up_packing = packing(in, kGateUp);
+    p.down_packing = packing(in, kDown);
     if (const Tensor* bias = optional(in, 5)) p.gate_up_bias = bias->data;
     if (const Tensor* bias = optional(in, 6)) p.down_bias = bias->data;
     p.scratch = workspace;
     p.num_tokens = static_cast<int>(in[0].shape[0]);
-    p.num_experts = static_cast<int>(in[4].shape[0]);
-    p.hidden = static_cast<int>(in[4].shape[1]);
-    p.inner = static_cast<int>(in[4].shape[2]);
+    p.num_experts = static_cast<int>(in[kDown].shape[0]);
+    p.hidden = static_cast<int>(in[kDown].shape[1]);
+    p.inner = inner_of(in);
     check(kernels::experts(in[0].dtype, p, way(in[0].dtype, p, context), context.stream), "Experts");
   }
 
+  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
+    for (size_t stack : {kGateUp, kDown}) {
+      if (!packed() || !done.insert(in[stack].data).second) continue;
+      const Tensor &weight = in[stack], &scale = in[scale_of(stack)];
+      if (scale.dtype != (packing_.codes == kernels::Codes::kMxfp4 ? DType::kUint8 : DType::kFloat32))
+        throw Error("Experts' scales are uint8 with weight_dtype mxfp4, and float32 with others");
+      const int num_experts = static_cast<int>(weight.shape[0]), out = static_cast<int>(weight.shape[1]);
+      const int width_here = stack == kGateUp ? p_.hidden : p_.inner;
+      if (!kernels::experts_tiled(packing_.codes, packing_.group_size, out, width_here)) continue;
+      void* spare = nullptr;
+      check(cudaMalloc(&spare, std::max(weight.size(), scale.size() * width(scale.dtype)) / num_experts), "repacking");
+      cudaError_t error = kernels::pack_experts(weight.data, scale.data, spare, packing_.codes, packing_.group_size,
+                                                num_experts, out, width_here, stream);
+      if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+      cudaFree(spare);
+      check(error, "repacking");
+    }
+  }
+
  private:
+  static constexpr size_t kGateUp = 3, kDown = 4;
+  static constexpr int kMxfp4Group = 32;
+  static size_t scale_of(size_t stack) { return stack == kGateUp ? 7 : 9; }
+
+  bool packed() const { return packing_.codes != kernels::Codes::kNone; }
+  bool four() const { return packing_.codes == kernels::Codes::kFour || packing_.codes == kernels::Codes::kMxfp4; }
+  int inner_of(const std::vector<Tensor>& in) const { return packed() ? p_.inner : static_cast<int>(in[kDown].shape[2]); }
+
+  kernels::ExpertsPacking packing(const std::vector<Tensor>& in, size_t stack) const {
+    kernels::ExpertsPacking made = packing_;
+    if (!packed()) return made;
+    made.scale = in[scale_of(stack)].data;
+    if (const Tensor* zero = optional(in, scale_of(stack) + 1)) made.zero = static_cast<const uint8_t*>(zero->data);
+    return made;
+  }
+
   static kernels::ExpertsWay way(DType dtype, const kernels::ExpertsParams& p, const Context& context) {
+    const kernels::ExpertsPacking& packing = p.gate_up_packing;
     if (dtype == DType::kFloat32 || p.hidden % 8 != 0 || p.inner % 8 != 0) return kernels::ExpertsWay::kPlain;
-    const bool few = p.num_tokens <= kernels::kGemvRows ||
-                     static_cast<int64_t>(p.num_tokens) * p.top_k <= kFewPairs * p.num_experts;
-    return context.gemm->takes_first(few) ? kernels::ExpertsWay::kFew : kernels::ExpertsWay::kMany;
+    if (packing.codes != kernels::Codes::kNone &&
+        !(kernels::experts_tiled(packing.codes, packing.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden) &&
+          kernels::experts_tiled(packing.codes, packing.group_size, p.hidden, p.inner)))
+      return kernels::ExpertsWay::kPlain;
+    const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
+    const bool few = p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts;
+    return pairs <= kernels::kFewExpertPairs && context.gemm->takes_first(few) ? kernels::ExpertsWay::kFew
+                                                                               : kernels::ExpertsWay::kMany;
   }
 
   kernels::ExpertsParams p_{};
+  kernels::ExpertsPacking packing_{};
+  bool zeros_ = false;
 };
 
 }  // namespace
@@ -82,8 +165,8 @@ class Experts : public Plugin {
 void register_experts() {
   register_plugin({"Experts", 2,
                    {"x", "experts: int64 int32", "scores: float32", "gate_up: weight_dtype", "down: weight_dtype",
-                    "gate_up_bias?", "down_bias?", "gate_up_scale?: float32", "gate_up_zero?: uint8",
-                    "down_scale?: float32", "down_zero?: uint8"},
+                    "gate_up_bias?", "down_bias?", "gate_up_scale?: float32 uint8", "gate_up_zero?: uint8",
+                    "down_scale?: float32 uint8", "down_zero?: uint8"},
                    {"y"},
                    {{"top_k", int64_t{0}}, {"activation", std::string("silu")}, {"gated", int64_t{1}}, {"alpha", 1.0},
                     {"limit", 0.0}, {"up_offset", 0.0}, {"scale_input", int64_t{0}}, {"first_expert", int64_t{0}},
