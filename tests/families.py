@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -525,3 +526,28 @@ ROPES = {
                                  original_max_position_embeddings=64),
                           "original_max_position_embeddings": 64}),
 }
+
+
+_MXFP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def to_mxfp4(hf: Path, directory: Path, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """A gpt-oss checkpoint with random experts in MXFP4; and the numbers that they are."""
+    numbers, tensors = {}, {}
+    for name, tensor in load_file(hf / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        count, width, rows = tensor.shape
+        codes = rng.integers(0, 16, (count, rows, width // 32, 32), dtype=np.uint8)
+        scales = rng.integers(121, 125, (count, rows, width // 32), dtype=np.uint8)
+        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = scales
+        values = np.array(_MXFP4)[codes] * 2.0 ** (scales[..., None].astype(int) - 127)
+        numbers[name] = values.reshape(count, rows, width).swapaxes(1, 2).astype(np.float32)
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((hf / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return numbers

@@ -23,7 +23,8 @@ namespace {
 using namespace device;
 
 constexpr int kUnroll = 4;  // steps in a chunk
-constexpr int kStages = 3;  // chunks under way
+constexpr int kStages = 2;  // chunks under way
+constexpr int kRarePairs = 4;      // of an expert on average: groups of 8 are enough
 constexpr int kFewestPairs = 128;  // that take little shared memory
 
 // A group in a word: its expert, its first place in the order of pairs, and how many they are.
@@ -58,9 +59,25 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
   __syncthreads();
   for (int pair = threadIdx.x; pair < all; pair += kThreads) {
     const int expert = expert_of(p, pair);
-    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its place among the expert's: any order does
+    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its place among the expert's
   }
   __syncthreads();
+  uint32_t* before = counts + p.num_experts;
+  bool more = false;
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads)
+    more |= counts[expert] > static_cast<uint32_t>(per), before[expert] = 0;
+  if (__syncthreads_or(more)) {  // not any order: blocks must agree on which pairs are in which of an expert's groups
+    for (int begin = 0; warp == 0 && begin < all; begin += 32) {
+      const int pair = begin + lane, expert = pair < all ? expert_of(p, pair) : -1;
+      const uint32_t alike = __match_any_sync(~0u, expert);
+      const int lower = __popc(alike & ((1u << lane) - 1));
+      if (expert >= 0) list[pair] = before[expert] + lower;
+      __syncwarp();
+      if (expert >= 0 && lower == 0) before[expert] += __popc(alike);
+      __syncwarp();
+    }
+    __syncthreads();
+  }
   // What comes before: pairs, and groups in the upper half.
   const int each = (p.num_experts + kThreads - 1) / kThreads, begin = min(static_cast<int>(threadIdx.x) * each, p.num_experts);
   const int end = min(begin + each, p.num_experts);
@@ -82,7 +99,6 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
     if (w == warp) at += total;
     total += totals[w];
   }
-  uint32_t* before = counts + p.num_experts;
   for (int expert = begin; expert < end; ++expert) before[expert] = at, at += worth(counts[expert]);
   __syncthreads();
   for (int pair = threadIdx.x; pair < all; pair += kThreads) {
@@ -107,13 +123,14 @@ constexpr int kScaleBytes = kCodes == Codes::kNone ? 0 : kCodes == Codes::kMxfp4
 template <Codes kCodes>
 constexpr int kSlotBytes = kUnroll * kVectors<kCodes> * 512 + kScaleBytes<kCodes>;
 
-// kTiles: 8 pairs each in a group. kSmall: groups have 32 columns.
-template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall>
-__global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_constant__ ExpertsParams p,
+// kTiles: 8 pairs each in a group. kSmall: groups have 32 columns. kZeros: they have zeros.
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall, bool kZeros>
+__global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps) experts_gemv_kernel(const __grid_constant__ ExpertsParams p,
                                                                    const __grid_constant__ Pairs pairs) {
   constexpr bool kPacked = kCodes != Codes::kNone;
   constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertsRows;
   constexpr int kStep = kExpertsStep<kCodes>, kParts = kStep / 32;  // columns
+  constexpr int kAhead = kTiles == 1 ? kUnroll : 1;                 // steps whose x is read before their weights are there
   extern __shared__ uint4 shared[];  // rings of kStages slots of each warp; then the list of groups, and the order of pairs
   __shared__ float partial[2][kWarps][kRows][kPairs + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -155,7 +172,7 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
   auto copy_chunk = [&] {
     if (ahead.tile < tiles) {
       const int first = begin + ahead.chunk * kUnroll;
-      char* slot = ring + ahead.slot * kSlotBytes<kCodes>;
+      char* slot = ring + ahead.slot;
       uint4* to = reinterpret_cast<uint4*>(slot) + lane;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -174,7 +191,7 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
         if (lane * 16 < (last - from + 1) * kScaleRow<kCodes>)
           start_copy(reinterpret_cast<uint4*>(slot + kUnroll * 512) + lane, ahead.scales + from * kScaleRow<kCodes>, true);
       }
-      ahead.slot = ahead.slot + 1 == kStages ? 0 : ahead.slot + 1;
+      ahead.slot = ahead.slot + kSlotBytes<kCodes> == kStages * kSlotBytes<kCodes> ? 0 : ahead.slot + kSlotBytes<kCodes>;
       if (++ahead.chunk == chunks) {
         ahead.chunk = 0;
         ahead.tile += gridDim.x;
@@ -198,19 +215,19 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
     const T* x[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
+      // Pairs behind the last repeat it, and lead to columns that are not written.
       const int pair = order[group.first + min(n * 8 + g, group.count - 1)];
-      x[n] = n * 8 + g < group.count ? product.x + static_cast<int64_t>(kDown ? pair : pair / p.top_k) * product.in + 8 * t
-                                     : nullptr;
+      x[n] = product.x + static_cast<int64_t>(kDown ? pair : pair / p.top_k) * product.in + 8 * t;
     }
     float sum[kTiles][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int first = begin + chunk * kUnroll;
       auto x_of = [&](int n, int column) {
-        return x[n] != nullptr && column + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
+        return kPacked || column + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
       };
-      char* from = ring + slot * kSlotBytes<kCodes>;
+      const char* from = ring + slot;
       const uint4* vectors = reinterpret_cast<const uint4*>(from) + lane;
-      slot = slot + 1 == kStages ? 0 : slot + 1;
+      slot = slot + kSlotBytes<kCodes> == kStages * kSlotBytes<kCodes> ? 0 : slot + kSlotBytes<kCodes>;
       if constexpr (!kPacked) {
         uint4 b[kUnroll][kTiles];
 #pragma unroll
@@ -220,6 +237,16 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
         wait_for_group<kStages - 1>();
         multiply_chunk<T, 32>(sum, vectors, b);
       } else {
+        uint4 x_here[kAhead][kParts][kTiles];
+        auto read_x = [&](int u) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+              x_here[u % kAhead][part][n] = first + u < end ? x_of(n, (first + u) * kStep + part * 32) : zero;
+        };
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) read_x(u);
         wait_for_group<kStages - 1>();
         __syncwarp();  // scales are another thread's copies
         const int first_group = scale_group(first);
@@ -227,11 +254,8 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
         for (int u = 0; u < kUnroll; ++u) {
           const int step = first + u;
           if (step >= end) continue;
-          uint4 b[kParts][kTiles];
-#pragma unroll
-          for (int part = 0; part < kParts; ++part)
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) b[part][n] = x_of(n, step * kStep + part * 32);
+          if (kAhead < kUnroll && u >= kAhead) read_x(u);
+          const auto& b = x_here[u % kAhead];
           const uint4 codes = vectors[u * 32];
           float own[kTiles][4] = {};
 #pragma unroll
@@ -240,7 +264,7 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
             uint32_t low[4], high[4], low_offset = 0, high_offset = 0;
             if constexpr (kCodes == Codes::kFour || kCodes == Codes::kEight) {
               int zeros[2] = {kMiddle<kCodes>, kMiddle<kCodes>};
-              if (packing.zero != nullptr) {
+              if constexpr (kZeros) {
                 const int64_t row = static_cast<int64_t>(group.expert) * product.out + first_row + g;
                 zeros[0] = zero_at<kCodes>(packing.zero, row, of_group, groups);
                 zeros[1] = zero_at<kCodes>(packing.zero, row + 8, of_group, groups);
@@ -305,12 +329,12 @@ __global__ void __launch_bounds__(kWarps * 32) experts_gemv_kernel(const __grid_
 }
 
 // As many blocks as are resident at once.
-template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall>
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall, bool kZeros>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kRing = kWarps * kStages * kSlotBytes<kCodes>;
   static_assert(kRing >= 8 * kMostExperts);
   const int pairs_here = p.num_tokens * p.top_k, shared = kRing + 6 * (pairs_here <= kFewestPairs ? kFewestPairs : kFewExpertPairs);
-  auto kernel = experts_gemv_kernel<T, kCodes, kWarps, kTiles, kDown, kSmall>;
+  auto kernel = experts_gemv_kernel<T, kCodes, kWarps, kTiles, kDown, kSmall, kZeros>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  kRing + 6 * kFewExpertPairs);
   if (error != cudaSuccess) return error;
@@ -327,35 +351,39 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
 }
 
 // As many warps as have steps to take, and no more than have their rings in shared memory beside the rest.
-template <typename T, Codes kCodes, int kTiles, bool kDown, bool kSmall>
+template <typename T, Codes kCodes, int kTiles, bool kDown, bool kSmall, bool kZeros>
 cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kRest = 32 << 10;
   const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kStages * kSlotBytes<kCodes> + kRest;
   const unsigned steps = blocks_for(kDown ? p.inner : p.hidden, kExpertsStep<kCodes>);
-  if (steps > 16 && room) return run_tiles<T, kCodes, 8, kTiles, kDown, kSmall>(p, pairs, stream);
-  return run_tiles<T, kCodes, 4, kTiles, kDown, kSmall>(p, pairs, stream);
+  if (steps > 16 && room) return run_tiles<T, kCodes, 8, kTiles, kDown, kSmall, kZeros>(p, pairs, stream);
+  return run_tiles<T, kCodes, 4, kTiles, kDown, kSmall, kZeros>(p, pairs, stream);
 }
 
-template <typename T, Codes kCodes, int kTiles, bool kSmall>
+template <typename T, Codes kCodes, int kTiles, bool kSmall, bool kZeros>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const cudaError_t error = run_warps<T, kCodes, kTiles, false, kSmall>(p, pairs, stream);
-  return error != cudaSuccess ? error : run_warps<T, kCodes, kTiles, true, kSmall>(p, pairs, stream);
+  const cudaError_t error = run_warps<T, kCodes, kTiles, false, kSmall, kZeros>(p, pairs, stream);
+  return error != cudaSuccess ? error : run_warps<T, kCodes, kTiles, true, kSmall, kZeros>(p, pairs, stream);
 }
 
-template <typename T, Codes kCodes, bool kSmall>
+template <typename T, Codes kCodes, bool kSmall, bool kZeros>
 cudaError_t run_pairs(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  return p.num_tokens <= 8 ? run_both<T, kCodes, 1, kSmall>(p, pairs, stream)
-                           : run_both<T, kCodes, 2, kSmall>(p, pairs, stream);
+  const bool rare = p.num_tokens <= 8 || p.num_tokens * p.top_k <= kRarePairs * p.num_experts;
+  return rare ? run_both<T, kCodes, 1, kSmall, kZeros>(p, pairs, stream) : run_both<T, kCodes, 2, kSmall, kZeros>(p, pairs, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const ExpertsPacking& packing = p.gate_up_packing;
-  if (packing.codes == Codes::kNone) return run_pairs<T, Codes::kNone, false>(p, pairs, stream);
+  if (packing.codes == Codes::kNone) return run_pairs<T, Codes::kNone, false, false>(p, pairs, stream);
   return with_expert_codes(packing.codes, [&](auto codes) {
-    if constexpr (codes.value == Codes::kMxfp4) return run_pairs<T, codes.value, true>(p, pairs, stream);
-    else if (packing.group_size == 32) return run_pairs<T, codes.value, true>(p, pairs, stream);
-    else return run_pairs<T, codes.value, false>(p, pairs, stream);
+    constexpr Codes kCodes = codes.value;
+    const bool small = packing.group_size == 32;
+    if constexpr (kCodes == Codes::kMxfp4) return run_pairs<T, kCodes, true, false>(p, pairs, stream);
+    if constexpr (kCodes == Codes::kFour || kCodes == Codes::kEight)
+      if (packing.zero != nullptr)
+        return small ? run_pairs<T, kCodes, true, true>(p, pairs, stream) : run_pairs<T, kCodes, false, true>(p, pairs, stream);
+    return small ? run_pairs<T, kCodes, true, false>(p, pairs, stream) : run_pairs<T, kCodes, false, false>(p, pairs, stream);
   });
 }
 

@@ -25,7 +25,7 @@ constexpr int kX = kPairs * kColumns / 8;                       // vectors of x 
 // Where a row's vector of x is: rows that are read at once share no banks.
 __device__ __forceinline__ int place_in_x(int row, int vector) { return row * (kColumns / 8) + (vector ^ row % 2 * 4); }
 
-template <typename T, Codes kCodes, bool kDown>
+template <typename T, Codes kCodes, bool kDown, bool kZeros>
 __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __grid_constant__ ExpertsParams p,
                                                                      const __grid_constant__ Pairs pairs) {
   constexpr int kStage = kX + kWarps * kWeights<kCodes>, kStep = kExpertsStep<kCodes>;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
         uint32_t low[4], high[4], low_offset = 0, high_offset = 0;
         if constexpr (kCodes == Codes::kFour || kCodes == Codes::kEight) {
           int zeros[2] = {kMiddle<kCodes>, kMiddle<kCodes>};
-          if (packing.zero != nullptr) {
+          if constexpr (kZeros) {
             const int64_t row = of_all * kExpertsRows + g;
             zeros[0] = zero_at<kCodes>(packing.zero, row, of_group, weight_groups);
             zeros[1] = zero_at<kCodes>(packing.zero, row + 8, of_group, weight_groups);
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
   }
 }
 
-template <typename T, Codes kCodes, bool kDown>
+template <typename T, Codes kCodes, bool kDown, bool kZeros>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kShared = sizeof(uint4) * kStages * (kX + kWarps * kWeights<kCodes>);
-  auto kernel = experts_packed_kernel<T, kCodes, kDown>;
+  auto kernel = experts_packed_kernel<T, kCodes, kDown, kZeros>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   static const int resident = [kernel] {
@@ -160,11 +160,18 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   return launch(kernel, static_cast<unsigned>(std::min<int64_t>(tiles, resident)), kThreads, kShared, stream, p, pairs);
 }
 
+template <typename T, Codes kCodes, bool kZeros>
+cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+  const cudaError_t error = run_tiles<T, kCodes, false, kZeros>(p, pairs, stream);
+  return error != cudaSuccess ? error : run_tiles<T, kCodes, true, kZeros>(p, pairs, stream);
+}
+
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   return with_expert_codes(p.gate_up_packing.codes, [&](auto codes) {
-    const cudaError_t error = run_tiles<T, codes.value, false>(p, pairs, stream);
-    return error != cudaSuccess ? error : run_tiles<T, codes.value, true>(p, pairs, stream);
+    if constexpr (codes.value == Codes::kFour || codes.value == Codes::kEight)
+      if (p.gate_up_packing.zero != nullptr) return run_both<T, codes.value, true>(p, pairs, stream);
+    return run_both<T, codes.value, false>(p, pairs, stream);
   });
 }
 

@@ -386,35 +386,10 @@ def test_diff_of_rounded_experts_does_not_blame_what_chooses_them(tmp_path):
     assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
 
 
-NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-
-
-def to_mxfp4(hf, directory, rng):
-    """A gpt-oss checkpoint with random experts in MXFP4; and the numbers that they are."""
-    numbers, tensors = {}, {}
-    for name, tensor in load_file(hf / "model.safetensors").items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            tensors[name] = tensor
-            continue
-        count, width, rows = tensor.shape
-        codes = rng.integers(0, 16, (count, rows, width // 32, 32), dtype=np.uint8)
-        scales = rng.integers(121, 125, (count, rows, width // 32), dtype=np.uint8)
-        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        tensors[f"{name}_scales"] = scales
-        values = np.array(NUMBERS)[codes] * 2.0 ** (scales[..., None].astype(int) - 127)
-        numbers[name] = values.reshape(count, rows, width).swapaxes(1, 2).astype(np.float32)
-    directory.mkdir()
-    save_file(tensors, directory / "model.safetensors")
-    config = json.loads((hf / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (directory / "config.json").write_text(json.dumps(config))
-    return numbers
-
-
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, tmp_path):
     model = families.tiny_model("gpt_oss", intermediate_size=96)
-    numbers = to_mxfp4(families.save(model, tmp_path / "hf"), tmp_path / "mxfp4",
+    numbers = families.to_mxfp4(families.save(model, tmp_path / "hf"), tmp_path / "mxfp4",
                        np.random.default_rng(6))
     with torch.no_grad():
         for name, array in numbers.items():
