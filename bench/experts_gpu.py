@@ -1,5 +1,6 @@
 """One layer's experts on one GPU, in bfloat16: microseconds by the kernels for few tokens, by those
-for many, and by torch's grouped GEMM between a sort and a sum, as transformers has it.
+for many, by torch's grouped GEMM between a sort and a sum, as transformers has it; and by the
+kernels for few tokens of weights in int4 and MXFP4.
 
     python bench/experts_gpu.py
 
@@ -9,7 +10,8 @@ The limit is the weights that were chosen, read at COPY bytes per second, or the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import bench_model
@@ -29,12 +31,30 @@ def described(tensor: torch.Tensor) -> tuple[int, str, list[int]]:
     return (tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
 
 
-def ours(given: list[torch.Tensor], y: torch.Tensor, few: bool) -> float:
-    """Microseconds."""
+def ours(given: list[torch.Tensor], y: torch.Tensor, few: bool,
+         scales: Sequence[torch.Tensor] = (), **fields: Any) -> float:
+    """Microseconds; `scales` of both weights where these are packed."""
+    none: tuple[int, str, list[int]] = (0, "float32", [])
+    behind = [one for scale in scales for one in (described(scale), none)]
     taken: float = extension().run_op(
-        "Experts", {"top_k": given[1].shape[1]}, [described(tensor) for tensor in given],
+        "Experts", {"top_k": given[1].shape[1], **fields},
+        [*(described(tensor) for tensor in given), *([none, none, *behind] if behind else [])],
         [described(y)], repeats=REPEATS, firsts=[few] * REPEATS)
     return taken * 1e3
+
+
+def packed(dtype: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Random codes in place of weights, their scales, and the fields that say what they are."""
+    hidden, inner = (weight.shape[-1] for weight in weights)
+    size = 32 if dtype == "mxfp4" else math.gcd(hidden, inner, 128)
+    made = [torch.randint(0, 256, (*weight.shape[:2], weight.shape[2] // 2), dtype=torch.uint8,
+                          device="cuda") for weight in weights]
+    for weight in weights:
+        shape = (*weight.shape[:2], weight.shape[2] // size)
+        made.append(torch.full(shape, 120, dtype=torch.uint8, device="cuda") if dtype == "mxfp4"
+                    else torch.full(shape, 0.01, device="cuda"))
+    return made, {"weight_dtype": dtype, "group_size": size, "in_features": hidden,
+                  "inner_features": inner}
 
 
 def grouped(given: list[torch.Tensor], y: torch.Tensor) -> None:
@@ -77,8 +97,9 @@ def main() -> None:
     for name, (num_experts, top_k, hidden, inner) in SHAPES.items():
         gate_up = torch.randn(num_experts, 2 * inner, hidden, **kind) / hidden**0.5
         down = torch.randn(num_experts, hidden, inner, **kind) / inner**0.5
-        print(f"\n{name}\n\n| tokens | limit | few | many | torch |\n"
-              "| --- | --- | --- | --- | --- |")
+        fewer = [packed(dtype, [gate_up, down]) for dtype in ("int4", "mxfp4")]
+        print(f"\n{name}\n\n| tokens | limit | few | many | torch | int4, few | MXFP4, few |\n"
+              "| --- | --- | --- | --- | --- | --- | --- |")
         for count in TOKENS:
             experts = torch.rand(count, num_experts, device="cuda").topk(top_k).indices
             given = [torch.randn(count, hidden, **kind), experts,
@@ -89,9 +110,11 @@ def main() -> None:
                         2 * numbers * count * top_k / RATE) * 1e6
             few = f"{ours(given, y, True):.1f}" if count <= 256 else ""
             peer = graphed(lambda given=given, y=y: grouped(given, y))
-            print(f"| {count} | {limit:.1f} | {few} | {ours(given, y, False):.1f} | {peer:.1f} |",
-                  flush=True)
-        del gate_up, down
+            cells = [f"{ours([*given[:3], *made[:2]], y, True, made[2:], **fields):.1f}"
+                     if count <= 256 else "" for made, fields in fewer]
+            print(f"| {count} | {limit:.1f} | {few} | {ours(given, y, False):.1f} | {peer:.1f} | "
+                  f"{' | '.join(cells)} |", flush=True)
+        del gate_up, down, fewer
 
 
 if __name__ == "__main__":
