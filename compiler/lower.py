@@ -297,7 +297,8 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
         if op is None or target == cpu.KIND:
             continue
         odd = sorted(op.lacking(fields_of(node), operands(node))) if target in _GPU else []
-        kept = op.state or (op.attention is not None and op.attention.reads)
+        kept = op.state or (op.attention is not None and (
+            op.attention.reads or len(op.attention.caches) == 1))
         if odd or not op.has_core or (kept and target != cuda.KIND):
             raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name}"
                             f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "
