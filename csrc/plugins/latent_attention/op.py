@@ -278,7 +278,8 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
 
         inputs = {"query": normal(sum(new), heads * (shared + nope)),
                   "rows": normal(sum(new), shared + latent),
-                  "key_up": normal(heads, nope, latent), "value_up": normal(heads, latent, value),
+                  "key_up": normal(heads, nope, latent) * np.float32(latent ** -0.5),
+                  "value_up": normal(heads, latent, value) * np.float32(latent ** -0.5),
                   "latent_cache": normal(len(new), 1, max_seq_len, shared + latent),
                   "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
                   "past_lens": np.array(past, np.int32)}
