@@ -229,7 +229,8 @@ def divide(fused: Fused, options: Options) -> Lowered:
                        dequantize=options.dequantize, expert_parallel=options.expert_parallel,
                        group_multiple=getattr(target, "GROUP_MULTIPLE", 0),
                        orders_columns=getattr(target, "ORDERS_COLUMNS", False),
-                       packs_experts=getattr(target, "PACKS_EXPERTS", False))
+                       packs_experts=getattr(target, "PACKS_EXPERTS", False),
+                       packs_heads=getattr(target, "PACKS_HEADS", False))
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

@@ -62,6 +62,7 @@ class Settings:
             read none.
         orders_columns: whether the target brings activations in an order of columns.
         packs_experts: whether the target has kernels for experts in fewer bits.
+        packs_heads: whether it makes heads' matrices of weights in fewer bits.
     """
 
     max_seq_len: int
@@ -79,6 +80,7 @@ class Settings:
     group_multiple: int = 1
     orders_columns: bool = True
     packs_experts: bool = False
+    packs_heads: bool = False
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""

@@ -31,6 +31,7 @@ WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
 GROUP_MULTIPLE = 1
 ORDERS_COLUMNS = True
 PACKS_EXPERTS = True
+PACKS_HEADS = True
 
 
 def describe(options: Options) -> Target:

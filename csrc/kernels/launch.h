@@ -292,7 +292,7 @@ struct BidirectionalParams {
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
 // Attention of all heads to one row for each position; see csrc/plugins/latent_attention/op.py for the contract.
-constexpr int kLatentDim = 2048;  // of a row, at most
+constexpr int kLatentDim = 2048;  // of a row or a query, at most
 struct LatentAttentionParams {
   void* out;             // T [num_tokens, num_heads * value_dim]
   const void* query;     // T [num_tokens, num_heads * query_dim]

@@ -309,7 +309,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((1, 2), (9, 0), rotary_dim=0, sinks=True),
         sample((1, 4, 3), (11, 3, 0), block_size=4, interleaved=1),
         sample((1, 1), (9, 17), block_size=8, sinks=True),
-        sample((5, 1, 2), (3, 20, 0), heads=5, shared=64, latent=512, nope=128, value=128,
+        sample((5, 1, 2), (3, 16, 0), heads=5, shared=64, latent=512, nope=128, value=128,
                rotary_dim=64, block_size=4),
     ]
 
