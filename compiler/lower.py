@@ -229,7 +229,8 @@ def divide(fused: Fused, options: Options) -> Lowered:
                        dequantize=options.dequantize, expert_parallel=options.expert_parallel,
                        group_multiple=getattr(target, "GROUP_MULTIPLE", 0),
                        orders_columns=getattr(target, "ORDERS_COLUMNS", False),
-                       expert_dtypes=getattr(target, "EXPERT_DTYPES", ()))
+                       expert_dtypes=getattr(target, "EXPERT_DTYPES", ()),
+                       packs_heads=getattr(target, "PACKS_HEADS", False))
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)
@@ -297,7 +298,8 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
         if op is None or target == cpu.KIND:
             continue
         odd = sorted(op.lacking(fields_of(node), operands(node))) if target in _GPU else []
-        kept = op.state or (op.attention is not None and op.attention.reads)
+        kept = op.state or (op.attention is not None and (
+            op.attention.reads or len(op.attention.caches) == 1))
         if odd or not op.has_core or (kept and target != cuda.KIND):
             raise LlmcError(f"target '{target}' has no kernel for llmc::{op.name}"
                             f"{' with ' + ' and '.join(odd) if odd else ''} yet, which "

@@ -62,8 +62,8 @@ _LATENT = {**_LLAMA, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank"
 _LATENT_EXPERTS = {**_LATENT, "moe_intermediate_size": 40, "n_routed_experts": 8,
                    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
                    "first_k_dense_replace": 1}
-# Those for which GPUs have no kernels yet.
-ON_CPUS = {
+# Those whose cache has latents.
+LATENT = {
     "deepseek_v2": {**_LATENT_EXPERTS, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT_EXPERTS, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
@@ -214,8 +214,6 @@ HYBRIDS = {
     "bailing_hybrid": {**_LATENT_EXPERTS, "num_local_experts": 8, "num_hidden_layers": 4,
                        "head_dim": 16, "layer_group_size": 3},
 }
-# Of these, those for which GPUs have no kernels yet: latent attention.
-NOT_ON_GPUS = ("kimi_linear", "bailing_hybrid")
 # Those that put together, another way, what others consist of: for `make test-all`.
 COMPOSED = frozenset({
     "granite", "phi", "glm", "smollm3", "seed_oss", "codegen", "gpt_bigcode", "biogpt", "gemma",
@@ -278,7 +276,7 @@ def tiny_encoder_decoder(name: str, **changes) -> torch.nn.Module:
 
 def tiny_model(family: str, **changes) -> torch.nn.Module:
     """A random model whose every parameter matters: none is zero or one."""
-    known = {**FAMILIES, **ON_CPUS, **OWN_ATTENTION, **UNPLANNED, **MIXTURES,
+    known = {**FAMILIES, **LATENT, **OWN_ATTENTION, **UNPLANNED, **MIXTURES,
              **HYBRIDS}.get(family, {})
     config = AutoConfig.for_model(family, **{**known, **changes})
     return randomized(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))

@@ -66,7 +66,7 @@ def tiny_config(family: str) -> Any:
     """
     import families
     from transformers import CONFIG_MAPPING, AutoConfig
-    known = {**families.FAMILIES, **families.ON_CPUS, **families.OWN_ATTENTION,
+    known = {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION,
              **families.UNPLANNED, **families.MIXTURES, **families.HYBRIDS}
     if family in known:
         return AutoConfig.for_model(family, **known[family])

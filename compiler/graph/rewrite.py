@@ -62,6 +62,7 @@ class Settings:
             read none.
         orders_columns: whether the target brings activations in an order of columns.
         expert_dtypes: of weights in fewer bits, those that the target's kernels of experts take.
+        packs_heads: whether it makes heads' matrices of weights in fewer bits.
     """
 
     max_seq_len: int
@@ -79,6 +80,7 @@ class Settings:
     group_multiple: int = 1
     orders_columns: bool = True
     expert_dtypes: tuple[str, ...] = ()
+    packs_heads: bool = False
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""

@@ -6,6 +6,8 @@ Given:   CausalAttention(qkv, key_cache, value_cache, …), caches [batch, num_k
 Result:  CausalAttention(qkv, key_cache, value_cache, …, block_table), caches [num_blocks,
          num_kv_heads, block_size, head_dim], block_table an input [batch, max_blocks]
 
+         Likewise LatentAttention and its latent_cache.
+
 Given:   CausalConv1d(hidden, weight, state, …), state [batch, …]
 Result:  CausalConv1d(hidden, weight, state, …, state_slots), state [num_states, …], state_slots an
          input [batch]

@@ -24,6 +24,7 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
 
 
 def cast(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -73,10 +74,18 @@ def _cast_weights(graph: gs.Graph, dtype: np.dtype,
 
 
 def cache_dtype(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Keep keys and values in a dtype of their own, if one is asked for."""
+    """Keep keys and values in a dtype of their own, if one is asked for.
+
+    Raises:
+        LlmcError: an op has no caches of that dtype.
+    """
     for node in graph.nodes if settings.kv_dtype else ():
         pairs = caches(node)
-        if attends_causally(node):
+        op = op_of(node)
+        if op is not None and attends_causally(node):
+            if settings.kv_dtype not in op.choices["kv_dtype"]:
+                raise LlmcError(f"llmc::{op.name} has no caches of {settings.kv_dtype} yet, which "
+                                f"'{node.name}' is to keep; leave out --kv_dtype")
             node.attrs["kv_dtype"] = settings.kv_dtype
             report.count("caches", len(pairs))
         for tensor in (tensor for pair in pairs for tensor in pair):

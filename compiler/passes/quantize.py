@@ -47,6 +47,7 @@ from llmc.plugins.route.op import OP as ROUTE
 DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
 UNQUANTIZED_EXPERTS = "experts left as they are"
 WIDENED = "MXFP4 as int8"
+UNQUANTIZED_HEADS = "matrices of heads read as numbers"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 _MOST_OF_EXPERTS = 128  # of QMoE's groups, and of those that have been run on GPUs
 
@@ -163,6 +164,9 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
     for place, tensor in enumerate(node.inputs):
         values = tensor._values if isinstance(tensor, gs.Constant) else None
         if not isinstance(values, HeadMatrices):
+            continue
+        if not settings.packs_heads:
+            report.count(UNQUANTIZED_HEADS)
             continue
         if settings.scheme is not None and not settings.calibrated:
             refuse_rounded(values.matrix)

@@ -31,6 +31,7 @@ WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
 GROUP_MULTIPLE = 1
 ORDERS_COLUMNS = True
 EXPERT_DTYPES = ("int4", "uint4", "int8", "uint8")  # of QMoE
+PACKS_HEADS = True
 
 
 def describe(options: Options) -> Target:

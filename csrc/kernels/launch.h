@@ -306,6 +306,28 @@ struct BidirectionalParams {
 };
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
+// Attention of all heads to one row for each position; see csrc/plugins/latent_attention/op.py for the contract.
+constexpr int kLatentDim = 2048;  // of a row or a query, at most
+struct LatentAttentionParams {
+  void* out;             // T [num_tokens, num_heads * value_dim]
+  const void* query;     // T [num_tokens, num_heads * query_dim]
+  const void* rows;      // T [num_tokens, shared_dim + latent]
+  const void* key_up;    // T [num_heads, query_dim - shared_dim, latent]
+  const void* value_up;  // T [num_heads, latent, value_dim]
+  void* cache;           // T [batch, max_seq_len, shared_dim + latent], or with a block table [.., block_size, ..]
+  const int32_t* block_table;             // [batch, max_seq_len / block_size] or null
+  const int32_t *cu_seqlens, *past_lens;  // [batch + 1], [batch]
+  const float *cos, *sin;                 // [max_positions, rotary_dim / 2] or null
+  const float* sinks;                     // [num_heads] or null
+  void* scratch;                          // latent_attention_scratch() bytes
+  int num_tokens, batch, num_heads, query_dim, shared_dim, latent, value_dim, max_seq_len, rotary_dim;
+  int block_size;        // a power of two, with a block table
+  bool interleaved;
+  float scale;
+};
+cudaError_t latent_attention(DType dtype, const LatentAttentionParams& params, cudaStream_t stream);
+int64_t latent_attention_scratch(DType dtype, int num_tokens, int num_heads, int shared_dim, int latent);
+
 // y[i] = a[i] op b[i], T [count], or what the op makes of a[i], or of a[i], b[i] and c[i]; true is 1.
 enum class Elementwise : int32_t { kAdd, kSub, kMul, kDiv, kMin, kMax, kTanh, kExp, kSigmoid, kNeg, kSoftplus, kGelu, kGeluTanh,
                                 kElu, kGreater, kLess, kWhere };

@@ -62,8 +62,7 @@ def test_the_schedule_of_experts_whose_input_is_scaled(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", [family for family in families.UNPLANNED_MIXTURES
-                                    if family not in families.NOT_ON_GPUS])
+@pytest.mark.parametrize("family", families.UNPLANNED_MIXTURES)
 def test_the_schedule_of_a_mixture_nobody_planned_for(family, tmp_path):
     model = families.tiny_model(family, **families.sizes_of(family))
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")

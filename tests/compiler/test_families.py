@@ -17,7 +17,7 @@ PREFILL, STEPS = 12, 16
 
 def limits(family):
     """tp sizes that make sense: up to 4 heads."""
-    config = {**families.FAMILIES, **families.ON_CPUS, **families.OWN_ATTENTION,
+    config = {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION,
               **families.UNPLANNED, **families.MIXTURES, **families.HYBRIDS}[family]
     return [size for size in (1, 2, 3, 4)
             if size <= config.get("num_attention_heads", config.get("n_head", 4))]
@@ -45,7 +45,7 @@ def check_family(family, sizes, tmp_path, expert_parallel=False, **changes):
                                           for row, cut in zip(rows, cuts, strict=True)])
 
 
-@pytest.mark.parametrize("family", {**families.FAMILIES, **families.ON_CPUS,
+@pytest.mark.parametrize("family", {**families.FAMILIES, **families.LATENT,
                                     **families.OWN_ATTENTION})
 def test_family_equals_transformers_at_every_tp_size(family, tmp_path):
     check_family(family, limits(family), tmp_path)

@@ -1,7 +1,9 @@
 """Latent attention as the compiler finds it: when its cache is of latents, and when of heads."""
 
 import families
+import numpy as np
 import pytest
+from schedule_interpreter import Interpreters
 
 import llmc
 from llmc.compiler.check.diff import diff
@@ -43,9 +45,26 @@ def test_diff_compares_with_the_exported_layers(tmp_path):
     assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
 
 
-@pytest.mark.parametrize("target", ["cuda", "tensorrt_rtx"])
-def test_gpus_have_no_kernel_yet(target, tmp_path):
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3", "hy_v4"])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_the_schedule_gives_transformers_logits(family, tp_size, tmp_path):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 tp_size=tp_size)
+    ranks = Interpreters(tmp_path / "case")
+    for own in ranks._on_all(lambda rank: np.concatenate(
+            [rank.run(TOKENS[:4], 0), rank.run(TOKENS[4:5], 4), rank.run(TOKENS[5:], 5)])):
+        families.assert_close(own, families.reference_logits(model, TOKENS))
+
+
+def test_caches_of_float8_are_refused(tmp_path):
     hf = families.save(families.tiny_model("minicpm3"), tmp_path / "hf")
-    with pytest.raises(llmc.LlmcError, match=rf"^target '{target}' has no kernel for "
+    with pytest.raises(llmc.LlmcError, match="LatentAttention has no caches of float8_e4m3fn yet"):
+        llmc.compile(hf, tmp_path / "case", target="cuda", kv_dtype="float8_e4m3fn")
+
+
+def test_tensorrt_rtx_has_no_kernel_yet(tmp_path):
+    hf = families.save(families.tiny_model("minicpm3"), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=r"^target 'tensorrt_rtx' has no kernel for "
                                              r"llmc::LatentAttention yet, which .*--target cpu$"):
-        llmc.compile(hf, tmp_path / "case", target=target)
+        llmc.compile(hf, tmp_path / "case", target="tensorrt_rtx")

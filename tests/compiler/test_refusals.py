@@ -146,7 +146,7 @@ g (int64[batch, seq] input_ids) => (float[batch, seq, 8] logits)
 
 
 def test_sparse_attention_is_refused_beyond_what_it_chooses(no_export, tmp_path):
-    family = families.ON_CPUS["deepseek_v32"] | {"index_topk": 32}
+    family = families.LATENT["deepseek_v32"] | {"index_topk": 32}
     hf = families.save(families.tiny_model("deepseek_v32", **family), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="^max_seq_len 33 is not possible: beyond index_topk "
                                              "32 .* chooses among the keys, .*; allowed: 2 to 32$"):

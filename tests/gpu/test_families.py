@@ -5,12 +5,10 @@ import pytest
 
 import llmc
 
-HYBRIDS = [family for family in families.HYBRIDS if family not in families.NOT_ON_GPUS]
-
 
 @pytest.mark.parametrize(("family", "changes"), [
-    *((family, {}) for family in (*families.FAMILIES, *families.OWN_ATTENTION, *families.MIXTURES,
-                                  *HYBRIDS)),
+    *((family, {}) for family in (*families.FAMILIES, *families.OWN_ATTENTION, *families.LATENT,
+                                  *families.MIXTURES, *families.HYBRIDS)),
     ("gemma4_text", families.GEMMA4_LARGE), ("gemma4_text", families.GEMMA4_MOE),
     ("laguna", families.sizes_of("laguna")), ("apertus", families.UNPLANNED["apertus"]),
     ("hunyuan_v1_dense", families.FAMILIES["qwen3"])])  # norms behind the rotary embedding

@@ -108,6 +108,8 @@ def test_target_body_equals_numpy_or_refuses_what_it_does_not_serve(op, sample, 
 def test_samples_cover_every_field_and_optional_input(op):
     samples = [sample for case, sample, _ in CASES if case is op]
     for name, default in op.fields.items():
+        if op.choices.get(name) == (default,):
+            continue
         assert any(sample.fields.get(name, default) != default for sample in samples), name
     for declared in op.inputs:
         given = {declared.removesuffix("?") in sample.inputs for sample in samples}

@@ -15,6 +15,8 @@ the latent times its `value_up`.
     cos, sin                [max_positions, rotary_dim / 2]; absent: nothing is rotated
     sinks                   [num_heads]; absent: none. A score that each softmax of a head has
                             besides, with no value
+    block_table             int32 [batch, blocks]; absent: the cache as above. With it it is
+                            [num_blocks, 1, block_size, shared + latent], as CausalAttention's
     out                     [num_tokens, num_heads * value]
 
 `head_dim` is shared + latent and `num_kv_heads` 1: it is attention of all heads to one of that
@@ -34,6 +36,7 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.attention.op import (
+    _PAGES,
     _PAST,
     _POSITIONS,
     _TOKENS,
@@ -55,11 +58,14 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
                          f"parts of a row")
     if bool(rotary) != ({"cos", "sin"} <= present) or len({"cos", "sin"} & present) == 1:
         raise ValueError(f"rotary_dim {rotary} goes with both cos and sin")
-    table = (">= max_seq_len", rotary // 2)
+    paged = "block_table" in present
+    table = ("max_positions" if paged else ">= max_seq_len", rotary // 2)
     return {"query": ("num_tokens", heads * fields["query_dim"]), "rows": ("num_tokens", dim),
             "key_up": (heads, fields["query_dim"] - shared, dim - shared),
             "value_up": (heads, dim - shared, "value"),
-            "latent_cache": ("batch", 1, "max_seq_len", dim),
+            "latent_cache": ("num_blocks", 1, "block_size", dim) if paged else
+                            ("batch", 1, "max_seq_len", dim),
+            "block_table": ("batch", "blocks_of_a_sequence"),
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",), "cos": table, "sin": table,
             "sinks": (heads,)}
 
@@ -77,24 +83,33 @@ def _rotated(name: str, heads: int, fields: Fields) -> list[str]:
             f"({name}, cos, sin, position_column)"]
 
 
-def _prepared(fields: Fields) -> list[str]:
+def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
     """Lines for the cache with the new rows in it; for `cached` [B, 1, L, D], as much of it as any
     sequence has filled; and for `q_flat` [T, H, shared + own], rotated. `visible` [B, S, L] says
     which positions a query sees.
     """
     heads, dim, query_dim = (fields[key] for key in ("num_heads", "head_dim", "query_dim"))
+    paged = "block_table" in present
     return [
         _TOKENS, _PAST, _POSITIONS, _ints("c2", 2), _ints("c12", 1, 2),
         # Indices [T, 1, (sequence, head, position)].
         _ints("row_shape", 0, 1, 1, dim), "row = Reshape(rows, row_shape)",
         *_rotated("row", 1, fields), _ints("new_shape", 0, 1, dim),
         "new_rows = Reshape(row_rotated, new_shape)",
-        "no_head = Sub(sequence, sequence)", "sequence_corner = Unsqueeze(sequence, c12)",
-        "head_corner = Unsqueeze(no_head, c12)", "position_corner = Unsqueeze(position, c12)",
+        *([line.replace("key_cache", "latent_cache").replace("row = ", "row_in_block = ")
+           for line in _PAGES] if paged else []),
+        "no_head = Sub(sequence, sequence)",
+        f"sequence_corner = Unsqueeze({'block' if paged else 'sequence'}, c12)",
+        "head_corner = Unsqueeze(no_head, c12)",
+        f"position_corner = Unsqueeze({'row_in_block' if paged else 'position'}, c12)",
         "index = Concat<axis=-1>(sequence_corner, head_corner, position_corner)",
         "latent_cache_out = ScatterND(latent_cache, index, new_rows)",
         "filled = Add(past, lengths)", "fullest = ReduceMax<keepdims=1>(filled)",
-        "cached = Slice(latent_cache_out, c0, fullest, c2)",
+        *(["pages = Gather<axis=0>(latent_cache_out, table)",
+           "pages_by_head = Transpose<perm=[0, 2, 1, 3, 4]>(pages)",
+           _ints("in_line_shape", 0, 0, -1, dim), "in_line = Reshape(pages_by_head, in_line_shape)",
+           "cached = Slice(in_line, c0, fullest, c2)"] if paged else
+          ["cached = Slice(latent_cache_out, c0, fullest, c2)"]),
         _ints("query_shape", 0, heads, 1, query_dim), "q = Reshape(query, query_shape)",
         *_rotated("q", heads, fields), _ints("flat_shape", 0, heads, query_dim),
         "q_flat = Reshape(q_rotated, flat_shape)",
@@ -195,7 +210,7 @@ def _expanded(fields: Fields, present: frozenset[str]) -> list[str]:
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    return "\n".join([*_prepared(fields), *_absorbed(fields, present)])
+    return "\n".join([*_prepared(fields, present), *_absorbed(fields, present)])
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str:
@@ -205,7 +220,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str:
     branches = [[line.replace("out = ", "out_absorbed = ") for line in _absorbed(fields, present)],
                 _expanded(fields, present)]
     return "\n".join([
-        *_prepared(fields),
+        *_prepared(fields, present),
         "value_up_shape = Shape(value_up)", "latent = Gather(value_up_shape, one)",
         "value_dim = Gather(value_up_shape, minus_one)",
         f"own_dim = Constant<value_int={fields['query_dim'] - fields['shared_dim']}>()",
@@ -228,13 +243,18 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             for name in ("query", "rows", "key_up", "value_up", "latent_cache")}
     queries, cache = wide["query"].reshape(-1, heads, fields["query_dim"]), wide["latent_cache"]
     out = np.zeros((len(queries), heads, wide["value_up"].shape[2]))
+    block_size = cache.shape[2]
+    table = inputs.get("block_table", np.arange(len(cache))[:, None])
 
     for b, past in enumerate(inputs["past_lens"]):
         start, stop = inputs["cu_seqlens"][b:b + 2]
         for token in range(start, stop):
             position = int(past + token - start)
-            cache[b, 0, position] = rotated(wide["rows"][token], position, fields, inputs)
-            rows, latents = np.split(cache[b, 0, :position + 1], [shared], axis=1)
+            cache[table[b, position // block_size], 0, position % block_size] = \
+                rotated(wide["rows"][token], position, fields, inputs)
+            seen = np.arange(position + 1)
+            rows, latents = np.split(cache[table[b, seen // block_size], 0, seen % block_size],
+                                     [shared], axis=1)
             keys = np.concatenate([np.broadcast_to(rows, (heads, *rows.shape)),
                                    np.einsum("hnr,jr->hjn", wide["key_up"], latents)], axis=2)
             query = rotated(queries[token], position, fields, inputs)
@@ -251,18 +271,25 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(new: Sequence[int], past: Sequence[int], heads: int = 3, shared: int = 8,
                latent: int = 12, nope: int = 5, value: int = 7, rotary_dim: int = 8,
-               max_seq_len: int = 24, sinks: bool = False, **fields: int) -> Sample:
+               max_seq_len: int = 24, sinks: bool = False, block_size: int = 0,
+               **fields: int) -> Sample:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
         inputs = {"query": normal(sum(new), heads * (shared + nope)),
                   "rows": normal(sum(new), shared + latent),
-                  "key_up": normal(heads, nope, latent), "value_up": normal(heads, latent, value),
+                  "key_up": normal(heads, nope, latent) * np.float32(latent ** -0.5),
+                  "value_up": normal(heads, latent, value) * np.float32(latent ** -0.5),
                   "latent_cache": normal(len(new), 1, max_seq_len, shared + latent),
                   "cu_seqlens": np.cumsum([0, *new]).astype(np.int32),
                   "past_lens": np.array(past, np.int32)}
         if sinks:
             inputs["sinks"] = normal(heads)
+        if block_size:  # in any order, and one block that nobody has
+            blocks = len(new) * (max_seq_len // block_size)
+            inputs["latent_cache"] = normal(blocks + 1, 1, block_size, shared + latent)
+            inputs["block_table"] = rng.permutation(blocks + 1)[:blocks] \
+                .reshape(len(new), -1).astype(np.int32)
         if rotary_dim:
             angle = np.outer(np.arange(max_seq_len), 0.3 ** np.arange(rotary_dim // 2))
             inputs |= {"cos": np.cos(angle).astype(np.float32),
@@ -280,19 +307,23 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample((19,), (0,), heads=2, shared=2, rotary_dim=2, nope=12, latent=32),
         sample((19, 2), (0, 1), heads=2, shared=2, rotary_dim=2, nope=12, latent=32, sinks=True),
         sample((1, 2), (9, 0), rotary_dim=0, sinks=True),
+        sample((1, 4, 3), (11, 3, 0), block_size=4, interleaved=1),
+        sample((1, 1), (9, 17), block_size=8, sinks=True),
+        sample((5, 1, 2), (3, 16, 0), heads=5, shared=64, latent=512, nope=128, value=128,
+               rotary_dim=64, block_size=4),
     ]
 
 
 OP = Op(
     name="LatentAttention",
-    version=1,
+    version=2,
     inputs=("query", "rows", "key_up", "value_up", "latent_cache", "cu_seqlens", "past_lens",
-            "cos?", "sin?", "sinks?"),
+            "cos?", "sin?", "sinks?", "block_table?"),
     outputs=("out", "latent_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "query_dim": 0, "shared_dim": 0,
-            "scale": 0.0, "rotary_dim": 0, "interleaved": 0},
+            "scale": 0.0, "rotary_dim": 0, "interleaved": 0, "kv_dtype": ""},
     required=("num_heads", "num_kv_heads", "head_dim", "query_dim", "shared_dim"),
-    choices={"interleaved": (0, 1)},
+    choices={"interleaved": (0, 1), "kv_dtype": ("",)},
     shapes=lambda shapes, fields: [
         (*shapes["query"][:-1], fields["num_heads"] * int(shapes["value_up"][2])),
         shapes["latent_cache"]],
@@ -301,9 +332,8 @@ OP = Op(
     attention=Attention(caches=("latent_cache",)),
     body=_body,
     bodies={"cpu": _cpu},
-    has_core=False,
     float32_inputs=frozenset({"cos", "sin", "sinks"}),
-    integer_inputs=frozenset({"cu_seqlens", "past_lens"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"latent_cache"}),
     reference=_reference,
     samples=_samples,

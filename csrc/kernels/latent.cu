@@ -1,0 +1,631 @@
+// Attention of all heads to one row for each position, a shared part and a latent (LatentAttention).
+//
+//   rotate_kernel   turns the shared parts of queries and of new rows; rows go to the cache
+//   up_kernel       queries · key_up of their head: then a query is as long as a row
+//   latent_kernel   attention to rows on tensor cores, 16 bits, rows of 64 + 512; plain_kernel: any
+//   merge_kernel    the parts that a sequence was divided into
+//   up_kernel       what was seen of the latents · value_up of the head
+//
+// A query of one head of one token is a pair; pairs follow one another by token. A block of latent_kernel takes 16,
+// 32 or 64 pairs of one sequence and a part of its positions, 64 at a time: 73,728 bytes under way to shared memory while
+// the 64 before are multiplied. A row is read once from there for its scores and once as the value, and once from L2 for
+// as many pairs. Scores are divided among the warps by pairs and keys, sums by columns.
+#include "attention.cuh"
+#include "tensor_core.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kDim = 576, kLatent = 512, kFirst = kDim - kLatent;  // of latent_kernel
+constexpr int kLeastSteps = 2;  // of a part: what another costs to merge
+constexpr int kMostBlocks = 132;  // of latent_kernel where positions are divided: one fills a multiprocessor
+constexpr int kKeys = 64, kWarps = 8, kChunks = kDim / 8;          // chunks of 16 bytes
+
+// Where a sequence's rows lie.
+struct LatentRows {
+  __device__ LatentRows(const LatentAttentionParams& p, int sequence) {
+    if (p.block_table == nullptr) {
+      first = static_cast<int64_t>(sequence) * p.max_seq_len;
+    } else {
+      shift = __ffs(p.block_size) - 1;
+      table = p.block_table + sequence * static_cast<int64_t>(p.max_seq_len >> shift);
+    }
+  }
+  __device__ __forceinline__ int64_t operator()(int position) const {
+    if (table == nullptr) return first + position;
+    return (static_cast<int64_t>(__ldg(table + (position >> shift))) << shift) + (position & ((1 << shift) - 1));
+  }
+
+  const int32_t* table = nullptr;
+  int64_t first = 0;
+  int shift = 0;
+};
+
+// A warp for each head of a token, and one for its row.
+template <typename T>
+__global__ void __launch_bounds__(kWarps * 32) rotate_kernel(LatentAttentionParams p, T* queries) {
+  wait_for_inputs();
+  let_next_start();
+  const int token = blockIdx.x, lane = threadIdx.x % 32, dim = p.shared_dim + p.latent, half = p.rotary_dim / 2;
+  const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
+  const int position = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
+  const float* cos = p.cos + static_cast<int64_t>(position) * half;
+  const float* sin = p.sin + static_cast<int64_t>(position) * half;
+  const int64_t row = LatentRows(p, sequence)(position);
+  const int head = blockIdx.y * kWarps + threadIdx.x / 32;
+  if (head > p.num_heads) return;
+  const bool is_row = head == p.num_heads;
+  const int64_t pair = static_cast<int64_t>(token) * p.num_heads + head;
+  const T* from = is_row ? static_cast<const T*>(p.rows) + static_cast<int64_t>(token) * dim :
+                           static_cast<const T*>(p.query) + pair * p.query_dim;
+  T* to = is_row ? static_cast<T*>(p.cache) + row * dim : queries + pair * dim;
+  for (int i = lane; i < half; i += 32) {
+    const int a = p.interleaved ? 2 * i : i, b = p.interleaved ? 2 * i + 1 : i + half;
+    const float first = to_float(from[a]), second = to_float(from[b]);
+    to[a] = from_float<T>(first * cos[i] - second * sin[i]);
+    to[b] = from_float<T>(second * cos[i] + first * sin[i]);
+  }
+#pragma unroll 4
+  for (int i = 2 * half + lane; i < (is_row ? dim : p.shared_dim); i += 32) to[i] = from[i];
+}
+
+// c[t, h, n] = sum over k of a[t, h, k] · b[h, k, n]; a token's and a head's first elements lie so far apart.
+template <typename T>
+struct Up {
+  const T *a, *b;
+  T* c;
+  int tokens, inner, columns;
+  int64_t a_token, a_head, c_token, c_head;
+};
+
+// A block takes up to kTokens tokens of a head and 32 · kEach columns; each warp some of the rows of b, which are read once
+// for them, many under way together.
+template <typename T, int kEach, int kTokens>
+__global__ void __launch_bounds__(kWarps * 32) up_kernel(Up<T> p) {
+  constexpr int kColumns = 32 * kEach, kAhead = kTokens == 1 ? 16 : 4;
+  __shared__ float sums[kWarps][kTokens][kColumns];
+  extern __shared__ float a_of[];  // [inner][kTokens]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = blockIdx.x, column = blockIdx.y * kColumns + lane * kEach, first = blockIdx.z * kTokens;
+  const T* b = p.b + static_cast<int64_t>(head) * p.inner * p.columns + column;
+  const T* a = p.a + first * p.a_token + head * p.a_head;
+  const int tokens = min(kTokens, p.tokens - first);
+  const bool there = column < p.columns;
+  wait_for_inputs();
+  let_next_start();
+  for (int i = threadIdx.x; i < p.inner * kTokens; i += kWarps * 32)
+    a_of[i] = i % kTokens < tokens ? to_float(a[i % kTokens * p.a_token + i / kTokens]) : 0.f;
+  __syncthreads();
+  float sum[kTokens][kEach] = {};
+  for (int begin = warp; begin < p.inner; begin += kAhead * kWarps) {
+    Vec<T, kEach> row[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int k = begin + i * kWarps;
+      row[i] = there && k < p.inner ? load<T, kEach>(b + static_cast<int64_t>(k) * p.columns) : Vec<T, kEach>{};
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int k = min(begin + i * kWarps, p.inner - 1);
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t)
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) sum[t][e] += a_of[k * kTokens + t] * to_float(row[i].data[e]);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t)
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) sums[warp][t][lane * kEach + e] = sum[t][e];
+  __syncthreads();
+  for (int at = threadIdx.x; at < tokens * kColumns; at += kWarps * 32) {
+    const int t = at / kColumns, n = at % kColumns, to = blockIdx.y * kColumns + n;
+    if (to >= p.columns) continue;
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += sums[w][t][n];
+    p.c[(first + t) * p.c_token + head * p.c_head + to] = from_float<T>(total);
+  }
+}
+
+// Likewise for many tokens, on tensor cores: 64 tokens by 64 columns of a head, 32 of the inner dimension at a time.
+// Sizes and distances are multiples of 8.
+template <typename T>
+__global__ void __launch_bounds__(128) up_tiles_kernel(Up<T> p) {
+  constexpr int kTile = 64, kInner = 32, kPitchA = kInner + 8, kPitchB = kTile + 8;
+  __shared__ alignas(16) T a_of[2][kTile][kPitchA];
+  __shared__ alignas(16) T b_of[2][kInner][kPitchB];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = blockIdx.x, column = blockIdx.y * kTile, first = blockIdx.z * kTile;
+  const T* a = p.a + head * p.a_head;
+  const T* b = p.b + static_cast<int64_t>(head) * p.inner * p.columns;
+  wait_for_inputs();
+  let_next_start();
+  auto start = [&](T* to, const T* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
+  };
+  auto copy = [&](int step) {
+    const int k = step * kInner;
+    if (k < p.inner) {
+      for (int i = threadIdx.x; i < kTile * kInner / 8; i += 128) {
+        const int row = i / (kInner / 8), at = i % (kInner / 8) * 8;
+        const bool there = first + row < p.tokens && k + at < p.inner;
+        start(&a_of[step % 2][row][at], there ? a + (first + row) * p.a_token + k + at : p.a, there);
+      }
+      for (int i = threadIdx.x; i < kTile * kInner / 8; i += 128) {
+        const int row = i / (kTile / 8), at = i % (kTile / 8) * 8;
+        const bool there = k + row < p.inner && column + at < p.columns;
+        start(&b_of[step % 2][row][at], there ? b + static_cast<int64_t>(k + row) * p.columns + column + at : p.b, there);
+      }
+    }
+    end_group();
+  };
+  float sum[8][4] = {};
+  copy(0);
+  for (int step = 0; step * kInner < p.inner; ++step) {
+    copy(step + 1);
+    wait_for_group<1>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kInner; k += 16) {
+      uint32_t left[4];
+      load_matrices<false>(left, &a_of[step % 2][warp * 16 + lane % 16][k + lane / 16 * 8]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        uint32_t right[4];
+        load_matrices<true>(right, &b_of[step % 2][k + lane % 16][n * 16 + lane / 16 * 8]);
+        multiply<T>(sum[2 * n], left, right[0], right[1]);
+        multiply<T>(sum[2 * n + 1], left, right[2], right[3]);
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int token = first + warp * 16 + lane / 4 + 8 * r, to = column + n * 8 + lane % 4 * 2;
+      if (token < p.tokens && to < p.columns)
+        *reinterpret_cast<uint32_t*>(p.c + token * p.c_token + head * p.c_head + to) =
+            pack<T>(sum[n][2 * r], sum[n][2 * r + 1]);
+    }
+}
+
+// Pairs of one sequence that a block takes, and the part of its positions.
+struct Tile {
+  int sequence, first, pairs;  // `first` among all pairs
+  int start;                   // the sequence's first pair
+  int past, to;                // positions that the last pair sees
+};
+
+// The tile of this number, of up to kPairs pairs; none has 0 pairs. By whole warps.
+template <int kPairs>
+__device__ __forceinline__ Tile tile_of(const LatentAttentionParams& p, int number) {
+  const int heads = p.num_heads;
+  Tile tile{};
+  if (heads % kPairs == 0) {
+    const int token = number * kPairs / heads;
+    tile.sequence = sequence_of(p.cu_seqlens, p.batch, token);
+    tile.first = number * kPairs;
+    tile.pairs = kPairs;
+  } else {
+    const int lane = threadIdx.x % 32;
+    int before = 0;
+    for (int base = 0; base < p.batch && tile.pairs == 0; base += 32) {
+      const int sequence = base + lane;
+      const int begin = sequence < p.batch ? p.cu_seqlens[sequence] : 0;
+      const int pairs = sequence < p.batch ? (p.cu_seqlens[sequence + 1] - begin) * heads : 0;
+      int stop = (pairs + kPairs - 1) / kPairs;
+#pragma unroll
+      for (int step = 1; step < 32; step <<= 1) {
+        const int other = __shfl_up_sync(~0u, stop, step);
+        if (lane >= step) stop += other;
+      }
+      const unsigned found = __ballot_sync(~0u, before + stop > number);
+      if (found != 0) {
+        const int which = __ffs(found) - 1;
+        const int of_it = __shfl_sync(~0u, pairs, which), its_start = __shfl_sync(~0u, begin, which);
+        const int skipped = before + (which > 0 ? __shfl_sync(~0u, stop, max(which - 1, 0)) : 0);
+        const int offset = (number - skipped) * kPairs;
+        tile.sequence = base + which;
+        tile.first = its_start * heads + offset;
+        tile.pairs = min(kPairs, of_it - offset);
+      }
+      before += __shfl_sync(~0u, stop, 31);
+    }
+    if (tile.pairs == 0) return tile;
+  }
+  tile.start = p.cu_seqlens[tile.sequence] * heads;
+  tile.past = p.past_lens[tile.sequence];
+  tile.to = tile.past + (tile.first + tile.pairs - 1 - tile.start) / heads + 1;
+  return tile;
+}
+
+// Into how many parts a tile's positions are divided, of how many steps of kKeys each.
+__device__ __forceinline__ int2 parts_of(int positions, int parts) {
+  const int steps = (positions + kKeys - 1) / kKeys, each = max((steps + parts - 1) / parts, parts > 1 ? kLeastSteps : 1);
+  return {(steps + each - 1) / each, each};
+}
+
+// Of each part of each tile: sums [kPairs, kLatent]; behind all of them peaks and totals [kPairs, 2].
+struct Results {
+  float *sums, *ends;
+};
+
+template <int kTiles>
+constexpr size_t kSharedBytes = 16 * (16 * kTiles + 2 * kKeys) * kChunks + 2 * 16 * kTiles * kKeys +
+                                sizeof(float) * (2 * 128 + 16 * kTiles);
+
+// kTiles: tiles of 16 pairs.
+template <typename T, int kTiles>
+__global__ void __launch_bounds__(kWarps * 32, 1)
+    latent_kernel(LatentAttentionParams p, const T* queries, T* seen, Results results, int parts) {
+  constexpr int kPairs = 16 * kTiles, kSplit = kWarps / kTiles;
+  extern __shared__ uint4 raw[];
+  uint4* query_of = raw;                                  // [kPairs][kChunks]
+  uint4* rows_of = query_of + kPairs * kChunks;           // [2][kKeys][kChunks]
+  uint4* weights_of = rows_of + 2 * kKeys * kChunks;      // [kPairs][kKeys / 8]
+  float* peaks_of = reinterpret_cast<float*>(weights_of + kPairs * kKeys / 8);  // [kSplit][kPairs]
+  float* totals_of = peaks_of + 128;                                            // likewise
+  float* factor_of = totals_of + 128;                                           // [kPairs]
+  // No two of eight rows that are read together have a chunk in the same banks.
+  auto at = [](int row, int chunk) { return row * kChunks + (chunk ^ (row & 7)); };
+  wait_for_inputs();
+  let_next_start();
+  const Tile tile = tile_of<kPairs>(p, blockIdx.x);
+  if (tile.pairs == 0) return;
+  const int2 division = parts_of(tile.to, parts);
+  const int part = blockIdx.y;
+  if (part >= division.x) return;
+  const int from = part * division.y * kKeys, to = min(tile.to, from + division.y * kKeys);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const LatentRows row_of(p, tile.sequence);
+  const T* cache = static_cast<const T*>(p.cache);
+  auto start_copy = [](uint4* into, const void* source, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(into))), "l"(source), "r"(there ? 16 : 0)
+                 : "memory");
+  };
+  // Eight threads for each row; zeros behind the last one.
+  auto copy = [&](int step) {
+    const int start = from + step * kKeys;
+    if (start < to) {
+      uint4* into = rows_of + step % 2 * kKeys * kChunks;
+#pragma unroll
+      for (int r = 0; r < kKeys / 32; ++r) {
+        const int row = threadIdx.x / 8 + 32 * r;
+        const bool there = start + row < to;
+        const T* source = cache + (there ? row_of(start + row) * kDim : 0);
+#pragma unroll
+        for (int c = 0; c < kChunks / 8; ++c) {
+          const int chunk = 8 * c + threadIdx.x % 8;
+          start_copy(into + at(row, chunk), source + 8 * chunk, there);
+        }
+      }
+    }
+    end_group();
+  };
+  for (int i = threadIdx.x; i < kPairs * kChunks; i += kWarps * 32) {
+    const int pair = i / kChunks, chunk = i % kChunks;
+    const bool there = pair < tile.pairs;
+    start_copy(query_of + at(pair, chunk), queries + (there ? static_cast<int64_t>(tile.first + pair) : 0) * kDim + 8 * chunk,
+               there);
+  }
+  copy(0);
+
+  // Of scores: a tile of pairs, and kTiles times 8 keys. Rows g and g + 8 of it, which see positions up to `last`.
+  const int own = warp % kTiles * 16, keys = warp / kTiles * 8 * kTiles;
+  int last[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    last[r] = tile.past + (min(tile.first + own + g + 8 * r, tile.first + tile.pairs - 1) - tile.start) / p.num_heads;
+  const float scale = p.scale * kLog2E;
+  float peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  float sum[kTiles][8][4] = {};  // of all pairs, columns 64 · warp on
+  for (int step = 0, start = from; start < to; ++step, start += kKeys) {
+    wait_for_group<0>();
+    __syncthreads();
+    copy(step + 1);
+    const uint4* rows = rows_of + step % 2 * kKeys * kChunks;
+    float score[kTiles][4] = {};
+#pragma unroll 6
+    for (int k = 0; k < kDim / 32; ++k) {
+      uint32_t left[2][4];
+      load_matrices<false>(left[0], query_of + at(own + lane % 16, 4 * k + lane / 16));
+      load_matrices<false>(left[1], query_of + at(own + lane % 16, 4 * k + 2 + lane / 16));
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        uint32_t right[4];
+        load_matrices<false>(right, rows + at(keys + 8 * j + lane % 8, 4 * k + lane / 8));
+        multiply<T>(score[j], left[0], right[0], right[1]);
+        multiply<T>(score[j], left[1], right[2], right[3]);
+      }
+    }
+    float higher[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int key = start + keys + 8 * j + 2 * t + c % 2;
+        score[j][c] = key <= last[c / 2] && key < to ? score[j][c] * scale : -INFINITY;
+        higher[c / 2] = fmaxf(higher[c / 2], score[j][c]);
+      }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      higher[r] = fmaxf(higher[r], __shfl_xor_sync(~0u, higher[r], 1));
+      higher[r] = fmaxf(higher[r], __shfl_xor_sync(~0u, higher[r], 2));
+      if (t == 0) peaks_of[warp / kTiles * kPairs + own + g + 8 * r] = higher[r];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int pair = own + g + 8 * r;
+      higher[r] = peak[r];
+#pragma unroll
+      for (int w = 0; w < kSplit; ++w) higher[r] = fmaxf(higher[r], peaks_of[w * kPairs + pair]);
+      const float base = higher[r] == -INFINITY ? 0.f : higher[r], factor = exp2f(peak[r] - base);
+      peak[r] = higher[r];
+      if (t == 0 && warp < kTiles) factor_of[pair] = factor;
+      total[r] *= factor;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const float first = exp2f(score[j][2 * r] - base), second = exp2f(score[j][2 * r + 1] - base);
+        total[r] += first + second;
+        auto* words = reinterpret_cast<uint32_t*>(weights_of + pair * (kKeys / 8) + ((keys / 8 + j) ^ (pair & 7)));
+        words[t] = pack<T>(first, second);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      const float upper = factor_of[16 * m + g], lower = factor_of[16 * m + g + 8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum[m][n][0] *= upper, sum[m][n][1] *= upper;
+        sum[m][n][2] *= lower, sum[m][n][3] *= lower;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      uint32_t left[kTiles][4];
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const int pair = 16 * m + lane % 16;
+        load_matrices<false>(left[m], weights_of + pair * (kKeys / 8) + ((2 * k + lane / 16) ^ (pair & 7)));
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        uint32_t right[4];
+        load_matrices<true>(right, rows + at(16 * k + lane % 16, kFirst / 8 + 8 * warp + 2 * n + lane / 16));
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          multiply<T>(sum[m][2 * n], left[m], right[0], right[1]);
+          multiply<T>(sum[m][2 * n + 1], left[m], right[2], right[3]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    total[r] += __shfl_xor_sync(~0u, total[r], 1);
+    total[r] += __shfl_xor_sync(~0u, total[r], 2);
+    const int pair = own + g + 8 * r;
+    if (t == 0) totals_of[warp / kTiles * kPairs + pair] = total[r];
+    if (t == 0) peaks_of[warp / kTiles * kPairs + pair] = peak[r];
+  }
+  __syncthreads();
+  const int64_t result = (static_cast<int64_t>(blockIdx.x) * parts + part) * kPairs;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int pair = 16 * m + g + 8 * r;
+      if (pair >= tile.pairs) continue;
+      float all = 0;
+#pragma unroll
+      for (int w = 0; w < kSplit; ++w) all += totals_of[w * kPairs + pair];
+      const int64_t place = tile.first + pair;
+      if (parts > 1 && warp == 0 && t == 0) {
+        results.ends[2 * (result + pair)] = peaks_of[pair];
+        results.ends[2 * (result + pair) + 1] = all;
+      }
+      const float share = 1 / (all + sink_of(p.sinks, static_cast<int>(place % p.num_heads), peaks_of[pair]));
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int column = 64 * warp + 8 * n + 2 * t;
+        const float first = sum[m][n][2 * r], second = sum[m][n][2 * r + 1];
+        if (parts > 1)
+          *reinterpret_cast<float2*>(results.sums + (result + pair) * kLatent + column) = {first, second};
+        else
+          *reinterpret_cast<uint32_t*>(seen + place * kLatent + column) = pack<T>(first * share, second * share);
+      }
+    }
+}
+
+// A block for each pair of a tile.
+template <typename T, int kPairs>
+__global__ void __launch_bounds__(kLatent / 4)
+    merge_kernel(LatentAttentionParams p, T* seen, Results results, int parts) {
+  wait_for_inputs();
+  let_next_start();
+  const Tile tile = tile_of<kPairs>(p, blockIdx.x);
+  const int pair = blockIdx.y, column = 4 * threadIdx.x;
+  if (pair >= tile.pairs) return;
+  const int used = parts_of(tile.to, parts).x;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * parts * kPairs + pair;
+  __shared__ float peak_of[kMostBlocks], total_of[kMostBlocks];
+  for (int part = threadIdx.x; part < used; part += blockDim.x) {
+    const float2 ends = *reinterpret_cast<const float2*>(results.ends + 2 * (first + part * kPairs));
+    peak_of[part] = ends.x;
+    total_of[part] = ends.y;
+  }
+  __syncthreads();
+  float peak = -INFINITY, total = 0, sum[4] = {};
+  for (int part = 0; part < used; ++part) peak = fmaxf(peak, peak_of[part]);
+#pragma unroll 8
+  for (int part = 0; part < used; ++part) {
+    const float4 own = *reinterpret_cast<const float4*>(results.sums + (first + part * kPairs) * kLatent + column);
+    const float share = exp2f(peak_of[part] - peak);
+    total += total_of[part] * share;
+    sum[0] += own.x * share, sum[1] += own.y * share, sum[2] += own.z * share, sum[3] += own.w * share;
+  }
+  const int64_t place = tile.first + pair;
+  total += sink_of(p.sinks, static_cast<int>(place % p.num_heads), peak);
+#pragma unroll
+  for (float& each : sum) each /= total;
+  store_floats(seen + place * kLatent + column, sum);
+}
+
+// Any dtype and sizes: a block for each pair, each of whose warps takes every kPlainWarps-th position.
+constexpr int kPlainWarps = 4;
+template <typename T>
+__global__ void __launch_bounds__(kPlainWarps * 32) plain_kernel(LatentAttentionParams p, const T* queries, T* seen) {
+  extern __shared__ float numbers[];
+  __shared__ float peak_of[kPlainWarps], total_of[kPlainWarps];
+  const int dim = p.shared_dim + p.latent, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* query = numbers;
+  float* sums = numbers + dim + warp * p.latent;
+  wait_for_inputs();
+  let_next_start();
+  const int64_t pair = blockIdx.x;
+  const int head = static_cast<int>(pair % p.num_heads), token = static_cast<int>(pair / p.num_heads);
+  const int sequence = sequence_of(p.cu_seqlens, p.batch, token);
+  const int last = p.past_lens[sequence] + token - p.cu_seqlens[sequence];
+  const LatentRows row_of(p, sequence);
+  for (int i = threadIdx.x; i < dim; i += kPlainWarps * 32) query[i] = to_float(queries[pair * dim + i]);
+  for (int i = lane; i < p.latent; i += 32) sums[i] = 0;
+  __syncthreads();
+  float peak = -INFINITY, total = 0;
+  for (int position = warp; position <= last; position += kPlainWarps) {
+    const T* row = static_cast<const T*>(p.cache) + row_of(position) * dim;
+    float score = 0;
+    for (int i = lane; i < dim; i += 32) score += query[i] * to_float(row[i]);
+    score = warp_sum(score) * p.scale * kLog2E;
+    const float higher = fmaxf(peak, score), factor = exp2f(peak - higher), weight = exp2f(score - higher);
+    for (int i = lane; i < p.latent; i += 32) sums[i] = sums[i] * factor + weight * to_float(row[p.shared_dim + i]);
+    total = total * factor + weight;
+    peak = higher;
+  }
+  if (lane == 0) peak_of[warp] = peak, total_of[warp] = total;
+  __syncthreads();
+  float higher = -INFINITY, all = 0;
+  for (int w = 0; w < kPlainWarps; ++w) higher = fmaxf(higher, peak_of[w]);
+  for (int w = 0; w < kPlainWarps; ++w) all += total_of[w] * exp2f(peak_of[w] - higher);
+  all += sink_of(p.sinks, head, higher);
+  for (int i = threadIdx.x; i < p.latent; i += kPlainWarps * 32) {
+    float sum = 0;
+    for (int w = 0; w < kPlainWarps; ++w) sum += numbers[dim + w * p.latent + i] * exp2f(peak_of[w] - higher);
+    seen[pair * p.latent + i] = from_float<T>(sum / all);
+  }
+}
+
+// The scratch: queries [pairs, dim], what they see [pairs, latent], and results of parts.
+struct Scratch {
+  int64_t seen, results, bytes;
+};
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+Scratch scratch_of(DType dtype, int64_t pairs, int dim, int latent) {
+  const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t seen = aligned(pairs * dim * element), results = seen + aligned(pairs * latent * element);
+  const bool divides = element == 2 && dim == kDim && latent == kLatent;
+  return {seen, results, results + (divides ? int64_t{kMostBlocks} * 64 * (kLatent + 2) * 4 : 0)};
+}
+
+template <typename T>
+cudaError_t run_up(const Up<T>& p, int heads, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    const bool whole = p.inner % 8 == 0 && p.columns % 8 == 0 && p.a_token % 8 == 0 && p.a_head % 8 == 0 &&
+                       p.c_token % 2 == 0 && p.c_head % 2 == 0 && reinterpret_cast<uintptr_t>(p.a) % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(p.b) % 16 == 0 && reinterpret_cast<uintptr_t>(p.c) % 4 == 0;
+    if (whole && p.tokens > 8)
+      return launch(up_tiles_kernel<T>, dim3(heads, blocks_for(p.columns, 64), blocks_for(p.tokens, 64)), 128, 0, stream,
+                    p);
+  }
+  auto few = [&](auto kernel, int each, int tokens) {
+    return launch(kernel, dim3(heads, blocks_for(p.columns, 32 * each), blocks_for(p.tokens, tokens)), kWarps * 32,
+                  sizeof(float) * p.inner * tokens, stream, p);
+  };
+  constexpr int kEach = sizeof(T) == 2 ? 4 : 2;
+  if (p.inner > kLatentDim || p.columns % kEach != 0 || reinterpret_cast<uintptr_t>(p.b) % (sizeof(T) * kEach) != 0)
+    return few(up_kernel<T, 1, 1>, 1, 1);
+  return p.tokens == 1 ? few(up_kernel<T, kEach, 1>, kEach, 1) : few(up_kernel<T, kEach, 4>, kEach, 4);
+}
+
+template <typename T, int kTiles>
+cudaError_t run_tiles(const LatentAttentionParams& p, const T* queries, T* seen, float* results, cudaStream_t stream) {
+  constexpr int kPairs = 16 * kTiles;
+  const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.num_heads;
+  const int tiles = static_cast<int>((pairs + kPairs - 1) / kPairs) + (p.num_heads % kPairs == 0 ? 0 : p.batch);
+  const int parts = std::max(1, std::min(kMostBlocks / tiles, (p.max_seq_len + kKeys - 1) / kKeys));
+  const Results made{results, results + static_cast<int64_t>(tiles) * parts * kPairs * kLatent};
+  auto kernel = latent_kernel<T, kTiles>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(kSharedBytes<kTiles>));
+  if (error != cudaSuccess) return error;
+  const cudaError_t ran = launch(kernel, dim3(tiles, parts), kWarps * 32, kSharedBytes<kTiles>, stream, p, queries, seen,
+                                 made, parts);
+  if (ran != cudaSuccess || parts == 1) return ran;
+  return launch(merge_kernel<T, kPairs>, dim3(tiles, kPairs), kLatent / 4, 0, stream, p, seen, made, parts);
+}
+
+template <typename T>
+bool has_room(int tiles) {
+  return static_cast<int>(tiles == 1 ? kSharedBytes<1> : tiles == 2 ? kSharedBytes<2> : kSharedBytes<4>) <=
+         device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+}
+
+template <typename T>
+cudaError_t attend(const LatentAttentionParams& p, const T* queries, T* seen, float* results, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (p.shared_dim == kFirst && p.latent == kLatent) {
+      // Where sequences have one token each, no more pairs than a token has.
+      const int wanted = p.num_tokens > p.batch || p.num_heads > 32 ? 4 : p.num_heads > 16 ? 2 : 1;
+      if (wanted == 4 && has_room<T>(4)) return run_tiles<T, 4>(p, queries, seen, results, stream);
+      if (wanted == 2 && has_room<T>(2)) return run_tiles<T, 2>(p, queries, seen, results, stream);
+      if (has_room<T>(1)) return run_tiles<T, 1>(p, queries, seen, results, stream);
+    }
+  }
+  const size_t shared = sizeof(float) * (p.shared_dim + p.latent + kPlainWarps * p.latent);
+  return launch(plain_kernel<T>, static_cast<unsigned>(p.num_tokens * p.num_heads), kPlainWarps * 32, shared, stream, p,
+                queries, seen);
+}
+
+template <typename T>
+cudaError_t run(const LatentAttentionParams& p, const Scratch& scratch, cudaStream_t stream) {
+  char* bytes = static_cast<char*>(p.scratch);
+  T* queries = reinterpret_cast<T*>(bytes);
+  T* seen = reinterpret_cast<T*>(bytes + scratch.seen);
+  const int heads = p.num_heads, own = p.query_dim - p.shared_dim;
+  const int64_t dim = p.shared_dim + p.latent;
+  cudaError_t error = launch(rotate_kernel<T>, dim3(p.num_tokens, blocks_for(heads + 1, kWarps)), kWarps * 32, 0,
+                             stream, p, queries);
+  if (error != cudaSuccess) return error;
+  error = run_up<T>({static_cast<const T*>(p.query) + p.shared_dim, static_cast<const T*>(p.key_up),
+                     queries + p.shared_dim, p.num_tokens, own, p.latent, int64_t{heads} * p.query_dim, p.query_dim,
+                     heads * dim, dim}, heads, stream);
+  if (error != cudaSuccess) return error;
+  error = attend<T>(p, queries, seen, reinterpret_cast<float*>(bytes + scratch.results), stream);
+  if (error != cudaSuccess) return error;
+  return run_up<T>({seen, static_cast<const T*>(p.value_up), static_cast<T*>(p.out), p.num_tokens, p.latent, p.value_dim,
+                    int64_t{heads} * p.latent, p.latent, int64_t{heads} * p.value_dim, p.value_dim}, heads, stream);
+}
+
+}  // namespace
+
+int64_t latent_attention_scratch(DType dtype, int num_tokens, int num_heads, int shared_dim, int latent) {
+  return scratch_of(dtype, static_cast<int64_t>(num_tokens) * num_heads, shared_dim + latent, latent).bytes;
+}
+
+cudaError_t latent_attention(DType dtype, const LatentAttentionParams& p, cudaStream_t stream) {
+  if (p.num_tokens == 0) return cudaSuccess;
+  const Scratch scratch = scratch_of(dtype, static_cast<int64_t>(p.num_tokens) * p.num_heads, p.shared_dim + p.latent,
+                                     p.latent);
+  return with_type(dtype, [&](auto* type) {
+    return run<std::remove_pointer_t<decltype(type)>>(p, scratch, stream);
+  });
+}
+
+}  // namespace llmc::kernels
