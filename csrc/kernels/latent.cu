@@ -19,8 +19,6 @@ namespace {
 using namespace device;
 
 constexpr int kDim = 576, kLatent = 512, kFirst = kDim - kLatent;  // of latent_kernel
-constexpr int kLeastSteps = 2;  // of a part: what another costs to merge
-constexpr int kMostBlocks = 132;  // of latent_kernel where positions are divided: one fills a multiprocessor
 constexpr int kKeys = 64, kWarps = 8, kChunks = kDim / 8;          // chunks of 16 bytes
 
 // Where a sequence's rows lie.
@@ -43,9 +41,8 @@ struct LatentRows {
   int shift = 0;
 };
 
-// A warp for each head of a token, and one for its row.
 template <typename T>
-__global__ void __launch_bounds__(kWarps * 32) rotate_kernel(LatentAttentionParams p, T* queries) {
+__global__ void __launch_bounds__(256) rotate_kernel(LatentAttentionParams p, T* queries) {
   wait_for_inputs();
   let_next_start();
   const int token = blockIdx.x, lane = threadIdx.x % 32, dim = p.shared_dim + p.latent, half = p.rotary_dim / 2;
@@ -54,21 +51,20 @@ __global__ void __launch_bounds__(kWarps * 32) rotate_kernel(LatentAttentionPara
   const float* cos = p.cos + static_cast<int64_t>(position) * half;
   const float* sin = p.sin + static_cast<int64_t>(position) * half;
   const int64_t row = LatentRows(p, sequence)(position);
-  const int head = blockIdx.y * kWarps + threadIdx.x / 32;
-  if (head > p.num_heads) return;
-  const bool is_row = head == p.num_heads;
-  const int64_t pair = static_cast<int64_t>(token) * p.num_heads + head;
-  const T* from = is_row ? static_cast<const T*>(p.rows) + static_cast<int64_t>(token) * dim :
-                           static_cast<const T*>(p.query) + pair * p.query_dim;
-  T* to = is_row ? static_cast<T*>(p.cache) + row * dim : queries + pair * dim;
-  for (int i = lane; i < half; i += 32) {
-    const int a = p.interleaved ? 2 * i : i, b = p.interleaved ? 2 * i + 1 : i + half;
-    const float first = to_float(from[a]), second = to_float(from[b]);
-    to[a] = from_float<T>(first * cos[i] - second * sin[i]);
-    to[b] = from_float<T>(second * cos[i] + first * sin[i]);
+  for (int head = threadIdx.x / 32; head <= p.num_heads; head += blockDim.x / 32) {
+    const bool is_row = head == p.num_heads;
+    const int64_t pair = static_cast<int64_t>(token) * p.num_heads + head;
+    const T* from = is_row ? static_cast<const T*>(p.rows) + static_cast<int64_t>(token) * dim :
+                             static_cast<const T*>(p.query) + pair * p.query_dim;
+    T* to = is_row ? static_cast<T*>(p.cache) + row * dim : queries + pair * dim;
+    for (int i = lane; i < half; i += 32) {
+      const int a = p.interleaved ? 2 * i : i, b = p.interleaved ? 2 * i + 1 : i + half;
+      const float first = to_float(from[a]), second = to_float(from[b]);
+      to[a] = from_float<T>(first * cos[i] - second * sin[i]);
+      to[b] = from_float<T>(second * cos[i] + first * sin[i]);
+    }
+    for (int i = 2 * half + lane; i < (is_row ? dim : p.shared_dim); i += 32) to[i] = from[i];
   }
-#pragma unroll 4
-  for (int i = 2 * half + lane; i < (is_row ? dim : p.shared_dim); i += 32) to[i] = from[i];
 }
 
 // c[t, h, n] = sum over k of a[t, h, k] · b[h, k, n]; a token's and a head's first elements lie so far apart.
@@ -80,39 +76,28 @@ struct Up {
   int64_t a_token, a_head, c_token, c_head;
 };
 
-// A block takes up to kTokens tokens of a head and 32 · kEach columns; each warp some of the rows of b, which are read once
-// for them, many under way together.
-template <typename T, int kEach, int kTokens>
+// A block takes 8 tokens of a head and 32 · kEach columns; each warp some of the rows of b, which are read once for them.
+template <typename T, int kEach>
 __global__ void __launch_bounds__(kWarps * 32) up_kernel(Up<T> p) {
-  constexpr int kColumns = 32 * kEach, kAhead = kTokens == 1 ? 16 : 4;
+  constexpr int kTokens = 8, kColumns = 32 * kEach;
   __shared__ float sums[kWarps][kTokens][kColumns];
-  extern __shared__ float a_of[];  // [inner][kTokens]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.x, column = blockIdx.y * kColumns + lane * kEach, first = blockIdx.z * kTokens;
   const T* b = p.b + static_cast<int64_t>(head) * p.inner * p.columns + column;
   const T* a = p.a + first * p.a_token + head * p.a_head;
   const int tokens = min(kTokens, p.tokens - first);
-  const bool there = column < p.columns;
   wait_for_inputs();
   let_next_start();
-  for (int i = threadIdx.x; i < p.inner * kTokens; i += kWarps * 32)
-    a_of[i] = i % kTokens < tokens ? to_float(a[i % kTokens * p.a_token + i / kTokens]) : 0.f;
-  __syncthreads();
   float sum[kTokens][kEach] = {};
-  for (int begin = warp; begin < p.inner; begin += kAhead * kWarps) {
-    Vec<T, kEach> row[kAhead];
+#pragma unroll 4
+  for (int k = warp; k < p.inner; k += kWarps) {
+    Vec<T, kEach> row{};
+    if (column < p.columns) row = load<T, kEach>(b + static_cast<int64_t>(k) * p.columns);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int k = begin + i * kWarps;
-      row[i] = there && k < p.inner ? load<T, kEach>(b + static_cast<int64_t>(k) * p.columns) : Vec<T, kEach>{};
-    }
+    for (int t = 0; t < kTokens; ++t) {
+      const float x = t < tokens ? to_float(a[t * p.a_token + k]) : 0.f;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int k = min(begin + i * kWarps, p.inner - 1);
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t)
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) sum[t][e] += a_of[k * kTokens + t] * to_float(row[i].data[e]);
+      for (int e = 0; e < kEach; ++e) sum[t][e] += x * to_float(row.data[e]);
     }
   }
 #pragma unroll
@@ -246,7 +231,7 @@ __device__ __forceinline__ Tile tile_of(const LatentAttentionParams& p, int numb
 
 // Into how many parts a tile's positions are divided, of how many steps of kKeys each.
 __device__ __forceinline__ int2 parts_of(int positions, int parts) {
-  const int steps = (positions + kKeys - 1) / kKeys, each = max((steps + parts - 1) / parts, parts > 1 ? kLeastSteps : 1);
+  const int steps = (positions + kKeys - 1) / kKeys, each = (steps + parts - 1) / parts;
   return {(steps + each - 1) / each, each};
 }
 
@@ -456,20 +441,13 @@ __global__ void __launch_bounds__(kLatent / 4)
   if (pair >= tile.pairs) return;
   const int used = parts_of(tile.to, parts).x;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * parts * kPairs + pair;
-  __shared__ float peak_of[kMostBlocks], total_of[kMostBlocks];
-  for (int part = threadIdx.x; part < used; part += blockDim.x) {
-    const float2 ends = *reinterpret_cast<const float2*>(results.ends + 2 * (first + part * kPairs));
-    peak_of[part] = ends.x;
-    total_of[part] = ends.y;
-  }
-  __syncthreads();
   float peak = -INFINITY, total = 0, sum[4] = {};
-  for (int part = 0; part < used; ++part) peak = fmaxf(peak, peak_of[part]);
-#pragma unroll 8
+  for (int part = 0; part < used; ++part) peak = fmaxf(peak, results.ends[2 * (first + part * kPairs)]);
+#pragma unroll 4
   for (int part = 0; part < used; ++part) {
+    const float share = exp2f(results.ends[2 * (first + part * kPairs)] - peak);
+    total += results.ends[2 * (first + part * kPairs) + 1] * share;
     const float4 own = *reinterpret_cast<const float4*>(results.sums + (first + part * kPairs) * kLatent + column);
-    const float share = exp2f(peak_of[part] - peak);
-    total += total_of[part] * share;
     sum[0] += own.x * share, sum[1] += own.y * share, sum[2] += own.z * share, sum[3] += own.w * share;
   }
   const int64_t place = tile.first + pair;
@@ -522,6 +500,8 @@ __global__ void __launch_bounds__(kPlainWarps * 32) plain_kernel(LatentAttention
   }
 }
 
+constexpr int kMostBlocks = 132;  // of latent_kernel where positions are divided: one fills a multiprocessor
+
 // The scratch: queries [pairs, dim], what they see [pairs, latent], and results of parts.
 struct Scratch {
   int64_t seen, results, bytes;
@@ -544,14 +524,11 @@ cudaError_t run_up(const Up<T>& p, int heads, cudaStream_t stream) {
       return launch(up_tiles_kernel<T>, dim3(heads, blocks_for(p.columns, 64), blocks_for(p.tokens, 64)), 128, 0, stream,
                     p);
   }
-  auto few = [&](auto kernel, int each, int tokens) {
-    return launch(kernel, dim3(heads, blocks_for(p.columns, 32 * each), blocks_for(p.tokens, tokens)), kWarps * 32,
-                  sizeof(float) * p.inner * tokens, stream, p);
-  };
   constexpr int kEach = sizeof(T) == 2 ? 4 : 2;
-  if (p.inner > kLatentDim || p.columns % kEach != 0 || reinterpret_cast<uintptr_t>(p.b) % (sizeof(T) * kEach) != 0)
-    return few(up_kernel<T, 1, 1>, 1, 1);
-  return p.tokens == 1 ? few(up_kernel<T, kEach, 1>, kEach, 1) : few(up_kernel<T, kEach, 4>, kEach, 4);
+  const unsigned tokens = blocks_for(p.tokens, 8);
+  if (p.columns % kEach == 0 && reinterpret_cast<uintptr_t>(p.b) % (sizeof(T) * kEach) == 0)
+    return launch(up_kernel<T, kEach>, dim3(heads, blocks_for(p.columns, 32 * kEach), tokens), kWarps * 32, 0, stream, p);
+  return launch(up_kernel<T, 1>, dim3(heads, blocks_for(p.columns, 32), tokens), kWarps * 32, 0, stream, p);
 }
 
 template <typename T, int kTiles>
@@ -600,8 +577,7 @@ cudaError_t run(const LatentAttentionParams& p, const Scratch& scratch, cudaStre
   T* seen = reinterpret_cast<T*>(bytes + scratch.seen);
   const int heads = p.num_heads, own = p.query_dim - p.shared_dim;
   const int64_t dim = p.shared_dim + p.latent;
-  cudaError_t error = launch(rotate_kernel<T>, dim3(p.num_tokens, blocks_for(heads + 1, kWarps)), kWarps * 32, 0,
-                             stream, p, queries);
+  cudaError_t error = launch(rotate_kernel<T>, p.num_tokens, 256, 0, stream, p, queries);
   if (error != cudaSuccess) return error;
   error = run_up<T>({static_cast<const T*>(p.query) + p.shared_dim, static_cast<const T*>(p.key_up),
                      queries + p.shared_dim, p.num_tokens, own, p.latent, int64_t{heads} * p.query_dim, p.query_dim,

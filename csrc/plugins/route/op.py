@@ -163,7 +163,7 @@ def _best_reference(fields: Fields, rows: np.ndarray, bias: np.ndarray | None) -
              "sqrtsoftplus": lambda x: np.sqrt(np.log1p(np.exp(x)))}[fields["score"]](rows)
     choice = score if bias is None else score + bias
     if fields["groups"] > 1:
-        grouped = choice.reshape(len(rows), fields["groups"], -1)
+        grouped = choice.reshape(len(rows), fields["groups"], choice.shape[1] // fields["groups"])
         ranked = np.sort(grouped, -1)
         best = ranked[..., -2:].sum(-1) if fields["group_score"] == "top2" else ranked[..., -1]
         is_open = np.zeros(best.shape, bool)
