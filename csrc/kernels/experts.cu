@@ -11,42 +11,100 @@ namespace {
 
 using namespace device;
 
-constexpr int kSortThreads = 512;
+constexpr int kSortThreads = 256, kSortRounds = 4, kSortPairs = kSortThreads * kSortRounds;
 
-// A block per expert. It counts the pairs of those before it, which is where its own begin, and lists these in order.
-// Reads all choices twice in each block, from the cache.
-__global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pairs pairs) {
-  constexpr int kWarps = kSortThreads / 32;
-  __shared__ int counts[kWarps];
+// How many pairs each expert has among the kSortPairs of a block: counts[block][expert].
+__global__ void __launch_bounds__(kSortThreads) count_kernel(ExpertsParams p, Pairs pairs) {
+  __shared__ int counts[kMostExperts];
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kSortThreads) counts[expert] = 0;
   wait_for_inputs();
   let_next_start();
-  const int expert = blockIdx.x, all = p.num_tokens * p.top_k, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int lower = 0;
-  for (int pair = threadIdx.x; pair < all; pair += kSortThreads) {
-    const int own = expert_of(p, pair);
-    lower += own >= 0 && own < expert;
-  }
-  lower = __reduce_add_sync(~0u, lower);
-  if (lane == 0) counts[warp] = lower;
   __syncthreads();
-  int at = 0;
-  for (int w = 0; w < kWarps; ++w) at += counts[w];
-  if (threadIdx.x == 0) pairs.starts[expert] = at;
-  for (int begin = 0; begin < all; begin += kSortThreads) {
-    const int pair = begin + threadIdx.x;
-    const bool mine = pair < all && expert_of(p, pair) == expert;
-    const uint32_t found = __ballot_sync(~0u, mine);
-    __syncthreads();  // counts have been read
-    if (lane == 0) counts[warp] = __popc(found);
-    __syncthreads();
-    int place = at + __popc(found & ((1u << lane) - 1));
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) place += counts[w];
-      at += counts[w];
-    }
-    if (mine) pairs.order[place] = pair;
+#pragma unroll
+  for (int i = 0; i < kSortRounds; ++i) {
+    const int pair = blockIdx.x * kSortPairs + i * kSortThreads + threadIdx.x;
+    const int expert = pair < p.num_tokens * p.top_k ? expert_of(p, pair) : -1;
+    if (expert >= 0) atomicAdd(counts + expert, 1);
   }
-  if (threadIdx.x == 0 && expert == p.num_experts - 1) pairs.starts[p.num_experts] = at;
+  __syncthreads();
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kSortThreads)
+    pairs.counts[blockIdx.x * p.num_experts + expert] = counts[expert];
+}
+
+// Gives the kSortPairs of a block their places, in order: a warp those that follow one another, 32 at a time. One block
+// alone needs no counts. Reads all counts in each block, from the cache.
+__global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pairs pairs) {
+  constexpr int kWarps = kSortThreads / 32, kEach = kMostExperts / kSortThreads;
+  __shared__ int own[kWarps][kMostExperts];  // pairs of a warp, then where they begin
+  __shared__ int totals[kWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < kWarps * kMostExperts; i += kSortThreads) own[i / kMostExperts][i % kMostExperts] = 0;
+  wait_for_inputs();
+  let_next_start();
+  const int first = blockIdx.x * kSortPairs + warp * 32 * kSortRounds + lane;
+  int expert[kSortRounds], rank[kSortRounds];
+#pragma unroll
+  for (int i = 0; i < kSortRounds; ++i)
+    expert[i] = first + 32 * i < p.num_tokens * p.top_k ? expert_of(p, first + 32 * i) : -1;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSortRounds; ++i) {
+    const uint32_t same = __match_any_sync(~0u, expert[i]), lower = same & ((1u << lane) - 1);
+    rank[i] = (expert[i] >= 0 ? own[warp][expert[i]] : 0) + __popc(lower);
+    __syncwarp();
+    if (expert[i] >= 0 && lower == 0) own[warp][expert[i]] += __popc(same);
+    __syncwarp();
+  }
+  __syncthreads();
+  // A thread's experts follow one another, so that sums over threads are where an expert's pairs begin.
+  const int each = (p.num_experts + kSortThreads - 1) / kSortThreads;
+  int before[kEach] = {}, all[kEach] = {}, sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int of = threadIdx.x * each + i;
+    if (i >= each || of >= p.num_experts) continue;
+    if (gridDim.x == 1) {
+      for (int w = 0; w < kWarps; ++w) all[i] += own[w][of];
+    } else {
+#pragma unroll 8
+      for (int block = 0; block < static_cast<int>(gridDim.x); ++block) {
+        const int count = pairs.counts[block * p.num_experts + of];
+        all[i] += count;
+        if (block < static_cast<int>(blockIdx.x)) before[i] += count;
+      }
+    }
+    sum += all[i];
+  }
+  int at = sum;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(~0u, at, distance);
+    if (lane >= distance) at += lower;
+  }
+  if (lane == 31) totals[warp] = at;
+  __syncthreads();
+  at -= sum;
+  for (int w = 0; w < warp; ++w) at += totals[w];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int of = threadIdx.x * each + i;
+    if (i >= each || of >= p.num_experts) continue;
+    if (blockIdx.x == 0) {
+      pairs.starts[of] = at;
+      if (of == p.num_experts - 1) pairs.starts[of + 1] = at + all[i];
+    }
+    int place = at + before[i];
+    for (int w = 0; w < kWarps; ++w) {
+      const int count = own[w][of];
+      own[w][of] = place;
+      place += count;
+    }
+    at += all[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSortRounds; ++i)
+    if (expert[i] >= 0) pairs.order[own[warp][expert[i]] + rank[i]] = first + 32 * i;
 }
 
 // y[token] = the sum over its choices of score · made. A vector per thread; reads `made` once.
@@ -157,8 +215,9 @@ int64_t place(DType dtype, int64_t pairs, int num_experts, int hidden, int inner
   const int width = dtype == DType::kFloat32 ? 4 : 2;
   auto* order = static_cast<int32_t*>(take(pairs, 4));
   auto* starts = static_cast<int32_t*>(take(num_experts + 1, 4));
+  auto* counts = static_cast<int32_t*>(take(pairs > kSortPairs ? blocks_for(pairs, kSortPairs) * num_experts : 0, 4));
   void* rows = take(pairs * inner, width);
-  *made = {order, starts, rows, take(pairs * hidden, width)};
+  *made = {order, starts, counts, rows, take(pairs * hidden, width)};
   return bytes;
 }
 
@@ -176,13 +235,19 @@ cudaError_t experts(DType dtype, const ExpertsParams& p, ExpertsWay way, cudaStr
   Pairs pairs;
   place(dtype, static_cast<int64_t>(p.num_tokens) * p.top_k, p.num_experts, p.hidden, p.inner, p.scratch, &pairs);
   cudaError_t error = cudaSuccess;
-  if (p.num_tokens > 1 && way != ExpertsWay::kFew) error = launch(sort_kernel, p.num_experts, kSortThreads, 0, stream, p, pairs);
-  if (error != cudaSuccess) return error;
+  if (p.num_tokens > 1 && way != ExpertsWay::kFew) {
+    const unsigned blocks = blocks_for(static_cast<int64_t>(p.num_tokens) * p.top_k, kSortPairs);
+    if (blocks > 1) error = launch(count_kernel, blocks, kSortThreads, 0, stream, p, pairs);
+    if (error == cudaSuccess) error = launch(sort_kernel, blocks, kSortThreads, 0, stream, p, pairs);
+    if (error != cudaSuccess) return error;
+  }
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     error = way == ExpertsWay::kPlain ? plain_experts<T>(p, pairs, stream)
             : way == ExpertsWay::kFew ? few_experts(dtype, p, pairs, stream)
-            : packed ? many_packed_experts(dtype, p, pairs, stream) : many_experts(dtype, p, pairs, stream);
+            : packed ? many_packed_experts(dtype, p, pairs, stream)
+            : serves_experts_on_hopper(p) ? many_experts_on_hopper(dtype, p, pairs, stream)
+                                          : many_experts(dtype, p, pairs, stream);
     return error != cudaSuccess ? error : combine<T>(p, pairs, stream);
   });
 }

@@ -42,6 +42,7 @@ __device__ __forceinline__ int zero_at(const uint8_t* zeros, int64_t row, int gr
 struct Pairs {
   int32_t* order;   // [num_tokens * top_k]: the pair at each place
   int32_t* starts;  // [num_experts + 1]: the place where each expert's begin
+  int32_t* counts;  // [blocks that sort, num_experts], where these are more than one
   void* inner;      // T [num_tokens * top_k, inner], by place
   void* made;       // T [num_tokens * top_k, hidden], by pair; what no expert here makes is not written
 };
@@ -177,21 +178,25 @@ __device__ __forceinline__ const T* row_of(const Product<T>& product, const Expe
   return product.x + static_cast<int64_t>(down ? place : groups.pair(place) / p.top_k) * product.in;
 }
 
+// What lies between the products, of the first one's sums of a column with their biases.
+__device__ __forceinline__ float inner_of(const ExpertsParams& p, float value, float up) {
+  if (p.gated && p.limit != 0) value = fminf(value, p.limit);
+  value = p.activation == Activation::kSilu ? value / (1.f + __expf(-p.alpha * value)) : activate(value, p.activation);
+  if (!p.gated) return value;
+  if (p.limit != 0) up = fminf(fmaxf(up, -p.limit), p.limit);
+  return value * (up + p.up_offset);
+}
+
 // What the first product's sums of one column become: `sum` and, where they are gated, `up` of the row that follows.
 template <typename T>
 __device__ __forceinline__ void finish_inner(const ExpertsParams& p, const Pairs& pairs, int pair, int place,
                                              const Product<T>& product, int expert, int column, float sum, float up) {
   const float score = p.scale_input ? p.scores[pair] : 1.f;
   const int row = p.gated ? 2 * column : column;
-  float value = sum * score + product.bias_of(expert, row);
-  if (p.gated && p.limit != 0) value = fminf(value, p.limit);
-  value = p.activation == Activation::kSilu ? value / (1.f + __expf(-p.alpha * value)) : activate(value, p.activation);
-  if (p.gated) {
-    up = up * score + product.bias_of(expert, row + 1);
-    if (p.limit != 0) up = fminf(fmaxf(up, -p.limit), p.limit);
-    value *= up + p.up_offset;
-  }
-  static_cast<T*>(pairs.inner)[static_cast<int64_t>(place) * p.inner + column] = from_float<T>(value);
+  const float value = sum * score + product.bias_of(expert, row);
+  if (p.gated) up = up * score + product.bias_of(expert, row + 1);
+  static_cast<T*>(pairs.inner)[static_cast<int64_t>(place) * p.inner + column] =
+      from_float<T>(inner_of(p, value, up));
 }
 
 template <typename T>
@@ -221,5 +226,9 @@ namespace llmc::kernels {
 cudaError_t few_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 cudaError_t many_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 cudaError_t many_packed_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
+
+// many_experts() by instructions that Hopper alone has, where serves_experts_on_hopper().
+cudaError_t many_experts_on_hopper(DType dtype, const ExpertsParams& params, const device::Pairs& pairs,
+                                   cudaStream_t stream);
 
 }  // namespace llmc::kernels

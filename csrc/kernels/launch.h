@@ -207,6 +207,8 @@ struct ExpertsParams {
 constexpr int kFewExpertPairs = 2048;  // that kFew takes
 enum class ExpertsWay { kFew, kMany, kPlain };
 cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsWay way, cudaStream_t stream);
+// Whether this GPU is a Hopper, whose kernel for many tokens is the faster one from few tokens on; of weights of 16 bits.
+bool serves_experts_on_hopper(const ExpertsParams& params);
 int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner);
 
 // y = act(sums · x_scale · weight_scale + bias) + residual, of what FP8 codes come to: sums float32 [rows, out], x_scale

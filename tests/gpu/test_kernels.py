@@ -408,6 +408,10 @@ def check_experts(extension, fields, inputs, dtype):
     (50, 64, 24, 6, 2, {"gated": 0, "activation": "relu2", "biased": True}),
     (9, 64, 48, 6, 2, {"scale_input": 1, "biased": True}),
     (2, 4096, 1024, 3, 2, {}), (20, 64, 64, 1000, 2, {}),
+    (700, 72, 264, 3, 2, {"favoured": 1, "biased": True}), (1500, 16, 24, 1000, 2, {}),
+    (3000, 16, 136, 60, 8, {"others": 20, "biased": True}),
+    (400, 328, 72, 2, 1, {"gated": 0, "activation": "gelu", "biased": True}),
+    (600, 64, 392, 2, 2, {"scale_input": 1, "limit": 1.5}),
 ])
 def test_experts(extension, tokens, hidden, inner, num_experts, top_k, more, dtype):
     rng = np.random.default_rng(tokens)

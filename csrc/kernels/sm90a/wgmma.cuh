@@ -135,19 +135,33 @@ struct Product;
 #define R112 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define R120 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
+#define C8(i) C4(i), C4(i + 4)
 #define TEXT_16 R0
-#define TEXT_32 R0 ", " R8
-#define TEXT_64 TEXT_32 ", " R16 ", " R24
-#define TEXT_128 TEXT_64 ", " R32 ", " R40 ", " R48 ", " R56
-#define TEXT_160 TEXT_128 ", " R64 ", " R72
-#define TEXT_256 TEXT_160 ", " R80 ", " R88 ", " R96 ", " R104 ", " R112 ", " R120
-#define OPERANDS_16 C4(0), C4(4)
-#define OPERANDS_32 C16(0)
-#define OPERANDS_64 OPERANDS_32, C16(16)
-#define OPERANDS_128 OPERANDS_64, C16(32), C16(48)
-#define OPERANDS_160 OPERANDS_128, C16(64)
-#define OPERANDS_256 OPERANDS_160, C16(80), C16(96), C16(112)
+#define TEXT_32 TEXT_16 ", " R8
+#define TEXT_48 TEXT_32 ", " R16
+#define TEXT_64 TEXT_48 ", " R24
+#define TEXT_80 TEXT_64 ", " R32
+#define TEXT_96 TEXT_80 ", " R40
+#define TEXT_112 TEXT_96 ", " R48
+#define TEXT_128 TEXT_112 ", " R56
+#define TEXT_144 TEXT_128 ", " R64
+#define TEXT_160 TEXT_144 ", " R72
+#define TEXT_176 TEXT_160 ", " R80
+#define TEXT_192 TEXT_176 ", " R88
+#define TEXT_256 TEXT_192 ", " R96 ", " R104 ", " R112 ", " R120
+#define OPERANDS_16 C8(0)
+#define OPERANDS_32 OPERANDS_16, C8(8)
+#define OPERANDS_48 OPERANDS_32, C8(16)
+#define OPERANDS_64 OPERANDS_48, C8(24)
+#define OPERANDS_80 OPERANDS_64, C8(32)
+#define OPERANDS_96 OPERANDS_80, C8(40)
+#define OPERANDS_112 OPERANDS_96, C8(48)
+#define OPERANDS_128 OPERANDS_112, C8(56)
+#define OPERANDS_144 OPERANDS_128, C8(64)
+#define OPERANDS_160 OPERANDS_144, C8(72)
+#define OPERANDS_176 OPERANDS_160, C8(80)
+#define OPERANDS_192 OPERANDS_176, C8(88)
+#define OPERANDS_256 OPERANDS_192, C8(96), C8(104), C8(112), C8(120)
 
 #define PRODUCT(T, NAME, N, I0, I1, I2, I3, I4, I5)                                                                \
   template <>                                                                                                      \
@@ -169,9 +183,16 @@ struct Product;
 #define PRODUCTS(N, ...) PRODUCT(__half, "f16", N, __VA_ARGS__) PRODUCT(__nv_bfloat16, "bf16", N, __VA_ARGS__)
 PRODUCTS(16, "%8", "%9", "%10", "%11", "%12", "%13")
 PRODUCTS(32, "%16", "%17", "%18", "%19", "%20", "%21")
+PRODUCTS(48, "%24", "%25", "%26", "%27", "%28", "%29")
 PRODUCTS(64, "%32", "%33", "%34", "%35", "%36", "%37")
+PRODUCTS(80, "%40", "%41", "%42", "%43", "%44", "%45")
+PRODUCTS(96, "%48", "%49", "%50", "%51", "%52", "%53")
+PRODUCTS(112, "%56", "%57", "%58", "%59", "%60", "%61")
 PRODUCTS(128, "%64", "%65", "%66", "%67", "%68", "%69")
+PRODUCTS(144, "%72", "%73", "%74", "%75", "%76", "%77")
 PRODUCTS(160, "%80", "%81", "%82", "%83", "%84", "%85")
+PRODUCTS(176, "%88", "%89", "%90", "%91", "%92", "%93")
+PRODUCTS(192, "%96", "%97", "%98", "%99", "%100", "%101")
 PRODUCTS(256, "%128", "%129", "%130", "%131", "%132", "%133")
 
 }  // namespace llmc::sm90a
