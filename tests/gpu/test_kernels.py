@@ -38,7 +38,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
         rest = slice(ones, None) if ones < len(new) else slice(None)
         lengths = int(new[rest].max()), int(total[rest].max())
         ways = [(0, 0, 0), (ones, 0, 0), (ones, *lengths), (0, int(new.max()), int(total.max()))]
-        filled = filled_of(inputs, total)
+        filled = filled_of(inputs, op.cache_inputs[0], total)
         for name in op.cache_inputs:  # what is in a cache behind a sequence does not matter
             poisoned = tensors[name].float()
             poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
@@ -72,9 +72,9 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
                 f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
 
 
-def filled_of(inputs, total):
+def filled_of(inputs, cache, total):
     """Which places of a cache hold a sequence's positions, bool of the cache's shape."""
-    filled = np.zeros(inputs["key_cache"].shape, bool)
+    filled = np.zeros(inputs[cache].shape, bool)
     size = filled.shape[2]
     table = inputs.get("block_table", np.arange(len(filled))[:, None])
     for row, length in enumerate(total):
