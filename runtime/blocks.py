@@ -94,7 +94,7 @@ class Blocks:
     def has(self, table: Table, position: int, count: int) -> bool:
         """Whether a table has room for so many positions from one on, in blocks of its own."""
         blocks, size = table.blocks, self.block_size
-        return position + count <= len(blocks) * size and self._users[blocks[position // size]] == 1
+        return position + count <= len(blocks) * size and not self._held(blocks[position // size])
 
     def grow(self, table: Table, length: int) -> bool:
         """Make room for so many positions; False, and nothing taken, where there is too little."""
@@ -122,15 +122,17 @@ class Blocks:
         return Table(blocks, min(table.named, len(blocks)))
 
     def shared(self, table: Table, position: int) -> bool:
-        """Whether the block of a position, where there is one, has other users too."""
+        """Whether the block of a position, where there is one, is to stay as it is: it has other
+        users too, or a name, as it has in a sequence that goes on from within it.
+        """
         index = position // self.block_size
-        return index < len(table.blocks) and self._users[table.blocks[index]] > 1
+        return index < len(table.blocks) and self._held(table.blocks[index])
 
     def copies(self, tables: Sequence[Table], position: int) -> int:
         """Blocks that sequences need so that each has one of its own at a position."""
         own = Counter(table.blocks[position // self.block_size] for table in tables
                       if position // self.block_size < len(table.blocks))
-        return sum(count if self._users[block] > count else count - 1
+        return sum(count if self._held(block, count) else count - 1
                    for block, count in own.items())
 
     def own(self, table: Table, position: int) -> tuple[int, int]:
@@ -157,6 +159,10 @@ class Blocks:
         for block in reversed(table.blocks):
             self._leave(block)
         table.blocks, table.named = [], 0
+
+    def _held(self, block: int, users: int = 1) -> bool:
+        """Whether more than so many users need what a block has, or who looks for its name."""
+        return self._users[block] > users or block in self._name_of
 
     def _use(self, block: int) -> None:
         self._kept.pop(block, None)

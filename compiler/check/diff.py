@@ -66,6 +66,7 @@ from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.lower import lower
+from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
@@ -128,7 +129,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     if isinstance(size, int) and size != manifest.dims.vocab_size:
         raise LlmcError(f"'{reference}' has a vocabulary of {size}, '{case_dir}' one of "
                         f"{manifest.dims.vocab_size}; give the model that it was compiled from")
-    kinds = {t.name: np.dtype(t.dtype or np.float32) for node in raw.graph.nodes
+    kinds = {t.name: numpy_dtype(t.dtype or np.float32) for node in raw.graph.nodes
              for t in node.outputs if not t.is_empty()}
     known = kinds.keys()
     trace = _trace if manifest.target.on_gpus else run_chips

@@ -86,8 +86,8 @@ def forward(node: gs.Node, graph: gs.Graph) -> None:
     node.outputs.clear()
 
 
-def _numpy(dtype: object) -> np.dtype:
-    """graphsurgeon has ONNX's number for a dtype that numpy has not."""
+def numpy_dtype(dtype: object) -> np.dtype:
+    """A tensor's dtype: graphsurgeon has ONNX's number for one that numpy has not."""
     numpy: np.dtype = np.dtype(
         onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int)
         else dtype)  # type: ignore[call-overload]
@@ -101,8 +101,8 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     if node.op in ("Identity", "Dropout"):
         return node
     if node.op == "Cast":
-        dtype = node.inputs[0].dtype
-        return node if dtype is not None and _numpy(dtype) == _numpy(node.attrs["to"]) else None
+        dtype, to = node.inputs[0].dtype, numpy_dtype(node.attrs["to"])
+        return node if dtype is not None and numpy_dtype(dtype) == to else None
     if node.op == "Slice":
         bounds = [constant(tensor) for tensor in node.inputs[1:]]
         known = [bound for bound in bounds if bound is not None]
@@ -122,7 +122,7 @@ def _dtype(tensor: gs.Tensor) -> np.dtype | None:
     """A tensor's dtype; where the exporter left it out, that of what it is computed from."""
     while tensor.dtype is None and tensor.inputs and tensor.inputs[0].op in _SAME_DTYPE:
         tensor = tensor.inputs[0].inputs[0]
-    return None if tensor.dtype is None else _numpy(tensor.dtype)
+    return None if tensor.dtype is None else numpy_dtype(tensor.dtype)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,18 @@ Histories.TestCase.settings = settings(deadline=None, max_examples=100, stateful
 test_any_history = Histories.TestCase
 
 
+def test_a_named_block_is_not_written_by_who_goes_on_from_within_it():
+    """Even where nobody else is left: its name says what is in it."""
+    blocks, chain = Blocks(4, 2), Chain(2)
+    chain.extend([1, 2])
+    table = blocks.open([])
+    assert blocks.grow(table, 2)
+    blocks.name(table, chain.names, 2)
+    part = blocks.fork(table, 1)
+    blocks.close(table)
+    assert blocks.shared(part, 1) and not blocks.has(part, 1, 1) and blocks.copies([part], 1) == 1
+
+
 def test_the_least_recently_used_go_first_and_a_sequence_s_end_before_its_beginning():
     blocks = Blocks(4, 2)
     chains = []
