@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -57,24 +58,51 @@ def write_mixture(directory: str | Path, *, hidden: int, layers: int, vocab: int
         "head_dim": head_dim, "rope_theta": 1000000.0, "max_position_embeddings": positions,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1}
     shapes = _attention(hidden, heads, kv_heads, head_dim)
-    shapes |= {f"self_attn.{name}_norm": (head_dim,) for name in "qk"}
-    shapes["mlp.gate"] = (experts, hidden)
+    shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    shapes["mlp.gate.weight"] = (experts, hidden)
     for expert in range(experts):
         shapes |= _mlp(f"mlp.experts.{expert}", hidden, intermediate)
     return _write_shards(Path(directory), config, shapes, 1)
 
 
+def write_gpt_oss(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
+                  heads: int, kv_heads: int, head_dim: int, experts: int, chosen: int,
+                  positions: int = 8192) -> Path:
+    """The same of a gpt-oss, whose experts are in MXFP4."""
+    config = {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": hidden,
+        "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": intermediate,
+        "num_local_experts": experts, "num_experts_per_tok": chosen, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "sliding_window": 128,
+        "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 150000.0, "rope_type": "default"},
+        "eos_token_id": 2, "bos_token_id": 1, "quantization_config": {"quant_method": "mxfp4"}}
+    shapes = _attention(hidden, heads, kv_heads, head_dim)
+    shapes["mlp.router.weight"] = (experts, hidden)
+    shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()
+               if len(shape) == 2}
+    shapes["self_attn.sinks"] = (heads,)
+    for name, rows, width in (("gate_up", 2 * intermediate, hidden),
+                              ("down", hidden, intermediate)):
+        shapes[f"mlp.experts.{name}_proj_blocks"] = (experts, rows, width // 32, 16)
+        shapes[f"mlp.experts.{name}_proj_scales"] = (experts, rows, width // 32)
+        shapes[f"mlp.experts.{name}_proj_bias"] = (experts, rows)
+    return _write_shards(Path(directory), config, shapes, 1)
+
+
 def _attention(hidden: int, heads: int, kv_heads: int, dim: int) -> dict[str, tuple[int, ...]]:
     """A layer's attention and norms by name."""
-    return {"self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv_heads * dim, hidden),
-            "self_attn.v_proj": (kv_heads * dim, hidden),
-            "self_attn.o_proj": (hidden, heads * dim), "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,)}
+    return {"self_attn.q_proj.weight": (heads * dim, hidden),
+            "self_attn.k_proj.weight": (kv_heads * dim, hidden),
+            "self_attn.v_proj.weight": (kv_heads * dim, hidden),
+            "self_attn.o_proj.weight": (hidden, heads * dim), "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,)}
 
 
 def _mlp(name: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.gate_proj": (intermediate, hidden), f"{name}.up_proj": (intermediate, hidden),
-            f"{name}.down_proj": (hidden, intermediate)}
+    return {f"{name}.gate_proj.weight": (intermediate, hidden),
+            f"{name}.up_proj.weight": (intermediate, hidden),
+            f"{name}.down_proj.weight": (hidden, intermediate)}
 
 
 # What a config of compressed-tensors says of weights and activations.
@@ -111,7 +139,7 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
         (noise / 0.1 * 448).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def random(*shape: int) -> torch.Tensor:
-        count = shape[0] * shape[1] if len(shape) == 2 else shape[0]
+        count = math.prod(shape)
         start = int(torch.randint(0, 1 << 19, ()))
         return noise[start:].repeat(-(-count // (len(noise) - start)))[:count] \
             .reshape(shape).to(torch.bfloat16) + (len(shape) == 1)
@@ -124,10 +152,15 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
     for number, shard in enumerate(shards, 1):
         tensors: dict[str, torch.Tensor] = {}
         for layer, (name, shape) in itertools.product(shard, shapes.items()):
-            weight = f"model.layers.{layer}.{name}.weight"
+            own = f"model.layers.{layer}.{name}"
             start = 4 * int(torch.randint(1 << 17, ()))
-            tensors.update(_packed(weight, *shape, stored, codes[start:])
-                           if stored and len(shape) == 2 else {weight: random(*shape)})
+            if name.endswith("_blocks"):
+                tensors[own] = torch.randint(256, shape, dtype=torch.uint8)
+            elif name.endswith("_scales"):  # exponents: 2^-7
+                tensors[own] = torch.full(shape, 120, dtype=torch.uint8)
+            else:
+                tensors.update(_packed(own, *shape, stored, codes[start:])
+                               if stored and len(shape) == 2 else {own: random(*shape)})
         if number == 1:
             tensors["model.embed_tokens.weight"] = random(vocab, hidden)
         if number == len(shards):

@@ -65,7 +65,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas",
          "attention": "decode_kernel|token_kernel|prefill_kernel|append_kernel",
-         "norm": "norm_kernel", "NCCL": "nccl|interleave",
+         "norm": "norm_kernel", "experts": "experts|route_kernel|combine_kernel|sort_kernel",
+         "NCCL": "nccl|interleave",
          "sampling": "sample_kernel|advance_kernel|score_kernel|rule_kernel|logprobs_kernel"}
 
 

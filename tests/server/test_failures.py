@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 
 import families
 import pytest
@@ -15,8 +16,8 @@ from llmc.server.limits import Limits
 from llmc.server.model import Model
 
 
-async def ask(app, path, body=None):
-    """A status and a body, by the application itself."""
+async def ask(app, path, body=None, answered=None):
+    """A status and a body, by the application itself; the event is set as the body begins."""
     sent, asked = [], asyncio.Event()
 
     async def receive():
@@ -27,6 +28,8 @@ async def ask(app, path, body=None):
 
     async def send(message):
         sent.append(message)
+        if answered is not None and message.get("body"):
+            answered.set()
 
     await app({"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1",
                "method": "GET" if body is None else "POST", "path": path, "raw_path": path.encode(),
@@ -45,16 +48,17 @@ def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monke
         async with llmc.AsyncLLM(case_tp1) as llm:
             app = Api(Model(llm, "tiny"), Limits()).app()
             rank, = families.ranks(llm)
-            compute, left = rank.compute, iter(range(5))
+            compute, left, answered = rank.compute, iter(range(5)), threading.Event()
 
             def fail(step):
                 if next(left, None) is None:
+                    answered.wait(30)  # what is not read by then is gone
                     raise error
                 return compute(step)
 
             monkeypatch.setattr(rank, "compute", fail)
-            status, text = await ask(app, "/v1/completions", body | {"stream": True})
-            assert status == 200 and text.count("data: ") >= 2  # what was not read yet is gone
+            status, text = await ask(app, "/v1/completions", body | {"stream": True}, answered)
+            assert status == 200 and text.count("data: ") >= 2
             told = json.loads(text.strip().split("data: ")[-1])["error"]
             assert told["type"] == "server_error" and "/secret" not in text
             for path, given in (("/health", None), ("/v1/completions", body)):
