@@ -45,9 +45,11 @@ from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.norm import add_norm, norm
+from llmc.compiler.passes.norm_gate import norm_gate
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
+from llmc.compiler.passes.projections import projections
 from llmc.compiler.passes.quantize import dequantize_weights, quantize_weights
 from llmc.compiler.passes.route import route
 from llmc.compiler.passes.rows import gates
@@ -135,7 +137,9 @@ PASSES: tuple[Pass, ...] = (
     EncoderPass("memory", move_memory),  # what moves has been cut where it was used
     # Quantise: behind partition, so that a group is never cut, and gains, so that none is rounded.
     RankPass("dequantize", dequantize_weights, (tensorrt.KIND,)),
-    GraphPass("norm_gemm", norm_gemm, _GPU),
+    GraphPass("norm_gate", norm_gate, (cuda.KIND,)),
+    GraphPass("projections", projections, (cuda.KIND,)),  # after norm_gate, which takes columns
+    GraphPass("norm_gemm", norm_gemm, _GPU),  # after projections: one GEMM that reads a norm
     RankPass("quantize", quantize_weights, (cpu.KIND, cuda.KIND)),
     # What the engine of a target wants.
     GraphPass("elements", elements, _GPU),

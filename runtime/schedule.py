@@ -65,15 +65,18 @@ class ScheduledTensor(_Frozen):
     and of what an engine has, `num_blocks` of `block_size` positions, `max_blocks` of a sequence,
     `num_states`, and `num_memory_tokens` for the rows of a `memory`, which an encoder's tokens are
     scattered to and its decoder reads. A value lies `offset` bytes per token (`per_logit`: per
-    wanted logit) into the arena.
+    wanted logit) into the arena. `columns` are those of the value `of` from `first` on, where they
+    lie.
     """
 
     name: Annotated[str, Field(min_length=1)]
-    kind: Literal["input", "weight", "cache", "state", "memory", "value"]
+    kind: Literal["input", "weight", "cache", "state", "memory", "value", "columns"]
     dtype: ScheduledDType
     shape: tuple[Count | SizeName, ...]
     offset: Annotated[int, Field(ge=0)] = 0
     per_logit: bool = False
+    of: Annotated[int, Field(ge=-1)] = -1
+    first: Annotated[int, Field(ge=0)] = 0
 
     @property
     def width(self) -> int:
@@ -94,6 +97,7 @@ class ScheduledTensor(_Frozen):
                 "cache": dims == 4 and named == ["num_blocks", "block_size"],
                 "state": dims > 1 and named == ["num_states"],
                 "memory": dims == 2 and named == ["num_memory_tokens"],
+                "columns": dims == 2 and named == ["num_tokens"],
                 "input": self._is_input()}[self.kind]
         if not fits or (named and self.shape[0] != named[0]):
             raise ValueError(f"{self.kind} {self.name!r} is {self.dtype} {list(self.shape)}")
@@ -102,6 +106,9 @@ class ScheduledTensor(_Frozen):
                    "weight": (*_FLOATS, "uint8", "int32"), "value": (*_FLOATS, "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
             raise ValueError(f"{self.kind} {self.name!r} is of dtype {self.dtype}")
+        if (self.of >= 0 or self.first > 0) != (self.kind == "columns") or (
+                self.kind == "columns" and self.of < 0):
+            raise ValueError(f"{self.kind} {self.name!r} are columns of {self.of}")
         if self.kind != "value" and (self.offset or self.per_logit):
             raise ValueError(f"{self.kind} {self.name!r} has a place in the arena")
         if self.kind == "value" and (self.offset % ALIGNMENT
@@ -178,7 +185,8 @@ class Schedule(_Frozen):
         return self
 
     def _check_tensors(self) -> None:
-        names = Counter(tensor.name for tensor in self.tensors if tensor.kind != "value")
+        names = Counter(tensor.name for tensor in self.tensors
+                        if tensor.kind not in ("value", "columns"))
         twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"two tensors are named {twice!r}")
@@ -190,6 +198,10 @@ class Schedule(_Frozen):
                   if tensor.kind in ("value", "memory") and number not in self.exact}
         if len(dtypes) > 1:
             raise ValueError(f"values are of {' and '.join(sorted(dtypes))}")
+        for number, tensor in enumerate(self.tensors):
+            if tensor.kind == "columns" and not (tensor.of < number and self._has(tensor)):
+                raise ValueError(f"{tensor.name!r} {list(tensor.shape)} from {tensor.first} on are "
+                                 f"no columns of tensor {tensor.of}")
         if not self.of_encoder and self.tensors[self.logits].shape[0] != "num_logits":
             raise ValueError(f"the logits are {self.tensors[self.logits].name!r}, "
                              f"{list(self.tensors[self.logits].shape)}")
@@ -201,13 +213,24 @@ class Schedule(_Frozen):
             raise ValueError(f"{'an encoder' if self.of_encoder else 'a model'} has no tensor "
                              f"{min(odd)!r}")
 
+    def _has(self, columns: ScheduledTensor) -> bool:
+        """Whether what they are of is a value of tokens that has them."""
+        value = self.tensors[columns.of]
+        alike = (value.kind, value.dtype, value.shape[0]) == ("value", columns.dtype, "num_tokens")
+        return alike and columns.of not in self.exact \
+            and columns.first + columns.width <= value.width
+
+    def _lies_in(self, number: int) -> int:
+        """The value that a tensor is columns of, or else the tensor."""
+        return self.tensors[number].of if number >= 0 and self.tensors[number].of >= 0 else number
+
     def _check_order(self) -> dict[int, int]:
         """Check that every node has what it takes, made before it; for each value, who makes it."""
         made: dict[int, int] = {}
         written: set[int] = set()  # caches, states and memory
         for index, node in enumerate(self.nodes):
             try:
-                for number in node.inputs:
+                for number in map(self._lies_in, node.inputs):
                     if number >= 0 and self.tensors[number].kind == "value" and number not in made:
                         raise ValueError(f"reads {self.tensors[number].name!r} before it is made")
                 given = self._check_node(node)
@@ -336,7 +359,10 @@ class Schedule(_Frozen):
             elif name in exact:
                 fits = tensor.kind in ("weight", "value") and tensor.dtype == "float32"
             else:
-                fits = tensor.kind in ("value", "weight", "memory") and tensor.dtype == dtype
+                fits = tensor.kind in ("value", "weight", "memory", "columns") \
+                    and tensor.dtype == dtype
+            if tensor.kind == "columns":
+                fits = fits and name in {role.input for role in op.columns}
             # Rows that are counted in the memory are the memory's.
             if name in ("key", "value") and "key_starts" in given:
                 fits = fits and tensor.kind == "memory"
@@ -380,7 +406,7 @@ class Schedule(_Frozen):
         """For each value, the last node that reads or writes it; the logits are read behind all."""
         last: dict[int, int] = {}
         for index, node in enumerate(self.nodes):
-            last.update(dict.fromkeys((*node.inputs, *node.outputs), index))
+            last.update(dict.fromkeys((*map(self._lies_in, node.inputs), *node.outputs), index))
         last[self.logits] = len(self.nodes)
         for node in self.nodes:
             # When every row is wanted the engine does not copy them: whoever reads the copy reads

@@ -169,6 +169,8 @@ class Interpreter:
                      "memory": self.memory}.get(tensor.kind)
             if tensor.kind == "input":
                 return inputs[tensor.name]
+            if tensor.kind == "columns":
+                return read(tensor.of)[:, tensor.first:tensor.first + tensor.width]
             return arenas[tensor.per_logit].read(number, tensor) if known is None \
                 else known[tensor.name]
 

@@ -22,7 +22,7 @@ from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.plugins import Op
-from llmc.plugins.roles import ByRows, Shard
+from llmc.plugins.roles import ByRows, Columns, Shard
 
 _Shard = TypeVar("_Shard", bound=Shard)
 # Ops that passes make of others before anything is written.
@@ -241,6 +241,23 @@ def op_of(node: gs.Node | None) -> Op | None:
 def is_op(node: gs.Node | None, *ops: Op) -> TypeGuard[gs.Node]:
     """Whether a node is one of these ops."""
     return is_llmc(node) and any(node.op == op.name for op in ops)
+
+
+def column_roles(node: gs.Node | None, tensor: gs.Tensor) -> list[Columns]:
+    """As which of its inputs a node reads a tensor, if its op takes columns of wider rows for all
+    of them; none where it does not.
+    """
+    op = op_of(node)
+    if node is None or op is None:
+        return []
+    roles = {role.input: role for role in op.columns}
+    names = [name for name, given in operands(node).items() if given is tensor]
+    return [roles[name] for name in names] if all(name in roles for name in names) else []
+
+
+def takes_columns(node: gs.Node | None, tensor: gs.Tensor) -> bool:
+    """Whether a node reads a tensor where it lies among the columns of wider rows."""
+    return bool(column_roles(node, tensor))
 
 
 def shard_of(node: gs.Node | None, kind: type[_Shard]) -> _Shard | None:

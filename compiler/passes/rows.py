@@ -226,7 +226,7 @@ class Rows:
             return self._columns(wanted)
         rows = wanted.rows[int(wanted.source[0])]
         result = self._variable(rows, len(wanted.column))
-        self._graph.nodes.append(_selected(rows, wanted.column, result))
+        self._graph.nodes.append(selected(rows, wanted.column, result))
         return result
 
     def _result(self, node: gs.Node, joined: Joined) -> gs.Tensor:
@@ -320,7 +320,7 @@ class Rows:
         node = producer(rows)
         op, cut = op_of(node), row_weights(node)
         if len(columns) > rows.shape[-1]:  # some of them often: cheaper than to be made so often
-            self._graph.nodes.append(_selected(rows, columns, result))
+            self._graph.nodes.append(selected(rows, columns, result))
         elif node is not None and is_op(node, CONVOLUTION):
             inputs = {name: self._take(tensor, columns) if name == "hidden_sequences" else
                       self._cut(tensor, columns, result)
@@ -336,7 +336,7 @@ class Rows:
                         else tensor if tensor.is_empty() else self._take(tensor, columns)
                         for tensor in node.inputs]))
         else:
-            self._graph.nodes.append(_selected(rows, columns, result))
+            self._graph.nodes.append(selected(rows, columns, result))
         return result
 
     def _cut(self, tensor: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Tensor:
@@ -351,7 +351,7 @@ class Rows:
         return made
 
 
-def _selected(rows: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Node:
+def selected(rows: gs.Tensor, columns: np.ndarray, result: gs.Tensor) -> gs.Node:
     """A node that selects columns: a Slice where they follow one another."""
     if np.array_equal(columns, np.arange(columns[0], columns[0] + len(columns))):
         bounds = [gs.Constant(f"{result.name}.{name}", np.array([value], np.int64))

@@ -28,10 +28,12 @@ from llmc.compiler.artifact import (
 from llmc.compiler.graph.dtypes import numpy_dtype
 from llmc.compiler.graph.rewrite import (
     caches,
+    consumers,
     exact_outputs,
     fields_of,
     is_llmc,
     state_of,
+    takes_columns,
     values_of,
 )
 from llmc.compiler.targets import Options
@@ -109,11 +111,17 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     tensors: list[ScheduledTensor] = []
     dtypes = {id(tensor): _name(tensor.dtype) for node in graph.nodes
               for tensor in exact_outputs(node)}
-    offsets, sizes = _plan(graph, kept, memory, dtype, dtypes)
+    columns = _columns(graph, dtypes)
+    offsets, sizes = _plan(graph, kept, memory, dtype, dtypes, columns)
 
     def number(tensor: gs.Tensor) -> int:
         if tensor.is_empty() or (id(tensor) in kept and tensor.inputs):
             return -1
+        if id(tensor) not in numbers and id(tensor) in columns:
+            value, first = columns[id(tensor)]
+            numbers[id(tensor)] = add(ScheduledTensor(
+                name=tensor.name, kind="columns", dtype=_name(numpy_dtype(dtype)),
+                shape=("num_tokens", int(tensor.shape[-1])), of=number(value), first=first))
         if id(tensor) not in numbers:
             numbers[id(tensor)] = len(tensors)
             tensors.append(_describe(tensor, kept.get(id(tensor)), offsets,
@@ -128,6 +136,8 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     rows = add(_MEMORY_ROWS) if memory else -1
     nodes = []
     for node, own in zip(graph.nodes, fields, strict=True):
+        if id(node.outputs[0]) in columns:
+            continue  # its readers take them where they lie
         nodes.append(ScheduledNode(op=_op(node), fields=own,
                                    inputs=tuple(number(filled.get(id(t), t))
                                                 for t in node.inputs),
@@ -139,6 +149,23 @@ def schedule(graph: gs.Graph, dtype: str) -> Schedule:
     logits = next((number(t) for t in outputs if t.name == "logits"), -1)
     return Schedule(tensors=tuple(tensors), nodes=tuple(nodes), token_bytes=sizes[False],
                     logit_bytes=sizes[True], logits=logits)
+
+
+def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.Tensor, int]]:
+    """Columns that all their readers take from among the others: the value that has them, and where
+    they begin, by tensor.
+    """
+    found: dict[int, tuple[gs.Tensor, int]] = {}
+    for node in graph.nodes:
+        value, made = node.inputs[0], node.outputs[0]
+        if _op(node) != "Columns" or id(value) in dtypes or not value.inputs \
+                or value.shape[0] != "num_tokens" or not all(
+                    takes_columns(user, made) for user in consumers(graph, made)):
+            continue
+        index = values_of(node.inputs[1]).load()
+        if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
+            found[id(made)] = (value, int(index[0]))
+    return found
 
 
 def _describe_memory(tensor: gs.Tensor, dtype: str) -> ScheduledTensor:
@@ -195,9 +222,11 @@ def _name(dtype: np.dtype | type | str) -> ScheduledDType:
 
 
 def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], dtype: str,
-          dtypes: Mapping[int, str]) -> tuple[dict[int, int], dict[bool, int]]:
+          dtypes: Mapping[int, str], columns: Mapping[int, tuple[gs.Tensor, int]]) -> \
+        tuple[dict[int, int], dict[bool, int]]:
     """Place each value where no value that lives at the same time is, the largest first. What goes
-    to the memory lives until then. Values are of `dtype`, but for those in `dtypes`.
+    to the memory lives until then, and what has `columns` as long as these are read. Values are of
+    `dtype`, but for those in `dtypes`.
 
     Returns offsets by tensor, and the arena's size for tokens' values (False) and logits' (True).
     """
@@ -205,6 +234,8 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     for step, node in enumerate(graph.nodes):
         for tensor in (*node.inputs, *node.outputs):
             last_use[id(tensor)] = step
+            if id(tensor) in columns:
+                last_use[id(columns[id(tensor)][0])] = step
     for tensor in () if memory else graph.outputs:
         last_use[id(tensor)] = len(graph.nodes)
     for node in graph.nodes:
@@ -212,7 +243,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
             rows, selected = id(node.inputs[0]), id(node.outputs[0])
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs
-              if id(tensor) not in kept and not tensor.is_empty()]
+              if id(tensor) not in kept and id(tensor) not in columns and not tensor.is_empty()]
 
     def size(tensor: gs.Tensor) -> int:
         width = int(tensor.shape[-1]) * numpy_dtype(dtypes.get(id(tensor), dtype)).itemsize

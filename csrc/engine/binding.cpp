@@ -80,6 +80,7 @@ void bind_program(nb::module_& m) {
                            bool per_logit) {
         return self.add_value(dtype_of(dtype), shape, offset, per_logit);
       })
+      .def("add_columns", &Program::add_columns)
       .def("add_node", nb::overload_cast<const std::string&, const Fields&, const Numbers&, const Numbers&, bool>(
                            &Program::add_node),
            nb::arg("op"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("of_encoder") = false)

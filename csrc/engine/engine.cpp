@@ -69,6 +69,8 @@ void Engine::place_tensors() {
     const Declared& tensor = program_.tensors()[i];
     if (tensor.kind == Kind::kCache)
       places_.push_back(nullptr);  // by allocate()
+    else if (tensor.kind == Kind::kColumns)
+      places_.push_back(places_[tensor.of] + tensor.first * width(tensor.dtype));
     else if (tensor.kind == Kind::kValue)
       places_.push_back(tensor.per_logit ? logit_arena + tensor.offset * limits.max_logits
                                          : token_arena + tensor.offset * limits.max_tokens);

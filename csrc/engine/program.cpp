@@ -135,6 +135,17 @@ int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per
   return declare({Kind::kValue, dtype, shape, "", offset, per_logit});
 }
 
+int Program::add_columns(int of, int64_t first, int64_t width) {
+  const Declared& value = tensor(of);
+  if (value.kind != Kind::kValue || value.per_logit || value.shape.size() != 2)
+    throw Error("tensor " + std::to_string(of) + " is not a value of rows of tokens");
+  count_of({width});
+  if (first < 0 || first > value.shape[1] - width)
+    throw Error(std::to_string(width) + " columns from " + std::to_string(first) + " on are not in a value's " +
+                std::to_string(value.shape[1]));
+  return declare({Kind::kColumns, value.dtype, {kNumTokens, width}, "", 0, false, of, first});
+}
+
 void Program::add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,
                        const std::vector<int>& outputs, bool of_encoder) {
   const auto builtin = builtin_types().find(op);
@@ -223,6 +234,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     if (!kv_dtype.empty()) allowed = {dtype_of(kv_dtype)};
   }
   if (port.packed && !std::get<std::string>(fields.at("weight_dtype")).empty()) allowed = {DType::kUint8};
+  if (given.kind == Kind::kColumns && !port.columns) throw Error(what + " is columns of wider rows");
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));
   // Of what is looked up by positions, the axis of these.
@@ -315,6 +327,7 @@ int Program::input(const std::string& name) const {
 Tensor Program::resolve(int number, const Step& step) const {
   if (number < 0) return {};
   Tensor made{nullptr, tensors_[number].dtype, tensors_[number].shape};
+  if (tensors_[number].kind == Kind::kColumns) made.pitch = tensors_[tensors_[number].of].shape[1];
   for (int64_t& dim : made.shape) {
     if (dim == kNumTokens) dim = step.num_tokens;
     if (dim == kNumLogits) dim = step.num_logits;

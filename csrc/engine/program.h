@@ -15,10 +15,11 @@ namespace llmc {
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows";
 
-enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue };
+enum class Kind { kInput, kWeight, kCache, kState, kMemory, kValue, kColumns };
 
 // A tensor: dimensions below zero are Sizes. A value lies at `offset` bytes per token in the arena, or of the wanted
-// logits' rows at `offset` bytes per logit in an arena of their own.
+// logits' rows at `offset` bytes per logit in an arena of their own. Columns are those of the value `of` from `first` on,
+// where they lie.
 struct Declared {
   Kind kind;
   DType dtype;
@@ -26,6 +27,8 @@ struct Declared {
   std::string name = {};  // of an input
   int64_t offset = 0;
   bool per_logit = false;
+  int of = -1;
+  int64_t first = 0;
 };
 
 struct Node {
@@ -53,6 +56,8 @@ class Program {
   // mem_max_seq_len tokens.
   int add_memory(int64_t width);
   int add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit);
+  // `width` columns of a value of tokens from `first` on, for inputs of ops that take them where they lie.
+  int add_columns(int of, int64_t first, int64_t width);
 
   // A node of the model, or of the encoder before its decoder.
   void add_node(const std::string& op, const Fields& fields, const std::vector<int>& inputs,

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) run_kernel(CausalConvParams p) {
       float(&into)[kWidth] = window[kTaps - 1 - back];
       clear(into);
       if (back > kept) continue;
-      if (offset >= back) read(into, hidden + static_cast<int64_t>(token - back) * p.channels);
+      if (offset >= back) read(into, hidden + (token - back) * p.pitch);
       else if (has_state) read(into, state + static_cast<int64_t>(kept + offset - back) * p.channels);
     }
   };
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) run_kernel(CausalConvParams p) {
       while (p.cu_seqlens[sequence + 1] == token) ++sequence;  // some may have no token
       begin(token, 0);
     }
-    read(window[kTaps - 1], hidden + static_cast<int64_t>(token) * p.channels);
+    read(window[kTaps - 1], hidden + token * p.pitch);
     taps.apply(p, window, token, channel);
 #pragma unroll
     for (int k = 0; k + 1 < kTaps; ++k)
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) state_kernel(CausalConvParams p) {
   float* state = p.state + static_cast<int64_t>(state_row(p, sequence)) * kept * p.channels + channel;
   const bool has_state = p.past_lens[sequence] > 0;
   if (count == 0 && has_state) return;
-  const T* hidden = static_cast<const T*>(p.hidden) + static_cast<int64_t>(first) * p.channels + channel;
+  const T* hidden = static_cast<const T*>(p.hidden) + first * p.pitch + channel;
   float window[kTaps][kWidth];  // the last `kept` numbers before, and the newest
 #pragma unroll
   for (int k = 0; k < kTaps; ++k) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) state_kernel(CausalConvParams p) {
     if (place < 0) continue;
     const int offset = count - kept - (kSingle ? 1 : 0) + place;  // of the sequence's new tokens
     if (!kSingle && k == kTaps - 1) continue;
-    if (offset >= 0) read(window[k], hidden + static_cast<int64_t>(offset) * p.channels);
+    if (offset >= 0) read(window[k], hidden + offset * p.pitch);
     else if (has_state) read(window[k], state + static_cast<int64_t>(kept + offset) * p.channels);
   }
   if constexpr (kSingle) Taps<T, kTaps, kWidth>(p, channel).apply(p, window, first, channel);
@@ -158,7 +158,8 @@ cudaError_t causal_conv(DType dtype, const CausalConvParams& p, cudaStream_t str
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto of_taps = [&](auto taps) {
-      return p.channels % 2 == 0 ? run<T, taps.value, 2>(p, stream) : run<T, taps.value, 1>(p, stream);
+      const bool pairs = p.channels % 2 == 0 && p.pitch % 2 == 0 && reinterpret_cast<uintptr_t>(p.hidden) % (2 * sizeof(T)) == 0;
+      return pairs ? run<T, taps.value, 2>(p, stream) : run<T, taps.value, 1>(p, stream);
     };
     if (p.kernel_size <= 4) return of_taps(std::integral_constant<int, 4>());
     if (p.kernel_size <= kConvTaps) return of_taps(std::integral_constant<int, kConvTaps>());

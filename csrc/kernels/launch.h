@@ -66,6 +66,12 @@ struct NormParams {
   uint8_t* codes = nullptr;
   float* scale = nullptr;
   int groups = 1;
+  // Where a row is `groups` rows of another tensor's, activation(gate) [rows / groups, groups * hidden] T, in rows that are
+  // gate_pitch apart: what y, or with gate_first x, is multiplied by. None, silu or sigmoid; not rounded.
+  const void* gate = nullptr;
+  int64_t gate_pitch = 0;
+  Activation gate_activation = Activation::kNone;
+  bool gate_first = false;
 };
 cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
 
@@ -119,12 +125,13 @@ cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& pack
 constexpr int kConvTaps = 8;  // at most
 struct CausalConvParams {
   void* y;                     // T [num_tokens, channels]
-  const void* hidden;          // T [num_tokens, channels]
+  const void* hidden;          // T [num_tokens, channels], in rows that are `pitch` apart
   const void* weight;          // T [channels, kernel_size]
   const void* bias;            // T [channels] or null
   float* state;                // [.., kernel_size - 1, channels]
   const int32_t *cu_seqlens, *past_lens, *state_slots;
   int num_tokens, batch, channels, kernel_size;
+  int64_t pitch;
   Activation activation;
   bool single;                 // every sequence has one token
 };
@@ -140,6 +147,9 @@ struct LinearAttentionParams {
   const void* beta;            // T [num_tokens, v_heads] or null
   const void* skip;            // T [v_heads] or null
   const float* decay_rate;     // [v_heads] or null
+  const float *decay_bias, *beta_bias;  // likewise
+  int64_t decay_pitch, beta_pitch;      // how far their rows are apart
+  Activation decay_activation, beta_activation;  // behind these; of a decay for each channel none
   float* state;                // [.., v_heads, k_dim, v_dim]
   const int32_t *cu_seqlens, *past_lens, *state_slots;
   int num_tokens, first_sequence, batch, k_heads, v_heads, k_dim, v_dim;  // of `batch` sequences from the first one on

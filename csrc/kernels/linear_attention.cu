@@ -53,6 +53,8 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   const int key_head = head / (p.v_heads / p.k_heads);
   const T* own_values = qkv + 2ll * p.k_heads * p.k_dim + static_cast<int64_t>(head) * p.v_dim + first_column;
   const float rate = p.decay_rate != nullptr ? p.decay_rate[head] : 1.f;
+  const float decay_bias = p.decay_bias != nullptr ? p.decay_bias[head] : 0.f;
+  const float beta_bias = p.beta_bias != nullptr ? p.beta_bias[head] : 0.f;
   const float skip = p.skip != nullptr ? to_float(static_cast<const T*>(p.skip)[head]) : 0.f;
 
   // A tile on its way: its queries, then its keys, a row of threads each; values of four columns; gates.
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
 #pragma unroll
     for (int turn = 0; turn < kDecayTurns; ++turn) {
       const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector, token = tile + index;
-      const T* own = static_cast<const T*>(p.decay) + (static_cast<int64_t>(token) * p.v_heads + head) * p.k_dim + at;
+      const T* own = static_cast<const T*>(p.decay) + token * p.decay_pitch + static_cast<int64_t>(head) * p.k_dim + at;
       read_row(decays[turn], own, at, index < kTile && token < end);
     }
     const int token = tile + thread / kValueThreads, at = thread % kValueThreads * kGiven;
@@ -93,9 +95,9 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
     for (int i = 0; i < kGiven; ++i)
       given[i] = token < end && first_column + at + i < p.v_dim ? own_values[token * width + at + i] : from_float<T>(0.f);
     if (thread < kTile && tile + thread < end) {
-      const int64_t place = static_cast<int64_t>(tile + thread) * p.v_heads + head;
-      if constexpr (!kByChannel) decay = to_float(static_cast<const T*>(p.decay)[place]);
-      if (p.beta != nullptr) beta = to_float(static_cast<const T*>(p.beta)[place]);
+      const int64_t token = tile + thread;
+      if constexpr (!kByChannel) decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_pitch + head]);
+      if (p.beta != nullptr) beta = to_float(static_cast<const T*>(p.beta)[token * p.beta_pitch + head]);
     }
   };
   auto put = [&] {
@@ -122,7 +124,10 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
 #pragma unroll
     for (int i = 0; i < kGiven; ++i)
       values[thread / kValueThreads][thread % kValueThreads * kGiven + i] = to_float(given[i]);
-    if (thread < kTile) factors[thread] = expf(decay * rate), betas[thread] = beta;
+    if (thread < kTile) {
+      factors[thread] = expf(device::activate(decay + decay_bias, p.decay_activation) * rate);
+      betas[thread] = p.beta != nullptr ? device::activate(beta + beta_bias, p.beta_activation) : 1.f;
+    }
 #pragma unroll
     for (int turn = 0; turn < kDecayTurns; ++turn) {
       const int index = (turn * kThreads + thread) / kRow, at = thread % kRow * kVector;
@@ -192,7 +197,8 @@ template <typename T, int kKeys>
 cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
   const dim3 grid(blocks_for(p.v_dim, kColumns), p.v_heads, p.batch);
   auto with = [&](auto kernel) { return launch(kernel, grid, kThreads, 0, stream, p); };
-  const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0;
+  const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
+                       (!p.decay_per_channel || (p.decay_pitch % kVector == 0 && reinterpret_cast<uintptr_t>(p.decay) % (kVector * sizeof(T)) == 0));
   auto by = [&](auto rule) {
     return aligned ? with(linear_attention_kernel<T, kKeys, rule.value, true>)
                    : with(linear_attention_kernel<T, kKeys, rule.value, false>);

@@ -89,13 +89,19 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
   end_group();
   if (warp == 0) {
     const float rate = p.decay_rate != nullptr ? p.decay_rate[head] : 1.f;
+    const float decay_bias = p.decay_bias != nullptr ? p.decay_bias[head] : 0.f;
+    const float beta_bias = p.beta_bias != nullptr ? p.beta_bias[head] : 0.f;
     float own[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 2 * lane + i;
-      const int64_t place = static_cast<int64_t>(begin + min(row, count - 1)) * p.v_heads + head;
-      own[i] = row < count ? to_float(static_cast<const T*>(p.decay)[place]) * rate : 0.f;
-      betas[row] = row >= count ? 0.f : p.beta != nullptr ? to_float(static_cast<const T*>(p.beta)[place]) : 1.f;
+      const int64_t token = begin + min(row, count - 1);
+      const float decay = to_float(static_cast<const T*>(p.decay)[token * p.decay_pitch + head]) + decay_bias;
+      own[i] = row < count ? device::activate(decay, p.decay_activation) * rate : 0.f;
+      float beta = 1;
+      if (p.beta != nullptr)
+        beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_pitch + head]) + beta_bias, p.beta_activation);
+      betas[row] = row >= count ? 0.f : beta;
     }
     float at = own[0] + own[1];
 #pragma unroll

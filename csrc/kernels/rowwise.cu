@@ -51,10 +51,19 @@ __global__ void embedding_kernel(EmbeddingParams p) {
 
 constexpr float kFloat8Most = 448, kLeastScale = 1e-30f;  // of rows of zeros
 
+enum class NormOf { kRows, kRounded, kGated };
+
+// A gate's element; of the activations that a norm's has, without a branch.
+__device__ __forceinline__ float gate_of(float x, Activation activation) {
+  const float sigmoid = 1.f / (1.f + __expf(-x));
+  return activation == Activation::kNone ? x : activation == Activation::kSilu ? x * sigmoid : sigmoid;
+}
+
 // One row per group of kThreads threads, kept in registers between the passes: kTurns vectors of kWidth
 // elements per thread. kThreads 32 puts one row on each warp of the block. Rounding takes no pass over memory.
-template <typename T, int kThreads, int kWidth, int kTurns, bool kRounded>
+template <typename T, int kThreads, int kWidth, int kTurns, NormOf kOf>
 __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(NormParams p) {
+  constexpr bool kRounded = kOf == NormOf::kRounded, kGated = kOf == NormOf::kGated;
   __shared__ float partial[kThreads / 32];
   __shared__ float2 pairs[kThreads / 32];
   const int rows_per_block = blockDim.x / kThreads;
@@ -64,7 +73,11 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
   const int64_t start = static_cast<int64_t>(row) * p.hidden;
   const T* x = static_cast<const T*>(p.x) + start;
   const float* weight = p.groups > 1 ? p.weight + row % p.groups * p.hidden : p.weight;
+  const T* gate = nullptr;
+  if constexpr (kGated)
+    gate = static_cast<const T*>(p.gate) + row / p.groups * p.gate_pitch + static_cast<int64_t>(row % p.groups) * p.hidden;
   float value[kTurns][kWidth];
+  Vec<T, kWidth> gates[kGated ? kTurns : 1];
   wait_for_inputs();
   let_next_start();
   float total = 0;
@@ -75,8 +88,15 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
     for (int k = 0; k < kWidth; ++k) value[turn][k] = 0;
     if (i >= p.hidden) continue;
     const auto in = load<T, kWidth>(x + i);
+    if constexpr (kGated) gates[turn] = load<T, kWidth>(gate + i);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) value[turn][k] = to_float(in.data[k]);
+    if constexpr (kGated) {
+      if (p.gate_first) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) value[turn][k] *= gate_of(to_float(gates[turn].data[k]), p.gate_activation);
+      }
+    }
     if (p.residual != nullptr) {
       const auto more = load<T, kWidth>(static_cast<const T*>(p.residual) + start + i);
       Vec<T, kWidth> sum;
@@ -114,6 +134,9 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
         float y = value[turn][k] * scale;
         if (weight != nullptr) y *= weight[i + k];
         if (p.bias != nullptr) y += p.bias[i + k];
+        if constexpr (kGated) {
+          if (!p.gate_first) y *= gate_of(to_float(gates[turn].data[k]), p.gate_activation);
+        }
         out.data[k] = from_float<T>(y);
       }
       store(static_cast<T*>(p.y) + start + i, out);
@@ -164,19 +187,19 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
   }
 }
 
-template <typename T, int kWidth, bool kRounded>
+template <typename T, int kWidth, NormOf kOf>
 cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   constexpr int kWarps = 4;
   if (p.hidden <= 1024)
-    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth, kRounded>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
+    return launch(norm_kernel<T, 32, kWidth, 32 / kWidth, kOf>, blocks_for(p.rows, kWarps), 32 * kWarps, 0, stream, p);
   if (p.hidden <= 256 * 16)
-    return launch(norm_kernel<T, 256, kWidth, 16 / kWidth, kRounded>, p.rows, 256, 0, stream, p);
+    return launch(norm_kernel<T, 256, kWidth, 16 / kWidth, kOf>, p.rows, 256, 0, stream, p);
   if (p.hidden <= 512 * 16)
-    return launch(norm_kernel<T, 512, kWidth, 16 / kWidth, kRounded>, p.rows, 512, 0, stream, p);
+    return launch(norm_kernel<T, 512, kWidth, 16 / kWidth, kOf>, p.rows, 512, 0, stream, p);
   if (p.hidden <= 512 * 32)
-    return launch(norm_kernel<T, 512, kWidth, 32 / kWidth, kRounded>, p.rows, 512, 0, stream, p);
+    return launch(norm_kernel<T, 512, kWidth, 32 / kWidth, kOf>, p.rows, 512, 0, stream, p);
   if (p.hidden <= kNormHidden)
-    return launch(norm_kernel<T, 512, kWidth, kNormHidden / 512 / kWidth, kRounded>, p.rows, 512, 0, stream, p);
+    return launch(norm_kernel<T, 512, kWidth, kNormHidden / 512 / kWidth, kOf>, p.rows, 512, 0, stream, p);
   return cudaErrorInvalidValue;
 }
 
@@ -362,12 +385,18 @@ cudaError_t embedding(DType dtype, const EmbeddingParams& p, cudaStream_t stream
 cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    auto run = [&](auto rounded) {
-      return p.hidden % kVec<T> == 0 ? norm_of_width<T, kVec<T>, rounded.value>(p, stream)
-                                     : norm_of_width<T, 1, rounded.value>(p, stream);
+    auto run = [&](auto of) {
+      const bool gates_lie_well = p.gate_pitch % kVec<T> == 0 && reinterpret_cast<uintptr_t>(p.gate) % (kVec<T> * sizeof(T)) == 0;
+      return p.hidden % kVec<T> == 0 && gates_lie_well ? norm_of_width<T, kVec<T>, of.value>(p, stream)
+                                                       : norm_of_width<T, 1, of.value>(p, stream);
     };
     if (p.codes != nullptr && (kVec<T> != 8 || p.hidden % 8 != 0)) return cudaErrorInvalidValue;
-    return p.rounded ? run(std::true_type()) : run(std::false_type());
+    if (p.gate != nullptr) {
+      if (p.rounded) return cudaErrorInvalidValue;
+      return run(std::integral_constant<NormOf, NormOf::kGated>());
+    }
+    return p.rounded ? run(std::integral_constant<NormOf, NormOf::kRounded>())
+                     : run(std::integral_constant<NormOf, NormOf::kRows>());
   });
 }
 

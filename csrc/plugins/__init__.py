@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the runtime reads the registry and has no onnx
     import onnx
 
-from llmc.plugins.roles import Attention, Norm, Quantized, Shard, State
+from llmc.plugins.roles import Attention, Columns, Norm, Quantized, Shard, State
 
 DOMAIN = "llmc"
 OPSET = 24
@@ -68,6 +68,7 @@ class Op:
         norm: what it is, if it is a norm.
         attention: what it is, if it is attention.
         state: what it keeps from step to step, if that is no keys and values.
+        columns: which inputs its core takes from among the columns of wider rows.
         quantized: which inputs may be in fewer bits, as the field `weight_dtype` then says.
         collective: what the ranks do together, if it is that.
         output_dtypes: outputs that have a dtype of their own, whatever that of the others.
@@ -101,6 +102,7 @@ class Op:
     norm: Norm | None = None
     attention: Attention | None = None
     state: State | None = None
+    columns: tuple[Columns, ...] = ()
     quantized: tuple[Quantized, ...] = ()
     collective: Literal["", "all_reduce", "all_gather"] = ""
     required: tuple[str, ...] = ()

@@ -198,6 +198,22 @@ class Quantized:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """The op takes `input`, [rows, width], where it lies among the columns of wider rows.
+
+    Args:
+        activation: the field for an activation of it; "": there is none.
+        bias: the input [width], float32, that is added before that; "": there is none.
+        only_if: what fields must be for these two to be taken.
+    """
+
+    input: str
+    activation: str = ""
+    bias: str = ""
+    only_if: Mapping[str, int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Attention:
     """The op knows of sequences. Its fields are those that `ByHeads` speaks of, and `head_dim`.
 

@@ -457,7 +457,7 @@ def build_program(program: Any, schedules: Sequence[Schedule], vocab_size: int) 
             for node in schedule.nodes:
                 program.add_node(node.op, node.fields, [numbers[n] for n in node.inputs],
                                  [numbers[n] for n in node.outputs], of_encoder)
-        except (TypeError, IndexError) as error:
+        except (TypeError, LookupError) as error:
             raise LlmcError(f"the schedule has a size or a field that is none ({error}); compile "
                             f"the model again") from error
     program.set_logits(schedules[0].logits, vocab_size)
@@ -475,6 +475,9 @@ def _declare_all(program: Any, schedule: Schedule, shared: dict[str, int],
             numbers[number] = program.add_value(
                 tensor.dtype, [SIZES.get(dim, dim) for dim in tensor.shape], tensor.offset,
                 tensor.per_logit)
+        elif tensor.kind == "columns":
+            numbers[number] = program.add_columns(numbers[tensor.of], tensor.first, tensor.width)
+        if number in numbers:
             continue
         if tensor.name not in shared:
             shared[tensor.name] = _declare(program, tensor)

@@ -20,8 +20,10 @@ from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.norm import add_norm, norm
+from llmc.compiler.passes.norm_gate import norm_gate
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
+from llmc.compiler.passes.projections import projections
 from llmc.compiler.passes.sdpa import sdpa
 
 SETTINGS = Settings(max_seq_len=32, vocab_multiple=64)
@@ -270,6 +272,39 @@ def test_a_product_that_is_not_gated_stays():
     assert ops(graph) == {"Gather": 1, "GemmBiasAct": 2, "Mul": 1}
 
 
+GATES = "g = MatMul(x, square) s = Sigmoid(g) "
+
+
+@pytest.mark.parametrize(("text", "counts", "gate_first"), [
+    (GATES + "n = RMSNormalization(x, w) logits = Mul(n, s)", (0, 1, 0), 0),
+    (GATES + "n = RMSNormalization(x, w) m = Mul(n, b) logits = Mul(s, m)", (1, 1, 0), 0),
+    (GATES + "p = Mul(s, x) n = RMSNormalization(p, w) logits = Mul(b, n)", (1, 0, 1), 1)])
+def test_a_norm_takes_the_gate_and_the_weights_around_it(text, counts, gate_first):
+    graph, reports = before_after(text, {"w": VECTOR, "b": VECTOR - 1, "square": SQUARE},
+                                  norm, gemm, activation, norm_gate)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "GroupRMSNorm": 1}
+    node = next(node for node in graph.nodes if node.op == "GroupRMSNorm")
+    assert node.attrs["gate_first"] == gate_first
+    assert tuple(reports[-1].matches[name] for name in
+                 ("norm-gain", "norm-gate", "gate-norm")) == counts
+
+
+def test_linear_layers_whose_readers_take_columns_are_one():
+    """Their activations go to these; a bias for which they have no place stays."""
+    graph, reports = before_after(
+        GATES + "n = RMSNormalization(x, w) left = Mul(n, s) h = MatMul(x, other) d = Add(h, b) "
+        "t = Sigmoid(d) f = Mul(d, t) m = RMSNormalization(x, b) right = Mul(m, f) "
+        "logits = Add(left, right)",
+        {"w": VECTOR, "b": VECTOR - 1, "square": SQUARE, "other": SQUARE.T.copy()},
+        norm, gemm, activation, norm_gate, projections)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Slice": 2, "GroupRMSNorm": 2, "Add": 1}
+    made = next(node for node in graph.nodes if node.op == "GemmBiasAct")
+    assert [tuple(tensor.shape) for tensor in made.inputs[1:]] == [(16, 6), (16,)]
+    assert reports[-1].matches == {"projections": 1}
+    assert {node.attrs["activation"] for node in graph.nodes if node.op == "GroupRMSNorm"} == \
+        {"sigmoid", "silu"}
+
+
 def test_embedding_takes_scale_and_positions_with_their_offset():
     graph = small_graph("""k = Constant<value_float=3.0>() e = Mul(x, k)
     n1 = Shape<start=1, end=2>(input_ids) n = Squeeze(n1) z = Constant<value_int=0>()
@@ -355,6 +390,26 @@ REFUSALS = {
         "m = MatMul(x, square) s = Sin(m) one = Constant<value_ints=[1]>() h = Unsqueeze(s, one) "
         "a = llmc.Sdpa<layer=0>(h, h, h) logits = Squeeze(a, one)", [fold, gemm, attention],
         "this op is neither layout nor rotary: Sin"),
+    "norm_gate, read before": (
+        "n = RMSNormalization(x, w) p = Mul(n, x) logits = Add(p, n)", [norm, norm_gate],
+        "the norm's result is read without what it is multiplied by too"),
+    "norm_gate, a number": (
+        "n = RMSNormalization(x, w) logits = Mul(n, k)", [norm, norm_gate],
+        "the norm's result is multiplied by a constant [1]"),
+    "norm_gate, two gates": (
+        "n = RMSNormalization(x, w) p = Mul(n, x) logits = Mul(p, x)", [norm, norm_gate],
+        "the norm has a gate already"),
+    "norm_gate, a GEMM": (
+        "p = Mul(x, x) n = RMSNormalization(p, w) logits = MatMul(n, square)",
+        [norm, gemm, norm_gate], "a GEMM takes this norm in"),
+    "projections, an activation": (
+        "g = MatMul(x, square) t = Tanh(g) n = RMSNormalization(x, w) l = Mul(n, t) "
+        "h = MatMul(x, other) m = RMSNormalization(x, b) r = Mul(m, h) logits = Add(l, r)",
+        [norm, gemm, activation, norm_gate, projections], "not all that reads it has a tanh"),
+    "projections, alone": (
+        "g = MatMul(x, square) n = RMSNormalization(x, w) l = Mul(n, g) h = MatMul(x, other) "
+        "logits = Add(l, h)", [norm, gemm, norm_gate, projections],
+        "no other linear layer of its x can be one with it"),
     "norm_gemm, several readers": (
         "n = RMSNormalization(x, w) g = MatMul(n, square) logits = Add(n, g)",
         [norm, gemm, norm_gemm], "more than one node reads the norm's result"),
@@ -368,7 +423,7 @@ REFUSALS = {
 def test_what_does_not_match_is_refused_with_its_reason(name):
     text, functions, reason = REFUSALS[name]
     graph = small_graph(text, {"w": VECTOR, "b": VECTOR - 1, "square": SQUARE,
-                               "other": SQUARE.T.copy()})
+                               "other": SQUARE.T.copy(), "k": VECTOR[:1]})
     reports = [run(graph, function) for function in functions]
     assert any(reason in refusal for report in reports for refusal in report.refusals), \
         [report.refusals for report in reports]

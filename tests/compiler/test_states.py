@@ -21,6 +21,7 @@ from llmc.compiler.frontend import load, states, trace
 from llmc.compiler.frontend.states import keeps_state
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import read_manifest
+from llmc.runtime.schedule import read_schedule
 
 TOKENS = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
 
@@ -110,6 +111,26 @@ def test_the_schedule_gives_transformers_logits_and_tokens(family, tp_size, tmp_
             [rank.run(TOKENS[:12], 0), rank.run(TOKENS[12:13], 12), rank.run(TOKENS[13:], 13)])):
         families.assert_close(own, families.reference_logits(model, TOKENS))
     assert ranks.greedy(TOKENS[:5], 3) == families.greedy(model, TOKENS[:5], 3)
+
+
+@pytest.mark.parametrize(("family", "others"), [
+    ("qwen3_5_text", ["NormGemm", "GemmBiasRes"]), ("bamba", ["NormGemm", "GemmBiasRes"]),
+    ("mamba2", [])])
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_what_reads_one_norm_is_one_product_on_gpus(family, others, tp_size, tmp_path):
+    """Also of ranks whose columns are no whole vectors."""
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    manifest = llmc.compile(hf, tmp_path / "case", target="cuda", tp_size=tp_size)
+    for chip in manifest.chips:
+        schedule = read_schedule(tmp_path / "case" / chip.steps[0].path)
+        nodes = [node for node in schedule.nodes if node.op != "AllReduce"][1:6 + len(others)]
+        assert [node.op for node in nodes] == [
+            "NormGemm", "CausalConv1d", "GatedLinearAttention", "GroupRMSNorm", "GemmBiasRes",
+            *others]
+        product, = nodes[0].outputs
+        assert schedule.tensors[product].width % 8 == 0
+        assert sum(tensor.of == product for tensor in schedule.tensors) == \
+            (4 if family == "qwen3_5_text" else 3)
 
 
 def test_the_language_model_of_a_class_that_reads_images(tmp_path):

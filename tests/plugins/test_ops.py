@@ -172,7 +172,7 @@ def test_registering_a_name_twice_is_an_error(monkeypatch):
         plugins.registry.__wrapped__()
 
 
-ROWS = ("x", "residual", "logits", "experts", "scores")
+ROWS = ("x", "residual", "gate", "logits", "experts", "scores")
 ROW_WISE = [case for case in CASES if case[0].input_names[0] in ROWS]
 
 

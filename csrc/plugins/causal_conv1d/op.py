@@ -23,7 +23,7 @@ import numpy as np
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
-from llmc.plugins.roles import ByElements, State
+from llmc.plugins.roles import ByElements, Columns, State
 from llmc.plugins.states import kept_states, own_states, state_rows
 
 
@@ -148,6 +148,7 @@ OP = Op(
     dims=_dims,
     shard=(ByElements(("weight", "bias"), "hidden"),),
     state=State("state", axis=2),
+    columns=(Columns("hidden"),),
     body=_body,
     float32_inputs=frozenset({"state"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),

@@ -34,6 +34,7 @@ class CausalConv1d : public Plugin {
     if (const Tensor* slots = optional(in, 6)) p.state_slots = static_cast<const int32_t*>(slots->data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.channels = static_cast<int>(in[0].shape[1]);
+    p.pitch = in[0].row_pitch();
     p.batch = static_cast<int>(in[4].shape[0]);
     p.kernel_size = kernel_size_;
     p.activation = activation_;
@@ -50,7 +51,7 @@ class CausalConv1d : public Plugin {
 
 void register_causal_conv1d() {
   register_plugin({"CausalConv1d", 2,
-                   {"hidden", "weight", "state: float32", "cu_seqlens: int32", "past_lens: int32", "bias?",
+                   {"hidden: columns", "weight", "state: float32", "cu_seqlens: int32", "past_lens: int32", "bias?",
                     "state_slots?: int32"},
                    {"y", "state_out = state"},
                    {{"kernel_size", int64_t{0}}, {"activation", std::string("none")}},

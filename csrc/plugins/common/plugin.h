@@ -39,7 +39,9 @@ struct Tensor {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   Shape shape;
+  int64_t pitch = 0;  // from a row to the next, in elements, where these are columns of wider rows; else 0
 
+  int64_t row_pitch() const { return pitch != 0 ? pitch : shape.back(); }
   int64_t size() const {
     int64_t total = 1;
     for (int64_t dim : shape) total *= dim;
@@ -204,8 +206,8 @@ class Plugin {
 // An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
 // "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
 // names, if that names one, "name: weight_dtype" where it is of bytes if that field names one, "name: number" where
-// it may also be one float32 number instead, "name = input" where an output is that input's memory, in which the op
-// writes.
+// it may also be one float32 number instead, "name: columns" where its rows may be columns of wider ones, "name = input"
+// where an output is that input's memory, in which the op writes.
 struct Port {
   Port(const char* declared);
   std::string text() const { return name + (optional ? "?" : ""); }
@@ -213,7 +215,7 @@ struct Port {
   std::string name;
   bool optional = false;
   std::vector<DType> dtypes;  // what it may be; none: what the op computes in
-  bool cached = false, packed = false, number = false;
+  bool cached = false, packed = false, number = false, columns = false;
   std::string in_place;
 };
 
@@ -247,7 +249,7 @@ int integer(const Fields& fields, const char* name);
 inline float real(const Fields& fields, const char* name) {
   return static_cast<float>(std::get<double>(fields.at(name)));
 }
-Activation activation_of(const Fields& fields);
+Activation activation_of(const Fields& fields, const char* name = "activation");
 
 // The optional input `index`, or null where it is absent.
 inline const Tensor* optional(const std::vector<Tensor>& inputs, size_t index) {

@@ -81,6 +81,7 @@ Port::Port(const char* declared) {
     else if (word == "kv_dtype") cached = true;
     else if (word == "weight_dtype") packed = true;
     else if (word == "number") number = true;
+    else if (word == "columns") columns = true;
     else dtypes.push_back(dtype_of(word));
   }
 }
@@ -124,14 +125,14 @@ int integer(const Fields& fields, const char* name) {
   return static_cast<int>(value);
 }
 
-Activation activation_of(const Fields& fields) {
+Activation activation_of(const Fields& fields, const char* field) {
   static const std::map<std::string, Activation> names = {
       {"none", Activation::kNone},   {"relu", Activation::kRelu},
       {"relu2", Activation::kRelu2}, {"gelu", Activation::kGelu},
       {"gelu_tanh", Activation::kGeluTanh}, {"silu", Activation::kSilu},
       {"quick_gelu", Activation::kQuickGelu}, {"tanh", Activation::kTanh},
       {"sigmoid", Activation::kSigmoid}, {"softplus", Activation::kSoftplus}};
-  const std::string& name = std::get<std::string>(fields.at("activation"));
+  const std::string& name = std::get<std::string>(fields.at(field));
   const auto found = names.find(name);
   if (found == names.end()) throw Error("there is no activation '" + name + "'");
   return found->second;

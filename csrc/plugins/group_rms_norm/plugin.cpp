@@ -5,7 +5,11 @@ namespace {
 
 class GroupRMSNorm : public Plugin {
  public:
-  explicit GroupRMSNorm(const Fields& fields) : groups_(integer(fields, "groups")), epsilon_(real(fields, "epsilon")) {
+  explicit GroupRMSNorm(const Fields& fields)
+      : groups_(integer(fields, "groups")), epsilon_(real(fields, "epsilon")), activation_(activation_of(fields)),
+        gate_first_(integer(fields, "gate_first") != 0) {
+    if (activation_ != Activation::kNone && activation_ != Activation::kSilu && activation_ != Activation::kSigmoid)
+      throw Error("GroupRMSNorm has no activation '" + std::get<std::string>(fields.at("activation")) + "'");
     if (groups_ < 1) throw Error("GroupRMSNorm's groups " + std::to_string(groups_) + " is below 1");
   }
 
@@ -20,6 +24,7 @@ class GroupRMSNorm : public Plugin {
       check_norm_rows(hidden.number() / groups_, "GroupRMSNorm");
     }
     expect("GroupRMSNorm's weight", in[1], {hidden});
+    if (const Dims* gate = optional(in, 2)) expect("GroupRMSNorm's gate", *gate, x);
     return {x};
   }
 
@@ -33,18 +38,29 @@ class GroupRMSNorm : public Plugin {
     p.hidden = static_cast<int>(in[0].shape.back()) / groups_;
     p.rows = static_cast<int>(in[0].size() / p.hidden);
     p.epsilon = epsilon_;
+    if (const Tensor* gate = optional(in, 2)) {
+      p.gate = gate->data;
+      p.gate_pitch = gate->row_pitch();
+      p.gate_activation = activation_;
+      p.gate_first = gate_first_;
+    }
     norm(in[0].dtype, p, "GroupRMSNorm", context.stream);
   }
 
  private:
   int groups_;
   float epsilon_;
+  Activation activation_;
+  bool gate_first_;
 };
 
 }  // namespace
 
 void register_group_rms_norm() {
-  register_plugin({"GroupRMSNorm", 1, {"x", "weight: float32"}, {"y"}, {{"groups", int64_t{0}}, {"epsilon", 1e-6}}, {"groups"},
+  register_plugin({"GroupRMSNorm", 2, {"x", "weight: float32", "gate?: columns"}, {"y"},
+                   {{"groups", int64_t{0}}, {"epsilon", 1e-6}, {"activation", std::string("none")},
+                    {"gate_first", int64_t{0}}},
+                   {"groups"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GroupRMSNorm>(fields);
                    }});

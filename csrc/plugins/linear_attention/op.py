@@ -10,14 +10,16 @@ Mamba 2: keys are B, queries C, beta is dt, decay dt * A, and `skip` is D. Kimi 
 wrote, has a decay of its own.
 
     qkv                   [num_tokens, 2 * num_k_heads * k_head_dim + num_v_heads * v_head_dim]
-    decay                 [num_tokens, num_v_heads], logarithms; with decay_rate float32
-                          [num_v_heads], so many times these are; with `decay_per_channel`
-                          [num_tokens, num_v_heads * k_head_dim], and without a rate
+    decay                 [num_tokens, num_v_heads], logarithms: decay_rate times
+                          decay_activation(decay + decay_bias), the rate and the bias float32
+                          [num_v_heads], 1 and 0 where they are absent; with `decay_per_channel`
+                          [num_tokens, num_v_heads * k_head_dim], and none of these
     state                 float32 [batch, num_v_heads, k_head_dim, v_head_dim], or [num_states, …]
                           with state_slots; where past_lens is 0 it is not read
     cu_seqlens, past_lens int32 [batch + 1], [batch]
     state_slots           int32 [batch], distinct: which state is a sequence's; absent: its own row
-    beta                  [num_tokens, num_v_heads]; absent: 1
+    beta                  [num_tokens, num_v_heads]; absent: 1. beta_activation(beta + beta_bias)
+                          is meant, the bias float32 [num_v_heads], 0 where it is absent
     skip                  [num_v_heads]; absent: none. So many times its value is added to what a
                           token reads
     out                   [num_tokens, num_v_heads * v_head_dim]
@@ -36,8 +38,9 @@ from typing import Any
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.attention.op import _PAST, _TOKENS, _ints
-from llmc.plugins.roles import ByStateHeads, State
+from llmc.plugins.roles import ByStateHeads, Columns, State
 from llmc.plugins.states import kept_states, own_states, state_rows
 
 _L2_EPSILON = 1e-6  # added to the square of a length
@@ -55,18 +58,24 @@ def _sizes(fields: Fields) -> tuple[int, int, int, int]:
 
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
-    if fields["decay_per_channel"] and "decay_rate" in present:
-        raise ValueError("GatedLinearAttention takes no decay_rate with decay_per_channel")
+    odd = present & {"decay_rate", "decay_bias"}
+    if fields["decay_per_channel"] and (odd or fields["decay_activation"] != "none"):
+        raise ValueError(f"GatedLinearAttention takes no {min(odd, default='decay_activation')} "
+                         f"with decay_per_channel")
+    if "beta" not in present and ("beta_bias" in present or fields["beta_activation"] != "none"):
+        raise ValueError("GatedLinearAttention has no beta, so it takes no beta_bias and no "
+                         "beta_activation")
     return {"qkv": ("num_tokens", 2 * k_heads * k_dim + v_heads * v_dim),
             "decay": ("num_tokens", v_heads * (k_dim if fields["decay_per_channel"] else 1)),
             "state": (state_rows(present), v_heads, k_dim, v_dim), "state_slots": ("batch",),
             "cu_seqlens": ("batch_plus_1",), "past_lens": ("batch",),
-            "beta": ("num_tokens", v_heads), "skip": (v_heads,), "decay_rate": (v_heads,)}
+            "beta": ("num_tokens", v_heads), "skip": (v_heads,), "decay_rate": (v_heads,),
+            "decay_bias": (v_heads,), "beta_bias": (v_heads,)}
 
 
 def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
-    """Lines for `q` and `k`, [T, H, K], and `v`, [T, H * G, V]; and for the state as it begins,
-    `first_state`.
+    """Lines for `q` and `k`, [T, H, K], `v`, [T, H * G, V], `log_decay` and `weight`, which beta
+    is where there is one; and for the state as it begins, `first_state`.
     """
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     lines = [
@@ -80,8 +89,13 @@ def _prepared(fields: Fields, present: frozenset[str]) -> list[str]:
         "q_heads = Reshape(q_rows, key_shape)", "k_heads = Reshape(k_rows, key_shape)",
         "v = Reshape(v_rows, value_shape)",
     ]
-    lines.append("log_decay = Mul(decay, decay_rate)" if "decay_rate" in present else
-                 "log_decay = Identity(decay)")
+    for name, made in (("decay", "slowness"), ("beta", "weight")):
+        if name in present:
+            raw = f"Add({name}, {name}_bias)" if f"{name}_bias" in present else f"Identity({name})"
+            lines += [f"{name}_raw = {raw}",
+                      activation_text(fields[f"{name}_activation"], f"{name}_raw", made)]
+    lines.append("log_decay = Mul(slowness, decay_rate)" if "decay_rate" in present else
+                 "log_decay = Identity(slowness)")
     for name in "qk":
         if fields["l2norm"]:
             lines += [f"{name}_square = ReduceSumSquare<keepdims=1>({name}_heads, last)",
@@ -114,7 +128,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
                "v": (1, k_heads, group, 1, v_dim),
                "log_decay": (1, k_heads, group, k_dim if fields["decay_per_channel"] else 1, 1)}
     if "beta" in present:
-        scanned["beta"] = (1, k_heads, group, 1, 1)
+        scanned["weight"] = (1, k_heads, group, 1, 1)
     lines = [
         *_prepared(fields, present), _ints("c1234", 1, 2, 3, 4),
         # Tokens by place in their sequence, [S, B, ...]; any where there is none.
@@ -131,7 +145,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         *(["k_across = Transpose<perm=[0, 1, 2, 4, 3]>(k_one)",
            "known = MatMul(k_across, decayed)", "news = Sub(v_one, known)"]
           if delta else ["news = Identity(v_one)"]),
-        "written = Mul(news, beta_one)" if "beta" in present else "written = Identity(news)",
+        "written = Mul(news, weight_one)" if "beta" in present else "written = Identity(news)",
         "added = Mul(k_one, written)", "updated = Add(decayed, added)",
         "live_corner = Unsqueeze(live_one, c1234)",
         "memory_out = Where(live_corner, updated, memory)",
@@ -178,7 +192,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     lines.insert(0, _ints("c2", 2))
     value = "v"
     if "beta" in present and not delta:
-        lines += ["beta_of_value = Unsqueeze(beta, last)", "v_weighed = Mul(v, beta_of_value)"]
+        lines += ["beta_of_value = Unsqueeze(weight, last)", "v_weighed = Mul(v, beta_of_value)"]
         value = "v_weighed"
     lines += [_ints("v_wide", 0, v_heads * v_dim), f"v_flat = Reshape({value}, v_wide)",
               "v_any = Gather<axis=0>(v_flat, pad)",
@@ -187,7 +201,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
               "decay_padded = Where(live_column, decay_any, nothing)"]
     beta = ""
     if delta:
-        lines += ["beta_any = Gather<axis=0>(beta, pad)" if "beta" in present else
+        lines += ["beta_any = Gather<axis=0>(weight, pad)" if "beta" in present else
                   "decay_zero = Sub(decay_padded, decay_padded)\n"
                   "beta_any = Add(decay_zero, one_beta)",
                   "beta_padded = Where(live_column, beta_any, nothing)"]
@@ -209,7 +223,10 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     k_heads, v_heads, k_dim, v_dim = _sizes(fields)
     wide = {name: inputs[name].astype(np.float64) for name in (
         "qkv", "decay", "state", "beta", "skip") if name in inputs}
-    decay = wide["decay"] * inputs.get("decay_rate", 1.0)
+    decay, beta = (None if name not in wide else REFERENCE[fields[f"{name}_activation"]](
+        wide[name] + inputs.get(f"{name}_bias", 0.0)) for name in ("decay", "beta"))
+    assert decay is not None
+    decay = decay * inputs.get("decay_rate", 1.0)
     q, k, v = np.split(wide["qkv"], [k_heads * k_dim, 2 * k_heads * k_dim], axis=1)
     q, k = (np.repeat(x.reshape(-1, k_heads, k_dim), v_heads // k_heads, axis=1) for x in (q, k))
     v = v.reshape(-1, v_heads, v_dim)
@@ -224,8 +241,8 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             news = v[token]
             if fields["update_rule"] == "gated_delta":
                 news = news - np.einsum("hk,hkv->hv", k[token], state)
-            if "beta" in wide:
-                news = news * wide["beta"][token][:, None]
+            if beta is not None:
+                news = news * beta[token][:, None]
             state = state + k[token][:, :, None] * news[:, None]
             out[token] = fields["scale"] * np.einsum("hk,hkv->hv", q[token], state)
         state_out[own] = state
@@ -254,6 +271,10 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             inputs["skip"] = normal(v_heads)
         if "decay_rate" in optional:
             inputs["decay_rate"] = rng.uniform(0.1, 2.0, v_heads).astype(np.float32)
+            if "decay_activation" in fields:  # which makes numbers above zero
+                inputs["decay_rate"] *= -1
+        inputs.update({name: normal(v_heads) for name in ("decay_bias", "beta_bias")
+                       if name in optional})
         if slots is not None:
             inputs["state_slots"] = np.array(slots, np.int32)
         return Sample({"num_k_heads": k_heads, "num_v_heads": v_heads, "k_head_dim": k_dim,
@@ -276,29 +297,40 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
                **delta),
         sample((2, 19, 1), (5, 0, 2), "beta", "skip", "decay_rate", slots=(0, 3, 5), k_dim=16,
                v_dim=8),
+        sample((1, 18, 1), (5, 0, 2), "beta", "decay_rate", "decay_bias", k_dim=16, v_dim=8,
+               decay_activation="softplus", beta_activation="sigmoid", **delta),
+        sample((4, 1), (0, 3), "beta", "skip", "decay_rate", "decay_bias", "beta_bias",
+               decay_activation="softplus", beta_activation="softplus"),
+        sample((2, 1), (0, 3), "beta", "beta_bias", per_channel=1, beta_activation="sigmoid",
+               **delta),
     ]
 
 
 OP = Op(
     name="GatedLinearAttention",
-    version=2,
+    version=3,
     inputs=("qkv", "decay", "state", "cu_seqlens", "past_lens", "beta?", "skip?",
-            "state_slots?", "decay_rate?"),
+            "state_slots?", "decay_rate?", "decay_bias?", "beta_bias?"),
     outputs=("out", "state_out"),
     fields={"num_k_heads": 0, "num_v_heads": 0, "k_head_dim": 0, "v_head_dim": 0,
-            "update_rule": "gated", "scale": 1.0, "l2norm": 0, "decay_per_channel": 0},
+            "update_rule": "gated", "scale": 1.0, "l2norm": 0, "decay_per_channel": 0,
+            "decay_activation": "none", "beta_activation": "none"},
     required=("num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"),
     choices={"update_rule": ("gated", "gated_delta"), "l2norm": (0, 1),
-             "decay_per_channel": (0, 1)},
+             "decay_per_channel": (0, 1), "decay_activation": tuple(REFERENCE),
+             "beta_activation": tuple(REFERENCE)},
     shapes=lambda shapes, fields: [
         (*shapes["qkv"][:-1], fields["num_v_heads"] * fields["v_head_dim"]), shapes["state"]],
     dims=_dims,
     shard=(ByStateHeads("num_v_heads", "num_k_heads", "k_head_dim", "v_head_dim", packed="qkv",
-                        rows=("decay", "beta"), per_head=("skip", "decay_rate")),),
+                        rows=("decay", "beta"),
+                        per_head=("skip", "decay_rate", "decay_bias", "beta_bias")),),
     state=State("state", axis=1),
+    columns=(Columns("decay", "decay_activation", "decay_bias", only_if={"decay_per_channel": 0}),
+             Columns("beta", "beta_activation", "beta_bias")),
     body=_body,
     bodies={"cpu": _cpu},
-    float32_inputs=frozenset({"state", "decay_rate"}),
+    float32_inputs=frozenset({"state", "decay_rate", "decay_bias", "beta_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
     output_dtypes={"state_out": "float32"},
     reference=_reference,

@@ -12,6 +12,10 @@ class GatedLinearAttention : public Plugin {
     p_.v_dim = integer(fields, "v_head_dim");
     p_.scale = real(fields, "scale");
     p_.decay_per_channel = integer(fields, "decay_per_channel") != 0;
+    p_.decay_activation = activation_of(fields, "decay_activation");
+    p_.beta_activation = activation_of(fields, "beta_activation");
+    if (p_.decay_per_channel && p_.decay_activation != Activation::kNone)
+      throw Error("GatedLinearAttention has no decay_activation with decay_per_channel");
     p_.l2norm = integer(fields, "l2norm") != 0;
     const auto& rule = std::get<std::string>(fields.at("update_rule"));
     if (rule != "gated" && rule != "gated_delta") throw Error("GatedLinearAttention has no update_rule '" + rule + "'");
@@ -32,11 +36,13 @@ class GatedLinearAttention : public Plugin {
     expect("GatedLinearAttention's qkv", qkv, {qkv[0], 2 * static_cast<int64_t>(p_.k_heads) * p_.k_dim + values});
     const int64_t decays = p_.decay_per_channel ? static_cast<int64_t>(p_.v_heads) * p_.k_dim : p_.v_heads;
     expect("GatedLinearAttention's decay", in[1], {qkv[0], decays});
-    if (p_.decay_per_channel && optional(in, 8) != nullptr)
-      throw Error("GatedLinearAttention takes no decay_rate with decay_per_channel");
+    if (p_.decay_per_channel && (optional(in, 8) != nullptr || optional(in, 9) != nullptr))
+      throw Error("GatedLinearAttention takes no decay_rate and decay_bias with decay_per_channel");
+    if (optional(in, 10) != nullptr && optional(in, 5) == nullptr)
+      throw Error("GatedLinearAttention has a beta_bias and no beta");
     expect_states("GatedLinearAttention", in[2], optional(in, 7), in[4][0], {p_.v_heads, p_.k_dim, p_.v_dim});
     if (const Dims* beta = optional(in, 5)) expect("GatedLinearAttention's beta", *beta, gates);
-    for (size_t i : {6, 8})
+    for (size_t i : {6, 8, 9, 10})
       if (const Dims* each = optional(in, i)) expect("GatedLinearAttention's numbers of heads", *each, {p_.v_heads});
     return {{qkv[0], values}, in[2]};
   }
@@ -54,10 +60,13 @@ class GatedLinearAttention : public Plugin {
     p.state = static_cast<float*>(in[2].data);
     p.cu_seqlens = static_cast<const int32_t*>(in[3].data);
     p.past_lens = static_cast<const int32_t*>(in[4].data);
-    if (const Tensor* beta = optional(in, 5)) p.beta = beta->data;
+    p.decay_pitch = in[1].row_pitch();
+    if (const Tensor* beta = optional(in, 5)) p.beta = beta->data, p.beta_pitch = beta->row_pitch();
     if (const Tensor* skip = optional(in, 6)) p.skip = skip->data;
     if (const Tensor* slots = optional(in, 7)) p.state_slots = static_cast<const int32_t*>(slots->data);
     if (const Tensor* rate = optional(in, 8)) p.decay_rate = static_cast<const float*>(rate->data);
+    if (const Tensor* bias = optional(in, 9)) p.decay_bias = static_cast<const float*>(bias->data);
+    if (const Tensor* bias = optional(in, 10)) p.beta_bias = static_cast<const float*>(bias->data);
     p.scratch = static_cast<float*>(workspace);
     // Sequences with one token, then those with chunks of a prompt.
     const int batch = static_cast<int>(in[4].shape[0]), decoding = context.decode ? batch : context.num_decode;
@@ -78,13 +87,15 @@ class GatedLinearAttention : public Plugin {
 }  // namespace
 
 void register_linear_attention() {
-  register_plugin({"GatedLinearAttention", 2,
-                   {"qkv", "decay", "state: float32", "cu_seqlens: int32", "past_lens: int32", "beta?", "skip?",
-                    "state_slots?: int32", "decay_rate?: float32"},
+  register_plugin({"GatedLinearAttention", 3,
+                   {"qkv", "decay: columns", "state: float32", "cu_seqlens: int32", "past_lens: int32",
+                    "beta?: columns", "skip?", "state_slots?: int32", "decay_rate?: float32", "decay_bias?: float32",
+                    "beta_bias?: float32"},
                    {"out", "state_out = state"},
                    {{"num_k_heads", int64_t{0}}, {"num_v_heads", int64_t{0}}, {"k_head_dim", int64_t{0}},
                     {"v_head_dim", int64_t{0}}, {"update_rule", std::string("gated")}, {"scale", 1.0},
-                    {"l2norm", int64_t{0}}, {"decay_per_channel", int64_t{0}}},
+                    {"l2norm", int64_t{0}}, {"decay_per_channel", int64_t{0}},
+                    {"decay_activation", std::string("none")}, {"beta_activation", std::string("none")}},
                    {"num_k_heads", "num_v_heads", "k_head_dim", "v_head_dim"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GatedLinearAttention>(fields);

@@ -1,0 +1,156 @@
+"""Make the linear layers of one x one, where what reads them takes columns of wider rows.
+
+Given:   a = act(x · Waᵀ + ba), b = x · Wbᵀ, …; Op(a), Other(b), …
+Result:  y = x · [Wb; Wa; …]ᵀ; Op(columns of y, activation=act, bias=ba), Other(columns of y), …
+
+An op tells which of its inputs these may be, and whether it has an activation and a bias for them
+(`Op.columns`). The widest come first, so that those behind begin where vectors do; rows of zeros
+bring the width of y to whole vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.rewrite import (
+    NoMatch,
+    Report,
+    Rule,
+    Settings,
+    apply_rules,
+    arranged,
+    column_roles,
+    consumers,
+    fields_of,
+    is_op,
+    merge_constants,
+    op_of,
+    operand,
+    operands,
+    replace,
+    values_of,
+)
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.passes.rows import selected
+from llmc.plugins.gemm_bias_act.op import OP as GEMM
+from llmc.plugins.roles import Columns
+
+_VECTOR = 8  # elements of 16 bits
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A linear layer, and whether its readers take its activation, and its bias."""
+
+    gemm: gs.Node
+    readers: tuple[tuple[gs.Node, Columns], ...]
+    moves_activation: bool
+    moves_bias: bool
+
+
+@dataclass(frozen=True)
+class _Merged:
+    parts: tuple[_Part, ...]
+
+
+def projections(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    rule = Rule("projections", frozenset({GEMM.name}),
+                lambda node, settings: _check(graph, node), _rewrite)
+    apply_rules(graph, [rule], settings, report)
+
+
+def _check(graph: gs.Graph, node: gs.Node) -> _Merged | NoMatch | None:
+    own = _part(graph, node)
+    gemms = [user for user in consumers(graph, node.inputs[0])
+             if is_op(user, GEMM) and operand(user, "x") is node.inputs[0]]
+    if own is None or len(gemms) < 2:
+        return None  # something else reads it, or nothing else reads its x
+    if isinstance(own, NoMatch):
+        return own
+    parts = [part for gemm in gemms if isinstance(part := _part(graph, gemm), _Part)]
+    if len(parts) < 2:
+        return NoMatch("no other linear layer of its x can be one with it", node)
+    return _Merged(tuple(sorted(parts, key=lambda part: -_width(part))))
+
+
+def _part(graph: gs.Graph, gemm: gs.Node) -> _Part | NoMatch | None:
+    """A linear layer all of whose readers take columns; None where one does not."""
+    result, fields, given = gemm.outputs[0], fields_of(gemm), operands(gemm)
+    readers: list[tuple[gs.Node, Columns]] = []
+    for user in consumers(graph, result):
+        roles = column_roles(user, result)
+        if user is None or not roles:
+            return None
+        readers.extend((user, role) for role in roles)
+    if values_of(given["weight"]).stored is not None:
+        return NoMatch("the weight is stored in fewer bits", gemm)
+    if len(given["weight"].outputs) > 1:
+        return NoMatch("the weight is another node's too", gemm)
+    activation = fields["activation"]
+    takes = [(fields_of(user), operands(user), role) for user, role in readers]
+    if activation != "none" and not all(
+            _is_free(own, role) and role.activation and own[role.activation] == "none"
+            and activation in _choices(user, role)
+            for (user, _), (own, _, role) in zip(readers, takes, strict=True)):
+        return NoMatch(f"not all that reads it has a {activation}", gemm)
+    moves_bias = "bias" in given and all(
+        _is_free(own, role) and role.bias and role.bias not in inputs
+        for own, inputs, role in takes)
+    return _Part(gemm, tuple(readers), activation != "none", moves_bias)
+
+
+def _is_free(fields: dict[str, int | float | str], role: Columns) -> bool:
+    return all(fields[name] == value for name, value in role.only_if.items())
+
+
+def _choices(user: gs.Node, role: Columns) -> Sequence[int | str]:
+    op = op_of(user)
+    assert op is not None
+    return op.choices[role.activation]
+
+
+def _width(part: _Part) -> int:
+    return int(values_of(operands(part.gemm)["weight"]).shape[0])
+
+
+def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
+    parts, gemms = match.parts, [part.gemm for part in match.parts]
+    x = gemms[0].inputs[0]
+    widths = [_width(part) for part in parts]
+    padding = -sum(widths) % _VECTOR
+    made = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
+    matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
+    if padding:
+        matrices.append(Weight.of(np.zeros((padding, matrices[0].shape[1]), np.float32)))
+    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", made)
+    biases = [None if part.moves_bias else operand(part.gemm, "bias") for part in parts]
+    bias = None
+    if any(biases):
+        vectors = [np.zeros(width, np.float32) if own is None else values_of(own).load()
+                   for own, width in zip(biases, widths, strict=True)]
+        bias = gs.Constant(f"{weight.name}.bias", Weight.of(
+            np.concatenate([*vectors, np.zeros(padding)]).astype(np.float32)))
+    first = 0
+    for part, width in zip(parts, widths, strict=True):
+        result = part.gemm.outputs[0]
+        own = operand(part.gemm, "bias") if part.moves_bias else None
+        activation = fields_of(part.gemm)["activation"]
+        columns = result
+        if part.moves_bias or part.moves_activation:  # nobody makes what had this name
+            columns = gs.Variable(f"{result.name}.product", result.dtype, result.shape)
+        for user, role in part.readers:
+            moved = {role.bias: own} if own is not None else {}
+            op = op_of(user)
+            assert op is not None
+            user.inputs = arranged(op, {**operands(user), role.input: columns, **moved})
+            if part.moves_activation:
+                user.attrs[role.activation] = activation
+        part.gemm.outputs.clear()
+        graph.nodes.append(selected(made, np.arange(first, first + width), columns))
+        first += width
+    replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [made])
