@@ -42,6 +42,7 @@ from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
 from llmc.compiler.passes.experts import experts
 from llmc.compiler.passes.fold import fold
+from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.norm import add_norm, norm
@@ -138,7 +139,8 @@ PASSES: tuple[Pass, ...] = (
     # Quantise: behind partition, so that a group is never cut, and gains, so that none is rounded.
     RankPass("dequantize", dequantize_weights, (tensorrt.KIND,)),
     GraphPass("norm_gate", norm_gate, (cuda.KIND,)),
-    GraphPass("projections", projections, (cuda.KIND,)),  # after norm_gate, which takes columns
+    GraphPass("gate", gate, (cuda.KIND,)),  # of the gates that norm_gate has left
+    GraphPass("projections", projections, (cuda.KIND,)),  # after both, whose ops take columns
     GraphPass("norm_gemm", norm_gemm, _GPU),  # after projections: one GEMM that reads a norm
     RankPass("quantize", quantize_weights, (cpu.KIND, cuda.KIND)),
     # What the engine of a target wants.

@@ -43,7 +43,7 @@ __global__ void append_kernel(AttentionParams p) {
   const float factor = query_factor(p, position);
   for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
-    const T* source = static_cast<const T*>(p.qkv) + (static_cast<int64_t>(token) * all + h) * p.head_dim;
+    const T* source = static_cast<const T*>(p.qkv) + token * p.qkv_pitch + static_cast<int64_t>(h) * p.head_dim;
     prepare_head<T, kMost>(heads[warp], source, p, is_query ? p.q_norm : is_value ? p.v_norm : p.k_norm, position,
                  !is_value);
     auto write = [&](auto* target) {
@@ -76,7 +76,7 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   const int half = p.cos == nullptr ? 0 : p.rotary_dim / 2;
   const float* cos = p.cos + static_cast<int64_t>(position) * half;
   const float* sin = p.sin + static_cast<int64_t>(position) * half;
-  const T* row = static_cast<const T*>(p.qkv) + static_cast<int64_t>(token) * all * p.head_dim;
+  const T* row = static_cast<const T*>(p.qkv) + token * p.qkv_pitch;
   for (int i = threadIdx.x; i < all * vectors; i += blockDim.x) {
     const int h = i / vectors, at = i % vectors * kWidth;
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
@@ -133,7 +133,7 @@ template <typename T, typename C>
 cudaError_t run_append(const AttentionParams& p, cudaStream_t stream) {
   const int all = heads_of_row(p);
   const bool vectors = p.q_norm == nullptr && p.k_norm == nullptr && p.v_norm == nullptr && p.head_dim % kVec<T> == 0 &&
-      (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
+      lies_in_vectors<T>(p.qkv, p.qkv_pitch) && (p.cos == nullptr || (!p.interleaved && p.rotary_dim % (2 * kVec<T>) == 0));
   if (vectors) return launch(append_vectors_kernel<T, C>, p.num_tokens, 256, 0, stream, p);
   const dim3 grid(p.num_tokens, (all + kWarps - 1) / kWarps);
   if (p.head_dim <= 256) return launch(append_kernel<T, C, 256>, grid, kWarps * 32, 0, stream, p);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   if constexpr (kFused) {
-    const T* qkv = static_cast<const T*>(p.qkv) + static_cast<int64_t>(token) * heads_of_row(p) * dim;
+    const T* qkv = static_cast<const T*>(p.qkv) + token * p.qkv_pitch;
     for (int h = warp; h < heads; h += kWarps)
       prepare_head<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, position, true);
     if (to == position + 1 && warp == kWarps - 1 && !p.reads) {

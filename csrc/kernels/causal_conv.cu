@@ -158,7 +158,7 @@ cudaError_t causal_conv(DType dtype, const CausalConvParams& p, cudaStream_t str
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto of_taps = [&](auto taps) {
-      const bool pairs = p.channels % 2 == 0 && p.pitch % 2 == 0 && reinterpret_cast<uintptr_t>(p.hidden) % (2 * sizeof(T)) == 0;
+      const bool pairs = p.channels % 2 == 0 && lies_in_vectors<T, 2>(p.hidden, p.pitch);
       return pairs ? run<T, taps.value, 2>(p, stream) : run<T, taps.value, 1>(p, stream);
     };
     if (p.kernel_size <= 4) return of_taps(std::integral_constant<int, 4>());

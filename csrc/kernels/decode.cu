@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   wait_for_inputs();
   let_next_start();
 
-  const T* qkv = static_cast<const T*>(p.qkv) + static_cast<int64_t>(sequence) * heads_of_row(p) * dim;
+  const T* qkv = static_cast<const T*>(p.qkv) + sequence * p.qkv_pitch;
   // A warp for each query head, and where the new position is this block's, for its key and its value.
   // Chunks of one KV head write the same.
   float* scratch = reinterpret_cast<float*>(fresh_value + kPitch) + warp * kDim;

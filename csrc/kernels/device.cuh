@@ -40,6 +40,12 @@ struct alignas(sizeof(T) * N) Vec {
 template <typename T>
 constexpr int kVec = 16 / sizeof(T);
 
+// Whether vectors may be read of rows that are `pitch` elements apart.
+template <typename T, int kWidth = kVec<T>>
+bool lies_in_vectors(const void* rows, int64_t pitch) {
+  return pitch % kWidth == 0 && reinterpret_cast<uintptr_t>(rows) % (kWidth * sizeof(T)) == 0;
+}
+
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);

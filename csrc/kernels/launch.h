@@ -237,9 +237,15 @@ struct RescaleParams {
 };
 cudaError_t rescale(DType dtype, const RescaleParams& params, cudaStream_t stream);
 
-// y[r, i] = act(both[r, i]) * both[r, width + i]; both T [rows, 2 · width].
-cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Activation activation,
-                 cudaStream_t stream);
+// y = x * activation(gate), T [rows, width], where rows of x and of gates are so far apart.
+struct GateParams {
+  void* y;
+  const void *x, *gate;
+  int64_t x_pitch, gate_pitch;
+  int rows, width;
+  Activation activation;
+};
+cudaError_t gate(DType dtype, const GateParams& params, cudaStream_t stream);
 
 // x[r, i] = act(x[r, i]) in place, T [count].
 cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation, cudaStream_t stream);
@@ -264,6 +270,7 @@ struct AttentionParams {
   void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding
   void* scratch;
   int32_t* counters;     // [kAttentionCounters]
+  int64_t qkv_pitch;     // how far rows of qkv are apart
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
   int chunk;             // 0, or how many positions see one another alone
   int block_size;        // a power of two, with a block table

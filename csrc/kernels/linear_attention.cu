@@ -198,7 +198,7 @@ cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
   const dim3 grid(blocks_for(p.v_dim, kColumns), p.v_heads, p.batch);
   auto with = [&](auto kernel) { return launch(kernel, grid, kThreads, 0, stream, p); };
   const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
-                       (!p.decay_per_channel || (p.decay_pitch % kVector == 0 && reinterpret_cast<uintptr_t>(p.decay) % (kVector * sizeof(T)) == 0));
+                       (!p.decay_per_channel || lies_in_vectors<T, kVector>(p.decay, p.decay_pitch));
   auto by = [&](auto rule) {
     return aligned ? with(linear_attention_kernel<T, kKeys, rule.value, true>)
                    : with(linear_attention_kernel<T, kKeys, rule.value, false>);

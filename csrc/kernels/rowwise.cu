@@ -203,22 +203,20 @@ cudaError_t norm_of_width(const NormParams& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// A row of `both` is 2 · width long: first the gates, then what they let through.
 template <typename T, int kWidth>
-__global__ void gate_kernel(T* y, const T* both, int width, Activation activation) {
+__global__ void gate_kernel(GateParams p) {
   wait_for_inputs();
   let_next_start();
   const int64_t row = blockIdx.y;
   const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-  if (i >= width) return;
-  const auto gates = load<T, kWidth>(both + row * 2 * width + i);
-  const auto ups = load<T, kWidth>(both + row * 2 * width + width + i);
+  if (i >= p.width) return;
+  const auto gates = load<T, kWidth>(static_cast<const T*>(p.gate) + row * p.gate_pitch + i);
+  const auto x = load<T, kWidth>(static_cast<const T*>(p.x) + row * p.x_pitch + i);
   Vec<T, kWidth> out;
 #pragma unroll
   for (int k = 0; k < kWidth; ++k)
-    out.data[k] = from_float<T>(device::activate(to_float(gates.data[k]), activation) *
-                                to_float(ups.data[k]));
-  store(y + row * width + i, out);
+    out.data[k] = from_float<T>(device::activate(to_float(gates.data[k]), p.activation) * to_float(x.data[k]));
+  store(static_cast<T*>(p.y) + row * p.width + i, out);
 }
 
 // Four columns a thread, a row of blocks for each row.
@@ -386,9 +384,9 @@ cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto run = [&](auto of) {
-      const bool gates_lie_well = p.gate_pitch % kVec<T> == 0 && reinterpret_cast<uintptr_t>(p.gate) % (kVec<T> * sizeof(T)) == 0;
-      return p.hidden % kVec<T> == 0 && gates_lie_well ? norm_of_width<T, kVec<T>, of.value>(p, stream)
-                                                       : norm_of_width<T, 1, of.value>(p, stream);
+      return p.hidden % kVec<T> == 0 && lies_in_vectors<T>(p.gate, p.gate_pitch)
+          ? norm_of_width<T, kVec<T>, of.value>(p, stream)
+          : norm_of_width<T, 1, of.value>(p, stream);
     };
     if (p.codes != nullptr && (kVec<T> != 8 || p.hidden % 8 != 0)) return cudaErrorInvalidValue;
     if (p.gate != nullptr) {
@@ -400,15 +398,14 @@ cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
   });
 }
 
-cudaError_t gate(DType dtype, void* y, const void* both, int rows, int width, Activation activation,
-                 cudaStream_t stream) {
+cudaError_t gate(DType dtype, const GateParams& p, cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     auto run = [&](auto kernel, int per_thread) {
-      return launch(kernel, dim3(blocks_for(width, 128 * per_thread), rows), 128, 0, stream,
-                    static_cast<T*>(y), static_cast<const T*>(both), width, activation);
+      return launch(kernel, dim3(blocks_for(p.width, 128 * per_thread), p.rows), 128, 0, stream, p);
     };
-    return width % kVec<T> == 0 ? run(gate_kernel<T, kVec<T>>, kVec<T>) : run(gate_kernel<T, 1>, 1);
+    const bool vectors = p.width % kVec<T> == 0 && lies_in_vectors<T>(p.x, p.x_pitch) && lies_in_vectors<T>(p.gate, p.gate_pitch);
+    return vectors ? run(gate_kernel<T, kVec<T>>, kVec<T>) : run(gate_kernel<T, 1>, 1);
   });
 }
 

@@ -18,6 +18,7 @@ from llmc.compiler.lower import _FUSE, GraphPass, run_pass
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.fold import fold
+from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
@@ -289,6 +290,18 @@ def test_a_norm_takes_the_gate_and_the_weights_around_it(text, counts, gate_firs
                  ("norm-gain", "norm-gate", "gate-norm")) == counts
 
 
+@pytest.mark.parametrize("text", [GATES + "logits = Mul(s, x)", GATES + "logits = Mul(x, s)",
+                                  GATES + "h = MatMul(x, other) logits = Mul(s, h)"])
+def test_what_a_linear_layer_makes_gates_another_value(text):
+    graph, reports = before_after(text, {"square": SQUARE, "other": SQUARE.T.copy()},
+                                  gemm, activation, gate)
+    assert reports[-1].matches == {"gate": 1}
+    node = next(node for node in graph.nodes if node.op == "Gate")
+    assert node.inputs[1].inputs[0].attrs["activation"] == "sigmoid"
+    run(graph, projections)  # of two of one x, one
+    assert ops(graph)["GemmBiasAct"] == 1
+
+
 def test_linear_layers_whose_readers_take_columns_are_one():
     """Their activations go to these; a bias for which they have no place stays."""
     graph, reports = before_after(
@@ -402,6 +415,9 @@ REFUSALS = {
     "norm_gate, a GEMM": (
         "p = Mul(x, x) n = RMSNormalization(p, w) logits = MatMul(n, square)",
         [norm, gemm, norm_gate], "a GEMM takes this norm in"),
+    "gate, another shape": (
+        "g = MatMul(x, square) l = ReduceMean(x, last) logits = Mul(g, l)",
+        [gemm, gate], "what a linear layer makes meets another shape"),
     "projections, an activation": (
         "g = MatMul(x, square) t = Tanh(g) n = RMSNormalization(x, w) l = Mul(n, t) "
         "h = MatMul(x, other) m = RMSNormalization(x, b) r = Mul(m, h) logits = Add(l, r)",
@@ -423,7 +439,7 @@ REFUSALS = {
 def test_what_does_not_match_is_refused_with_its_reason(name):
     text, functions, reason = REFUSALS[name]
     graph = small_graph(text, {"w": VECTOR, "b": VECTOR - 1, "square": SQUARE,
-                               "other": SQUARE.T.copy(), "k": VECTOR[:1]})
+                               "other": SQUARE.T.copy(), "k": VECTOR[:1], "last": np.array([-1])})
     reports = [run(graph, function) for function in functions]
     assert any(reason in refusal for report in reports for refusal in report.refusals), \
         [report.refusals for report in reports]

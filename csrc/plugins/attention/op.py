@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
-from llmc.plugins.roles import Attention, ByHeads
+from llmc.plugins.roles import Attention, ByHeads, Columns
 
 
 def check_heads(fields: Fields) -> None:
@@ -674,6 +674,7 @@ OP = Op(
     dims=_dims,
     shard=(ByHeads({"qkv": "qkv"}, per_head=("distance_bias", "sinks", "key_bias")),),
     attention=Attention(caches=("key_cache", "value_cache")),
+    columns=(Columns("qkv"),),
     body=_body,
     bodies={"cpu": _cpu, "tensorrt": _tensorrt, "tensorrt_rtx": _uniform},
     serves={"cpu": _group_query_lengths, "tensorrt_rtx": _uniform_lengths},

@@ -5,7 +5,7 @@ namespace llmc {
 void register_attention() {
   register_plugin(
       {"CausalAttention", 5,
-       {"qkv", "key_cache: kv_dtype", "value_cache: kv_dtype", "cu_seqlens: int32", "past_lens: int32",
+       {"qkv: columns", "key_cache: kv_dtype", "value_cache: kv_dtype", "cu_seqlens: int32", "past_lens: int32",
         "cos?: float32", "sin?: float32", "q_norm?: float32", "k_norm?: float32", "block_table?: int32",
         "distance_bias?: float32", "sinks?: float32", "v_norm?: float32", "key_bias?: float32",
         "query_scale?: float32"},

@@ -93,6 +93,7 @@ class CachedKeysAttention : public Plugin {
     kernels::AttentionParams p = p_;
     p.out = out[0].data;
     p.qkv = in[0].data;
+    p.qkv_pitch = in[0].row_pitch();
     if ((in[1].dtype == DType::kFloat8) != p.float8 || in[2].dtype != in[1].dtype)
       throw Error(op_ + "'s caches are of " + name_of(in[1].dtype) + " and " +
                   name_of(in[2].dtype) + ", which its kv_dtype does not say");
@@ -164,9 +165,8 @@ class CachedKeysAttention : public Plugin {
   // Leave the first sequences out, which have one token each.
   static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
     const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim * element;
-    const int64_t kv_row = p.reads ? 0 : 2ll * p.num_kv_heads * p.head_dim * element;
     p.out = static_cast<char*>(p.out) + sequences * row;
-    p.qkv = static_cast<const char*>(p.qkv) + sequences * (row + kv_row);
+    p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_pitch * element;
     p.cu_seqlens += sequences;
     p.past_lens += sequences;
     p.first_token = sequences;

@@ -83,6 +83,19 @@ inline kernels::GemvParams gemv_params(const Linear& l) {
   return p;
 }
 
+// What a GEMM of gates and then what they let through has left, [rows, 2 · out], as y.
+inline void gate_halves(const Linear& l, const void* both, const Context& context) {
+  kernels::GateParams p{};
+  p.y = l.y.data;
+  p.gate = both;
+  p.x = static_cast<const char*>(both) + l.y.shape.back() * width(l.y.dtype);
+  p.x_pitch = p.gate_pitch = 2 * l.y.shape.back();
+  p.width = static_cast<int>(l.y.shape.back());
+  p.rows = static_cast<int>(l.y.size() / p.width);
+  p.activation = l.activation;
+  check(kernels::gate(l.y.dtype, p, context.stream), "a gate");
+}
+
 // By cuBLASLt; a weight in fewer bits is made numbers first.
 inline void gemm(const Linear& l, void* workspace, const Context& context) {
   kernels::GemvParams p = gemv_params(l);
@@ -95,7 +108,7 @@ inline void gemm(const Linear& l, void* workspace, const Context& context) {
   if (l.gated) {
     context.gemm->run({dtype, workspace, p.x, p.weight, p.bias, nullptr, p.rows, p.in, 2 * p.out, Activation::kNone},
                       context.stream);
-    check(kernels::gate(dtype, p.y, workspace, p.rows, p.out, l.activation, context.stream), "a gate");
+    gate_halves(l, workspace, context);
   } else if (!context.gemm->run({dtype, p.y, p.x, p.weight, p.bias, p.residual, p.rows, p.in, p.out, l.activation},
                                 context.stream)) {
     check(kernels::activate(dtype, p.y, l.y.size(), l.activation, context.stream), "an activation");
@@ -211,7 +224,7 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
   const auto scaled = [&] {
     const bool activated = context.gemm->run(whole, context.stream);
     if (l.gated)
-      check(kernels::gate(l.x.dtype, p.y, workspace, p.rows, p.out, l.activation, context.stream), "a gate");
+      gate_halves(l, workspace, context);
     else if (!activated)
       check(kernels::activate(l.x.dtype, p.y, l.y.size(), l.activation, context.stream), "an activation");
   };
