@@ -17,5 +17,14 @@ def tensors_of(op, fields, inputs, dtype):
             else tensor for name, tensor in tensors.items()}
 
 
+def among_columns(tensor, before, behind):
+    """The same numbers among the columns of wider rows, with none beside them."""
+    rows, width = tensor.shape
+    wide = torch.full((rows, before + width + behind), float("nan"), dtype=tensor.dtype,
+                      device=tensor.device)
+    wide[:, before:before + width] = tensor
+    return wide[:, before:before + width]
+
+
 def describe(tensor):
     return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

@@ -98,14 +98,22 @@ float timed(Launch&& launch, int repeats, const char* what) {
   return time_on(nullptr, repeats - 1, [&] { check(launch(), what); });
 }
 
-// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first. `firsts`: see Gemm::decide.
+// Run one op on device tensors `repeats` times and wait; milliseconds per run after the first. `firsts`: see Gemm::decide;
+// `pitches`: of the inputs, see Tensor; none where all lie in whole rows.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
              const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest, int reach,
-             const std::vector<bool>& firsts) {
+             const std::vector<bool>& firsts, const std::vector<int64_t>& pitches) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
   static Sdpa* sdpa = new Sdpa(/*always=*/true);
   const auto plugin = make_plugin(name, fields);
-  const std::vector<Tensor> in = tensors_of(inputs), out = tensors_of(outputs);
+  std::vector<Tensor> in = tensors_of(inputs);
+  const std::vector<Tensor> out = tensors_of(outputs);
+  const std::vector<Port>& ports = plugin_types().at(name).inputs;
+  for (size_t i = 0; i < pitches.size() && i < in.size(); ++i) {
+    if (pitches[i] != 0 && (!ports[i].columns || pitches[i] < in[i].shape.back()))
+      throw Error("rows of " + name + "'s " + ports[i].name + " cannot be " + std::to_string(pitches[i]) + " apart");
+    in[i].pitch = pitches[i];
+  }
   const std::vector<Dims> made = plugin->shapes(dims_of(in)), given = dims_of(out);
   for (size_t i = 0; i < made.size(); ++i)
     expect("output " + std::to_string(i) + " of " + name, i < given.size() ? given[i] : Dims{0}, made[i]);
@@ -218,7 +226,7 @@ void bind_kernels(nb::module_& m) {
   }, nb::arg("op"), nb::arg("fields"), nb::arg("inputs"));
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0,
-        nb::arg("firsts") = std::vector<bool>());
+        nb::arg("firsts") = std::vector<bool>(), nb::arg("pitches") = std::vector<int64_t>());
   // The kernels that choose tokens: see kernels/launch.h.
   m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
         nb::arg("repeats") = 1);

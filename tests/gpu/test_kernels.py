@@ -1,11 +1,13 @@
 """Every kernel against its op's float64 reference, on fresh random inputs and poisoned outputs."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from on_device import DTYPES, describe, tensors_of
+from on_device import DTYPES, among_columns, describe, tensors_of
 
 from llmc import plugins
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
@@ -23,7 +25,8 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
     """Run the kernel on what the dtype makes of the inputs, and compare. Attention takes sequences
     of one token that come first by themselves, and also as prompts; and prompts by the library too,
     where it serves them. `firsts`: which of two ways each choice falls on, instead of timing. An
-    output of a dtype of its own is exact, or as in float32. `least`: the least tolerance.
+    output of a dtype of its own is exact, or as in float32. `least`: the least tolerance. What an
+    op takes from among the columns of wider rows lies there too, in whole vectors and not.
     """
     fields = op.complete(fields)
     tensors = tensors_of(op, fields, inputs, dtype)
@@ -49,10 +52,15 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
         ones = next((i for i, count in enumerate(new) if count != 1), len(new))
         ways = [(0, 0, 0), *([(ones, 0, 0)] if ones else [])]
         firsts = [()] * len(ways)
-    for (num_decode, longest, reach), choices in zip(ways, firsts, strict=True):
+    beside = [(), (8, 16), (3, 2)] if {role.input for role in op.columns} & {*tensors} else [()]
+    for around, ((num_decode, longest, reach), choices) in itertools.product(
+            beside, [*zip(ways, firsts, strict=True)]):
         if choices or op.state:  # a weight in fewer bits is repacked where it lies, a state written
             tensors = tensors_of(op, fields, inputs, dtype)
-        given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
+        among = {role.input: among_columns(tensors[role.input], *around) for role in op.columns
+                 if around and role.input in tensors}
+        pitches = [among[name].stride(0) if name in among else 0 for name in op.input_names]
+        given = [describe({**tensors, **among}[name]) if name in tensors else (0, "float32", [])
                  for name in op.input_names]
         kinds = [op.output_dtypes.get(name, dtype) for name in op.outputs]
         outputs = [tensors[name.removesuffix("_out")] if name.removesuffix("_out") in tensors else
@@ -60,7 +68,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
                               dtype=getattr(torch, kind), device="cuda")
                    for name, array, kind in zip(op.outputs, expected, kinds, strict=True)]
         extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], num_decode,
-                         longest=longest, reach=reach, firsts=list(choices))
+                         longest=longest, reach=reach, firsts=list(choices), pitches=pitches)
         for tensor, array, kind in zip(outputs, expected, kinds, strict=True):
             actual = tensor.double().cpu().numpy()
             if tensor.dim() == 4 and filled is not None:
@@ -646,14 +654,17 @@ def test_a_mixed_step_is_attended_to_in_two_halves(extension, new, past, more, b
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
+@pytest.mark.parametrize("raw", [False, True], ids=["given", "raw"])
 @pytest.mark.parametrize("rule", ["gated", "gated_delta"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("new", "k_heads", "v_heads", "k_dim", "v_dim"), [
     ([300], 2, 4, 128, 128), ([1, 1, 64, 128, 511], 1, 2, 64, 72), ([191, 1, 400], 1, 3, 256, 40),
     ([129, 500], 2, 2, 96, 32), ([128], 1, 2, 16, 8)])
 def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_dim, v_dim, dtype,
-                                          rule):
-    """By chunks of tokens, whose edges they cross; with a state from before, and without."""
+                                          rule, raw):
+    """By chunks of tokens, whose edges they cross; with a state from before, and without; with
+    decay and beta as they are, and as a linear layer leaves them (`raw`).
+    """
     rng, total, batch = np.random.default_rng(0), sum(new), len(new)
     delta = rule == "gated_delta"
     fields = dict(num_k_heads=k_heads, num_v_heads=v_heads, k_head_dim=k_dim, v_head_dim=v_dim,
@@ -662,6 +673,11 @@ def test_linear_attention_of_long_prompts(extension, new, k_heads, v_heads, k_di
     inputs = {"qkv": qkv, "decay": -rng.uniform(0, 0.5, (total, v_heads)) ** 2,
               "state": rng.standard_normal((batch, v_heads, k_dim, v_dim)) / 4,
               "beta": rng.uniform(0, 1, (total, v_heads)), "skip": rng.standard_normal(v_heads)}
+    if raw:
+        fields |= {"decay_activation": "softplus", "beta_activation": "sigmoid"}
+        inputs |= {name: rng.standard_normal((total, v_heads)) for name in ("decay", "beta")}
+        inputs |= {"decay_bias": rng.uniform(-6, -2, v_heads), "beta_bias": np.ones(v_heads),
+                   "decay_rate": -rng.uniform(0.5, 4, v_heads)}
     inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
     inputs |= {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
                "past_lens": np.array([7 * (i % 2) for i in range(batch)], np.int32)}
