@@ -5,7 +5,7 @@ Result:  y = x · [Wb; Wa; …]ᵀ; Op(columns of y, activation=act, bias=ba), O
 
 An op tells which of its inputs these may be, and whether it has an activation and a bias for them
 (`Op.columns`). The widest come first, so that those behind begin where vectors do; rows of zeros
-bring the width of y to whole vectors.
+bring the width of y to whole vectors, where weights are not stored in fewer bits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _check(graph: gs.Graph, node: gs.Node) -> _Merged | NoMatch | None:
         return None  # something else reads it, or nothing else reads its x
     if isinstance(own, NoMatch):
         return own
-    parts = [part for gemm in gemms if isinstance(part := _part(graph, gemm), _Part)]
+    parts = [part for gemm in gemms if isinstance(part := _part(graph, gemm), _Part)
+             and _form(part) == _form(own)]
     if len(parts) < 2:
         return NoMatch("no other linear layer of its x can be one with it", node)
     return _Merged(tuple(sorted(parts, key=lambda part: -_width(part))))
@@ -87,8 +88,6 @@ def _part(graph: gs.Graph, gemm: gs.Node) -> _Part | NoMatch | None:
         if user is None or not roles:
             return None
         readers.extend((user, role) for role in roles)
-    if values_of(given["weight"]).stored is not None:
-        return NoMatch("the weight is stored in fewer bits", gemm)
     if len(given["weight"].outputs) > 1:
         return NoMatch("the weight is another node's too", gemm)
     activation = fields["activation"]
@@ -114,6 +113,14 @@ def _choices(user: gs.Node, role: Columns) -> Sequence[int | str]:
     return op.choices[role.activation]
 
 
+def _form(part: _Part) -> tuple[object, ...]:
+    """How the weight is stored, if it is in fewer bits: what is one is stored in one way."""
+    stored = values_of(operands(part.gemm)["weight"]).stored
+    return () if stored is None else (
+        stored.dtype, stored.group_size, stored.zeros is None, stored.minima is None,
+        None if stored.order is None else stored.order.tobytes(), stored.activation_dtype)
+
+
 def _width(part: _Part) -> int:
     return int(values_of(operands(part.gemm)["weight"]).shape[0])
 
@@ -122,7 +129,7 @@ def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
     parts, gemms = match.parts, [part.gemm for part in match.parts]
     x = gemms[0].inputs[0]
     widths = [_width(part) for part in parts]
-    padding = -sum(widths) % _VECTOR
+    padding = 0 if _form(parts[0]) else -sum(widths) % _VECTOR
     made = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
     matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
     if padding:

@@ -293,6 +293,21 @@ def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
     assert packed == ({FORMATS[kind][1]} if kind not in ("w4a16-g-idx", "fp8-block") else set())
 
 
+@pytest.mark.parametrize(("family", "kind"), [
+    ("mamba2", "gptq"), ("mamba2", "fp8-dynamic"), ("lfm2", "w4a16"), ("lfm2", "fp8-channel")])
+def test_products_of_one_norm_are_one_in_codes_too(family, kind, tmp_path):
+    changes = {"intermediate_size": 96} if family == "lfm2" else {}
+    plain = families.save(families.tiny_model(family, **changes), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", kind)
+    manifest = llmc.compile(directory, tmp_path / "case", target="cuda")
+    found, = (report.matches for report in manifest.passes if report.name == "projections")
+    assert found == {"projections": 3}
+    rounds = kind == "fp8-dynamic"
+    families.assert_close(Interpreters(tmp_path / "case").ranks[0].run(TOKENS, 0),
+                          transformers_logits(plain, truth, rounds), 1e-3 if rounds else 1e-5)
+    assert {form.dtype for form in manifest.chips[0].quantization.values()} == {FORMATS[kind][1]}
+
+
 def write_numbers(plain, truth, directory):
     """The checkpoint with these numbers for its weights, each expert's by itself."""
     shutil.copytree(plain, directory)
