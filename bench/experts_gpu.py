@@ -1,6 +1,6 @@
 """One layer's experts on one GPU, in bfloat16: microseconds by the kernels for few tokens, by those
-for many, by torch's grouped GEMM between a sort and a sum, as transformers has it; and by the
-kernels for few tokens of weights in int4 and MXFP4.
+for many, by torch's grouped GEMM between a sort and a sum, as transformers has it; and by llmc's
+kernels for few and for many of weights in int4 and MXFP4.
 
     python bench/experts_gpu.py
 
@@ -98,8 +98,8 @@ def main() -> None:
         gate_up = torch.randn(num_experts, 2 * inner, hidden, **kind) / hidden**0.5
         down = torch.randn(num_experts, hidden, inner, **kind) / inner**0.5
         fewer = [packed(dtype, [gate_up, down]) for dtype in ("int4", "mxfp4")]
-        print(f"\n{name}\n\n| tokens | limit | few | many | torch | int4, few | MXFP4, few |\n"
-              "| --- | --- | --- | --- | --- | --- | --- |")
+        print(f"\n{name}\n\n| tokens | limit | few | many | torch | int4, few | many "
+              "| MXFP4, few | many |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
         for count in TOKENS:
             experts = torch.rand(count, num_experts, device="cuda").topk(top_k).indices
             given = [torch.randn(count, hidden, **kind), experts,
@@ -110,8 +110,9 @@ def main() -> None:
                         2 * numbers * count * top_k / RATE) * 1e6
             few = f"{ours(given, y, True):.1f}" if count <= 256 else ""
             peer = graphed(lambda given=given, y=y: grouped(given, y))
-            cells = [f"{ours([*given[:3], *made[:2]], y, True, made[2:], **fields):.1f}"
-                     if count <= 256 else "" for made, fields in fewer]
+            cells = [f"{ours([*given[:3], *made[:2]], y, way, made[2:], **fields):.1f}"
+                     if count <= 256 or not way else "" for made, fields in fewer
+                     for way in (True, False)]
             print(f"| {count} | {limit:.1f} | {few} | {ours(given, y, False):.1f} | {peer:.1f} | "
                   f"{' | '.join(cells)} |", flush=True)
         del gate_up, down, fewer

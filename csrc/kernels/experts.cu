@@ -245,8 +245,8 @@ cudaError_t experts(DType dtype, const ExpertsParams& p, ExpertsWay way, cudaStr
     using T = std::remove_pointer_t<decltype(type)>;
     error = way == ExpertsWay::kPlain ? plain_experts<T>(p, pairs, stream)
             : way == ExpertsWay::kFew ? few_experts(dtype, p, pairs, stream)
-            : packed ? many_packed_experts(dtype, p, pairs, stream)
             : serves_experts_on_hopper(p) ? many_experts_on_hopper(dtype, p, pairs, stream)
+            : packed                      ? many_packed_experts(dtype, p, pairs, stream)
                                           : many_experts(dtype, p, pairs, stream);
     return error != cudaSuccess ? error : combine<T>(p, pairs, stream);
   });

@@ -150,8 +150,7 @@ class Experts : public Plugin {
           kernels::experts_tiled(packing.codes, packing.group_size, p.hidden, p.inner)))
       return kernels::ExpertsWay::kPlain;
     const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
-    const bool hopper = packing.codes == kernels::Codes::kNone && kernels::serves_experts_on_hopper(p);
-    const bool few = hopper ? p.num_tokens <= kFewOnHopper
+    const bool few = kernels::serves_experts_on_hopper(p) ? p.num_tokens <= kFewOnHopper
                             : p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts;
     return pairs <= kernels::kFewExpertPairs && context.gemm->takes_first(few) ? kernels::ExpertsWay::kFew
                                                                                : kernels::ExpertsWay::kMany;
