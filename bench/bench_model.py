@@ -115,11 +115,17 @@ _STORED: dict[str, dict[str, Any]] = {
     "int4": {"weights": _INT4}, "int4 head": {"weights": _INT4}}
 
 
+def _repeated(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """These numbers over and over."""
+    count = math.prod(shape)
+    return numbers.repeat(-(-count // len(numbers)))[:count].reshape(shape)
+
+
 def _packed(name: str, rows: int, width: int, stored: str, codes: torch.Tensor) -> \
         dict[str, torch.Tensor]:
     """A matrix as compressed-tensors stores it, of these bytes over and over."""
     count = rows * width // (2 if "int4" in stored else 1)
-    own = codes.repeat(-(-count // len(codes)))[:count].reshape(rows, -1)
+    own = _repeated(codes, (rows, count // rows))
     if "int4" in stored:
         return {f"{name}_packed": own.view(torch.int32),
                 f"{name}_shape": torch.tensor([rows, width]),
@@ -135,14 +141,13 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
     (root / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     noise = torch.randn(1 << 20) * 0.02
-    codes = torch.randint(256, noise.shape, dtype=torch.uint8) if "int4" in stored else \
-        (noise / 0.1 * 448).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = (noise / 0.1 * 448).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8) \
+        if "fp8" in stored else torch.randint(256, noise.shape, dtype=torch.uint8)
+    numbers = noise.to(torch.bfloat16)
 
     def random(*shape: int) -> torch.Tensor:
-        count = math.prod(shape)
-        start = int(torch.randint(0, 1 << 19, ()))
-        return noise[start:].repeat(-(-count // (len(noise) - start)))[:count] \
-            .reshape(shape).to(torch.bfloat16) + (len(shape) == 1)
+        own = _repeated(numbers[int(torch.randint(0, 1 << 19, ())):], shape)
+        return own + 1 if len(shape) == 1 else own
 
     layers, vocab, hidden = (config[key] for key in ("num_hidden_layers", "vocab_size",
                                                      "hidden_size"))
@@ -155,7 +160,7 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
             own = f"model.layers.{layer}.{name}"
             start = 4 * int(torch.randint(1 << 17, ()))
             if name.endswith("_blocks"):
-                tensors[own] = torch.randint(256, shape, dtype=torch.uint8)
+                tensors[own] = _repeated(codes[start:], shape)
             elif name.endswith("_scales"):  # exponents: 2^-7
                 tensors[own] = torch.full(shape, 120, dtype=torch.uint8)
             else:

@@ -41,7 +41,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
         rest = slice(ones, None) if ones < len(new) else slice(None)
         lengths = int(new[rest].max()), int(total[rest].max())
         ways = [(0, 0, 0), (ones, 0, 0), (ones, *lengths), (0, int(new.max()), int(total.max()))]
-        filled = filled_of(inputs, op.cache_inputs[0], total)
+        filled = filled_of(inputs, min(op.cache_inputs), total)
         for name in op.cache_inputs:  # what is in a cache behind a sequence does not matter
             poisoned = tensors[name].float()
             poisoned[torch.from_numpy(~filled).cuda()] = float("nan")

@@ -98,7 +98,7 @@ struct Maps {
 };
 
 // Groups of columns whose scales a stage has.
-__device__ __forceinline__ int groups_of_stage(const ExpertsPacking& packing) { return packing.group_size < kLine ? 2 : 1; }
+__host__ __device__ __forceinline__ int groups_of_stage(const ExpertsPacking& packing) { return packing.group_size < kLine ? 2 : 1; }
 
 template <bool kDown, Codes kCodes, int kGroups, int kPairs, int kStages>
 __device__ __forceinline__ void copy_all(const Place<kCodes, kGroups, kPairs, kStages>& place, const Maps& maps,
