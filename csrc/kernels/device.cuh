@@ -55,6 +55,9 @@ __device__ __forceinline__ void store(T* p, const Vec<T, N>& v) {
   *reinterpret_cast<Vec<T, N>*>(p) = v;
 }
 
+// Has what lies there in a cache when it is read.
+__device__ __forceinline__ void bring(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
 // Eight elements of a cache as words. Words are what a thread should keep that reads under conditions: elements of 16
 // or 8 bits, or converted ones, are put together there, and each read is waited for before the next one.
 template <typename C>

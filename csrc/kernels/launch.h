@@ -156,6 +156,7 @@ struct LinearAttentionParams {
   float scale;
   bool delta, l2norm, decay_per_channel;
   float* scratch;              // linear_attention_scratch() bytes, for chunks alone
+  bool single = false;         // each sequence has one token at most
 };
 cudaError_t linear_attention(DType dtype, const LinearAttentionParams& params, cudaStream_t stream);
 // The same by chunks of tokens, on tensor cores; scratch for so many tokens at most.

@@ -1,6 +1,7 @@
 // Attention whose past is a matrix for each head: a token multiplies it by a factor, adds the product of its key and what
 // it writes, and reads it. A column of the matrix needs nothing of the others, so it stays in the registers of kLanes
 // threads from a sequence's first new token to its last; keys and queries come by tiles of tokens through shared memory.
+// Where sequences have one token, as they mostly do, another kernel has less to keep, and more of the matrix on its way.
 #include "device.cuh"
 
 namespace llmc::kernels {
@@ -193,8 +194,142 @@ __global__ void __launch_bounds__(kThreads) linear_attention_kernel(LinearAttent
   });
 }
 
+// Of sequences that have one token: what is read of the matrix is summed up once, by its keys' and its query's elements as
+// they are, and what becomes of them as one sum is made of those: q · (S + k n) = q · S + (q · k) n. kEach: keys of a
+// thread, which has four columns of them.
+constexpr int kStepFours = 8, kStepParts = kThreads / kStepFours;
+
+template <typename T, int kEach, bool kAligned>
+__global__ void __launch_bounds__(kThreads) linear_attention_step_kernel(LinearAttentionParams p) {
+  __shared__ float partial[kThreads / 32][kStepFours][11];
+  const int head = blockIdx.y, sequence = p.first_sequence + blockIdx.z;
+  const int four = threadIdx.x % kStepFours, part = threadIdx.x / kStepFours, first_key = part * kEach;
+  const int column = (blockIdx.x * kStepFours + four) * 4;
+  const int token = p.cu_seqlens[sequence];
+  const bool empty = token == p.cu_seqlens[sequence + 1], begins = p.past_lens[sequence] == 0;
+  const int row = p.state_slots != nullptr ? p.state_slots[sequence] : sequence;
+  float* state = p.state + ((static_cast<int64_t>(row) * p.v_heads + head) * p.k_dim + first_key) * p.v_dim + column;
+  const bool has_column = column < p.v_dim;
+  Vec<float, 4> memory[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    memory[i] = {};
+    if (has_column && !empty && !begins && first_key + i < p.k_dim)
+      memory[i] = load<float, 4>(state + static_cast<int64_t>(i) * p.v_dim);
+  }
+  const float rate = p.decay_rate != nullptr ? p.decay_rate[head] : 1.f;
+  const float decay_bias = p.decay_bias != nullptr ? p.decay_bias[head] : 0.f;
+  const float beta_bias = p.beta_bias != nullptr ? p.beta_bias[head] : 0.f;
+  const float skip = p.skip != nullptr ? to_float(static_cast<const T*>(p.skip)[head]) : 0.f;
+  wait_for_inputs();
+  let_next_start();
+  if (empty && !begins) return;
+
+  float query[kEach] = {}, key[kEach] = {}, factor[kEach], value[4] = {}, beta = 1;
+  auto read = [&](float (&to)[kEach], const T* from) {
+    constexpr int kWide = kEach < kVector ? kEach : kVector;
+#pragma unroll
+    for (int i = 0; i < kEach; i += kWide) {
+      if constexpr (kAligned) {
+        if (first_key + i >= p.k_dim) continue;
+        const auto numbers = load<T, kWide>(from + first_key + i);
+#pragma unroll
+        for (int k = 0; k < kWide; ++k) to[i + k] = to_float(numbers.data[k]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kWide; ++k)
+          if (first_key + i + k < p.k_dim) to[i + k] = to_float(from[first_key + i + k]);
+      }
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) factor[i] = 0;
+  if (!empty) {
+    const T* qkv = static_cast<const T*>(p.qkv) +
+                   token * (2ll * p.k_heads * p.k_dim + static_cast<int64_t>(p.v_heads) * p.v_dim);
+    const T* own = qkv + static_cast<int64_t>(head / (p.v_heads / p.k_heads)) * p.k_dim;
+    const T* decay = static_cast<const T*>(p.decay) + token * p.decay_pitch;
+    read(query, own);
+    read(key, own + static_cast<int64_t>(p.k_heads) * p.k_dim);
+    if (p.decay_per_channel) {
+      read(factor, decay + static_cast<int64_t>(head) * p.k_dim);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) factor[i] = expf(factor[i]);
+    } else {
+      const float same = expf(device::activate(to_float(decay[head]) + decay_bias, p.decay_activation) * rate);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) factor[i] = same;
+    }
+    if (p.beta != nullptr)
+      beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_pitch + head]) + beta_bias, p.beta_activation);
+    if (has_column) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        value[c] = to_float(qkv[2ll * p.k_heads * p.k_dim + static_cast<int64_t>(head) * p.v_dim + column + c]);
+    }
+  }
+
+  // Of the query and of the key with each column; query · key, and both with themselves.
+  float sums[11] = {};
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      memory[i].data[c] *= factor[i];
+      sums[c] = fmaf(query[i], memory[i].data[c], sums[c]);
+      sums[4 + c] = fmaf(key[i], memory[i].data[c], sums[4 + c]);
+    }
+    sums[8] = fmaf(query[i], key[i], sums[8]);
+    sums[9] = fmaf(query[i], query[i], sums[9]);
+    sums[10] = fmaf(key[i], key[i], sums[10]);
+  }
+#pragma unroll
+  for (int k = 0; k < 11; ++k) {
+    sums[k] += __shfl_xor_sync(~0u, sums[k], 8);
+    sums[k] += __shfl_xor_sync(~0u, sums[k], 16);
+    if (threadIdx.x % 32 < kStepFours) partial[threadIdx.x / 32][four][k] = sums[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < 11; ++k) {
+    sums[k] = partial[0][four][k];
+#pragma unroll
+    for (int warp = 1; warp < kThreads / 32; ++warp) sums[k] += partial[warp][four][k];
+  }
+  if (!has_column) return;
+  const float query_scale = p.l2norm ? p.scale / sqrtf(sums[9] + 1e-6f) : p.scale;
+  const float key_scale = p.l2norm ? 1.f / sqrtf(sums[10] + 1e-6f) : 1.f;
+  float news[4];
+  Vec<T, 4> out;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    news[c] = (p.delta ? value[c] - key_scale * sums[4 + c] : value[c]) * beta * key_scale;
+    out.data[c] = from_float<T>(fmaf(skip, value[c], query_scale * fmaf(sums[8], news[c], sums[c])));
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (first_key + i >= p.k_dim) break;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) memory[i].data[c] = fmaf(key[i], news[c], memory[i].data[c]);
+    store(state + static_cast<int64_t>(i) * p.v_dim, memory[i]);
+  }
+  if (part == 0 && !empty)
+    store(static_cast<T*>(p.out) + (static_cast<int64_t>(token) * p.v_heads + head) * p.v_dim + column, out);
+}
+
+template <typename T, int kKeys>
+cudaError_t run_step(const LinearAttentionParams& p, cudaStream_t stream) {
+  constexpr int kEach = kKeys / kStepParts;
+  const dim3 grid(blocks_for(p.v_dim, 4 * kStepFours), p.v_heads, p.batch);
+  const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&
+                       (!p.decay_per_channel || lies_in_vectors<T, kVector>(p.decay, p.decay_pitch));
+  return aligned ? launch(linear_attention_step_kernel<T, kEach, true>, grid, kThreads, 0, stream, p)
+                 : launch(linear_attention_step_kernel<T, kEach, false>, grid, kThreads, 0, stream, p);
+}
+
 template <typename T, int kKeys>
 cudaError_t run(const LinearAttentionParams& p, cudaStream_t stream) {
+  if (p.single && p.v_dim % 4 == 0) return run_step<T, kKeys>(p, stream);
   const dim3 grid(blocks_for(p.v_dim, kColumns), p.v_heads, p.batch);
   auto with = [&](auto kernel) { return launch(kernel, grid, kThreads, 0, stream, p); };
   const bool aligned = p.k_dim % kVector == 0 && p.v_heads * p.v_dim % kVector == 0 &&

@@ -78,6 +78,12 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
     gate = static_cast<const T*>(p.gate) + row / p.groups * p.gate_pitch + static_cast<int64_t>(row % p.groups) * p.hidden;
   float value[kTurns][kWidth];
   Vec<T, kWidth> gates[kGated ? kTurns : 1];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = (turn * kThreads + thread) * kWidth;
+    if (i < p.hidden && weight != nullptr) bring(weight + i);
+    if (i < p.hidden && p.bias != nullptr) bring(p.bias + i);
+  }
   wait_for_inputs();
   let_next_start();
   float total = 0;

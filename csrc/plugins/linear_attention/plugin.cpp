@@ -74,10 +74,13 @@ class GatedLinearAttention : public Plugin {
     chunks.num_tokens = static_cast<int>(in[0].shape[0]) - decoding;
     chunks.first_sequence = decoding;
     chunks.batch = batch - decoding;
-    const bool chunked = chunks.batch > 0 && kernels::takes_chunks(in[0].dtype, chunks);
-    p.batch = chunked ? decoding : batch;
+    p.batch = decoding;
+    p.single = true;
     if (p.batch > 0) check(kernels::linear_attention(in[0].dtype, p, context.stream), "GatedLinearAttention");
-    if (chunked) check(kernels::linear_attention_chunks(in[0].dtype, chunks, context.stream), "GatedLinearAttention");
+    if (chunks.batch > 0)
+      check(kernels::takes_chunks(in[0].dtype, chunks)
+                ? kernels::linear_attention_chunks(in[0].dtype, chunks, context.stream)
+                : kernels::linear_attention(in[0].dtype, chunks, context.stream), "GatedLinearAttention");
   }
 
  private:
