@@ -212,20 +212,37 @@ inline unsigned multiprocessors() {
   return static_cast<unsigned>(device_property<cudaDevAttrMultiProcessorCount>());
 }
 
+// A launch that overlaps with the kernel before where it can, in clusters of so many blocks.
+class Launch {
+ public:
+  Launch(dim3 grid, dim3 block, size_t shared, cudaStream_t stream, unsigned cluster = 1) {
+    config_.gridDim = grid;
+    config_.blockDim = block;
+    config_.dynamicSmemBytes = shared;
+    config_.stream = stream;
+    config_.attrs = attributes_;
+    if (can_overlap()) {
+      attributes_[config_.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes_[config_.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      attributes_[config_.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      auto& dimensions = attributes_[config_.numAttrs++].val.clusterDim;
+      dimensions.x = cluster, dimensions.y = 1, dimensions.z = 1;
+    }
+  }
+  Launch(const Launch&) = delete;
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchConfig_t config_{};
+  cudaLaunchAttribute attributes_[2]{};
+};
+
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    Args&&... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = can_overlap() ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  return cudaLaunchKernelEx(Launch(grid, block, shared, stream).config(), kernel, static_cast<Params>(args)...);
 }
 
 // Calls f with a null pointer of the C++ type that a floating DType names.

@@ -171,7 +171,10 @@ template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   constexpr int kRing = kStages * kUnroll * 2 * 32 * sizeof(uint4), kSums = 12 << 10;
   const int room = (device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kSums) / kRing;
-  const bool narrow = !p.gated && p.rows <= kNarrowRows && blocks_for(p.out, 16) < multiprocessors();
+  // Long rows in wide tiles would leave many multiprocessors with one less than others.
+  const unsigned tiles = blocks_for(p.out, 16), places = multiprocessors();
+  const bool uneven = p.rows == 1 && p.in >= 8192 && 5 * blocks_for(tiles, places) * places > 6 * tiles;
+  const bool narrow = !p.gated && p.rows <= kNarrowRows && (tiles < places || uneven);
   const unsigned wanted = std::min(blocks_for(p.in, narrow ? 256 : 128), narrow ? 16u : 8u);
   if (wanted > 8 && room >= 16) return run_warps<T, 16>(p, narrow, stream);
   if (wanted > 4 && room >= 8) return run_warps<T, 8>(p, narrow, stream);

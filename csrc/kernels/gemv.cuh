@@ -56,6 +56,32 @@ __host__ __device__ constexpr int chunks_of(int in) {
 // the same weights half a step further.
 enum class Tile { kWide, kGated, kNarrow };
 
+// What becomes of the sums of an output, and of its up where `gated`; total and squares are those of the row of x, for a norm.
+template <typename T>
+__device__ __forceinline__ float output_of(const GemvParams& p, float value, float up, float total, float squares, int row,
+                                           int output, bool gated, bool norm) {
+  if (norm) {
+    const float mean = p.row_sums != nullptr ? total / p.in : 0.f;
+    const float scale = rsqrtf(fmaxf(squares / p.in - mean * mean, 0.f) + p.epsilon);
+    if (p.row_sums != nullptr) {
+      value -= mean * p.row_sums[output];
+      if (gated) up -= mean * p.row_sums[p.out + output];
+    }
+    value *= scale;
+    up *= scale;
+  }
+  if (p.x_scale != nullptr) {
+    value *= p.x_scale[row] * p.packing.scale[output];
+    if (gated) up *= p.x_scale[row] * p.packing.scale[p.out + output];
+  }
+  if (p.bias != nullptr) {
+    value += to_float(static_cast<const T*>(p.bias)[output]);
+    if (gated) up += to_float(static_cast<const T*>(p.bias)[p.out + output]);
+  }
+  value = activate(value, p.activation);
+  return gated ? value * up : value;
+}
+
 // The outputs of a tile from what each warp summed up, partial[warp][row of the tile][row of x], and measured of x.
 // `turn`: of the block's tiles.
 template <typename T, int kWarps, int kPitch, int kMeasured>
@@ -68,36 +94,17 @@ __device__ __forceinline__ void finish_tile(const GemvParams& p, const float (&p
   for (int i = (threadIdx.x + turn * 32) % kThreads; i < out * p.rows; i += kThreads) {
     const int column = i % out, row = i / out, output = tile * out + column;
     if (output >= p.out) continue;
-    float value = 0, up = 0;
+    float value = 0, up = 0, total = 0, squares = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       value += partial[w][column][row];
       if (kind == Tile::kNarrow) value += partial[w][column + 8][row + 4];
       if (kind == Tile::kGated) up += partial[w][column + 8][row];
     }
-    if (norm) {
-      float total = 0, squares = 0;
+    if (norm)
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += measured[w][row][0], squares += measured[w][row][1];
-      const float mean = p.row_sums != nullptr ? total / p.in : 0.f;
-      const float scale = rsqrtf(fmaxf(squares / p.in - mean * mean, 0.f) + p.epsilon);
-      if (p.row_sums != nullptr) {
-        value -= mean * p.row_sums[output];
-        if (kind == Tile::kGated) up -= mean * p.row_sums[p.out + output];
-      }
-      value *= scale;
-      up *= scale;
-    }
-    if (p.x_scale != nullptr) {
-      value *= p.x_scale[row] * p.packing.scale[output];
-      if (kind == Tile::kGated) up *= p.x_scale[row] * p.packing.scale[p.out + output];
-    }
-    if (p.bias != nullptr) {
-      value += to_float(static_cast<const T*>(p.bias)[output]);
-      if (kind == Tile::kGated) up += to_float(static_cast<const T*>(p.bias)[p.out + output]);
-    }
-    value = activate(value, p.activation);
-    if (kind == Tile::kGated) value *= up;
+    value = output_of<T>(p, value, up, total, squares, row, output, kind == Tile::kGated, norm);
     const int64_t place = static_cast<int64_t>(row) * p.out + output;
     if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
     static_cast<T*>(p.y)[place] = from_float<T>(value);

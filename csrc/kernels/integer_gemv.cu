@@ -9,6 +9,10 @@
 // A warp takes 16 kM rows of the weight at a time, of which a thread has rows g, g + 8, … ; a vector is 64 bytes of a
 // row, a quarter of them each thread's, and the block's warps take vectors in turn. Vectors and their scales are under
 // way to shared memory stages() ahead.
+//
+// kParted: the blocks of a cluster have a part of the columns each, so they make operands of that part alone, and there are
+// more blocks than tiles. Their sums go to one of them, to another for each tile, which adds them up in their order while
+// all take the next tile.
 #include "gemv.cuh"
 #include "packed.cuh"
 
@@ -19,6 +23,7 @@ using namespace device;
 
 __host__ __device__ constexpr int stages(int m) { return m == 2 ? 4 : 6; }  // vectors under way, of each warp
 constexpr float kLargest = 127 * 128;
+constexpr int kMostParts = 4;  // of the columns
 
 __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -33,25 +38,32 @@ constexpr int kSteps = kColumns<kCodes> / 32;  // products of a vector
 template <Codes kCodes>
 constexpr int kHalves = kSteps<kCodes> / 2;    // 16 bytes of x for two of them
 
-// Shared memory: the ring, the operands of x, and of each vector and row of x its scale and sum.
+// Shared memory of a block, in bytes: the ring; the operands of x; of each vector and row of x its scale and sum; of two
+// tiles what each warp of the cluster summed up, [2][sums][16 m][pitch].
 template <Codes kCodes>
 struct Room {
-  int vectors, used;  // columns of an operand that are not zero
-  int64_t operands, factors, all;
+  int vectors, used;  // those of the block; columns of an operand that are not zero
+  int sums, pitch;
+  int64_t operands, factors, partial, all;
 
-  __host__ __device__ Room(int rows, int in, int warps, int m) {
-    vectors = (in + kColumns<kCodes> - 1) / kColumns<kCodes>;
+  __host__ __device__ Room(int rows, int in, int warps, int m, int parts) {
+    const int in_all = (in + kColumns<kCodes> - 1) / kColumns<kCodes>;
+    vectors = (in_all + parts - 1) / parts;
     used = 2 * rows;
+    sums = parts * warps;
+    pitch = rows <= 2 ? 3 : 5;
     operands = int64_t{stages(m)} * warps * m * (2 * 32 * 16 + 64);
     factors = operands + int64_t{vectors} * kHalves<kCodes> * used * 64;
-    all = factors + int64_t{vectors} * 4 * 8;
+    partial = factors + int64_t{vectors} * 4 * 8;
+    all = partial + int64_t{2} * sums * 16 * m * pitch * 4;
   }
 };
 
-// Of x, by all warps: operands, factors and, for a norm, what finish_tile wants to know of it.
+// Of columns first, ... , end - 1 of x, by all warps: operands, factors and, for a norm, the sums of each warp's numbers
+// and of their squares. Waits for x.
 template <typename T, Codes kCodes, int kWarps, int kMeasured>
-__device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kCodes>& room, uint32_t* operands,
-                                              float2* factors, float (&measured)[kWarps][kMeasured][2]) {
+__device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kCodes>& room, int first, int end,
+                                              uint32_t* operands, float2* factors, float (*measured)[kMeasured][2]) {
   constexpr int kLanes = kColumns<kCodes> / 4;  // of a vector: a lane takes four columns
   constexpr int kAtOnce = 32 / kLanes, kBatch = 8;  // vectors; loads under way
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = lane % kLanes;
@@ -63,15 +75,32 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
   struct {
     int row, turn;
   } ahead{}, now{};
+  auto column_of = [&](int turn) { return first + (turn * kWarps + warp) * kAtOnce * kColumns<kCodes> + lane * 4; };
+  Vec<float, 4> weights[kBatch];  // the norm's
+  auto load_weights = [&](int turn) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int column = column_of(turn);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) weights[i].data[k] = 1;
+      if (p.norm_weight != nullptr && column < end) weights[i] = load<float, 4>(p.norm_weight + column);
+      if (++turn == each) turn = 0;
+    }
+  };
+  load_weights(0);
+  wait_for_inputs();
+  let_next_start();
+
   float of_row[2] = {};
   for (int begin = 0; begin < pairs; begin += kBatch) {
+    if (begin > 0) load_weights(ahead.turn);
     Vec<T, 4> fours[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int column = ((ahead.turn * kWarps + warp) * kAtOnce) * kColumns<kCodes> + lane * 4;
+      const int column = column_of(ahead.turn);
 #pragma unroll
       for (int k = 0; k < 4; ++k) fours[i].data[k] = from_float<T>(0.f);
-      if (ahead.row < p.rows && column < p.in)
+      if (ahead.row < p.rows && column < end)
         fours[i] = load<T, 4>(static_cast<const T*>(p.x) + int64_t{ahead.row} * p.in + column);
       if (++ahead.turn == each) ahead.turn = 0, ++ahead.row;
     }
@@ -85,8 +114,9 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
       uint32_t most = 0;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        most = max(most, __float_as_uint(fabsf(x[k])));
         of_row[0] += x[k], of_row[1] = fmaf(x[k], x[k], of_row[1]);
+        x[k] *= weights[i].data[k];
+        most = max(most, __float_as_uint(fabsf(x[k])));
       }
       // As bits: what is no number is greater than all numbers, and makes the scale and what is multiplied by it no number.
       const float largest = __uint_as_float(__reduce_max_sync(mates, most));
@@ -129,22 +159,65 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
   }
 }
 
+// Of a cluster: how many blocks it has, which this one is, and what all its blocks have done or may do. All threads of a
+// block arrive and wait.
+__device__ __forceinline__ int cluster_size() {
+  int size = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#endif
+  return size;
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+__device__ __forceinline__ void arrive_at_cluster() {
+  __syncwarp();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  __syncwarp();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// x to where block `rank` has what this one has at `to`, in shared memory.
+__device__ __forceinline__ void store_to_rank(float* to, int rank, float x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}"
+               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "r"(rank), "f"(x)
+               : "memory");
+#endif
+}
+
 // kUneven: groups have zeros or minima.
-template <typename T, Codes kCodes, int kWarps, int kM, bool kUneven>
+template <typename T, Codes kCodes, int kWarps, int kM, bool kUneven, bool kParted>
 __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) integer_gemv_kernel(GemvParams p) {
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM, kDeep = stages(kM);
-  extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][kRows][8]
-  __shared__ float partial[2][kM][kWarps][16][5];
-  __shared__ float measured[kWarps][4][2];
-  const Room<kCodes> room(p.rows, p.in, kWarps, kM);
+  extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][kRows][8]; see Room
+  __shared__ float measured[kParted ? kMostParts * kWarps : kWarps][4][2];  // of the cluster's warps
+  const int parts = kParted ? cluster_size() : 1, part = kParted ? cluster_rank() : 0;
+  const int begin = blockIdx.x / parts, stride = gridDim.x / parts;  // of tiles
+  const Room<kCodes> room(p.rows, p.in, kWarps, kM, parts);
   auto* const shared = reinterpret_cast<unsigned char*>(ring);
   const auto* operands = reinterpret_cast<const uint4*>(shared + room.operands);
   auto* factors = reinterpret_cast<float2*>(shared + room.factors);
+  auto* const partial = reinterpret_cast<float*>(shared + room.partial);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   auto* const scales = reinterpret_cast<float*>(ring + kDeep * kRows * kThreads) + warp * kRows * 8;
-  const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
+  const int height = p.gated ? 8 : 16, outputs = height * kM, tiles = (p.out + outputs - 1) / outputs;
+  const int first_vector = part * room.vectors, first_column = first_vector * kColumns<kCodes>;
+  const int end_column = min(p.in, first_column + room.vectors * kColumns<kCodes>);
   const int turns = (room.vectors + kWarps - 1) / kWarps;
   const int64_t row_bytes = static_cast<int64_t>(p.in) * kBits<kCodes> / 8;
+  const int64_t end_byte = static_cast<int64_t>(end_column) * kBits<kCodes> / 8;
+  if (kParted) arrive_at_cluster();  // others may write here from now on
   // Rows beyond the last repeat it; their sums are not written.
   auto row_of = [&](int tile, int row) {
     const int low = (tile * kM + row / 2) * height + g;
@@ -159,7 +232,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   struct {
     int tile, vector, slot;
     const uint8_t* rows[kRows];
-  } ahead{static_cast<int>(blockIdx.x), warp, 0, {}};
+  } ahead{begin, warp, 0, {}};
   auto find_rows = [&] {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
@@ -168,8 +241,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   auto group_of = [&](int vector) { return min(vector / per_group, groups - 1); };
   auto copy_vector = [&] {
     if (ahead.tile < tiles) {
-      const int at = 64 * ahead.vector;
-      const bool there = at + 16 * t < row_bytes;
+      const int at = 64 * (first_vector + ahead.vector);
+      const bool there = at + 16 * t < end_byte;
       uint4* to = ring + ahead.slot * kRows * kThreads + threadIdx.x;
 #pragma unroll
       for (int row = 0; row < kRows; ++row) start_copy(to + row * kThreads, ahead.rows[row] + (there ? at : -16 * t), there);
@@ -177,13 +250,13 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
         const int first = (ahead.tile * kM + lane / 4) * height + lane % 2 * 4, second = lane / 2 % 2;
         const int row = first + (second ? p.gated ? p.out : 8 : 0), end = second && p.gated ? all_rows : p.out;
         start_copy(reinterpret_cast<uint4*>(scales + ahead.slot * kWarps * kRows * 8 + lane * 4),
-                   packing.scale + int64_t{group_of(ahead.vector)} * all_rows + (row < end ? row : 0), row < end);
+                   packing.scale + int64_t{group_of(first_vector + ahead.vector)} * all_rows + (row < end ? row : 0), row < end);
       }
       ahead.slot = ahead.slot + 1 == kDeep ? 0 : ahead.slot + 1;
       ahead.vector += kWarps;
       if (ahead.vector >= turns * kWarps) {
         ahead.vector = warp;
-        ahead.tile += gridDim.x;
+        ahead.tile += stride;
         find_rows();
       }
     }
@@ -192,13 +265,38 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   find_rows();
   for (int i = 0; i < kDeep; ++i) copy_vector();  // weights do not depend on the kernel before
 
-  wait_for_inputs();
-  let_next_start();
-  make_operands<T, kCodes, kWarps>(p, room, reinterpret_cast<uint32_t*>(shared + room.operands), factors, measured);
+  make_operands<T, kCodes, kWarps>(p, room, first_column, end_column,
+                                   reinterpret_cast<uint32_t*>(shared + room.operands), factors,
+                                   measured + part * kWarps);
   __syncthreads();
 
-  int slot = 0, turn = 0;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+  // Of the sums of two tiles, in turn: some threads may still read those of the tile before.
+  auto sums_of = [&](int turn, int sum) { return partial + (turn % 2 * room.sums + sum) * 16 * kM * room.pitch; };
+  auto finish = [&](int tile, int turn) {
+    if (kParted && turn % parts != part) return;
+    // Each tile's outputs are the work of other warps first.
+    for (int i = (threadIdx.x + turn * 64) % kThreads; i < outputs * p.rows; i += kThreads) {
+      const int column = i % outputs, row = i / outputs, output = tile * outputs + column;
+      if (output >= p.out) continue;
+      const int64_t place = static_cast<int64_t>(row) * p.out + output;
+      const float added = p.residual != nullptr ? to_float(static_cast<const T*>(p.residual)[place]) : 0.f;
+      const float* from = sums_of(turn, 0) + (column / height * 16 + column % height) * room.pitch + row;
+      float value = 0, up = 0, total = 0, squares = 0;
+      for (int sum = 0; sum < room.sums; sum += kWarps) {
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w, from += 16 * kM * room.pitch) {
+          value += from[0];
+          if (p.gated) up += from[8 * room.pitch];
+          if (p.norm) total += measured[sum + w][row][0], squares += measured[sum + w][row][1];
+        }
+      }
+      value = output_of<T>(p, value, up, total, squares, row, output, p.gated, p.norm);
+      static_cast<T*>(p.y)[place] = from_float<T>(value + added);
+    }
+  };
+
+  int slot = 0, turn = 0, tile = begin;
+  for (; tile < tiles; tile += stride, ++turn) {
     float total[kRows] = {};
     for (int step = 0; step < turns; ++step) {
       const int vector = warp + step * kWarps;
@@ -245,60 +343,104 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
       const int sum_of_x = __float_as_int(factor.y);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        const int zero = kUneven ? zero_of<kCodes>(packing, row_of(tile, row), group_of(vector), groups) : kMiddle<kCodes>;
+        const int group = group_of(first_vector + vector);
+        const int zero = kUneven ? zero_of<kCodes>(packing, row_of(tile, row), group, groups) : kMiddle<kCodes>;
         const int all = sum[row / 2][row % 2 * 2] * 128 + sum[row / 2][row % 2 * 2 + 1] - zero * sum_of_x;
         total[row] = fmaf(static_cast<float>(all), factor.x * scale[row], total[row]);
         if constexpr (kUneven) {
-          const int64_t at = static_cast<int64_t>(group_of(vector)) * all_rows + row_of(tile, row);
+          const int64_t at = static_cast<int64_t>(group) * all_rows + row_of(tile, row);
           const float minimum = has_minima ? __ldg(packing.minimum + at) : 0.f;
           total[row] = fmaf(static_cast<float>(sum_of_x), factor.x * minimum, total[row]);
         }
       }
     }
-    auto& own = partial[turn % 2];  // of the tile before some threads may still read
+    if (kParted) {
+      wait_for_cluster();
+      if (turn > 0) finish(tile - stride, turn - 1);
+      if (p.norm && turn == 0 && lane < p.rows * 2)
+        for (int rank = 0; rank < parts; ++rank) {
+          float* const own = &measured[part * kWarps + warp][lane / 2][lane % 2];
+          if (rank != part) store_to_rank(own, rank, *own);
+        }
+    }
+    if (t < p.rows)
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) own[row / 2][warp][g + row % 2 * 8][t] = total[row];
-    __syncthreads();
-#pragma unroll 1
-    for (int m = 0; m < kM; ++m)
-      finish_tile<T>(p, own[m], measured, tile * kM + m, turn * kM + m, p.gated ? Tile::kGated : Tile::kWide, p.norm);
+      for (int row = 0; row < kRows; ++row) {
+        float* const own = sums_of(turn, part * kWarps + warp) + (row * 8 + g) * room.pitch + t;
+        if constexpr (kParted) store_to_rank(own, turn % parts, total[row]);
+        else *own = total[row];
+      }
+    if (kParted) {
+      arrive_at_cluster();
+    } else {
+      __syncthreads();
+      finish(tile, turn);
+    }
+  }
+  if (kParted) {
+    wait_for_cluster();
+    if (turn > 0) finish(tile - stride, turn - 1);
   }
 }
 
-template <typename T, Codes kCodes, int kWarps, int kM, bool kUneven>
-cudaError_t run(const GemvParams& p, cudaStream_t stream) {
-  const size_t shared = Room<kCodes>(p.rows, p.in, kWarps, kM).all;
-  const auto kernel = integer_gemv_kernel<T, kCodes, kWarps, kM, kUneven>;
+// What a launch is made of: warps of a block, tiles of 16 rows at once, blocks that divide the columns, and how many blocks a
+// multiprocessor has at most.
+struct Form {
+  int warps, m, parts, blocks;
+};
+
+template <typename T, Codes kCodes, int kWarps, int kM, bool kUneven, bool kParted>
+cudaError_t run(const GemvParams& p, const Form& form, cudaStream_t stream) {
+  const size_t shared = Room<kCodes>(p.rows, p.in, kWarps, kM, form.parts).all;
+  const auto kernel = integer_gemv_kernel<T, kCodes, kWarps, kM, kUneven, kParted>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, shared);
   const int tiles = static_cast<int>(blocks_for(p.out, (p.gated ? 8 : 16) * kM));
-  const int resident = std::max(blocks, 1) * static_cast<int>(multiprocessors());
-  return launch(kernel, std::min(tiles, resident), kWarps * 32, shared, stream, p);
+  int clusters = 0;
+  if constexpr (kParted) {
+    const Launch all(form.parts, kWarps * 32, shared, stream, form.parts);
+    cudaOccupancyMaxActiveClusters(&clusters, kernel, all.config());
+  } else {
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, kWarps * 32, shared);
+    clusters *= static_cast<int>(multiprocessors());
+  }
+  const int most = form.blocks * static_cast<int>(multiprocessors()) / form.parts;
+  const int grid = std::max(std::min({tiles, clusters, most}), 1) * form.parts;
+  return cudaLaunchKernelEx(Launch(grid, kWarps * 32, shared, stream, form.parts).config(), kernel, p);
 }
 
-// How many warps a block has, so that there are two blocks, or one where x takes more room; 0: it takes too much.
+// So that there are two blocks, or one where x takes more room; no warps: it takes too much.
 template <Codes kCodes>
-int warps_for(const GemvParams& p) {
+Form form_of(const GemvParams& p) {
   const int64_t most = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
-  auto needs = [&](int warps, int m) {  // with what is beside: partial sums
-    return Room<kCodes>(p.rows, p.in, warps, m).all + int64_t{2} * m * warps * 16 * 5 * 4 + warps * 32;
+  auto needs = [&](int warps, int m, int parts) {  // with what is beside: what is measured
+    return Room<kCodes>(p.rows, p.in, warps, m, parts).all + parts * warps * 32;
   };
-  if (2 * (needs(8, 2) + 1024) <= most) return 8;
-  return needs(16, 1) <= most ? 16 : 0;
+  // Where each block would have a tile at most, and much of x to make operands of.
+  const int64_t columns = int64_t{p.rows} * p.in;
+  if (device_property<cudaDevAttrComputeCapabilityMajor>() >= 9 && blocks_for(p.out, p.gated ? 16 : 32) <= multiprocessors() &&
+      columns > 9000) {
+    const int parts = columns < 28000 ? 2 : kMostParts;
+    if (2 * (needs(8, 2, parts) + 1024) <= most) return {8, 2, parts, 2};
+  }
+  if (2 * (needs(8, 2, 1) + 1024) <= most) return {8, 2, 1, 2};
+  if (needs(16, 1, 1) <= most) return {16, 1, 1, 1};
+  return {};
 }
 
 template <typename T, Codes kCodes, bool kUneven>
-cudaError_t run_warps(const GemvParams& p, cudaStream_t stream) {
-  return warps_for<kCodes>(p) == 16 ? run<T, kCodes, 16, 1, kUneven>(p, stream) : run<T, kCodes, 8, 2, kUneven>(p, stream);
+cudaError_t run_form(const GemvParams& p, const Form& form, cudaStream_t stream) {
+  if (form.parts > 1) return run<T, kCodes, 8, 2, kUneven, true>(p, form, stream);
+  return form.warps == 16 ? run<T, kCodes, 16, 1, kUneven, false>(p, form, stream)
+                          : run<T, kCodes, 8, 2, kUneven, false>(p, form, stream);
 }
 
 template <typename T, Codes kCodes>
 cudaError_t run_codes(const GemvParams& p, cudaStream_t stream) {
-  if (p.packing.zero != nullptr || p.packing.minimum != nullptr) return run_warps<T, kCodes, true>(p, stream);
-  return run_warps<T, kCodes, false>(p, stream);
+  const Form form = form_of<kCodes>(p);
+  if (p.packing.zero != nullptr || p.packing.minimum != nullptr) return run_form<T, kCodes, true>(p, form, stream);
+  return run_form<T, kCodes, false>(p, form, stream);
 }
 
 template <typename T>
@@ -311,12 +453,12 @@ cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
 bool has_integer_gemv(const GemvParams& p) {
   const bool four = p.packing.codes == Codes::kFour;
   if ((!four && p.packing.codes != Codes::kEight) || p.rows > kIntegerRows || p.in % 32 != 0 || p.out % 4 != 0 ||
-      reinterpret_cast<uintptr_t>(p.packing.scale) % 16 != 0)
+      reinterpret_cast<uintptr_t>(p.packing.scale) % 16 != 0 || reinterpret_cast<uintptr_t>(p.norm_weight) % 16 != 0)
     return false;
   // Making operands of more rows takes longer than it saves where a block has few tiles.
   if (p.rows > 2 && blocks_for(p.out, p.gated ? 16 : 32) < 4 * multiprocessors()) return false;
   if (p.packing.group_size % (four ? kColumns<Codes::kFour> : kColumns<Codes::kEight>) != 0) return false;
-  return (four ? warps_for<Codes::kFour>(p) : warps_for<Codes::kEight>(p)) != 0;
+  return (four ? form_of<Codes::kFour>(p) : form_of<Codes::kEight>(p)).warps != 0;
 }
 
 cudaError_t integer_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {

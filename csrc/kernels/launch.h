@@ -78,7 +78,8 @@ cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
 // y = act(x · weightᵀ + bias) + residual; x T [rows, in], weight T [out, in]; bias [out] and residual
 // [rows, out] T or null. Gated: weight [2 · out, in], y = act(gate) * up. At most kGemvRows rows, in a
 // multiple of 8, 16-bit types. With `norm`, x is normed first, without weight and bias; where row_sums is
-// there (float32, the sum of each row of weight) its mean is taken off.
+// there (float32, the sum of each row of weight) its mean is taken off. A norm_weight is integer_gemv()'s alone, without
+// row_sums.
 constexpr int kGemvRows = 16;
 struct GemvParams {
   void* y;
@@ -92,6 +93,7 @@ struct GemvParams {
   bool norm = false;
   const float* row_sums = nullptr;
   float epsilon = 0;
+  const float* norm_weight = nullptr;  // float32 [in]
   Packing packing = {};
   const float* x_scale = nullptr;  // [rows] of x in FP8
 };

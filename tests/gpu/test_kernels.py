@@ -247,10 +247,12 @@ def test_linear(extension, name, rows, width, out, dtype):
 @pytest.mark.parametrize(("stored", "brings"), [
     ("int4", ""), ("uint4", "zero"), ("uint4", "min"), ("int8", ""), ("uint8", "zero"),
     ("uint8", "min"), ("float8_e4m3fn", "")])
-@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm"])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
+                                  "NormGemm, weighted"])
 def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows, width, out, group,
                                           dtype):
     rng = np.random.default_rng(4)
+    name, _, weighted = name.partition(", ")
     bits, count = CODES[stored][0], 2 * out if name == "GatedMLP" else out
     fields = {"weight_dtype": stored, "group_size": group, "in_features": width,
               "out_features": count}
@@ -269,7 +271,10 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
         inputs["residual"] = rng.standard_normal((rows, out))
     else:
         fields["activation"] = "silu"
-    if name == "NormGemm":
+    if weighted:
+        fields["epsilon"] = 1e-5
+        inputs["norm_weight"] = rng.uniform(0.5, 2, width).astype(np.float32)
+    elif name == "NormGemm":
         fields |= {"centred": 1, "epsilon": 1e-5}
         inputs["row_sums"] = dequantized(fields, inputs["weight"], inputs["weight_scale"],
                                          inputs.get("weight_zero"), inputs.get("weight_min")).sum(1)

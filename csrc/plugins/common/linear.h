@@ -132,7 +132,7 @@ enum class Choice : int64_t { kFew = 0, kPacked = 8, kFewCodes = 64, kScales = 1
 // What a choice depends on.
 inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p, Choice choice) {
   const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr) + static_cast<int64_t>(choice) +
-                       16 * static_cast<int64_t>(p.packing.codes);
+                       16 * static_cast<int64_t>(p.packing.codes) + 512 * (p.norm_weight != nullptr);
   return {static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows};
 }
 

@@ -36,12 +36,14 @@ class NormGemm : public Plugin {
     const Linear whole{x, in[1], packing, quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_, gated_};
     const Rows rows{true, centred_, quantized_.rounds(), epsilon_, floats(optional(in, 4)), floats(optional(in, 5))};
     if (rows.rounded) return linear_of_rounded(whole, rows, workspace, context);
-    if (rows.weight != nullptr || rows.bias != nullptr) return linear_of_made(whole, rows, workspace, context);
-    if (!has_few_rows(x, packing)) return norm_then_gemm(whole, rows, workspace, context);
     kernels::GemvParams p = gemv_params(whole);
     p.norm = true;
     p.row_sums = centred_ ? floats(optional(in, 3)) : nullptr;
     p.epsilon = epsilon_;
+    p.norm_weight = rows.weight;
+    const bool serves = !centred_ && rows.bias == nullptr && can_gemv(x) && kernels::has_integer_gemv(p);
+    if ((rows.weight != nullptr || rows.bias != nullptr) && !serves) return linear_of_made(whole, rows, workspace, context);
+    if (!has_few_rows(x, packing)) return norm_then_gemm(whole, rows, workspace, context);
     choose_gemv(x.dtype, p, context, [&] { norm_then_gemm(whole, rows, workspace, context); });
   }
 
