@@ -387,7 +387,8 @@ def check_logits_on_gpu(family: str, directory: Path, compile: Callable[[Path, P
                         dtypes: Sequence[str], **changes) -> None:
     """A tiny model, compiled for each dtype: the logits of an unequal batch, prompts and decoding,
     beside transformers'. In 16 bits no further from the float32 truth than twice what transformers
-    is, of experts that are nearly alike: rounding may choose another.
+    is at most positions, and than four times at its furthest, of experts that are nearly alike:
+    rounding may choose another.
     """
     try:
         model = tiny_model(family, **changes)
@@ -413,9 +414,11 @@ def check_logits_on_gpu(family: str, directory: Path, compile: Callable[[Path, P
         ours, exact, theirs = (
             np.stack(rows, 1), *(np.stack([x[i, end] for i, end in enumerate(ends)])
                                  for x in (truth, theirs)))
-        allowed = 1e-5 * span if name == "float32" else 2 * np.abs(theirs - exact).max()
-        error = np.abs(ours - exact).max((-2, -1))
-        assert error.max() <= allowed, f"{name}: {error} of {span}, {allowed} allowed"
+        errors, known = (np.abs(x - exact).max(-1) for x in (ours, theirs))  # by position
+        most, middle = (1e-5 * span, np.inf) if name == "float32" else \
+            (4 * known.max(), 2 * np.median(known))
+        found = f"{name}: {errors.max()} and {np.median(errors)} of {span}; {most}, {middle} allowed"
+        assert errors.max() <= most and np.median(errors) <= middle, found
 
 
 def engine_of(llm: llmc.LLM) -> Any:
