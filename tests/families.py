@@ -417,8 +417,9 @@ def check_logits_on_gpu(family: str, directory: Path, compile: Callable[[Path, P
         errors, known = (np.abs(x - exact).max(-1) for x in (ours, theirs))  # by position
         most, middle = (1e-5 * span, np.inf) if name == "float32" else \
             (4 * known.max(), 2 * np.median(known))
-        found = f"{name}: {errors.max()} and {np.median(errors)} of {span}; {most}, {middle} allowed"
-        assert errors.max() <= most and np.median(errors) <= middle, found
+        furthest, median = errors.max(), np.median(errors)
+        assert furthest <= most and median <= middle, \
+            f"{name}: {furthest} and {median} of {span}; {most} and {middle} allowed"
 
 
 def engine_of(llm: llmc.LLM) -> Any:
