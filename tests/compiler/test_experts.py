@@ -306,15 +306,21 @@ def check_refused(hf, tmp_path, monkeypatch, match):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+# How many ranks, and whether they have whole experts.
+RANKS = pytest.mark.parametrize(("tp_size", "expert_parallel"),
+                                [(1, False), (2, False), (2, True), (3, True)])
+
+
+@RANKS
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_experts_are_rounded_and_routers_left_alone(tp_size, scheme, tmp_path, monkeypatch):
+def test_experts_are_rounded_and_routers_left_alone(tp_size, expert_parallel, scheme, tmp_path,
+                                                    monkeypatch):
     """What ONNX Runtime's kernel makes of them is what the body does, but for activations in 8
     bits.
     """
     model = families.tiny_model("qwen3_moe", moe_intermediate_size=64)
     hf, said = families.save(model, tmp_path / "hf"), []
-    options = dict(quantize=scheme, tp_size=tp_size)
+    options = dict(quantize=scheme, tp_size=tp_size, expert_parallel=expert_parallel)
     llmc.compile(hf, tmp_path / "case", progress=said.append, **options)
     assert not any("experts stay" in text for text in said)
     kinds = kinds_of(tmp_path / "case")
@@ -329,20 +335,20 @@ def test_experts_are_rounded_and_routers_left_alone(tp_size, scheme, tmp_path, m
     for case in ("case", "plain"):
         with llmc.LLM(tmp_path / case) as llm:
             logits.append(llm.logits(TOKENS))
-    assert not np.array_equal(*logits)
+    assert np.array_equal(*logits) == expert_parallel  # then there is no kernel of ONNX Runtime's
     families.assert_close(*logits, 0.01)
     families.assert_close(logits[0], families.reference_logits(model, TOKENS),
                           {"int8": 0.05, "int4": 0.15}[scheme])
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@RANKS
 @pytest.mark.parametrize(("scheme", "tolerance"), [("int4", 0.15), ("uint4", 0.15), ("int8", 0.05),
                                                    ("float8_e4m3fn", 0.1)])
-def test_gpus_take_experts_in_fewer_bits(tp_size, scheme, tolerance, tmp_path):
+def test_gpus_take_experts_in_fewer_bits(tp_size, expert_parallel, scheme, tolerance, tmp_path):
     model = families.tiny_model("qwen3_moe", moe_intermediate_size=64)
     hf, said = families.save(model, tmp_path / "hf"), []
     llmc.compile(hf, tmp_path / "case", target="cuda", quantize=scheme, tp_size=tp_size,
-                 progress=said.append)
+                 expert_parallel=expert_parallel, progress=said.append)
     assert not any("experts stay" in text for text in said)
     kinds = kinds_of(tmp_path / "case")
     assert kinds["mlp.gate.weight"] == "float32"
@@ -385,8 +391,8 @@ def test_diff_of_rounded_experts_does_not_blame_what_chooses_them(tmp_path):
     assert diff(tmp_path / "case", hf, bisect=True, tokens=2).verdict is None
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, tmp_path):
+@RANKS
+def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, expert_parallel, tmp_path):
     model = families.tiny_model("gpt_oss", intermediate_size=96)
     numbers = families.to_mxfp4(families.save(model, tmp_path / "hf"), tmp_path / "mxfp4",
                        np.random.default_rng(6))
@@ -394,15 +400,16 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_are(tp_size, tmp_pat
         for name, array in numbers.items():
             model.get_parameter(name).copy_(torch.from_numpy(array))
     said = []
-    llmc.compile(tmp_path / "mxfp4", tmp_path / "case", tp_size=tp_size, progress=said.append)
+    ranks = dict(tp_size=tp_size, expert_parallel=expert_parallel)
+    llmc.compile(tmp_path / "mxfp4", tmp_path / "case", progress=said.append, **ranks)
     assert any("numbers of MXFP4 are kept exactly as int8" in text for text in said)
     assert kinds_of(tmp_path / "case")["mlp.experts.gate_up_proj"] == "uint8"
     expected = families.reference_logits(model, TOKENS)
     with llmc.LLM(tmp_path / "case") as llm:
         families.assert_close(llm.logits(TOKENS), expected, 0.01)
     said.clear()
-    llmc.compile(tmp_path / "mxfp4", tmp_path / "cuda", target="cuda", tp_size=tp_size,
-                 progress=said.append)
+    llmc.compile(tmp_path / "mxfp4", tmp_path / "cuda", target="cuda", progress=said.append,
+                 **ranks)
     assert not any("MXFP4" in text for text in said)
     assert {form.dtype for chip in read_manifest(tmp_path / "cuda").chips
             for form in chip.quantization.values()} == {"mxfp4"}

@@ -5,8 +5,9 @@
 namespace llmc {
 namespace {
 
-// Pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper so many tokens.
-constexpr int64_t kFewPairs = 8, kFewOnHopper = 8;
+// Pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of packed weights, and so
+// many tokens of others.
+constexpr int64_t kFewPairs = 8, kFewPackedOnHopper = 4, kFewOnHopper = 8;
 
 // How the field weight_dtype has weights stored, and whether their groups have zeros.
 std::pair<kernels::Codes, bool> codes_of(const std::string& dtype) {
@@ -150,8 +151,10 @@ class Experts : public Plugin {
           kernels::experts_tiled(packing.codes, packing.group_size, p.hidden, p.inner)))
       return kernels::ExpertsWay::kPlain;
     const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
-    const bool few = kernels::serves_experts_on_hopper(p) ? p.num_tokens <= kFewOnHopper
-                            : p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts;
+    const bool few = !kernels::serves_experts_on_hopper(p)
+                         ? p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts
+                     : packing.codes != kernels::Codes::kNone ? pairs <= kFewPackedOnHopper * p.num_experts
+                                                              : p.num_tokens <= kFewOnHopper;
     return pairs <= kernels::kFewExpertPairs && context.gemm->takes_first(few) ? kernels::ExpertsWay::kFew
                                                                                : kernels::ExpertsWay::kMany;
   }
