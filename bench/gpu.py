@@ -170,7 +170,7 @@ def steps_of(llm: llmc.LLM, batch: int, inputs: int, params: SamplingParams | No
         Callable[[int], object]:
     """Prefill a batch; a function that makes so many decode steps for it, at most 500 in all."""
     loop = llm._loops[0]
-    prompt = np.random.default_rng(0).integers(5, 50000, inputs).tolist()
+    prompts = np.random.default_rng(0).integers(5, 50000, (batch, inputs)).tolist()
     wish = params or SamplingParams()
     held: list[Any] = []
 
@@ -181,11 +181,12 @@ def steps_of(llm: llmc.LLM, batch: int, inputs: int, params: SamplingParams | No
         most = engine.limits.max_tokens // inputs
         for start in range(0, batch, most):
             rows = range(start, min(start + most, batch))
-            step = Step.of([prompt] * len(rows), [0] * len(rows),
+            step = Step.of([prompts[row] for row in rows], [0] * len(rows),
                            [lease.tables[row].blocks for row in rows],
                            [lease.slots[row] for row in rows],
                            admit={lease.slots[row]: SamplingState(
-                               Sampler(wish, 0, prompt, [2], wish.bad_words)) for row in rows})
+                               Sampler(wish, 0, prompts[row], [2], wish.bad_words))
+                               for row in rows})
             engine.collect(engine.submit(step))
 
     def decode(scheduler: Scheduler, engine: Engine) -> None:

@@ -218,7 +218,7 @@ def test_attention_over_float8_caches(extension, new, past, variant, dtype):
 @pytest.mark.parametrize(("rows", "width", "out"), [
     (1, 1024, 3072), (2, 2048, 100), (3, 576, 960), (8, 4096, 4096), (16, 2048, 100), (9, 104, 37),
     (17, 576, 64), (64, 576, 1536), (5, 1001, 7), (1, 104, 37), (1, 8192, 16000), (1, 2056, 37),
-    (4, 4096, 200), (2, 8200, 130),
+    (4, 4096, 200), (2, 8200, 130), (1, 8200, 2600),
 ])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm"])
 def test_linear(extension, name, rows, width, out, dtype):
