@@ -158,3 +158,11 @@ def test_a_head_dim_of_some_layers_that_kernels_lack_is_refused(tmp_path):
     with pytest.raises(llmc.LlmcError, match="no kernel for llmc::CausalAttention with head_dim "
                                              "520 yet"):
         llmc.compile(hf, tmp_path / "case", target="cuda")
+
+
+def test_attention_that_clamps_its_scores_is_named(tmp_path):
+    model = families.tiny_model("xglm", vocab_size=families.VOCAB, d_model=64, ffn_dim=96,
+                                num_layers=2, attention_heads=4)
+    with pytest.raises(llmc.LlmcError, match="this op on the scores is not known: Max ") as caught:
+        llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
+    assert "\n" not in str(caught.value)

@@ -50,7 +50,8 @@ def _gate_above(graph: gs.Graph, joint: gs.Node) -> gs.Node | None:
     before, after = joint.inputs[0], joint.outputs[0].shape
     node, shape = producer(before), before.shape
     if node is None or node.op not in ELEMENTWISE or shape is None or len(shape) != 4 \
-            or after is None or [*after] != [*shape[:2], shape[2] * shape[3]] \
+            or not all(isinstance(size, int) for size in shape[2:]) or after is None \
+            or [*after] != [*shape[:2], shape[2] * shape[3]] \
             or len(consumers(graph, before)) != 1:
         return None
     return node if all((isinstance(tensor, gs.Constant) and np.prod(tensor.shape) == 1)
