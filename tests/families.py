@@ -133,6 +133,8 @@ UNPLANNED = {
     "ministral": {**_HEADS, "sliding_window": 8},
     "cohere2": {**_LLAMA, "sliding_window": 8, "num_hidden_layers": 4},
     "vaultgemma": {**_HEADS, "sliding_window": 8},
+    "beam": {**_HEADS, "sliding_window": 8, "num_hidden_layers": 2,
+             "layer_types": ["sliding_attention", "full_attention"]},
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _LOCAL = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -2,16 +2,20 @@
 
 Given:   Sdpa → Transpose → Mul(·, Sigmoid(gate)) → Reshape, on [batch, seq, heads, head_dim]
 Result:  Sdpa → Transpose → Reshape → Mul(·, Sigmoid(Reshape(gate))), on [batch, seq, heads *
-         head_dim]; a gate for each head is expanded first
+         head_dim]; a gate for each head is expanded first, and so are numbers
+         of heads that it is made with
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
-from llmc.compiler.graph.rewrite import consumers, is_op, producer, tidy
+from llmc.compiler.graph.rewrite import consumers, is_op, producer, tidy, values_of
 from llmc.compiler.graph.sdpa import SDPA
 
 
@@ -28,7 +32,9 @@ def join_before_gates(graph: gs.Graph) -> None:
         heads, result = gate.outputs[0].shape[2:], joint.outputs[0]
         inputs = []
         for index, tensor in enumerate(gate.inputs):
-            if not isinstance(tensor, gs.Constant):
+            if isinstance(tensor, gs.Constant):
+                tensor = _for_each_number(tensor, heads, result.name)
+            else:
                 name = f"{result.name}.{index}"
                 joined = gs.Variable(name, tensor.dtype, result.shape)
                 stack.append(gs.Node(op="Reshape", name=name, attrs=dict(joint.attrs),
@@ -54,9 +60,26 @@ def _gate_above(graph: gs.Graph, joint: gs.Node) -> gs.Node | None:
             or [*after] != [*shape[:2], shape[2] * shape[3]] \
             or len(consumers(graph, before)) != 1:
         return None
-    return node if all((isinstance(tensor, gs.Constant) and np.prod(tensor.shape) == 1)
+    return node if all((isinstance(tensor, gs.Constant) and _lies_in(tensor.shape, shape[2:]))
                        or (len(tensor.shape or ()) == 4 and [*tensor.shape[:2]] == [*shape[:2]])
                        for tensor in node.inputs) else None
+
+
+def _lies_in(shape: Sequence[int], heads: Sequence[int]) -> bool:
+    """Whether there are numbers of these heads, the same for every token."""
+    own = [1] * (4 - len(shape)) + [*shape]
+    return len(own) == 4 and own[:2] == [1, 1] and all(
+        size in (1, whole) for size, whole in zip(own[2:], heads, strict=True))
+
+
+def _for_each_number(constant: gs.Constant, heads: Sequence[int], name: str) -> gs.Constant:
+    """One that has a number for all, as it is; else one for each number of these heads."""
+    size = math.prod(constant.shape)
+    if size == 1:
+        return constant
+    index = np.broadcast_to(np.arange(size).reshape(constant.shape), (1, 1, *heads)).reshape(-1)
+    return gs.Constant(f"{constant.name}/{name}",
+                       values_of(constant).reshape((size,)).take_rows(index))
 
 
 def _is_attention(tensor: gs.Tensor) -> bool:
