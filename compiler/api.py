@@ -18,8 +18,8 @@ from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import DEQUANTIZED, ROUNDED, UNQUANTIZED_EXPERTS, WIDENED
-from llmc.compiler.preflight import TARGETS, About, check_model, check_options
-from llmc.compiler.targets import Options, cuda
+from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options
+from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.plugins.quantization import FLOAT8
@@ -163,10 +163,10 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
     for report in lowered.reports if not options.dequantize else ():
         of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
         rounded = report.matches.get(ROUNDED, 0)
-        if options.target == cuda.KIND and of_float8 > rounded:
+        if options.target in GPU and of_float8 > rounded:
             progress(f"weights in FP8 are converted to {options.dtype} as they are read, on GPUs "
                      f"that multiply FP8 too")
-        if options.target == cuda.KIND and rounded:
+        if options.target in GPU and rounded:
             progress(f"{rounded} linear layers multiply FP8 by FP8 on GPUs of compute capability "
                      f"9.0; on others both are converted to {options.dtype} as they are read")
         count = report.matches.get(DEQUANTIZED, 0)

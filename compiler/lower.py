@@ -51,14 +51,14 @@ from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.projections import projections
-from llmc.compiler.passes.quantize import dequantize_weights, quantize_weights
+from llmc.compiler.passes.quantize import quantize_weights
 from llmc.compiler.passes.route import route
 from llmc.compiler.passes.rows import gates
 from llmc.compiler.passes.sdpa import sdpa
 from llmc.compiler.passes.states import states
 from llmc.compiler.passes.streams import streams
 from llmc.compiler.passes.tensor_parallel import tensor_parallel
-from llmc.compiler.preflight import TARGETS, About, limit_seq_len
+from llmc.compiler.preflight import GPU, TARGETS, About, limit_seq_len
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
@@ -66,7 +66,6 @@ from llmc.plugins.route.op import OP as ROUTE
 from llmc.runtime.manifest import Dims, EncoderInfo
 
 _VOCAB_MULTIPLE = 64
-_GPU = (cuda.KIND, tensorrt.KIND)
 
 
 @dataclass(frozen=True)
@@ -137,19 +136,18 @@ PASSES: tuple[Pass, ...] = (
     Partition("tensor_parallel", tensor_parallel),
     EncoderPass("memory", move_memory),  # what moves has been cut where it was used
     # Quantise: behind partition, so that a group is never cut, and gains, so that none is rounded.
-    RankPass("dequantize", dequantize_weights, (tensorrt.KIND,)),
     GraphPass("norm_gate", norm_gate, (cuda.KIND,)),
     GraphPass("gate", gate, (cuda.KIND,)),  # of the gates that norm_gate has left
     GraphPass("projections", projections, (cuda.KIND,)),  # after both, whose ops take columns
-    GraphPass("norm_gemm", norm_gemm, _GPU),  # after projections: one GEMM that reads a norm
-    RankPass("quantize", quantize_weights, (cpu.KIND, cuda.KIND)),
+    GraphPass("norm_gemm", norm_gemm, GPU),  # after projections: one GEMM that reads a norm
+    RankPass("quantize", quantize_weights, (cpu.KIND, *GPU)),
     # What the engine of a target wants.
-    GraphPass("elements", elements, _GPU),
+    GraphPass("elements", elements, GPU),
     GraphPass("columns", columns, (cuda.KIND,)),
-    RankPass("cast", cast, _GPU),
-    GraphPass("cache_dtype", cache_dtype, _GPU),  # after cast, which gives caches the model's
-    EncoderPass("name_weights", name_weights, _GPU),  # after all that makes weights anew
-    GraphPass("blocks", blocks, _GPU, needs_logits=True),
+    RankPass("cast", cast, GPU),
+    GraphPass("cache_dtype", cache_dtype, GPU),  # after cast, which gives caches the model's
+    EncoderPass("name_weights", name_weights, GPU),  # after all that makes weights anew
+    GraphPass("blocks", blocks, GPU, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, (tensorrt.KIND,)),
 )
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
@@ -234,6 +232,7 @@ def divide(fused: Fused, options: Options) -> Lowered:
                        head_scheme=options.head_scheme, calibrated=options.calibrated,
                        dequantize=options.dequantize, expert_parallel=options.expert_parallel,
                        group_multiple=getattr(target, "GROUP_MULTIPLE", 0),
+                       row_multiple=getattr(target, "ROW_MULTIPLE", 1),
                        orders_columns=getattr(target, "ORDERS_COLUMNS", False),
                        expert_dtypes=getattr(target, "EXPERT_DTYPES", ()),
                        packs_heads=getattr(target, "PACKS_HEADS", False))
@@ -303,7 +302,7 @@ def _require_cores(graphs: Sequence[gs.Graph], target: str) -> None:
         op = op_of(node)
         if op is None or target == cpu.KIND:
             continue
-        odd = sorted(op.lacking(fields_of(node), operands(node))) if target in _GPU else []
+        odd = sorted(op.lacking(fields_of(node), operands(node))) if target in GPU else []
         kept = op.state or (op.attention is not None and (
             op.attention.reads or len(op.attention.caches) == 1))
         if odd or not op.has_core or (kept and target != cuda.KIND):

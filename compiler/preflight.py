@@ -19,7 +19,7 @@ from llmc.plugins.quantization import FLOAT8
 
 TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
-_GPU = (cuda.KIND, tensorrt.KIND)
+GPU = (cuda.KIND, tensorrt.KIND)
 _DEFAULT_MAX_SEQ_LEN = 4096
 _MAX_HEAD_DIM = 512  # of the attention kernels
 # What configs call the experts of a token, and all of a layer.
@@ -176,7 +176,7 @@ def _schemes(options: Options) -> str | None:
 
 def _compute_capability(options: Options) -> str | None:
     if options.compute_capability is None or (
-            options.target in _GPU and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
+            options.target in GPU and re.fullmatch(r"[1-9]\d*\.\d", options.compute_capability)):
         return None
     return (f"compute_capability '{options.compute_capability}' is not one of a GPU's for target "
             f"{options.target}; write it like 9.0")
@@ -272,7 +272,7 @@ def _positions(options: Options, about: About) -> str | None:
 
 def _head_dim(options: Options, about: About) -> str | None:
     dim = about.head_dim
-    if options.target not in _GPU or dim is None or (dim % 8 == 0 and dim <= _MAX_HEAD_DIM):
+    if options.target not in GPU or dim is None or (dim % 8 == 0 and dim <= _MAX_HEAD_DIM):
         return None
     return (f"head_dim {dim} of '{about.name}' is not a multiple of 8 up to {_MAX_HEAD_DIM}, which "
             f"attention kernels need; compile for --target cpu")

@@ -60,6 +60,7 @@ class Settings:
         dequantize: whether weights that are stored in fewer bits are read as numbers.
         group_multiple: of how many columns groups are, which the target's kernels read; 0: they
             read none.
+        row_multiple: of how many rows such weights are.
         orders_columns: whether the target brings activations in an order of columns.
         expert_dtypes: of weights in fewer bits, those that the target's kernels of experts take.
         packs_heads: whether it makes heads' matrices of weights in fewer bits.
@@ -78,6 +79,7 @@ class Settings:
     calibrated: bool = False
     dequantize: bool = False
     group_multiple: int = 1
+    row_multiple: int = 1
     orders_columns: bool = True
     expert_dtypes: tuple[str, ...] = ()
     packs_heads: bool = False
@@ -86,6 +88,7 @@ class Settings:
         """Whether a form is one that the target's kernels read."""
         return not self.dequantize and self.group_multiple > 0 \
             and stored.group_size % self.group_multiple == 0 \
+            and stored.codes.shape[0] % self.row_multiple == 0 \
             and (self.orders_columns or stored.order is None)
 
 

@@ -228,17 +228,6 @@ class _Made:
     minimum: gs.Constant | None
 
 
-def dequantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
-    """Take what a checkpoint stores in fewer bits as the numbers that it stands for, which weights
-    are read as anyway: only count them.
-    """
-    weights = {id(values): values for graph in graphs for node in graph.nodes
-               for tensor in node.inputs if isinstance(tensor, gs.Constant)
-               and isinstance(values := tensor._values, Weight) and values.stored is not None}
-    if weights:
-        report.count(DEQUANTIZED, len(weights))
-
-
 def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
           stacked: bool = False) -> Stored | NoMatch | None:
     """How a weight, or a stack of them, is to be stored; None, or why not: as it is."""
@@ -254,9 +243,13 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
     if stored.dtype == MXFP4 and not stacked:
         stored = stored.as_int8()
     if not settings.reads(stored):
-        why = f"groups of {stored.group_size}, where the target's kernels read multiples of " \
-              f"{settings.group_multiple}" if stored.order is None else \
-              "columns in the order of activations, which the target does not bring in it"
+        rows = stored.codes.shape[0]
+        why = "columns in the order of activations, which the target does not bring in it" \
+            if stored.order is not None else \
+            f"{rows} rows, where the target reads multiples of {settings.row_multiple}" \
+            if rows % settings.row_multiple else \
+            f"groups of {stored.group_size}, where the target's kernels read multiples of " \
+            f"{settings.group_multiple}"
         return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
     if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
         return stored.regrouped(math.gcd(stored.group_size, 128))

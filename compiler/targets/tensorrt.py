@@ -4,7 +4,8 @@
 its plugin in its attributes (`plugin_namespace`, `plugin_version`), has every field, its dtype, and
 in `present` the inputs that it has: TensorRT knows no absent ones, so they are left out. Its body
 travels in the file as for every target, so ONNX Runtime runs the file too. `polygraphy_inputs.py`
-(of an encoder `polygraphy_encoder_inputs.py`) beside it lets Polygraphy compare both.
+(of an encoder `polygraphy_encoder_inputs.py`) beside it lets Polygraphy compare both. Weights in
+fewer bits are in `graph.onnx` as its bodies read them; the parser is given them as kernels do.
 
 The builder runs in a process of its own, with this Python or one that has TensorRT: the newest
 TensorRT 8.6 on PyPI is for Python 3.10 only.
@@ -17,7 +18,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from llmc.compiler.artifact import (
     write_weights,
 )
 from llmc.compiler.graph.rewrite import attends
-from llmc.compiler.targets import Options, cuda
+from llmc.compiler.targets import Options, cuda, kernel_order
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_TOKENS
@@ -48,6 +50,9 @@ from llmc.runtime.manifest import Chip, FileEntry, Target
 KIND = "tensorrt"
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = cuda.KV_DTYPES
+WEIGHT_DTYPES = cuda.WEIGHT_DTYPES
+GROUP_MULTIPLE = cuda.GROUP_MULTIPLE
+ROW_MULTIPLE = kernel_order.ROW_MULTIPLE
 # What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.
 _FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
           ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))
@@ -96,19 +101,33 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
         (directory / script).write_text(_script([*program.inputs, _STEP], options),
                                         encoding="utf-8")
         files.append(write_onnx(model, directory / onnx_name))
-        del model.functions[:]  # TensorRT 10's parser would take them, and no plugins
-        parsed = directory / "parsed.onnx"
-        parsed.write_bytes(model.SerializeToString())
-        _build({"plugins": str(plugin_library()), "onnx": str(parsed),
-                "script": str(directory / script), "plan": str(directory / plan),
-                "timing_cache": str(options.timing_cache or os.devnull)}, options)
-        parsed.unlink()
+        with _as_parsed(model, program, directory) as parsed:
+            _build({"plugins": str(plugin_library()), "onnx": str(parsed),
+                    "script": str(directory / script), "plan": str(directory / plan),
+                    "timing_cache": str(options.timing_cache or os.devnull)}, options)
         files += (file_entry(directory / file) for file in (script, plan))
         steps.append(graph_step(f"{name}/{plan}", program))
     chip = describe_chip(graph, rank, tuple(steps[:1]),
                          sum(place.length for place in places.values()),
                          None if encoder is None else describe_encoder(encoder, tuple(steps[1:])))
     return chip, files
+
+
+@contextmanager
+def _as_parsed(model: onnx.ModelProto, program: gs.Graph, directory: Path) -> Iterator[Path]:
+    """The file that TensorRT's parser reads, while it is needed: without the functions, which that
+    of TensorRT 10 would take in place of plugins, and with weights in fewer bits as kernels read
+    them.
+    """
+    parsed, data = directory / "parsed.onnx", directory / "parsed.data"
+    del model.functions[:]
+    with open(data, "wb") as file:
+        kernel_order.replace_initializers(model, kernel_order.in_kernel_order(program), data.name,
+                                          lambda block: file.write(block.data))
+    parsed.write_bytes(model.SerializeToString())
+    yield parsed
+    parsed.unlink()
+    data.unlink()
 
 
 def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:

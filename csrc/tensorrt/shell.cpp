@@ -17,6 +17,7 @@ using nvinfer1::PluginFieldType;
 constexpr const char* kPresent = "present";
 constexpr const char* kDType = "dtype";
 constexpr const char* kMakes = "makes";
+constexpr int64_t kBytes = 4;  // in one element of a network's
 
 // One number of a field, whose `length` is to be 1.
 template <typename T>
@@ -185,6 +186,11 @@ std::vector<int> Shell::given(int count) const {
   return given_;
 }
 
+bool Shell::is_bytes(const Port& port) const {
+  if (port.packed) return !std::get<std::string>(fields_.at("weight_dtype")).empty();
+  return port.dtypes == std::vector<DType>{DType::kUint8};
+}
+
 std::optional<DType> Shell::held(const Port& port) const {
   const std::string& name = port.in_place.empty() ? port.name : port.in_place;
   for (const Port& input : type_.inputs) {
@@ -197,13 +203,17 @@ std::optional<DType> Shell::held(const Port& port) const {
 
 DataType Shell::output_type(int output, const DataType* inputs, int count) const {
   if (const auto dtype = held(type_.outputs.at(output))) return to_tensorrt(*dtype);
-  for (DType own : type_.outputs[output].dtypes)
+  const Port& port = type_.outputs[output];
+  std::vector<DType> dtypes = port.dtypes;
+  for (const Port& input : type_.inputs)  // whose memory it is
+    if (input.name == port.in_place) dtypes.insert(dtypes.end(), input.dtypes.begin(), input.dtypes.end());
+  for (DType own : dtypes)
     if (known(own)) return to_tensorrt(own);
   const std::vector<int> given = this->given(count);
   const std::string& dtype = std::get<std::string>(fields_.at(kDType));
   if (!dtype.empty()) return to_tensorrt(dtype_of(dtype));
   for (int i = 0; i < count; ++i)
-    if (inputs_[given[i]].dtypes.empty()) return inputs[i];
+    if (computes(inputs_[given[i]])) return inputs[i];
   throw Error(type_.name + " has no input whose dtype its outputs could have");
 }
 
@@ -212,7 +222,8 @@ std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs*
   const std::vector<int> given = this->given(count);
   std::vector<Dims> dims(inputs_.size());
   for (int i = 0; i < count; ++i)
-    for (int axis = 0; axis < inputs[i].nbDims; ++axis) dims[given[i]].push_back(Dim(i, axis));
+    for (int axis = 0; axis < inputs[i].nbDims; ++axis)
+      dims[given[i]].push_back(axis == 0 && is_bytes(inputs_[given[i]]) ? Dim(i, axis) * kBytes : Dim(i, axis));
   dims.pop_back();  // llmc_step is nothing to the op
   std::vector<nvinfer1::DimsExprs> shapes;
   for (const Dims& shape : core_->shapes(dims)) {
@@ -245,6 +256,7 @@ bool Shell::supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, c
   if (desc.format != nvinfer1::TensorFormat::kLINEAR || !known(desc.type)) return false;
   const DType dtype = from_tensorrt(desc.type);
   if (const auto cached = held(port)) return dtype == *cached;
+  if (is_bytes(port)) return dtype == DType::kInt32;
   if (!port.dtypes.empty())
     return std::find(port.dtypes.begin(), port.dtypes.end(), dtype) != port.dtypes.end();
   if (computing != nullptr) return dtype == *computing;
@@ -270,8 +282,19 @@ std::vector<Tensor> tensors(const nvinfer1::PluginTensorDesc* descs, const void*
 
 }  // namespace
 
+std::vector<Tensor> Shell::inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data, int count) const {
+  const std::vector<int> given = this->given(count);
+  std::vector<Tensor> made = tensors(descs, data, given, inputs_.size());
+  for (int index : given) {
+    if (!is_bytes(inputs_[index])) continue;
+    made[index].dtype = DType::kUint8;
+    made[index].shape.at(0) *= kBytes;
+  }
+  return made;
+}
+
 size_t Shell::workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) const {
-  std::vector<Tensor> in = tensors(inputs.data(), nullptr, given(static_cast<int>(inputs.size())), inputs_.size());
+  std::vector<Tensor> in = this->inputs(inputs.data(), nullptr, static_cast<int>(inputs.size()));
   in.pop_back();
   return core_->workspace(in);
 }
@@ -281,7 +304,7 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
                     void* const* outputs, void* workspace, cudaStream_t stream) const {
   if (given_.empty()) throw Error(type_.name + " was not configured before it was run");
   if (building_ && core_->collective()) return;
-  std::vector<Tensor> in = tensors(input_descs, inputs, given_, inputs_.size());
+  std::vector<Tensor> in = this->inputs(input_descs, inputs, static_cast<int>(given_.size()));
   const LlmcStep step = read_step(in.back());
   in.pop_back();
   std::vector<int> all(type_.outputs.size());

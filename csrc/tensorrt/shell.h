@@ -9,6 +9,9 @@
 //
 // Beside the op's own inputs a plugin has one, the last: llmc_step (library.h), which `present` names where a node
 // gives it.
+//
+// Bytes, such as the codes of a weight in fewer bits, are int32 in the network, which has constants of no bytes: four rows
+// are one, so [out, width] is [out / 4, width] there, the same memory. They come as Plugin::prepare would leave them.
 #pragma once
 
 #include <memory>
@@ -81,6 +84,11 @@ class Shell {
  private:
   std::vector<int> given(int count) const;
   bool supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, const DType* computing) const;
+  // Whether an input is of bytes, which are int32 in the network.
+  bool is_bytes(const Port& port) const;
+  // Whether its dtype is what the op computes in.
+  bool computes(const Port& port) const { return port.dtypes.empty() && !is_bytes(port); }
+  std::vector<Tensor> inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data, int count) const;
   // What the field kv_dtype says of an input or output.
   std::optional<DType> held(const Port& port) const;
   size_t workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) const;
@@ -128,7 +136,7 @@ bool Shell::supports(int position, const Desc* tensors, int inputs) const {
   DType computing;
   const DType* before = nullptr;
   for (int i = 0; i < position && i < inputs && before == nullptr; ++i)
-    if (inputs_[given[i]].dtypes.empty() && known(fixed(tensors[i]).type)) {
+    if (computes(inputs_[given[i]]) && known(fixed(tensors[i]).type)) {
       computing = from_tensorrt(fixed(tensors[i]).type);
       before = &computing;
     }

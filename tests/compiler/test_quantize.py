@@ -319,7 +319,8 @@ def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(ti
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"quantize": "int5"}, "cannot be quantised to 'int5'; there are: int8, int4, uint4, fp8"),
-    ({"quantize": "int4", "target": "tensorrt"}, "target 'tensorrt' has no kernels for weights"),
+    ({"quantize": "int4", "target": "tensorrt_rtx"},
+     "target 'tensorrt_rtx' has no kernels for weights"),
     ({"quantize": "int4", "group_size": 48, "target": "cuda"},
      "group_size 48 is no multiple of 32, which the kernels of target 'cuda' take; give 32"),
     ({"quantize": "int4", "group_size": 7}, "group_size 7 is not an even number from 16"),

@@ -413,7 +413,7 @@ def build_nothing(work, options):
     return {"version": "8.6.0", "gpu": "a GPU", "compute_capability": "9.0"}
 
 
-@pytest.mark.parametrize(("target", "kind"), [("cuda", "nvfp4"), ("tensorrt", "w4a16")])
+@pytest.mark.parametrize(("target", "kind"), [("cuda", "nvfp4"), ("tensorrt", "nvfp4")])
 def test_what_a_gpu_s_kernels_do_not_read_becomes_numbers_and_that_is_said(
         target, kind, plain_hf, tmp_path, monkeypatch):
     monkeypatch.setattr(tensorrt, "_build", build_nothing)

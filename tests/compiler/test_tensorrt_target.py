@@ -6,17 +6,21 @@ import sys
 from pathlib import Path
 
 import families
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from schedule_interpreter import Interpreters
 
 import llmc
 from llmc import plugins
 from llmc.compiler import api
 from llmc.compiler.targets import Options, tensorrt
+from llmc.plugins.quantization import CODES, dequantized
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
 from llmc.runtime.manifest import Target, read_manifest
+from llmc.runtime.step import Step
 
 FOUND = {"version": "8.6.0", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
 
@@ -30,6 +34,7 @@ def builder(monkeypatch, tmp_path):
         asked.append(work)
         if "plan" in work:
             work["parsed"] = onnx.load(work["onnx"], load_external_data=False)
+            work["data"] = Path(work["onnx"]).with_name("parsed.data").read_bytes()
             Path(work["plan"]).write_bytes(b"plan!")
             options.progress("TensorRT builds")
         return FOUND
@@ -39,8 +44,8 @@ def builder(monkeypatch, tmp_path):
     return asked
 
 
-def compile(family, tmp_path, **options):
-    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+def compile(family, tmp_path, changes=None, **options):
+    hf = families.save(families.tiny_model(family, **(changes or {})), tmp_path / "hf")
     return llmc.compile(hf, tmp_path / "case", target="tensorrt", **options)
 
 
@@ -128,6 +133,98 @@ def test_float8_caches_are_bytes_in_the_graph(builder, dtype, tmp_path):
         families.reference_logits(families.tiny_model("llama"), [1, 2, 3, 4, 9])[-1:], 0.03)
 
 
+QUANTIZED = pytest.mark.parametrize("wish", [
+    dict(quantize="int4", group_size=32), dict(quantize="uint4", group_size=32),
+    dict(quantize="int8", group_size=32), dict(quantize="fp8"),
+    dict(quantize="fp8", quantize_activations=True),
+    dict(quantize="int4", quantize_lm_head="int4")],
+    ids=lambda wish: "-".join(map(str, wish.values())))
+IN_GROUPS = {"llama": {"intermediate_size": 96}, "gpt2": {}}
+
+
+@QUANTIZED
+@pytest.mark.parametrize("family", IN_GROUPS)
+def test_weights_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
+    """ONNX Runtime runs the graph as the cuda target's schedule runs."""
+    compile(family, tmp_path, IN_GROUPS[family], **wish)
+    assert read_manifest(tmp_path / "case").quantization
+    session = ort.InferenceSession(str(tmp_path / "case" / "chip0" / "graph.onnx"),
+                                   providers=["CPUExecutionProvider"])
+    inputs, = runpy.run_path(
+        str(tmp_path / "case" / "chip0" / "polygraphy_inputs.py"))["load_data"]()
+    found = session.run(["logits"], {value.name: inputs[value.name]
+                                     for value in session.get_inputs()})[0]
+    llmc.compile(tmp_path / "hf", tmp_path / "cuda", target="cuda", **wish)
+    step = Step.of([[1, 2, 3, 4]], [0], [[0]], [0])
+    families.assert_close(found[:, :families.VOCAB],
+                          Interpreters(tmp_path / "cuda").compute(step)[-1:], 1e-5)
+
+
+def numbers_of(fields, given):
+    """What codes stand for that lie as csrc/kernels/packed.cuh reads them: of every eight columns
+    the even ones first, a group's scales side by side."""
+    width, height = fields["in_features"], fields["out_features"]
+    bits, zero = CODES[fields["weight_dtype"]]
+    raw = given["weight"].view(np.uint8).reshape(height, -1)
+    codes = np.stack([raw & 15, raw >> 4], -1).reshape(height, -1) if bits == 4 else raw
+    places = [column // 8 * 8 + column % 8 // 2 + column % 2 * 4 if width % 8 == 0 else column
+              for column in range(width)]
+    codes, groups = codes[:, places], width // fields["group_size"]
+    scales = given["weight_scale"].reshape(groups, height).T
+    if "weight_zero" in given:
+        raw = given["weight_zero"].view(np.uint8).reshape(height, -1)
+        zeros = np.stack([raw & 15, raw >> 4], -1).reshape(height, -1)[:, :groups] \
+            if bits == 4 else raw
+    else:
+        zeros = np.full((height, groups), zero)
+    numbers = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) \
+        if fields["weight_dtype"] == "float8_e4m3fn" else codes.astype(np.float32)
+    numbers = numbers.reshape(height, groups, -1) - zeros[:, :, None]
+    return (numbers * scales[:, :, None]).reshape(height, width)
+
+
+@QUANTIZED
+def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_path):
+    compile("llama", tmp_path, IN_GROUPS["llama"], **wish)
+    work, chip = builder[-1], tmp_path / "case" / "chip0"
+    assert not (chip / "parsed.data").exists()
+    parsed = {tensor.name: tensor for tensor in work["parsed"].graph.initializer}
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(
+        chip / "graph.onnx").graph.initializer}
+
+    def carried(name):
+        place = {entry.key: entry.value for entry in parsed[name].external_data}
+        assert place["location"] == "parsed.data"
+        kind = onnx.helper.tensor_dtype_to_np_dtype(parsed[name].data_type)
+        assert kind in (np.int32, np.float32)
+        return np.frombuffer(work["data"], kind, int(place["length"]) // 4,
+                             int(place["offset"])).reshape(parsed[name].dims)
+
+    count = 0
+    for node in work["parsed"].graph.node:
+        fields = attributes(node)
+        if not fields.get("weight_dtype"):
+            continue
+        names = dict(zip(fields["present"].split(), node.input, strict=True))
+        ports = [name for name in ("weight", "weight_scale", "weight_zero") if name in names]
+        given = {port: carried(names[port]) for port in ports}
+        assert given["weight"].shape == (fields["out_features"] // 4,
+                                         stored[names["weight"]].shape[1])
+        expected = dequantized(fields, *(stored.get(names.get(port, "")) for port in (
+            "weight", "weight_scale", "weight_zero")), None)
+        np.testing.assert_allclose(numbers_of(fields, given), expected, rtol=1e-6, atol=1e-7)
+        count += 1
+    assert count >= 4 * 2
+
+
+def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
+    compile("gpt2", tmp_path, {"n_inner": 98}, quantize="fp8")
+    report, = [report for report in read_manifest(tmp_path / "case").passes
+               if report.name == "quantize"]
+    assert any("98 rows, where the target reads multiples of 4, so it is read as numbers" in text
+               for text in report.refusals)
+
+
 def compile_encoder_decoder(raw, tmp_path, dtype):
     families.write_encoder_decoder(
         raw, tmp_path / "case", Target(kind="tensorrt"), Options(dtype, max_batch_size=3),
@@ -196,7 +293,15 @@ def test_every_node_of_an_encoder_and_its_decoder_is_a_plugin(harness, builder, 
         check_nodes(tmp_path / "case" / "chip0" / file, harness)
 
 
-def check_nodes(path, harness):
+@QUANTIZED
+def test_every_node_with_weights_in_fewer_bits_is_a_plugin(harness, builder, wish, tmp_path):
+    compile("llama", tmp_path, IN_GROUPS["llama"], dtype="float16", **wish)
+    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness,
+                builder[-1]["parsed"].graph.initializer)
+
+
+def check_nodes(path, harness, parsed=()):
+    """parsed: initializers that the parser is given in place of the graph's."""
     model = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
     sizes = {"num_tokens": 5, "batch": 3, "batch_plus_1": 4, "num_logits": 2,
              "num_memory_tokens": 96}
@@ -206,7 +311,8 @@ def check_nodes(path, harness):
         kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
         known[value.name] = (kind.replace("int8", "float8_e4m3fn"),
                              [sizes.get(dim.dim_param, dim.dim_value) for dim in tensor.shape.dim])
-    for tensor in model.initializer:
+    sizes_of = {tensor.name: list(tensor.dims) for tensor in model.initializer}
+    for tensor in (*model.initializer, *parsed):
         known[tensor.name] = (np.dtype(onnx.helper.tensor_dtype_to_np_dtype(
             tensor.data_type)).name, list(tensor.dims))
     ours = [node for node in model.node if node.domain.split(".")[0] == plugins.DOMAIN]
@@ -220,7 +326,8 @@ def check_nodes(path, harness):
         answers = harness.ask(node.op_type, fields, [(0, *known[name]) for name in node.input])
         given = dict(zip(fields["present"].split(), (known[name] for name in node.input),
                          strict=True))
-        shapes = {name: shape for name, (_, shape) in given.items()}
+        shapes = {port: sizes_of.get(name, shape) for (port, (_, shape)), name in zip(
+            given.items(), node.input, strict=True)}
         kinds = [given[name][0] if name in op.cache_inputs else "float16"
                  for name in (output.removesuffix("_out") for output in op.outputs)]
         declared = {name: fields[name] for name in op.fields}

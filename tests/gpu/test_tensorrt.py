@@ -77,6 +77,39 @@ def test_float8_caches_give_the_cuda_target_s_tokens(compiled, tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("wish", [
+    dict(quantize="int4", group_size=32), dict(quantize="uint4", group_size=32),
+    dict(quantize="int8", group_size=64), dict(quantize="fp8"),
+    dict(quantize="fp8", quantize_activations=True)],
+    ids=lambda wish: "-".join(map(str, wish.values())))
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish, tmp_path):
+    """Of one sequence, of few and of many rows, each by another kernel. Where activations are
+    rounded to FP8 a last bit may choose the next code, which is a sixteenth further, so there most
+    positions are to be near.
+    """
+    changes = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192}}[family]
+    hf = families.save(families.tiny_model(family, max_position_embeddings=512, **changes),
+                       tmp_path / "hf")
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 300).tolist()
+    logits = []
+    for target in ("cuda", "tensorrt"):
+        llmc.compile(hf, tmp_path / target, target=target, dtype="float16", max_batch_size=4,
+                     **wish)
+        with llmc.LLM(tmp_path / target, max_batch_size=4) as llm:
+            assert llm.manifest.quantization
+            logits.append([llm.logits(tokens[:count]) for count in (1, 7, 40, 300)])
+    furthest = 3e-2 if "quantize_activations" in wish else 4e-3
+    for ours, theirs in zip(*reversed(logits), strict=True):
+        errors = np.abs(ours - theirs).max(-1) / np.ptp(theirs)
+        assert errors.max() <= furthest and np.median(errors) <= 4e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_mixture_s_logits_are_transformers(found, family, tmp_path):
+    families.check_logits_on_gpu(family, tmp_path, compile, ("float16",))
+
+
 def test_beams_are_the_cuda_target_s(compiled, tmp_path):
     """Found through the indirection, between steps without it; rows that are as many as fit."""
     prompts = [[5, 6, 7], [8] * 40]

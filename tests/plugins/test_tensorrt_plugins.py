@@ -44,8 +44,9 @@ def given(op, sample, dtype, narrow=False, step=True):
 
 def test_every_op_has_a_creator(harness):
     creators = {creator.name: creator for creator in harness.creators}
-    assert set(creators) == set(plugins.registry())
-    for name, op in plugins.registry().items():
+    ops = {name: op for name, op in plugins.registry().items() if op.has_core}
+    assert set(creators) == set(ops)
+    for name, op in ops.items():
         creator = creators[name]
         assert (creator.version, creator.namespace) == (str(op.version), plugins.DOMAIN)
         assert creator.fields == {field: KINDS[type(value)] for field, value in op.fields.items()} \
