@@ -4,8 +4,12 @@
 // A warp takes kM tiles at once, each 16 rows of the weight, of which a thread has rows g and g + 8; a vector is 64 bytes of
 // a row, a quarter of them each thread's, two products of the tensor core. It takes float16, in which every number of FP8 is
 // exact: one instruction makes two of it. x lies in the order of a packed weight's columns, so pairs are what lies side by
-// side. Chunks of kVectors vectors are under way to shared memory all the time, past L1, kStages of each warp. Reads out · in
-// bytes of weights once, and x for each kM tiles; writes y.
+// side. Chunks of kVectors vectors are under way to shared memory all the time, past L1, stages() of each warp. Reads
+// out · in bytes of weights once, and x for each kM tiles; writes y.
+//
+// Of up to kRoundedRows rows each block makes the codes and scales itself, of x in T, while its first weights are under
+// way: no kernel lies between this one and the one that makes x, so these weights are read while that one still runs.
+// A block reads x once, and a norm's weight twice; its codes stay in shared memory.
 #include "gemv.cuh"
 #include "packed.cuh"
 
@@ -15,12 +19,14 @@ namespace {
 using namespace device;
 
 constexpr int kVectors = 2;  // in a chunk
-constexpr int kStages = 3;   // chunks under way
+__host__ __device__ constexpr int stages(int warps) { return warps == 16 ? 4 : 3; }  // chunks under way
 constexpr int kColumns = 64;  // of a vector
 constexpr int kChunk = kVectors * kColumns;
 constexpr unsigned kManyPairs = 2;  // of tiles, for each multiprocessor
+constexpr int kRoundedRows = 4;  // of x that blocks make codes of
+constexpr int kPad = 64;  // bytes between rows of codes: rows side by side do not share banks
 template <int kWarps, int kM>
-constexpr size_t kRing = sizeof(uint4) * kStages * kVectors * 2 * kM * kWarps * 32;
+constexpr size_t kRing = sizeof(uint4) * stages(kWarps) * kVectors * 2 * kM * kWarps * 32;
 
 // Four numbers of FP8 as two pairs of float16.
 __device__ __forceinline__ void widen_float8(uint32_t& low, uint32_t& high, uint32_t codes) {
@@ -38,13 +44,92 @@ __device__ __forceinline__ void widen_unit(uint32_t (&pairs)[4], const uint4& ve
   widen_float8(pairs[2], pairs[3], unit == 0 ? vector.y : vector.w);
 }
 
-// kM: tiles at once. kTiles: groups of 8 rows of x.
-template <typename T, int kWarps, int kM, int kTiles>
-__global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 ? 24 : 16) / kWarps) float8_gemv_kernel(GemvParams p) {
+// Codes of x in rows that are in + kPad bytes apart, and scales, each row by some of the warps: those that norm_kernel
+// (rowwise.cu) makes, but for the order of its sum. Waits for x. `measured`: shared, of each warp.
+template <typename T, int kWarps>
+__device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, float* scales, float2* measured) {
+  constexpr int kHeld = 64 / kWarps;  // vectors of x that a thread has in registers: all of them, up to 16,384 numbers
+  const int warps = kWarps >> (p.rows > 2 ? 2 : p.rows > 1);  // of a row
+  const int warp = threadIdx.x / 32, row = warp / warps;
+  const int own = warp % warps * 32 + threadIdx.x % 32, each = warps * 32;
+  const int vectors = row < p.rows ? p.in / 8 : 0, batches = (p.in / 8 + each * kHeld - 1) / (each * kHeld);
+  const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row) * p.in;
+  const float* gain = p.norm ? p.norm_weight : nullptr;
+  if (gain != nullptr)
+    for (int vector = own; vector < vectors; vector += each) bring(gain + 8 * vector);
+  wait_for_inputs();
+  let_next_start();
+
+  uint4 held[kHeld];
+  auto hold = [&](int batch) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int vector = (batch * kHeld + i) * each + own;
+      held[i] = vector < vectors ? *reinterpret_cast<const uint4*>(x + 8 * vector) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  // Calls f with the place of each vector of a batch, its numbers, and these times the norm's weight.
+  auto for_each = [&](int batch, auto&& f) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int vector = (batch * kHeld + i) * each + own;
+      if (vector >= vectors) break;
+      const T* elements = reinterpret_cast<const T*>(&held[i]);
+      Vec<float, 8> gains;
+      if (gain != nullptr) gains = load<float, 8>(gain + 8 * vector);
+      float numbers[8], gained[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        numbers[k] = gained[k] = to_float(elements[k]);
+        if (gain != nullptr) gained[k] *= gains.data[k];
+      }
+      f(vector, numbers, gained);
+    }
+  };
+  float squares = 0, most = 0;
+  for (int batch = 0; batch < batches; ++batch) {
+    hold(batch);
+    for_each(batch, [&](int, const float (&numbers)[8], const float (&gained)[8]) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) squares += numbers[k] * numbers[k];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) most = fmaxf(most, fabsf(gained[k]));
+    });
+  }
+  const float2 of_warp{warp_sum(squares), __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)))};
+  if (threadIdx.x % 32 == 0) measured[warp] = of_warp;
+  __syncthreads();
+  float2 all{};
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w)
+    if (w >= row * warps && w < (row + 1) * warps) all = {all.x + measured[w].x, fmaxf(all.y, measured[w].y)};
+  const float scale = p.norm ? rsqrtf(all.x / p.in + p.epsilon) : 1.f;
+  const float step = fmaxf(all.y * scale / kFloat8Most, kLeastScale), inverse = scale / step;
+  if (own == 0 && row < p.rows) scales[row] = step;
+  for (int batch = batches - 1; batch >= 0; --batch) {  // the last is still held
+    if (batch != batches - 1) hold(batch);
+    for_each(batch, [&](int vector, const float (&)[8], const float (&gained)[8]) {
+      auto pair_of = [&](int k) -> uint32_t {
+        return __nv_cvt_float2_to_fp8x2({gained[k] * inverse, gained[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
+      };
+      *reinterpret_cast<uint2*>(codes + row * (p.in + kPad) + 8 * vector) =  // see place_of()
+          make_uint2(pair_of(0) | pair_of(4) << 16, pair_of(1) | pair_of(5) << 16);
+    });
+  }
+}
+
+// kM: tiles at once. kTiles: groups of 8 rows of x. kRounds: x is T, and codes are made of it here.
+template <typename T, int kWarps, int kM, int kTiles, bool kRounds>
+__global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
+    float8_gemv_kernel(GemvParams p) {
+  static_assert(!kRounds || kTiles == 1);
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // of the weight, that a thread has
+  constexpr int kStages = stages(kWarps), kSums = kRounds ? kRoundedRows : kTiles * 8;  // of a row of the weight
   constexpr bool kAhead = kTiles < 4;  // there are registers for it
-  extern __shared__ uint4 ring[];  // [kStages][kVectors][kRows][kThreads]
-  __shared__ float partial[kM][kWarps][16][kTiles * 8 + 1];
+  // [kStages][kVectors][kRows][kThreads], then codes [p.rows][p.in + kPad]. Where the ring began 16 bytes behind a
+  // multiple of 32, the size of a sector of memory, a step took 11 % longer.
+  extern __shared__ __align__(32) uint4 ring[];
+  __shared__ float partial[kM][kWarps][16][kSums + 1];
   __shared__ float measured[kWarps][kTiles * 8][2];  // nothing: rows are normed already
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int height = p.gated ? 8 : 16, tiles = (p.out + height * kM - 1) / (height * kM);
@@ -88,14 +173,39 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 ? 24 : 16) / kW
   };
   find_rows();
   for (int i = 0; i < kStages; ++i) copy_chunk();  // weights do not depend on the kernel before
-  wait_for_inputs();
-  let_next_start();
+
+  auto* const made = reinterpret_cast<uint8_t*>(ring + kStages * kVectors * kRows * kThreads);
+  // What a tile's sums are multiplied by and added to is in L1 when these are there.
+  const int outputs = height * kM;
+  auto bring_scales = [&](int tile) {
+    const int output = tile * outputs + threadIdx.x;
+    if (static_cast<int>(threadIdx.x) >= outputs || output >= p.out) return;
+    bring(p.packing.scale + output);
+    if (p.gated) bring(p.packing.scale + p.out + output);
+  };
+  auto bring_residual = [&](int tile) {
+    const int row = threadIdx.x / outputs, output = tile * outputs + threadIdx.x % outputs;
+    if (p.residual != nullptr && row < p.rows && output < p.out)
+      bring(static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.out + output);
+  };
+  if constexpr (kRounds) {
+    __shared__ float scales[kRoundedRows];
+    __shared__ float2 of_warps[kWarps];
+    bring_scales(blockIdx.x);
+    make_codes<T, kWarps>(p, made, scales, of_warps);
+    p.x_scale = scales;
+    __syncthreads();
+  } else {
+    wait_for_inputs();
+    let_next_start();
+  }
 
   // Rows of x beyond the last repeat it, and lead to columns that are not written.
   const uint8_t* of_row[kTiles];
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
     of_row[n] = static_cast<const uint8_t*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in + 16 * t;
+  const uint8_t* const of_made = made + min(g, p.rows - 1) * (p.in + kPad) + 16 * t;
   uint4 next[kVectors][kTiles];  // of x, a chunk ahead
   auto load_next = [&](int column) {
 #pragma unroll
@@ -105,18 +215,24 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 ? 24 : 16) / kW
         next[v][n] = column + kColumns * v < p.in ? *reinterpret_cast<const uint4*>(of_row[n] + column + kColumns * v)
                                                   : make_uint4(0, 0, 0, 0);
   };
-  if (kAhead) load_next(begin);
+  if (kAhead && !kRounds) load_next(begin);
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     float total[kM][kTiles][4] = {};
+    if (kRounds && turn > 0) bring_scales(tile);
+    if (kRounds) bring_residual(tile);
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (!kAhead) load_next(begin + chunk * kChunk);
+      if (!kAhead && !kRounds) load_next(begin + chunk * kChunk);
       uint4 x[kVectors][kTiles];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v)
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) x[v][n] = next[v][n];
-      if (kAhead) load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
+        for (int n = 0; n < kTiles; ++n) {
+          const int column = begin + chunk * kChunk + kColumns * v;  // beyond the last the weights are 0
+          if constexpr (kRounds) x[v][n] = *reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0));
+          else x[v][n] = next[v][n];
+        }
+      if (kAhead && !kRounds) load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
       wait_for_group<kStages - 1>();
       const uint4* from = ring + slot * kVectors * kRows * kThreads + threadIdx.x;
       slot = slot + 1 == kStages ? 0 : slot + 1;
@@ -153,7 +269,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 ? 24 : 16) / kW
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) partial[m][warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = total[m][n][c];
+        for (int c = 0; c < 4; ++c)
+          if (n * 8 + 2 * t < kSums) partial[m][warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = total[m][n][c];
     __syncthreads();
 #pragma unroll 1
     for (int m = 0; m < kM; ++m)
@@ -161,21 +278,26 @@ __global__ void __launch_bounds__(kWarps * 32, (kM * kTiles == 1 ? 24 : 16) / kW
   }
 }
 
+// What a block has of shared memory beside its partial sums.
+template <int kWarps, int kM, bool kRounds>
+size_t shared_of(const GemvParams& p) {
+  return kRing<kWarps, kM> + (kRounds ? static_cast<size_t>(p.rows) * (p.in + kPad) : 0);
+}
+
 // As many blocks as are resident at once.
-template <typename T, int kWarps, int kM, int kTiles>
+template <typename T, int kWarps, int kM, int kTiles, bool kRounds = false>
 cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
-  constexpr size_t kShared = kRing<kWarps, kM>;
-  auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
+  const size_t shared = shared_of<kWarps, kM, kRounds>(p);
+  const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kRounds>;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
-  static const int resident = [kernel] {
-    int blocks = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, kShared);
-    return std::max(blocks, 1) * static_cast<int>(multiprocessors());
-  }();
+  int blocks = 0;
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, shared);
+  if (error != cudaSuccess) return error;
   const int tiles = static_cast<int>(blocks_for(p.out, (p.gated ? 8 : 16) * kM));
-  return launch(kernel, std::min(tiles, resident), kWarps * 32, kShared, stream, p);
+  const int resident = std::max(blocks, 1) * static_cast<int>(multiprocessors());
+  return launch(kernel, std::min(tiles, resident), kWarps * 32, shared, stream, p);
 }
 
 // Two tiles at once where there are enough for all multiprocessors, and room for their sums.
@@ -187,16 +309,35 @@ cudaError_t run_rows(const GemvParams& p, cudaStream_t stream) {
   return run_tiles<T, 8, 1, kTiles>(p, stream);
 }
 
+// Where blocks make codes, few large blocks make them less often. For one or two rows and 512 to 8,192 outputs one tile
+// by 16 warps took the least time for 8,192 and 14,336 columns; for 576 to 4,096 two tiles by 8 warps did, or at most
+// 0.8 us more (H100).
+bool has_long_rows(const GemvParams& p) { return p.in > 6144; }
+
+template <typename T>
+cudaError_t run_rounding(const GemvParams& p, cudaStream_t stream) {
+  return has_long_rows(p) ? run_tiles<T, 16, 1, 1, true>(p, stream) : run_tiles<T, 8, 2, 1, true>(p, stream);
+}
+
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
+  if (p.x_scale == nullptr) return run_rounding<T>(p, stream);
   return p.rows > 16 ? run_rows<T, 4>(p, stream) : p.rows > 8 ? run_rows<T, 2>(p, stream) : run_rows<T, 1>(p, stream);
 }
 
 }  // namespace
 
+bool has_rounding_gemv(const GemvParams& p) {
+  const size_t shared = has_long_rows(p) ? shared_of<16, 1, true>(p) : shared_of<8, 2, true>(p), beside = 8192;
+  return p.rows <= kRoundedRows && p.in % kColumns == 0 && p.packing.codes == Codes::kFloat8 &&
+         p.packing.group_size == p.in && p.row_sums == nullptr &&
+         reinterpret_cast<uintptr_t>(p.norm_weight) % sizeof(Vec<float, 8>) == 0 &&
+         shared + beside <= static_cast<size_t>(device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+}
+
 cudaError_t float8_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
-  if (p.rows > kFloat8GemvRows || p.in % kColumns != 0 || p.packing.group_size != p.in || p.x_scale == nullptr || p.norm)
-    return cudaErrorInvalidValue;
+  if (p.rows > kFloat8GemvRows || p.in % kColumns != 0 || p.packing.group_size != p.in) return cudaErrorInvalidValue;
+  if (p.x_scale == nullptr ? !has_rounding_gemv(p) : p.norm) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, stream);
   return cudaErrorInvalidValue;

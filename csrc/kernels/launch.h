@@ -78,8 +78,8 @@ cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
 // y = act(x · weightᵀ + bias) + residual; x T [rows, in], weight T [out, in]; bias [out] and residual
 // [rows, out] T or null. Gated: weight [2 · out, in], y = act(gate) * up. At most kGemvRows rows, in a
 // multiple of 8, 16-bit types. With `norm`, x is normed first, without weight and bias; where row_sums is
-// there (float32, the sum of each row of weight) its mean is taken off. A norm_weight is integer_gemv()'s alone, without
-// row_sums.
+// there (float32, the sum of each row of weight) its mean is taken off. A norm_weight is integer_gemv()'s alone, and
+// float8_gemv()'s, without row_sums.
 constexpr int kGemvRows = 16;
 struct GemvParams {
   void* y;
@@ -110,8 +110,10 @@ constexpr int kIntegerRows = 4;
 bool has_integer_gemv(const GemvParams& params);
 cudaError_t integer_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // The same of a weight in FP8 with a scale for each row, and of x in FP8 as `norm` makes it: codes [rows, in] and x_scale; `in`
-// in a multiple of 64, compute capability 8.9 or more.
+// in a multiple of 64, compute capability 8.9 or more. Without x_scale, where has_rounding_gemv(), of x in T: it makes
+// codes and scales itself, of rows that are normed first with `norm`.
 constexpr int kFloat8GemvRows = 32;
+bool has_rounding_gemv(const GemvParams& params);
 cudaError_t float8_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // Of a packed weight for more rows, and without norm. Scratch: packed_gemm_scratch() bytes. Counters:
 // kPackedGemmBlocks, zero before and after.

@@ -164,6 +164,9 @@ __device__ __forceinline__ float number_at(const Packing& p, const uint8_t* code
   return fmaf(number, p.scale[at], p.minimum != nullptr ? p.minimum[at] : 0.f);
 }
 
+// Of rows that are rounded to FP8: the largest number, and the least scale, that of rows of zeros.
+constexpr float kFloat8Most = 448, kLeastScale = 1e-30f;
+
 // Calls f with a constant of Codes.
 template <typename F>
 cudaError_t with_codes(Codes codes, F&& f) {

@@ -49,8 +49,6 @@ __global__ void embedding_kernel(EmbeddingParams p) {
   }
 }
 
-constexpr float kFloat8Most = 448, kLeastScale = 1e-30f;  // of rows of zeros
-
 enum class NormOf { kRows, kRounded, kGated };
 
 // A gate's element; of the activations that a norm's has, without a branch.

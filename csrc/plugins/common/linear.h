@@ -243,22 +243,34 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
   return true;
 }
 
-// Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for.
+// Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for. The kernel for
+// few rows makes the codes itself, where it can: for one and two rows of 576 to 14,336 columns and 512 to 8,192 outputs
+// that took less time than the norm's kernel and this one, or 1 % more, and so did a Llama's step for up to four rows
+// (H100, csrc/README.md).
 inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
   if (!can_multiply_codes(l)) return linear_of_made(l, rows, workspace, context);
   auto* codes = static_cast<uint8_t*>(workspace);
   auto* scale = reinterpret_cast<float*>(codes + rows_workspace(l.x));
   void* rest = codes + rows_workspace(l.x) + scales_workspace(l.x);
-  make_rows(l.x, rows, nullptr, codes, scale, context);
   const auto by_gemm = [&] {
     if (!codes_gemm(l, codes, scale, rest, context)) linear_of_made(l, rows, workspace, context);
   };
-  if (l.x.shape[0] > kernels::kFloat8GemvRows || l.x.shape[1] % 64 != 0) return by_gemm();
   kernels::GemvParams p = gemv_params(l);
+  const auto by_gemv = [&] { check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8"); };
+  p.norm = rows.normed;
+  p.epsilon = rows.epsilon;
+  p.norm_weight = rows.weight;
+  if (!rows.centred && rows.bias == nullptr && kernels::has_rounding_gemv(p))
+    return context.gemm->choose(way_shape(l.x.dtype, p, Choice::kFewCodes), context.stream, by_gemv, [&] {
+      make_rows(l.x, rows, nullptr, codes, scale, context);
+      by_gemm();
+    });
+  make_rows(l.x, rows, nullptr, codes, scale, context);
+  if (l.x.shape[0] > kernels::kFloat8GemvRows || l.x.shape[1] % 64 != 0) return by_gemm();
+  p = gemv_params(l);
   p.x = codes;
   p.x_scale = scale;
-  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kFewCodes), context.stream,
-                       [&] { check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8"); }, by_gemm);
+  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kFewCodes), context.stream, by_gemv, by_gemm);
 }
 
 // Of x as it is, or rounded where the op says so.
