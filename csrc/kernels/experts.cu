@@ -264,7 +264,8 @@ cudaError_t experts(DType dtype, const ExpertsParams& p, ExpertsWay way, cudaStr
             : serves_experts_on_hopper(p) ? many_experts_on_hopper(dtype, p, pairs, stream)
             : packed                      ? many_packed_experts(dtype, p, pairs, stream)
                                           : many_experts(dtype, p, pairs, stream);
-    return error != cudaSuccess ? error : combine<T>(p, pairs, stream);
+    if (error != cudaSuccess || (way == ExpertsWay::kFew && sums_choices(p))) return error;
+    return combine<T>(p, pairs, stream);
   });
 }
 
