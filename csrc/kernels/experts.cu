@@ -107,13 +107,16 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pai
     if (expert[i] >= 0) pairs.order[own[warp][expert[i]] + rank[i]] = first + 32 * i;
 }
 
-// y[token] = the sum over its choices, in their order, of score · made. A vector per thread; reads `made` once, kAtOnce rows
+// y[token] = residual + the sum over its choices, in their order, of score · made. A vector per thread; reads `made` once, kAtOnce rows
 // together, also those that no expert here made, which are left out.
 template <typename T, int kWidth>
 __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
   constexpr int kAtOnce = 8;
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, first = blockIdx.x * p.top_k;
   const T* from = static_cast<const T*>(pairs.made) + static_cast<int64_t>(first) * p.hidden + i;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * p.hidden + i;
+  Vec<T, kWidth> residual{};
+  if (p.residual != nullptr && i < p.hidden) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + place);
   float sum[kWidth] = {};
   for (int begin = 0; begin < p.top_k; begin += kAtOnce) {
     float score[kAtOnce];
@@ -124,7 +127,7 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
       score[k] = p.scale_input ? 1.f : p.scores[first + choice];
       here[k] = begin + k < p.top_k && expert_of(p, first + choice) >= 0;
     }
-    if (begin == 0) {  // what chose them ended before the products began
+    if (begin == 0) {  // all that was read so far was made before the products began
       wait_for_inputs();
       let_next_start();
       if (i >= p.hidden) return;
@@ -138,7 +141,10 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) sum[c] = here[k] ? fmaf(score[k], to_float(made[k].data[c]), sum[c]) : sum[c];
   }
-  store_floats(static_cast<T*>(p.y) + static_cast<int64_t>(blockIdx.x) * p.hidden + i, sum);
+  if (p.residual != nullptr)
+#pragma unroll
+    for (int c = 0; c < kWidth; ++c) sum[c] += to_float(residual.data[c]);
+  store_floats(static_cast<T*>(p.y) + place, sum);
 }
 
 constexpr int kPlainPairs = 32, kPlainOut = 32, kPlainIn = 32;

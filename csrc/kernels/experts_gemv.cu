@@ -12,7 +12,7 @@
 // nothing runs before these two kernels, and of the second product weights are under way before the first has ended.
 // Reads the weights of every expert that was chosen once for each group.
 //
-// Of 16 bits and few pairs the second product may be another kernel, which sums up a token's choices too: see summed_kernel.
+// Of 16 bits and few pairs the second product may be another kernel, which sums up a token's choices too: summed_kernel.
 #include <algorithm>
 #include <utility>
 
@@ -342,18 +342,18 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
   }
 }
 
-// The second product of weights of 16 bits for few pairs, and the sum over a token's choices. A tile is 16 rows of y for one
-// token: of every expert here that it chose the same 16 rows. A block's warps divide the chunks of all of them, one choice's
-// behind the other's, multiply what they have of a choice by its score and add that up; so do at the end the warps. Chunks
-// are under way as above. Tokens that share an expert read it from the cache. Reads `inner`, writes y.
+// The second product of weights of 16 bits for few pairs, and the sum over a token's choices. A tile is 16 rows of y for
+// one token: of every expert here that it chose the same 16 rows. A block's warps divide the chunks of all of them, one
+// choice's behind the other's, multiply what they have of a choice by its score and add that up; so do at the end the
+// warps. Chunks are under way as above. Tokens that share an expert read it from the cache. Reads `inner`, writes y.
 template <typename T>
-__global__ void __launch_bounds__(kSummedWarps * 32) summed_kernel(const __grid_constant__ ExpertsParams p,
+__global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __grid_constant__ ExpertsParams p,
                                                                    const __grid_constant__ Pairs pairs) {
   constexpr int kWarps = kSummedWarps, kStep = kExpertsStep<Codes::kNone>, kRows = kExpertsRows;
   constexpr int kSlot = kSlotBytes<Codes::kNone>;
   extern __shared__ uint4 shared[];  // rings of kStages slots of each warp
   __shared__ float partial[2][kWarps][kRows];
-  __shared__ int expert_at[kSummedPairs], choice_at[kSummedPairs], count_of[kSummedPairs];  // a token's from top_k · token on
+  __shared__ int expert_at[kSummedPairs], choice_at[kSummedPairs], count_of[kSummedPairs];  // from top_k · token on
   __shared__ float score_at[kSummedPairs];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlot;
@@ -428,9 +428,11 @@ __global__ void __launch_bounds__(kSummedWarps * 32) summed_kernel(const __grid_
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     const int token = tile % p.num_tokens, first_pair = token * p.top_k, row = tile / p.num_tokens * kRows + lane;
+    const int64_t place = static_cast<int64_t>(token) * p.hidden + row;
     const bool finishes = warp == turn % kWarps;
     if (finishes && product.bias != nullptr && lane < count_of[token])  // which is wanted at the end
       bring(product.bias + static_cast<int64_t>(expert_at[first_pair + lane]) * product.out + row - lane);
+    if (finishes && p.residual != nullptr && lane == 0) bring(static_cast<const T*>(p.residual) + place);
     float total[2] = {};
     const int2 share = share_of(token);
     for (int chunk = share.x; chunk < share.y;) {
@@ -442,7 +444,8 @@ __global__ void __launch_bounds__(kSummedWarps * 32) summed_kernel(const __grid_
         uint4 b[kUnroll][1];
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u)
-          b[u][0] = first + u * kStep + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x + first + u * kStep) : zero;
+          b[u][0] =
+              first + u * kStep + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x + first + u * kStep) : zero;
         wait_for_group<kStages - 1>();
         multiply_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
         slot = slot + kSlot == kStages * kSlot ? 0 : slot + kSlot;
@@ -462,7 +465,8 @@ __global__ void __launch_bounds__(kSummedWarps * 32) summed_kernel(const __grid_
 #pragma unroll 4
       for (int choice = 0; choice < count_of[token]; ++choice)
         value = fmaf(score_at[first_pair + choice], product.bias_of(expert_at[first_pair + choice], row), value);
-    static_cast<T*>(p.y)[static_cast<int64_t>(token) * p.hidden + row] = from_float<T>(value);
+    if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
+    static_cast<T*>(p.y)[place] = from_float<T>(value);
   }
 }
 
@@ -502,7 +506,8 @@ constexpr int kSummedRing = kSummedWarps * kStages * kSlotBytes<Codes::kNone>;
 
 template <typename T>
 cudaError_t run_summed(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(summed_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSummedRing);
+  const cudaError_t error =
+      cudaFuncSetAttribute(summed_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSummedRing);
   if (error != cudaSuccess) return error;
   const unsigned tiles = blocks_for(p.hidden, kExpertsRows) * p.num_tokens;
   return launch(summed_kernel<T>, std::min(tiles, multiprocessors()), kSummedWarps * 32, kSummedRing, stream, p, pairs);
@@ -547,7 +552,8 @@ bool sums_choices(const ExpertsParams& p) {
       device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kSummedRing + kRest)
     return false;
   const unsigned tiles = blocks_for(p.hidden, kExpertsRows) * p.num_tokens, places = multiprocessors();
-  return 20 * blocks_for(tiles, places) * places <= 21 * tiles && (p.num_tokens == 1 || kSeldom * pairs <= p.num_experts);
+  const bool even = 20 * blocks_for(tiles, places) * places <= 21 * tiles;
+  return even && (p.num_tokens == 1 || kSeldom * pairs <= p.num_experts);
 }
 
 cudaError_t few_experts(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
