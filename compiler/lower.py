@@ -41,6 +41,7 @@ from llmc.compiler.passes.dense_experts import dense_experts
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
 from llmc.compiler.passes.experts import experts
+from llmc.compiler.passes.experts_residual import experts_residual
 from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
@@ -139,6 +140,7 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("norm_gate", norm_gate, (cuda.KIND,)),
     GraphPass("gate", gate, (cuda.KIND,)),  # of the gates that norm_gate has left
     GraphPass("projections", projections, (cuda.KIND,)),  # after both, whose ops take columns
+    GraphPass("experts_residual", experts_residual, GPU),  # after projections, as the next one
     GraphPass("norm_gemm", norm_gemm, GPU),  # after projections: one GEMM that reads a norm
     RankPass("quantize", quantize_weights, (cpu.KIND, *GPU)),
     # What the engine of a target wants.

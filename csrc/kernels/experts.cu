@@ -107,22 +107,44 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pai
     if (expert[i] >= 0) pairs.order[own[warp][expert[i]] + rank[i]] = first + 32 * i;
 }
 
-// y[token] = the sum over its choices of score · made. A vector per thread; reads `made` once.
+// y[token] = residual + the sum over its choices, in their order, of score · made. A vector per thread; reads `made` once, kAtOnce rows
+// together, also those that no expert here made, which are left out.
 template <typename T, int kWidth>
 __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
-  wait_for_inputs();
-  let_next_start();
-  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, token = blockIdx.x;
-  if (i >= p.hidden) return;
+  constexpr int kAtOnce = 8;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, first = blockIdx.x * p.top_k;
+  const T* from = static_cast<const T*>(pairs.made) + static_cast<int64_t>(first) * p.hidden + i;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * p.hidden + i;
+  Vec<T, kWidth> residual{};
+  if (p.residual != nullptr && i < p.hidden) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + place);
   float sum[kWidth] = {};
-  for (int pair = token * p.top_k; pair < (token + 1) * p.top_k; ++pair) {
-    if (expert_of(p, pair) < 0) continue;
-    const float score = p.scale_input ? 1.f : p.scores[pair];
-    const auto made = load<T, kWidth>(static_cast<const T*>(pairs.made) + static_cast<int64_t>(pair) * p.hidden + i);
+  for (int begin = 0; begin < p.top_k; begin += kAtOnce) {
+    float score[kAtOnce];
+    bool here[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) sum[k] += score * to_float(made.data[k]);
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int choice = min(begin + k, p.top_k - 1);
+      score[k] = p.scale_input ? 1.f : p.scores[first + choice];
+      here[k] = begin + k < p.top_k && expert_of(p, first + choice) >= 0;
+    }
+    if (begin == 0) {  // all that was read so far was made before the products began
+      wait_for_inputs();
+      let_next_start();
+      if (i >= p.hidden) return;
+    }
+    Vec<T, kWidth> made[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      made[k] = load<T, kWidth>(from + static_cast<int64_t>(min(begin + k, p.top_k - 1)) * p.hidden);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) sum[c] = here[k] ? fmaf(score[k], to_float(made[k].data[c]), sum[c]) : sum[c];
   }
-  store_floats(static_cast<T*>(p.y) + static_cast<int64_t>(token) * p.hidden + i, sum);
+  if (p.residual != nullptr)
+#pragma unroll
+    for (int c = 0; c < kWidth; ++c) sum[c] += to_float(residual.data[c]);
+  store_floats(static_cast<T*>(p.y) + place, sum);
 }
 
 constexpr int kPlainPairs = 32, kPlainOut = 32, kPlainIn = 32;
@@ -248,7 +270,8 @@ cudaError_t experts(DType dtype, const ExpertsParams& p, ExpertsWay way, cudaStr
             : serves_experts_on_hopper(p) ? many_experts_on_hopper(dtype, p, pairs, stream)
             : packed                      ? many_packed_experts(dtype, p, pairs, stream)
                                           : many_experts(dtype, p, pairs, stream);
-    return error != cudaSuccess ? error : combine<T>(p, pairs, stream);
+    if (error != cudaSuccess || (way == ExpertsWay::kFew && sums_choices(p))) return error;
+    return combine<T>(p, pairs, stream);
   });
 }
 

@@ -224,6 +224,8 @@ namespace llmc::kernels {
 
 // Both products for pairs that are sorted, on tensor cores: for few pairs of an expert, and for many.
 cudaError_t few_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
+// Whether that makes y, in place of rows of each pair that are still to be summed up.
+bool sums_choices(const ExpertsParams& params);
 cudaError_t many_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 cudaError_t many_packed_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
 

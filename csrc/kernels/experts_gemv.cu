@@ -11,6 +11,8 @@
 // Which experts were chosen each block finds out by itself: it counts all pairs in shared memory and lists the groups. So
 // nothing runs before these two kernels, and of the second product weights are under way before the first has ended.
 // Reads the weights of every expert that was chosen once for each group.
+//
+// Of 16 bits and few pairs the second product may be another kernel, which sums up a token's choices too: summed_kernel.
 #include <algorithm>
 #include <utility>
 
@@ -26,6 +28,7 @@ constexpr int kUnroll = 4;  // steps in a chunk
 constexpr int kStages = 2;  // chunks under way
 constexpr int kRarePairs = 4;      // of an expert on average: groups of 8 are enough
 constexpr int kFewestPairs = 128;  // that take little shared memory
+constexpr int kSummedPairs = 32, kSummedWarps = 16;  // of summed_kernel: at most; in a block
 
 // A group in a word: its expert, its first place in the order of pairs, and how many they are.
 constexpr int kPlaceBits = 12, kCountBits = 5;
@@ -44,16 +47,27 @@ template <int kThreads>
 __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint32_t* list, uint16_t* order, uint32_t* counts) {
   __shared__ uint32_t totals[kThreads / 32];
   const int all = p.num_tokens * p.top_k, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (all <= 32 && p.num_tokens == 1) {  // each pair is a group
+  if (all <= 32) {  // a lane for each pair, of which an expert's first has the group
     if (warp == 0) {
       const int expert = lane < all ? expert_of(p, lane) : -1;
-      const uint32_t there = __ballot_sync(~0u, expert >= 0);
-      if (expert >= 0) list[__popc(there & ((1u << lane) - 1))] = word_of({expert, lane, 1});
-      if (lane < all) order[lane] = static_cast<uint16_t>(lane);
-      if (lane == 0) totals[0] = __popc(there);
+      const uint32_t alike = __match_any_sync(~0u, expert), lower = (1u << lane) - 1;
+      const int count = __popc(alike), leader = __ffs(alike) - 1;
+      const bool leads = expert >= 0 && leader == lane;
+      const uint32_t leaders = __ballot_sync(~0u, leads);
+      int first = leads ? count : 0;  // pairs of groups up to this one
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(~0u, first, distance);
+        if (lane >= distance) first += before;
+      }
+      first = __shfl_sync(~0u, first, leader) - count;
+      if (leads) list[__popc(leaders & lower)] = word_of({expert, first, count});
+      if (expert >= 0) order[first + __popc(alike & lower)] = static_cast<uint16_t>(lane);
+      const bool fits = __all_sync(~0u, expert < 0 || count <= per);
+      if (lane == 0) totals[0] = fits ? __popc(leaders) : ~0u;
     }
     __syncthreads();
-    return static_cast<int>(totals[0]);
+    if (totals[0] != ~0u) return static_cast<int>(totals[0]);
   }
   for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) counts[expert] = 0;
   __syncthreads();
@@ -328,6 +342,134 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
   }
 }
 
+// The second product of weights of 16 bits for few pairs, and the sum over a token's choices. A tile is 16 rows of y for
+// one token: of every expert here that it chose the same 16 rows. A block's warps divide the chunks of all of them, one
+// choice's behind the other's, multiply what they have of a choice by its score and add that up; so do at the end the
+// warps. Chunks are under way as above. Tokens that share an expert read it from the cache. Reads `inner`, writes y.
+template <typename T>
+__global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __grid_constant__ ExpertsParams p,
+                                                                   const __grid_constant__ Pairs pairs) {
+  constexpr int kWarps = kSummedWarps, kStep = kExpertsStep<Codes::kNone>, kRows = kExpertsRows;
+  constexpr int kSlot = kSlotBytes<Codes::kNone>;
+  extern __shared__ uint4 shared[];  // rings of kStages slots of each warp
+  __shared__ float partial[2][kWarps][kRows];
+  __shared__ int expert_at[kSummedPairs], choice_at[kSummedPairs], count_of[kSummedPairs];  // from top_k · token on
+  __shared__ float score_at[kSummedPairs];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlot;
+  if (warp == 0) {  // those that are here, in their order
+    static_assert(kSummedPairs == 32);
+    const int expert = lane < p.num_tokens * p.top_k ? expert_of(p, lane) : -1, first = lane / p.top_k * p.top_k;
+    const uint32_t here = __ballot_sync(~0u, expert >= 0) >> first & (p.top_k < 32 ? (1u << p.top_k) - 1 : ~0u);
+    if (lane % p.top_k == 0) count_of[lane / p.top_k] = __popc(here);
+    if (expert >= 0) {
+      const int at = first + __popc(here & ((1u << lane % p.top_k) - 1));
+      expert_at[at] = expert, choice_at[at] = lane, score_at[at] = p.scale_input ? 1.f : p.scores[lane];
+    }
+  }
+  __syncthreads();
+  const Product<T> product(p, pairs, true);
+  const int tiles = (product.out + kRows - 1) / kRows * p.num_tokens;
+  const int of_choice = ((product.in + kStep - 1) / kStep + kUnroll - 1) / kUnroll;  // chunks
+  auto share_of = [&](int token) {
+    const int all = count_of[token] * of_choice, each = (all + kWarps - 1) / kWarps;
+    return make_int2(min(warp * each, all), min(warp * each + each, all));
+  };
+
+  // The copies are ahead of the products: their own place in the sequence of tiles and chunks.
+  struct {
+    int tile, chunk, end, slot, step, choice;
+    const char *low, *high;
+  } ahead{static_cast<int>(blockIdx.x), 0, 0, 0, 0, 0, nullptr, nullptr};
+  auto find_rows = [&] {
+    const int expert = expert_at[ahead.tile % p.num_tokens * p.top_k + ahead.choice];
+    const int row = ahead.tile / p.num_tokens * kRows + g;
+    ahead.low = reinterpret_cast<const char*>(product.row_of_weight(expert, row) + 8 * t);
+    ahead.high = reinterpret_cast<const char*>(product.row_of_weight(expert, row + 8) + 8 * t);
+  };
+  auto find_tile = [&] {
+    for (; ahead.tile < tiles; ahead.tile += gridDim.x) {
+      const int2 share = share_of(ahead.tile % p.num_tokens);
+      if (share.x == share.y) continue;
+      ahead.chunk = share.x, ahead.end = share.y;
+      ahead.choice = share.x / of_choice;
+      ahead.step = share.x % of_choice * kUnroll;
+      return find_rows();
+    }
+  };
+  auto copy_chunk = [&] {
+    if (ahead.tile < tiles) {
+      uint4* to = reinterpret_cast<uint4*>(ring + ahead.slot) + lane;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const bool there = (ahead.step + u) * kStep + 8 * t < product.in;
+        const int at = there ? (ahead.step + u) * kStep * static_cast<int>(sizeof(T)) : 0;
+        start_copy(to + 2 * u * 32, ahead.low + at, there);
+        start_copy(to + (2 * u + 1) * 32, ahead.high + at, there);
+      }
+      ahead.slot = ahead.slot + kSlot == kStages * kSlot ? 0 : ahead.slot + kSlot;
+      ahead.step += kUnroll;
+      if (++ahead.chunk == ahead.end) {
+        ahead.tile += gridDim.x;
+        find_tile();
+      } else if (ahead.step >= of_choice * kUnroll) {
+        ahead.step = 0, ++ahead.choice;
+        find_rows();
+      }
+    }
+    end_group();
+  };
+  find_tile();
+  for (int i = 0; i < kStages; ++i) copy_chunk();
+  wait_for_inputs();
+  let_next_start();
+
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  int slot = 0, turn = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+    const int token = tile % p.num_tokens, first_pair = token * p.top_k, row = tile / p.num_tokens * kRows + lane;
+    const int64_t place = static_cast<int64_t>(token) * p.hidden + row;
+    const bool finishes = warp == turn % kWarps;
+    if (finishes && product.bias != nullptr && lane < count_of[token])  // which is wanted at the end
+      bring(product.bias + static_cast<int64_t>(expert_at[first_pair + lane]) * product.out + row - lane);
+    if (finishes && p.residual != nullptr && lane == 0) bring(static_cast<const T*>(p.residual) + place);
+    float total[2] = {};
+    const int2 share = share_of(token);
+    for (int chunk = share.x; chunk < share.y;) {
+      const int choice = chunk / of_choice, end = min(share.y, (choice + 1) * of_choice);
+      const T* x = product.x + static_cast<int64_t>(choice_at[first_pair + choice]) * product.in + 8 * t;
+      float sum[1][4] = {};
+      for (; chunk < end; ++chunk) {
+        const int first = (chunk - choice * of_choice) * kUnroll * kStep;
+        uint4 b[kUnroll][1];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          b[u][0] =
+              first + u * kStep + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x + first + u * kStep) : zero;
+        wait_for_group<kStages - 1>();
+        multiply_chunk<T, 32>(sum, reinterpret_cast<const uint4*>(ring + slot) + lane, b);
+        slot = slot + kSlot == kStages * kSlot ? 0 : slot + kSlot;
+        copy_chunk();
+      }
+      const float score = score_at[first_pair + choice];
+      total[0] = fmaf(score, sum[0][0], total[0]), total[1] = fmaf(score, sum[0][2], total[1]);
+    }
+    auto& mine = partial[turn % 2];  // the one before may still be read
+    if (t == 0) mine[warp][g] = total[0], mine[warp][g + 8] = total[1];
+    __syncthreads();
+    if (!finishes || lane >= kRows || row >= product.out) continue;
+    float value = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) value += mine[w][lane];
+    if (product.bias != nullptr)
+#pragma unroll 4
+      for (int choice = 0; choice < count_of[token]; ++choice)
+        value = fmaf(score_at[first_pair + choice], product.bias_of(expert_at[first_pair + choice], row), value);
+    if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
+    static_cast<T*>(p.y)[place] = from_float<T>(value);
+  }
+}
+
 // As many blocks as are resident at once.
 template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall, bool kZeros>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
@@ -360,10 +502,23 @@ cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   return run_tiles<T, kCodes, 4, kTiles, kDown, kSmall, kZeros>(p, pairs, stream);
 }
 
+constexpr int kSummedRing = kSummedWarps * kStages * kSlotBytes<Codes::kNone>;
+
+template <typename T>
+cudaError_t run_summed(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(summed_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSummedRing);
+  if (error != cudaSuccess) return error;
+  const unsigned tiles = blocks_for(p.hidden, kExpertsRows) * p.num_tokens;
+  return launch(summed_kernel<T>, std::min(tiles, multiprocessors()), kSummedWarps * 32, kSummedRing, stream, p, pairs);
+}
+
 template <typename T, Codes kCodes, int kTiles, bool kSmall, bool kZeros>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const cudaError_t error = run_warps<T, kCodes, kTiles, false, kSmall, kZeros>(p, pairs, stream);
-  return error != cudaSuccess ? error : run_warps<T, kCodes, kTiles, true, kSmall, kZeros>(p, pairs, stream);
+  if (error != cudaSuccess) return error;
+  if (sums_choices(p)) return run_summed<T>(p, pairs, stream);
+  return run_warps<T, kCodes, kTiles, true, kSmall, kZeros>(p, pairs, stream);
 }
 
 template <typename T, Codes kCodes, bool kSmall, bool kZeros>
@@ -388,6 +543,18 @@ cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
 }
 
 }  // namespace
+
+// Where all multiprocessors have as many of its tiles, but for one in 20, and tokens seldom share an expert.
+bool sums_choices(const ExpertsParams& p) {
+  constexpr int kRest = 8 << 10, kSeldom = 4;
+  const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
+  if (p.gate_up_packing.codes != Codes::kNone || pairs > kSummedPairs ||
+      device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kSummedRing + kRest)
+    return false;
+  const unsigned tiles = blocks_for(p.hidden, kExpertsRows) * p.num_tokens, places = multiprocessors();
+  const bool even = 20 * blocks_for(tiles, places) * places <= 21 * tiles;
+  return even && (p.num_tokens == 1 || kSeldom * pairs <= p.num_experts);
+}
 
 cudaError_t few_experts(DType dtype, const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   if (p.hidden % 8 != 0 || p.inner % 8 != 0 || static_cast<int64_t>(p.num_tokens) * p.top_k > kFewExpertPairs)

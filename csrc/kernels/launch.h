@@ -210,6 +210,7 @@ struct ExpertsParams {
   const void* down;          // T [num_experts, hidden, inner]
   const void* gate_up_bias;  // T [num_experts, inner or 2 * inner] or null
   const void* down_bias;     // T [num_experts, hidden] or null
+  const void* residual;      // T [num_tokens, hidden] or null: what is added to the sums; y may lie there
   void* scratch;             // experts_scratch() bytes
   int num_tokens, top_k, num_experts, first_expert, hidden, inner;
   Activation activation;

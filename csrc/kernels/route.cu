@@ -111,8 +111,11 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(RouteParams p) {
   if (token >= p.num_tokens) return;
   Lane<kEach> own{static_cast<int>(threadIdx.x) % 32, p.num_experts};
   const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(token) * p.num_experts;
+  T logit[kEach];  // read without a condition, so that none is waited for before the next
 #pragma unroll
-  for (int k = 0; k < kEach; ++k) own.score[k] = own.has(k) ? to_float(logits[own.expert(k)]) : 0.f;
+  for (int k = 0; k < kEach; ++k) logit[k] = logits[min(own.expert(k), p.num_experts - 1)];
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) own.score[k] = to_float(logit[k]);
   const bool mixes = p.score == RouteScore::kSparseMixer;
   float choice[kEach];
   if (!mixes) {

@@ -17,6 +17,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import _FUSE, GraphPass, run_pass
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.embedding import embedding
+from llmc.compiler.passes.experts_residual import experts_residual
 from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
@@ -213,6 +214,24 @@ def test_add_norm_keeps_the_sum_for_who_else_reads_it():
     text = "r = Mul(x, x) t = Add(x, r) n = RMSNormalization<axis=-1>(t, w) logits = Add(n, t)"
     graph, _ = before_after(text, {"w": VECTOR}, fold, norm, add_norm)
     assert ops(graph) == {"Gather": 1, "Mul": 1, "AddRMSNorm": 1, "Add": 1}
+
+
+# Two experts of four for each token, whose result `y` is.
+EXPERTS = """r = MatMul(x, router) e, s = llmc.Route<top_k=2>(r)
+y = llmc.Experts<top_k=2>(x, e, s, gate_up, down) """
+STACKS = {"router": SQUARE[:, :4].copy(), "w": VECTOR, "b": VECTOR - 1, "square": SQUARE,
+          "gate_up": np.stack([np.concatenate([SQUARE, SQUARE.T])[i:i + 6] for i in range(4)]),
+          "down": np.stack([SQUARE[:, i:i + 3] for i in range(4)])}
+
+
+@pytest.mark.parametrize("normed", ["RMSNormalization<axis=-1>(t, w)",
+                                    "LayerNormalization<axis=-1>(t, w, b)"])
+@pytest.mark.parametrize("added", ["y, x", "x, y"])
+def test_experts_add_the_residual_of_a_norm_that_a_gemm_does(normed, added):
+    text = f"{EXPERTS} t = Add({added}) n = {normed} g = MatMul(n, square) logits = Add(g, t)"
+    graph, _ = before_after(text, STACKS, fold, norm, gemm, add_norm, experts_residual, norm_gemm)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Route": 1, "Experts": 1, "NormGemm": 1,
+                          "Add": 1}
 
 
 ACTIVATIONS = {
@@ -432,14 +451,30 @@ REFUSALS = {
     "norm_gemm, no GEMM": (
         "n = RMSNormalization(x, w) logits = Exp(n)", [norm, norm_gemm],
         "what reads the norm's result is not a GEMM that can do it: Exp"),
+    "experts_residual, no GEMM": (
+        EXPERTS + "t = Add(y, x) logits = RMSNormalization(t, w)",
+        [norm, gemm, add_norm, experts_residual],
+        "what reads the norm's result is not a GEMM that can do it"),
+    "experts_residual, several readers": (
+        EXPERTS + "t = Add(y, x) n = RMSNormalization(t, w) g = MatMul(n, square) "
+        "logits = Add(n, g)", [norm, gemm, add_norm, experts_residual],
+        "more than one node reads the norm's result"),
+    "experts_residual, read before": (
+        EXPERTS + "t = Add(y, x) n = RMSNormalization(t, w) g = MatMul(n, square) "
+        "logits = Add(y, g)", [norm, gemm, add_norm, experts_residual],
+        "the experts' result is read without what is added too"),
+    "experts_residual, another": (
+        EXPERTS.replace("down)", "down, , , , , , , x)") + "t = Add(y, x) "
+        "n = RMSNormalization(t, w) logits = MatMul(n, square)",
+        [norm, gemm, add_norm, experts_residual], "the experts have a residual already"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_does_not_match_is_refused_with_its_reason(name):
     text, functions, reason = REFUSALS[name]
-    graph = small_graph(text, {"w": VECTOR, "b": VECTOR - 1, "square": SQUARE,
-                               "other": SQUARE.T.copy(), "k": VECTOR[:1], "last": np.array([-1])})
+    graph = small_graph(text, {**STACKS, "other": SQUARE.T.copy(), "k": VECTOR[:1],
+                               "last": np.array([-1])})
     reports = [run(graph, function) for function in functions]
     assert any(reason in refusal for report in reports for refusal in report.refusals), \
         [report.refusals for report in reports]

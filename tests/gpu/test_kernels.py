@@ -383,7 +383,7 @@ def test_any_linear(extension, rows, width, out, dtype, seed, name, activation):
 
 
 def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, favoured=0, others=0,
-               **fields):
+               residual=False, **fields):
     """Fields and inputs of Experts: `top_k` of all experts for each token, of which `favoured` ones
     are every token's first; `others` are another rank's.
     """
@@ -401,6 +401,8 @@ def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, fav
     if biased:
         inputs |= {"gate_up_bias": normal(num_experts, both),
                    "down_bias": normal(num_experts, hidden)}
+    if residual:
+        inputs["residual"] = normal(tokens, hidden)
     if others:
         fields |= {"sharded": 1, "first_expert": others // 2}
     return {"top_k": top_k, **fields}, inputs
@@ -429,6 +431,11 @@ def check_experts(extension, fields, inputs, dtype):
     (3000, 16, 136, 60, 8, {"others": 20, "biased": True}),
     (400, 328, 72, 2, 1, {"gated": 0, "activation": "gelu", "biased": True}),
     (600, 64, 392, 2, 2, {"scale_input": 1, "limit": 1.5}),
+    # Choices summed up by the second product: of 132 multiprocessors nearly all have as many tiles.
+    (1, 2048, 72, 9, 8, {"others": 7, "biased": True}), (1, 2104, 40, 3, 1, {"residual": True}),
+    (2, 2072, 328, 64, 8, {"biased": True, "residual": True}), (1, 2048, 8, 2, 2, {"others": 90}),
+    (4, 2048, 136, 128, 8, {"others": 60, "residual": True, "scale_input": 1}),
+    (5, 72, 40, 6, 2, {"residual": True}), (90, 72, 40, 6, 2, {"residual": True, "others": 3}),
 ])
 def test_experts(extension, tokens, hidden, inner, num_experts, top_k, more, dtype):
     rng = np.random.default_rng(tokens)
@@ -470,6 +477,7 @@ def packed_experts(rng, stored, group_size, fields, inputs):
     (300, 256, 384, 5, 2, {"biased": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}),
     (7, 128, 128, 3, 8, {"others": 11, "biased": True}), (40, 128, 256, 60, 8, {}),
     (9, 128, 128, 6, 2, {"scale_input": 1, "gated": 0, "activation": "relu2"}),
+    (3, 128, 128, 6, 2, {"residual": True, "biased": True}),
 ])
 def test_experts_in_fewer_bits(extension, tokens, hidden, inner, num_experts, top_k, more, stored,
                                group_size, dtype):
@@ -493,7 +501,7 @@ def test_experts_in_fewer_bits_of_any_size(extension, stored, group_size, hidden
        inner=st.sampled_from([8, 40, 136]), num_experts=st.sampled_from([3, 5, 60, 128]),
        top_k=st.sampled_from([1, 2, 8]), biased=st.booleans(), favoured=st.integers(0, 2),
        gated=st.sampled_from([1, 1, 0]), scale_input=st.sampled_from([0, 0, 1]),
-       others=st.sampled_from([0, 0, 5]), limit=st.sampled_from([0.0, 1.5]),
+       others=st.sampled_from([0, 0, 5]), residual=st.booleans(), limit=st.sampled_from([0.0, 1.5]),
        activation=st.sampled_from(list(ACTIVATIONS)), seed=st.integers(0, 99))
 def test_any_experts(extension, tokens, hidden, inner, num_experts, top_k, dtype, seed, favoured,
                      others, **more):

@@ -1,4 +1,5 @@
-"""y = for each token the sum over its experts of score · down(act(gate) · up), an MLP each.
+"""y = residual + for each token the sum over its experts of score · down(act(gate) · up), an MLP
+each.
 
     x             [num_tokens, hidden]
     experts       int64 [num_tokens, top_k], as Route gives them
@@ -10,6 +11,7 @@
     down          [num_experts, hidden, inner]
     gate_up_bias  [num_experts, 2 * inner] or [num_experts, inner], in the order of gate_up's rows
     down_bias     [num_experts, hidden]
+    residual      [num_tokens, hidden], or none
     y             [num_tokens, hidden]
 
 act is `activation`, where silu is z · sigmoid(`alpha` · z), and up is `up_offset` more than its row
@@ -123,9 +125,15 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "none = Expand(nothing, x_shape)",
         "sum = Loop(count, true, none) <body = each (int64 i, bool condition, float[n, h] sum_in) "
         f"=> (bool again, float[n, h] sum_out) {{\n{loop}\n}}>",
-        "y_shape = Shape(x)",
-        "y = Reshape(sum, y_shape)",
+        *_result(present),
     ])
+
+
+def _result(present: frozenset[str]) -> list[str]:
+    """Lines for y from the sum's rows."""
+    added = "residual" in present
+    return ["y_shape = Shape(x)", f"{'moved' if added else 'y'} = Reshape(sum, y_shape)",
+            *(["y = Add(residual, moved)"] if added else [])]
 
 
 def _widths(fields: Fields) -> dict[str, int]:
@@ -209,8 +217,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
            "made = Reshape(mean, made_shape)", "sum = ReduceSum<keepdims=0>(made, second)"]
           if fields["scale_input"] else
           ["total = ReduceSum<keepdims=1>(weights, last)", "sum = Mul(mean, total)"]),
-        "y_shape = Shape(x)",
-        "y = Reshape(sum, y_shape)",
+        *_result(present),
     ])
 
 
@@ -240,7 +247,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
             "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, hidden),
             "down": ("experts", hidden, "inner"), "gate_up_bias": ("experts", both),
-            "down_bias": ("experts", hidden),
+            "down_bias": ("experts", hidden), "residual": ("num_tokens", hidden),
             **{name: ("experts", both, "groups") for role in _ROLES
                for name in (role.scale, role.zero)}, **packed}
 
@@ -292,7 +299,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
         if "down_bias" in wide:
             made = made + wide["down_bias"][own]
         y[token] += made if fields["scale_input"] else score * made
-    return [y.reshape(shape)]
+    return [y.reshape(shape) + wide.get("residual", 0.0)]
 
 
 def _inner_reference(fields: Fields, both: np.ndarray) -> np.ndarray:
@@ -311,7 +318,8 @@ def _inner_reference(fields: Fields, both: np.ndarray) -> np.ndarray:
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
     def sample(tokens: int, num_experts: int, top_k: int, biases: str = "",
-               others: int = 0, **fields: int | float | str) -> Sample:
+               others: int = 0, residual: bool = False,
+               **fields: int | float | str) -> Sample:
         """`others` experts are other ranks'."""
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
@@ -327,13 +335,16 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
             inputs["gate_up_bias"] = normal(num_experts, both)
         if "down" in biases:
             inputs["down_bias"] = normal(num_experts, hidden)
+        if residual:
+            inputs["residual"] = normal(tokens, hidden)
         return Sample({"top_k": top_k, **fields}, inputs)
 
     def packed(dtype: str, size: int, plain: Sample) -> Sample:
         """Of random codes. A body may round what they are multiplied with to 8 bits."""
         bits, width = CODES[dtype][0], 32
-        inputs = {**plain.inputs, "x": rng.standard_normal(
-            (len(plain.inputs["x"]), width)).astype(np.float32)}
+        inputs = {**plain.inputs, **{name: rng.standard_normal(
+            (len(plain.inputs[name]), width)).astype(np.float32)
+            for name in ("x", "residual") if name in plain.inputs}}
         experts = len(plain.inputs["down"])
         for name, rows in (("gate_up", 2 * width), ("down", width)):
             shape = experts * rows, width // size
@@ -359,11 +370,14 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         packed("int8", 32, sample(5, 4, 3, "down", alpha=1.702, limit=1.5, up_offset=1.0)),
         packed("uint8", 16, sample(3, 5, 2, activation="gelu_tanh")),
         packed("int4", 32, sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1)),
-        packed("float8_e4m3fn", 32, sample(4, 4, 2)),
+        packed("float8_e4m3fn", 32, sample(4, 4, 2, residual=True)),
         packed("mxfp4", 32, sample(5, 4, 3, "up down", alpha=1.702, limit=1.5, up_offset=1.0)),
         packed("mxfp4", 32, sample(1, 3, 3, others=5, first_expert=2, sharded=1)),
         sample(1, 4, 2),
         sample(9, 4, 2),
+        sample(1, 4, 3, "down", residual=True),
+        sample(6, 4, 2, residual=True),
+        sample(5, 3, 3, "up down", others=5, residual=True, first_expert=2, sharded=1),
         sample(5, 6, 6, "up down"),
         sample(7, 5, 3, "up down", alpha=1.702, limit=1.5, up_offset=1.0),
         sample(4, 8, 1, "down", activation="gelu_tanh"),
@@ -378,9 +392,9 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
 
 OP = Op(
     name="Experts",
-    version=2,
+    version=3,
     inputs=("x", "experts", "scores", "gate_up", "down", "gate_up_bias?", "down_bias?",
-            "gate_up_scale?", "gate_up_zero?", "down_scale?", "down_zero?"),
+            "gate_up_scale?", "gate_up_zero?", "down_scale?", "down_zero?", "residual?"),
     outputs=("y",),
     fields={"top_k": 0, "activation": "silu", "gated": 1, "alpha": 1.0, "limit": 0.0,
             "up_offset": 0.0, "scale_input": 0, "first_expert": 0, "sharded": 0,

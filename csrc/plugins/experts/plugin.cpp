@@ -76,6 +76,7 @@ class Experts : public Plugin {
     }
     if (const Dims* bias = optional(in, 5)) expect("Experts' gate_up_bias", *bias, {down[0], rows});
     if (const Dims* bias = optional(in, 6)) expect("Experts' down_bias", *bias, {down[0], x[1]});
+    if (const Dims* residual = optional(in, 11)) expect("Experts' residual", *residual, x);
     return {x};
   }
 
@@ -99,6 +100,7 @@ class Experts : public Plugin {
     p.down_packing = packing(in, kDown);
     if (const Tensor* bias = optional(in, 5)) p.gate_up_bias = bias->data;
     if (const Tensor* bias = optional(in, 6)) p.down_bias = bias->data;
+    if (const Tensor* residual = optional(in, 11)) p.residual = residual->data;
     p.scratch = workspace;
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.num_experts = static_cast<int>(in[kDown].shape[0]);
@@ -167,10 +169,10 @@ class Experts : public Plugin {
 }  // namespace
 
 void register_experts() {
-  register_plugin({"Experts", 2,
+  register_plugin({"Experts", 3,
                    {"x", "experts: int64 int32", "scores: float32", "gate_up: weight_dtype", "down: weight_dtype",
                     "gate_up_bias?", "down_bias?", "gate_up_scale?: float32 uint8", "gate_up_zero?: uint8",
-                    "down_scale?: float32 uint8", "down_zero?: uint8"},
+                    "down_scale?: float32 uint8", "down_zero?: uint8", "residual?"},
                    {"y"},
                    {{"top_k", int64_t{0}}, {"activation", std::string("silu")}, {"gated", int64_t{1}}, {"alpha", 1.0},
                     {"limit", 0.0}, {"up_offset", 0.0}, {"scale_input", int64_t{0}}, {"first_expert", int64_t{0}},
