@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pai
     if (expert[i] >= 0) pairs.order[own[warp][expert[i]] + rank[i]] = first + 32 * i;
 }
 
-// y[token] = residual + the sum over its choices, in their order, of score · made. A vector per thread; reads `made` once, kAtOnce rows
-// together, also those that no expert here made, which are left out.
+// y[token] = residual + the sum over its choices, in their order, of score · made. A vector per thread; reads `made` once,
+// kAtOnce rows together, also those that no expert here made, which are left out.
 template <typename T, int kWidth>
 __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
   constexpr int kAtOnce = 8;
