@@ -191,23 +191,21 @@ bool Shell::is_bytes(const Port& port) const {
   return port.dtypes == std::vector<DType>{DType::kUint8};
 }
 
+const Port& Shell::held_by(const Port& port) const {
+  for (const Port& input : type_.inputs)
+    if (input.name == port.in_place) return input;
+  return port;
+}
+
 std::optional<DType> Shell::held(const Port& port) const {
-  const std::string& name = port.in_place.empty() ? port.name : port.in_place;
-  for (const Port& input : type_.inputs) {
-    if (input.name != name || !input.cached) continue;
-    const auto& kv_dtype = std::get<std::string>(fields_.at("kv_dtype"));
-    if (!kv_dtype.empty()) return dtype_of(kv_dtype);
-  }
-  return {};
+  if (!held_by(port).cached) return {};
+  const auto& kv_dtype = std::get<std::string>(fields_.at("kv_dtype"));
+  return kv_dtype.empty() ? std::optional<DType>() : dtype_of(kv_dtype);
 }
 
 DataType Shell::output_type(int output, const DataType* inputs, int count) const {
   if (const auto dtype = held(type_.outputs.at(output))) return to_tensorrt(*dtype);
-  const Port& port = type_.outputs[output];
-  std::vector<DType> dtypes = port.dtypes;
-  for (const Port& input : type_.inputs)  // whose memory it is
-    if (input.name == port.in_place) dtypes.insert(dtypes.end(), input.dtypes.begin(), input.dtypes.end());
-  for (DType own : dtypes)
+  for (DType own : held_by(type_.outputs[output]).dtypes)
     if (known(own)) return to_tensorrt(own);
   const std::vector<int> given = this->given(count);
   const std::string& dtype = std::get<std::string>(fields_.at(kDType));
@@ -257,8 +255,8 @@ bool Shell::supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, c
   const DType dtype = from_tensorrt(desc.type);
   if (const auto cached = held(port)) return dtype == *cached;
   if (is_bytes(port)) return dtype == DType::kInt32;
-  if (!port.dtypes.empty())
-    return std::find(port.dtypes.begin(), port.dtypes.end(), dtype) != port.dtypes.end();
+  const std::vector<DType>& dtypes = held_by(port).dtypes;
+  if (!dtypes.empty()) return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
   if (computing != nullptr) return dtype == *computing;
   const std::string& wanted = std::get<std::string>(fields_.at(kDType));
   if (!wanted.empty()) return wanted == name_of(dtype);

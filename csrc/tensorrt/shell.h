@@ -89,6 +89,8 @@ class Shell {
   // Whether its dtype is what the op computes in.
   bool computes(const Port& port) const { return port.dtypes.empty() && !is_bytes(port); }
   std::vector<Tensor> inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data, int count) const;
+  // The input in whose memory an output is; itself where it is in none's.
+  const Port& held_by(const Port& port) const;
   // What the field kv_dtype says of an input or output.
   std::optional<DType> held(const Port& port) const;
   size_t workspace(const std::vector<nvinfer1::PluginTensorDesc>& inputs) const;
