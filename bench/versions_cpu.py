@@ -1,0 +1,95 @@
+"""This llmc beside another checkout of it on a CPU: SmolLM2-135M in float32, in pairs.
+
+    python bench/versions_cpu.py WORK_DIR OTHER_CHECKOUT [--batches 1,4] [--rounds 15]
+
+Each side compiles the model and generates in a process of its own; a run of one is followed by a
+run of the other, 64 tokens behind prompts of 64. The table has medians, and the median of the
+pairs' ratios, above 1 where this llmc takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_model
+
+_WORKER = """
+import sys, time
+import numpy as np
+import llmc
+hf, case = sys.argv[1:]
+llmc.compile(hf, case)
+params = llmc.SamplingParams(max_tokens=64, ignore_eos=True)
+rng = np.random.default_rng(0)
+with llmc.LLM(case, max_batch_size=8) as llm:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        prompts = rng.integers(5, 40000, (int(line), 64)).tolist()
+        start = time.perf_counter()
+        for count, _ in enumerate(llm.stream(prompts, params), 1):
+            if count == len(prompts):
+                first = time.perf_counter() - start
+        print(first, time.perf_counter() - start, flush=True)
+"""
+
+
+class Side:
+    """A checkout's process."""
+
+    def __init__(self, checkout: Path, hf: Path, case: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, str(hf), str(case)], cwd=checkout, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(checkout)})
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a side ended")
+        return line
+
+    def run(self, batch: int) -> tuple[float, float]:
+        """Milliseconds to the first tokens, and of a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.flush()
+        first, whole = map(float, self._answer().split())
+        return first * 1e3, (whole - first) * 1e3 / 63
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
+                        default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    work = arguments.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    hf = bench_model.smollm2(work / "smollm2")
+    sides = [Side(checkout, hf, work / name) for name, checkout in
+             (("this", Path(__file__).resolve().parents[1]), ("other", arguments.other.resolve()))]
+    print(bench_model.environment(), "\n")
+    print("| batch | ms of | this | other | this / other |\n| --- | --- | --- | --- | --- |")
+    for batch in arguments.batches:
+        for side in sides:
+            side.run(batch)
+        pairs = [[side.run(batch) for side in sides] for _ in range(arguments.rounds)]
+        for index, what in enumerate(("first token", "step")):
+            ours, theirs = ([pair[side][index] for pair in pairs] for side in (0, 1))
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            print(f"| {batch} | {what} | {statistics.median(ours):.2f} | "
+                  f"{statistics.median(theirs):.2f} | {ratio:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
