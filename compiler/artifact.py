@@ -102,11 +102,7 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
                 functions[f"{function.name}.{function.overload}"] = function
     for tensor in proto.graph.initializer:
         if tensor.name in places:
-            place = places[tensor.name]
-            del tensor.external_data[:]
-            for key, value in (("location", WEIGHTS_NAME), ("offset", str(place.offset)),
-                               ("length", str(place.length))):
-                tensor.external_data.add(key=key, value=value)
+            refer(tensor, WEIGHTS_NAME, places[tensor.name])
     del proto.graph.value_info[:]
     del proto.opset_import[:]
     opset = plugins.OPSETS.get(target, plugins.OPSET)
@@ -118,6 +114,14 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
     proto.graph.name = "llmc"
     onnx.helper.set_model_props(proto, {FACTS: _facts(graph)})
     return proto
+
+
+def refer(tensor: onnx.TensorProto, location: str, place: Placed) -> None:
+    """Have a tensor of external data lie at this place of the file `location`."""
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", str(place.offset)),
+                       ("length", str(place.length))):
+        tensor.external_data.add(key=key, value=value)
 
 
 def _facts(graph: gs.Graph) -> str:

@@ -27,12 +27,11 @@ from llmc.compiler.graph.rewrite import (
     producer,
     replace,
 )
+from llmc.compiler.passes.norm_gemm import gemm_behind
 from llmc.plugins import Op
 from llmc.plugins.add_layer_norm.op import OP as ADD_LAYER_NORM
 from llmc.plugins.add_rms_norm.op import OP as ADD_RMS_NORM
 from llmc.plugins.experts.op import OP as EXPERTS
-from llmc.plugins.gated_mlp.op import OP as GATED_MLP
-from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.layer_norm.op import OP as LAYER_NORM
 from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
@@ -64,13 +63,9 @@ def _check(graph: gs.Graph, node: gs.Node) -> _ExpertsResidual | NoMatch | None:
             return NoMatch("the experts have a residual already", experts)
         if len(consumers(graph, made)) > 1 or made is other:
             return NoMatch("the experts' result is read without what is added too", experts)
-        users = consumers(graph, node.outputs[0])
-        if len(users) != 1:
-            return NoMatch("more than one node reads the norm's result", node)
-        user, = users
-        if not is_op(user, GEMM, GATED_MLP) or operand(user, "x") is not node.outputs[0]:
-            return NoMatch("what reads the norm's result is not a GEMM that can do it",
-                           node if user is None else user)
+        user = gemm_behind(graph, node)
+        if isinstance(user, NoMatch):
+            return user
         return _ExpertsResidual(experts, other, node, _NORMS[node.op])
     return None  # no experts' result is added
 

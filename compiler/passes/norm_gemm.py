@@ -62,13 +62,9 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | No
     op = op_of(node)
     if op is None or op.norm is None:
         return None  # an op of ONNX with that name
-    users = consumers(graph, node.outputs[0])
-    if len(users) != 1:
-        return NoMatch("more than one node reads the norm's result", node)
-    user, = users
-    if not is_op(user, GEMM, GATED_MLP) or operand(user, "x") is not node.outputs[0]:
-        return NoMatch("what reads the norm's result is not a GEMM that can do it",
-                       node if user is None else user)
+    user = gemm_behind(graph, node)
+    if isinstance(user, NoMatch):
+        return user
     if len(operands(user)["weight"].outputs) > 1:  # a table that is the LM head too stays whole
         return NoMatch("the GEMM's weight is another node's too", user)
     stored = values_of(operands(user)["weight"]).stored
@@ -76,6 +72,18 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | No
     if stored is not None and stays and not stored.activation_dtype:
         return NoMatch("the GEMM's weight stays in codes, which take no gain", user)
     return _NormGemm(node, op.norm, user, not stays)
+
+
+def gemm_behind(graph: gs.Graph, norm: gs.Node) -> gs.Node | NoMatch:
+    """The GEMM that alone reads the result of a norm and can do it, or why there is none."""
+    users = consumers(graph, norm.outputs[0])
+    if len(users) != 1:
+        return NoMatch("more than one node reads the norm's result", norm)
+    user, = users
+    if not is_op(user, GEMM, GATED_MLP) or operand(user, "x") is not norm.outputs[0]:
+        return NoMatch("what reads the norm's result is not a GEMM that can do it",
+                       norm if user is None else user)
+    return user
 
 
 def _rewrite(graph: gs.Graph, match: _NormGemm, settings: Settings) -> None:

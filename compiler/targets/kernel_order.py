@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.artifact import Placed, refer
 from llmc.compiler.graph.rewrite import fields_of, op_of, operands, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.plugins.quantization import CODES
@@ -88,12 +89,7 @@ def replace_initializers(model: onnx.ModelProto, weights: Mapping[str, Weight], 
         weight = weights[tensor.name]
         tensor.dims[:] = weight.shape
         tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(weight.dtype)
-        del tensor.external_data[:]
-        tensor.ClearField("raw_data")
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        for key, value in (("location", location), ("offset", str(end)),
-                           ("length", str(weight.nbytes))):
-            tensor.external_data.add(key=key, value=value)
+        refer(tensor, location, Placed(end, weight.nbytes))
         for block in weight.blocks():
             write(block)
         end += weight.nbytes
