@@ -5,10 +5,13 @@
 // and three bring what has come of x into the order in which codes give their columns (packed.cuh): of 32 columns thread t has
 // eight that follow one another, in pairs, where the tensor core wants one pair of every eight.
 //
-// Tiles that one block has whole go from the registers to y; of the others every block that had a part sums up a part,
-// when all have left what they have, in the order of the columns, so that the same x gives the same y. Reads the weight
+// Tiles that one block has whole go from the registers to y. Where there are few, the blocks of a cluster share a tile's
+// columns, and each sums up some of its outputs from what all have in shared memory. Where tiles do not fill all
+// multiprocessors either way, every block that had a part sums up a part, when all have left what they have. It is always
+// in the order of the columns, so that the same x gives the same y. Reads the weight
 // once for each kTokens rows of x, and x once for each tile, from the cache.
 #include <algorithm>
+#include <array>
 
 #include "../packed_gemm.cuh"
 #include "wgmma.cuh"
@@ -24,7 +27,11 @@ constexpr int kOperandRows = 32;                      // of either half, that an
 constexpr int kLine = 64;                             // columns that a row of x has in shared memory
 constexpr int kPart = 16, kPitch = kOperandRows + 4;  // rows of x that leave at once, and floats from one to the next
 constexpr uint32_t kMost = 232448;                    // bytes of shared memory
-constexpr float kLeast = 0.8f;                        // of a turn of all multiprocessors, for tiles to stay whole
+constexpr int kClusterPitch = kOut + 4;               // floats from one row of x to the next, of sums that a cluster adds up
+constexpr int kMostParts = 8;                         // of a tile, in a cluster
+constexpr int kFewTokens = 32;  // for which it is sums of a stage that are scaled, in place of numbers
+// What it costs in stages that a cluster adds up its parts, and that blocks do which leave them in memory.
+constexpr int kClusterCost = 3, kSharesCost = 16;
 
 // Warpgroups that multiply, and operands that each has of a tile: more sums leave room for fewer threads.
 template <int kTokens>
@@ -221,6 +228,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
                                              const Shares& shares, const Part& part, int warpgroup) {
   using P = Place<kCodes, kTokens, kWhole>;
   constexpr int kChunks = kColumns<kCodes> / 32;
+  constexpr bool kScalesSums = kWhole && kTokens <= kFewTokens;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   const int tile_out = p.gated ? kOut / 2 : kOut, block = blockIdx.x, blocks = gridDim.x;
   const int groups = p.in / p.packing.group_size;
@@ -232,6 +240,14 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
   wait_for_inputs();
   let_next_start();
 
+  // Where the thread's codes and scales lie in a stage, kept in registers: nothing tells the compiler how to make them again.
+  constexpr int kWords = kBits<kCodes> / 4;
+  uint32_t codes_at[kChunks], scales_at = __shfl_sync(~0u, place.base, 0) + P::kScalesAt + own_row * 4;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const int vector = chunk * kWords + t * kWords / 4, turned = g / 2 % 4;  // the copy turns vectors so
+    codes_at[chunk] = __shfl_sync(~0u, place.base, 0) + own_row * kRowBytes + 16 * (vector ^ turned) + t * kWords * 4 % 16;
+  }
   auto release = [&](int i) {
     if (thread % 32 == 0) place.read(i % P::kStages).arrive();
   };
@@ -240,7 +256,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
   for (int i = 0; i < part.count;) {
     const Cursor begun(part, i);
     const int first = i, end = min(part.count, i + shares.stages - begun.stage);
-    float total[kOwn][kTokens / 2] = {};
+    float sum[kOwn][kTokens / 2] = {}, total[kOwn][kTokens / 2] = {};
     int zero[kOwn][2] = {};  // of the next stage
     auto load_zeros = [&](int stage) {
       const int group = min(static_cast<int>((stage * kColumns<kCodes> + 0.5f) * per_group), groups - 1);
@@ -256,23 +272,24 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
     if (kWhole && p.packing.zero != nullptr) load_zeros(begun.stage);
     for (; i < end; ++i) {
       const int slot = i % P::kStages;
-      const uint8_t* own = place.stage(slot) + own_row * kRowBytes;
+      const uint32_t stage = slot * P::kStageBytes;
+      float exact[kOwn][2];  // scales
       uint32_t scale[kOwn][2], offset[kOwn][2], minimum[kOwn][2];
       auto find_group = [&](int k) {
-        const auto* scales = reinterpret_cast<const float*>(place.stage(slot) + P::kScalesAt) + k * kOut + own_row;
 #pragma unroll
         for (int m = 0; m < kOwn; ++m)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float* at = scales + h * kOut / 2 + m * kOperandRows;
+            const uint32_t at = scales_at + stage + (k * kOut + h * kOut / 2 + m * kOperandRows) * 4;
+            const float own = exact[m][h] = __uint_as_float(load_shared<1>(at).data[0]);
             float of_zero = kMiddle<kCodes>;
             if (has_minima) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
-              const float least = at[P::kScaleBytes / 4];
-              of_zero = *at == 0.f ? 0.f : fminf(fmaxf(rintf(__fdividef(-least, *at)), 0.f), (1 << kBits<kCodes>) - 1);
-              const float lacking = fmaf(of_zero, *at, least);
+              const float least = __uint_as_float(load_shared<1>(at + P::kScaleBytes).data[0]);
+              of_zero = own == 0.f ? 0.f : fminf(fmaxf(rintf(__fdividef(-least, own)), 0.f), (1 << kBits<kCodes>) - 1);
+              const float lacking = fmaf(of_zero, own, least);
               minimum[m][h] = pack<T>(lacking, lacking);
             }
-            scale[m][h] = pack<T>(*at, *at);
+            scale[m][h] = pack<T>(own, own);
             offset[m][h] = offset_of<T, kCodes>(static_cast<int>(of_zero));
           }
       };
@@ -285,19 +302,15 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
           for (int h = 0; h < 2; ++h) offset[m][h] = offset_of<T, kCodes>(zero[m][h]);
         if (i + 1 < end) load_zeros(begun.stage + i + 1 - first);
       }
-      constexpr int kWords = kBits<kCodes> / 4;
-      uint32_t codes[kChunks][kOwn][2][kWords];
+      Vec<uint32_t, kWords> codes[kChunks][kOwn][2];
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll
         for (int m = 0; m < kOwn; ++m)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint8_t* row = own + (h * kOut / 2 + m * kOperandRows) * kRowBytes;
-            const int vector = chunk * kWords + t * kWords / 4, turned = g / 2 % 4;  // the copy turns vectors so
-            *reinterpret_cast<Vec<uint32_t, kWords>*>(codes[chunk][m][h]) =
-                *reinterpret_cast<const Vec<uint32_t, kWords>*>(row + 16 * (vector ^ turned) + t * kWords * 4 % 16);
-          }
+          for (int h = 0; h < 2; ++h)
+            codes[chunk][m][h] =
+                load_shared<kWords>(codes_at[chunk] + stage + (h * kOut / 2 + m * kOperandRows) * kRowBytes);
       const uint64_t x = by_rows(place.x(slot));
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -308,11 +321,13 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             uint32_t pairs[4];
-            numbers_of<T, kCodes>(pairs, {codes[chunk][m][h][0], codes[chunk][m][h][kWords - 1]}, offset[m][h]);
+            const auto& words = codes[chunk][m][h].data;
+            numbers_of<T, kCodes>(pairs, {words[0], words[kWords - 1]}, offset[m][h]);
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-              now[m][2 * k + h] = has_minima ? product_and_sum<T>(pairs[k], scale[m][h], minimum[m][h])
-                                             : product<T>(pairs[k], scale[m][h]);
+              now[m][2 * k + h] = kScalesSums  ? pairs[k]
+                                  : has_minima ? product_and_sum<T>(pairs[k], scale[m][h], minimum[m][h])
+                                               : product<T>(pairs[k], scale[m][h]);
           }
         begin_products();
 #pragma unroll
@@ -320,12 +335,27 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
 #pragma unroll
           for (int m = 0; m < kOwn; ++m)
             Product<T, kTokens>::template of_registers<false>(
-                total[m], now[m] + 4 * step, x + (chunk / 2 * kTokens * kLine * 2 + chunk % 2 * 64 + step * 32) / 16);
+                sum[m], now[m] + 4 * step, x + (chunk / 2 * kTokens * kLine * 2 + chunk % 2 * 64 + step * 32) / 16);
         end_products();
         wait_for_products<1>();
         if (chunk == 0 && i > first) release(i - 1);
       }
+      if constexpr (kScalesSums) {
+        wait_for_products<0>();
+#pragma unroll
+        for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+          for (int k = 0; k < kTokens / 2; ++k) {
+            total[m][k] = fmaf(sum[m][k], exact[m][k / 2 % 2], total[m][k]);
+            sum[m][k] = 0;
+          }
+      }
     }
+    if constexpr (!kScalesSums)
+#pragma unroll
+      for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+        for (int k = 0; k < kTokens / 2; ++k) total[m][k] = sum[m][k];
     wait_for_products<0>();
     release(end - 1);
     const int first_token = begun.token_tile * kTokens, rows = min(kTokens, p.rows - first_token);
@@ -356,6 +386,36 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
           finish<T>(p, first_token + piece * kPart + token, output, *reinterpret_cast<const float4*>(sums), ups);
         }
       }
+    } else if (shares.parts > 1) {
+      auto* sums = reinterpret_cast<float*>(place.bytes);  // in place of stages, when all have been read
+      static_assert(kTokens * kClusterPitch * 4 <= P::kSumsAt);
+      meet(1 + kGroups<kTokens>, kAll);
+#pragma unroll
+      for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c)
+            sums[(8 * j + 2 * t + c % 2) * kClusterPitch + own_row + c / 2 * (kOut / 2) + m * kOperandRows] =
+                total[m][4 * j + c];
+      arrive_at_cluster();
+      wait_for_cluster();
+      const int fours = tile_out / 4, everybody = threadIdx.x - 128;
+      for (int of = cluster_rank() * kAll + everybody; of < rows * fours; of += shares.parts * kAll) {
+        const int token = of / fours, four = of % fours * 4;
+        if (first_output + four >= p.out) continue;
+        const float* from = sums + token * kClusterPitch + four;
+        float4 whole{}, ups{};
+        auto add = [](float4& to, const float4& more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; };
+#pragma unroll 4
+        for (int rank = 0; rank < shares.parts; ++rank) {
+          add(whole, load_from_rank(from, rank));
+          if (p.gated) add(ups, load_from_rank(from + kOut / 2, rank));
+        }
+        finish<T>(p, first_token + token, first_output + four, whole, ups);
+      }
+      arrive_at_cluster();  // others may still read what is here
+      wait_for_cluster();
     } else {
       float* to = shares.partial + (2 * block + begins) * static_cast<int64_t>(kOut * kTokens) + own_row;
 #pragma unroll
@@ -446,6 +506,26 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
 #endif
 }
 
+// How tiles are shared out: as they are, by clusters, or by all blocks evenly.
+struct Form {
+  int parts;
+  bool divides;
+};
+
+// That which takes the fewest stages one after the other, those counted that sums cost; clusters[parts] are resident at once.
+Form form_of(const std::array<int, kMostParts + 1>& clusters, int tiles, int stages, int places) {
+  Form form{1, false};
+  int64_t least = int64_t{blocks_for(tiles, places)} * stages;
+  auto take = [&](Form other, int64_t cost) {
+    if (cost < least) form = other, least = cost;
+  };
+  take({1, true}, blocks_for(int64_t{tiles} * stages, places) + kSharesCost);
+  for (int parts = 2; parts <= std::min(kMostParts, stages); ++parts)
+    if (clusters[parts] > 0)
+      take({parts, false}, int64_t{blocks_for(tiles, clusters[parts])} * blocks_for(stages, parts) + kClusterCost);
+  return form;
+}
+
 template <typename T, Codes kCodes, int kTokens, bool kWhole>
 cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
   using P = Place<kCodes, kTokens, kWhole>;
@@ -461,12 +541,19 @@ cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStrea
   const int out_tiles = static_cast<int>(blocks_for(p.out, p.gated ? kOut / 2 : kOut));
   const int tiles = out_tiles * static_cast<int>(blocks_for(p.rows, kTokens));
   const int stages = static_cast<int>(blocks_for(p.in, kColumns<kCodes>));
-  // To divide tiles costs more than that some multiprocessors have nothing to do for less than a fifth of the time.
+  static const std::array<int, kMostParts + 1> clusters = [kernel] {
+    std::array<int, kMostParts + 1> found{};
+    for (int parts = 2; parts <= kMostParts; ++parts) {
+      const Launch all(parts, kThreads<kTokens>, P::kBytes, nullptr, parts);
+      if (cudaOccupancyMaxActiveClusters(&found[parts], kernel, all.config()) != cudaSuccess) found[parts] = 0;
+    }
+    return found;
+  }();
   const int places = std::min(static_cast<int>(multiprocessors()), kPackedGemmBlocks);
-  const bool divides = tiles < places * static_cast<int>(blocks_for(tiles, places)) * kLeast;
-  const int blocks = std::min(places, divides ? tiles * stages : tiles);
-  return launch(kernel, blocks, kThreads<kTokens>, P::kBytes, stream, maps, p,
-                Shares{tiles, out_tiles, stages, static_cast<float*>(scratch), counters, divides ? 1 : stages});
+  const Form form = form_of(clusters, tiles, stages, places);
+  const int blocks = form.parts > 1 ? tiles * form.parts : std::min(places, form.divides ? tiles * stages : tiles);
+  const Shares shares{tiles, out_tiles, stages, static_cast<float*>(scratch), counters, form.divides ? 1 : stages, form.parts};
+  return cudaLaunchKernelEx(Launch(blocks, kThreads<kTokens>, P::kBytes, stream, form.parts).config(), kernel, maps, p, shares);
 }
 
 template <typename T, Codes kCodes, bool kWhole>

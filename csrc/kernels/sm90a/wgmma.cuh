@@ -13,6 +13,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Words in shared memory, by their address.
+template <int kWords>
+__device__ __forceinline__ device::Vec<uint32_t, kWords> load_shared(uint32_t at) {
+  device::Vec<uint32_t, kWords> words;
+  if constexpr (kWords == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words.data[0]) : "r"(at));
+  else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.data[0]), "=r"(words.data[1]) : "r"(at));
+  return words;
+}
+
 // A barrier in shared memory, by its address.
 struct Barrier {
   uint32_t at;
