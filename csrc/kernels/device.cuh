@@ -187,55 +187,6 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
-// Of a cluster: how many blocks it has, which this one is, and what all its blocks have done or may do. All threads of a
-// block arrive and wait.
-__device__ __forceinline__ int cluster_size() {
-  int size = 1;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-#endif
-  return size;
-}
-__device__ __forceinline__ int cluster_rank() {
-  int rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-__device__ __forceinline__ void arrive_at_cluster() {
-  __syncwarp();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_cluster() {
-  __syncwarp();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// x to where block `rank` has what this one has at `to`, in shared memory.
-__device__ __forceinline__ void store_to_rank(float* to, int rank, float x) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}"
-               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "r"(rank), "f"(x)
-               : "memory");
-#endif
-}
-// Four numbers that block `rank` has where this one has `from`, in shared memory.
-__device__ __forceinline__ float4 load_from_rank(const float* from, int rank) {
-  float4 x{};
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(rank)
-               : "memory");
-#endif
-  return x;
-}
-
 // The end of a group of copies into shared memory that go on beside the thread.
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

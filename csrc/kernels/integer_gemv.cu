@@ -1,8 +1,8 @@
 // packed_gemv.cu's product by the tensor core's integers: codes are operands as they are, but for a mask and a shift of
 // those of 4 bits, where numbers of 16 bits take about twice the instructions, which is what bounds it.
 //
-// x becomes integers of 15 bits, by a scale for each vector of its columns: no further from x than 2^-15 of the largest
-// number there, where T itself rounds numbers by up to 2^-9 or 2^-12 of each. Two bytes hold it, q = 128 high + low, as two
+// x becomes integers of 16 bits, by a scale for each vector of its columns: no further from x than 2^-16 of the largest
+// number there, where T itself rounds numbers by up to 2^-9 or 2^-12 of each. Two bytes hold it, q = 256 high + low, as two
 // columns of the operand; so 8 columns take four rows of x, and sums of integers are exact. Each block makes them anew
 // and keeps them in shared memory, while its first weights are under way.
 //
@@ -11,8 +11,9 @@
 // way to shared memory stages() ahead.
 //
 // kParted: the blocks of a cluster have a part of the columns each, so they make operands of that part alone, and there are
-// more blocks than tiles. Their sums go to one of them, to another for each tile, which adds them up in their order while
-// all take the next tile.
+// more blocks than tiles. Their sums go to one of them, to another for each tile, which adds them up in their order when all
+// have come, while the others take the next tile.
+#include "cluster.cuh"
 #include "gemv.cuh"
 #include "packed.cuh"
 
@@ -20,15 +21,28 @@ namespace llmc::kernels {
 namespace {
 
 using namespace device;
+using device::start_copy;
 
 __host__ __device__ constexpr int stages(int m) { return m == 2 ? 4 : 6; }  // vectors under way, of each warp
-constexpr float kLargest = 127 * 128;
+constexpr float kLargest = 127 * 256;
 constexpr int kMostParts = 4;  // of the columns
 
+// A copy of a number into shared memory that goes on beside the thread.
+__device__ __forceinline__ void start_copy(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// kSigned: codes too.
+template <bool kSigned>
 __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (kSigned)
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 template <Codes kCodes>
@@ -38,123 +52,136 @@ constexpr int kSteps = kColumns<kCodes> / 32;  // products of a vector
 template <Codes kCodes>
 constexpr int kHalves = kSteps<kCodes> / 2;    // 16 bytes of x for two of them
 
-// Shared memory of a block, in bytes: the ring; the operands of x; of each vector and row of x its scale and sum; of two
-// tiles what each warp of the cluster summed up, [2][sums][16 m][pitch].
+// Shared memory of a block, in bytes: the ring and its scales; the operands of x; of each vector and row of x its scale and
+// sum; of two tiles what each warp summed up, [2][warps][16 m][pitch]; what came from the blocks of the cluster.
 template <Codes kCodes>
 struct Room {
   int vectors, used;  // those of the block; columns of an operand that are not zero
-  int sums, pitch;
-  int64_t operands, factors, partial, all;
+  int pitch;
+  int64_t operands, factors, partial, received, all;
 
   __host__ __device__ Room(int rows, int in, int warps, int m, int parts) {
     const int in_all = (in + kColumns<kCodes> - 1) / kColumns<kCodes>;
     vectors = (in_all + parts - 1) / parts;
     used = 2 * rows;
-    sums = parts * warps;
     pitch = rows <= 2 ? 3 : 5;
     operands = int64_t{stages(m)} * warps * m * (2 * 32 * 16 + 64);
     factors = operands + int64_t{vectors} * kHalves<kCodes> * used * 64;
-    partial = factors + int64_t{vectors} * 4 * 8;
-    all = partial + int64_t{2} * sums * 16 * m * pitch * 4;
+    partial = factors + int64_t{vectors} * rows * 8;
+    received = partial + int64_t{2} * warps * 16 * m * pitch * 4;
+    all = received + (parts > 1 ? parts * message(rows, m) * 4 : 0);
   }
+  // Numbers that a block sends of a tile: sums, and what was measured of x.
+  static __host__ __device__ int message(int rows, int m) { return 16 * m * rows + 2 * rows; }
 };
 
 // Of columns first, ... , end - 1 of x, by all warps: operands, factors and, for a norm, the sums of each warp's numbers
-// and of their squares. Waits for x.
-template <typename T, Codes kCodes, int kWarps, int kMeasured>
+// and of their squares. kSums: factors have sums of integers, else those are for codes 16 times as large. Waits for x.
+// A lane takes eight columns; what it does with some of them at once has no branches, so none waits for another.
+template <typename T, Codes kCodes, int kWarps, bool kSums>
 __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kCodes>& room, int first, int end,
-                                              uint32_t* operands, float2* factors, float (*measured)[kMeasured][2]) {
-  constexpr int kLanes = kColumns<kCodes> / 4;  // of a vector: a lane takes four columns
-  constexpr int kAtOnce = 32 / kLanes, kBatch = 8;  // vectors; loads under way
+                                              uint32_t* operands, float2* factors, float (*measured)[kIntegerRows][2]) {
+  constexpr int kLanes = kColumns<kCodes> / 8, kAtOnce = 32 / kLanes, kBatch = 4;  // of a vector; vectors; of these
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = lane % kLanes;
-  const uint32_t mates = kAtOnce == 1 ? ~0u : 0xffffu << lane / 16 * 16;
-  for (int i = threadIdx.x; i < room.vectors * (4 - p.rows); i += kWarps * 32)  // rows that are not there
-    factors[i % room.vectors * 4 + p.rows + i / room.vectors] = {0.f, 0.f};
   // Of each row a warp takes some vectors, in turn; what it loads is ahead, of the next rows too.
   const int each = (room.vectors + kWarps * kAtOnce - 1) / (kWarps * kAtOnce), pairs = each * p.rows;
-  struct {
+  struct Place {
     int row, turn;
   } ahead{}, now{};
-  auto column_of = [&](int turn) { return first + (turn * kWarps + warp) * kAtOnce * kColumns<kCodes> + lane * 4; };
-  Vec<float, 4> weights[kBatch];  // the norm's
-  auto load_weights = [&](int turn) {
+  auto vector_of = [&](int turn) { return (turn * kWarps + warp) * kAtOnce + lane / kLanes; };
+  auto column_of = [&](int turn) { return first + vector_of(turn) * kColumns<kCodes> + own * 8; };
+  auto go_on = [&](Place& place) {
+    if (++place.turn == each) place.turn = 0, ++place.row;
+  };
+  Vec<float, 4> weights[kBatch][2];  // the norm's
+  auto load_weights = [&](Place place) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int column = column_of(turn);
+    for (int i = 0; i < kBatch; ++i, go_on(place)) {
+      const int column = column_of(place.turn);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) weights[i].data[k] = 1;
-      if (p.norm_weight != nullptr && column < end) weights[i] = load<float, 4>(p.norm_weight + column);
-      if (++turn == each) turn = 0;
+      for (int half = 0; half < 2; ++half) {
+        weights[i][half] = {{1, 1, 1, 1}};
+        if (p.norm_weight != nullptr && column < end) weights[i][half] = load<float, 4>(p.norm_weight + column + 4 * half);
+      }
     }
   };
-  load_weights(0);
+  load_weights(ahead);
   wait_for_inputs();
   let_next_start();
 
   float of_row[2] = {};
   for (int begin = 0; begin < pairs; begin += kBatch) {
-    if (begin > 0) load_weights(ahead.turn);
-    Vec<T, 4> fours[kBatch];
+    if (begin > 0) load_weights(ahead);
+    Vec<T, 8> eights[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kBatch; ++i, go_on(ahead)) {
       const int column = column_of(ahead.turn);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) fours[i].data[k] = from_float<T>(0.f);
+      eights[i] = {};
       if (ahead.row < p.rows && column < end)
-        fours[i] = load<T, 4>(static_cast<const T*>(p.x) + int64_t{ahead.row} * p.in + column);
-      if (++ahead.turn == each) ahead.turn = 0, ++ahead.row;
+        eights[i] = load<T, 8>(static_cast<const T*>(p.x) + int64_t{ahead.row} * p.in + column);
     }
+    float totals[kBatch], squares[kBatch];
+    Place place = now;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (now.row == p.rows) break;
-      const int row = now.row, vector = (now.turn * kWarps + warp) * kAtOnce + lane / kLanes;
-      float x[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) x[k] = to_float(fours[i].data[k]);
+    for (int i = 0; i < kBatch; ++i, go_on(place)) {
+      const int row = place.row, vector = vector_of(place.turn);
+      float x[8];
+      totals[i] = squares[i] = 0;
       uint32_t most = 0;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        of_row[0] += x[k], of_row[1] = fmaf(x[k], x[k], of_row[1]);
-        x[k] *= weights[i].data[k];
+      for (int k = 0; k < 8; ++k) {
+        x[k] = to_float(eights[i].data[k]);
+        totals[i] += x[k], squares[i] = fmaf(x[k], x[k], squares[i]);
+        x[k] *= weights[i][k / 4].data[k % 4];
         most = max(most, __float_as_uint(fabsf(x[k])));
       }
       // As bits: what is no number is greater than all numbers, and makes the scale and what is multiplied by it no number.
-      const float largest = __uint_as_float(__reduce_max_sync(mates, most));
-      const bool counts = largest > 1e-30f && largest < INFINITY;
-      const float by = counts ? kLargest / largest : 0.f;
-      int sum = 0;
-      uint32_t high = 0, low = 0;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int q = __float2int_rn(x[k] * by), upper = (q + 64) >> 7;
-        sum += q;
-        high |= (upper & 0xff) << 8 * k, low |= (q - 128 * upper & 0xff) << 8 * k;
+      for (int other = kLanes / 2; other > 0; other /= 2) most = max(most, __shfl_xor_sync(~0u, most, other));
+      const float largest = __uint_as_float(most);
+      const bool counts = largest > 1e-30f && largest < INFINITY;
+      const float by = counts ? __fdividef(kLargest / 256, largest / 256) : 0.f;  // which has no divisors above 2^126
+      // Bits 0 to 15 of these are q + 128: the second byte is its high one, the first is 128 more than its low one.
+      uint32_t bits[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) bits[k] = __float_as_uint(fmaf(x[k], by, 12582912.f + 128.f));
+      // As codes lie in words: of 4 bits columns 0, 4, 1, 5 and 2, 6, 3, 7, of 8 bits 0, 2, 4, 6 and 1, 3, 5, 7.
+      uint2 high, low;
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        constexpr bool kFour = kCodes == Codes::kFour;
+        const uint32_t a = bits[kFour ? 2 * word : word], b = bits[kFour ? 4 + 2 * word : word + 2];
+        const uint32_t c = bits[kFour ? 1 + 2 * word : word + 4], d = bits[kFour ? 5 + 2 * word : word + 6];
+        const uint32_t left = __byte_perm(a, b, 0x5140), right = __byte_perm(c, d, 0x5140);  // low ones, then high ones
+        (word == 0 ? low.x : low.y) = __byte_perm(left, right, 0x5410) ^ 0x80808080;
+        (word == 0 ? high.x : high.y) = __byte_perm(left, right, 0x7632);
       }
-      sum = __reduce_add_sync(mates, sum);
-      const uint32_t other_high = __shfl_xor_sync(~0u, high, 1), other_low = __shfl_xor_sync(~0u, low, 1);
-      if (vector < room.vectors && own == 0)
-        factors[vector * 4 + row] = {counts || largest <= 1e-30f ? largest / kLargest : NAN, __int_as_float(sum)};
-      // Of eight columns the even lane has the first four, and makes the first word of an operand, as codes lie: of 4 bits
-      // columns 0, 4, 1, 5 and 2, 6, 3, 7, of 8 bits 0, 2, 4, 6 and 1, 3, 5, 7.
-      constexpr bool kFour = kCodes == Codes::kFour;
-      const bool odd = lane % 2;
-      auto word_of = [&](uint32_t mine, uint32_t other) {
-        return __byte_perm(odd ? other : mine, odd ? mine : other, kFour ? odd ? 0x7362 : 0x5140 : odd ? 0x7531 : 0x6420);
-      };
-      const int t = kFour ? own / 8 : own / 4, step = own % (kFour ? 8 : 4) / 2;
-      const int64_t at = ((int64_t{vector} * kHalves<kCodes> + step / 2) * room.used + row * 2) * 16 +
-                         t * 4 + step % 2 * 2 + odd;
-      if (vector < room.vectors) {
-        operands[at] = word_of(high, other_high);
-        operands[at + 16] = word_of(low, other_low);
+      int sum = 0;
+      if constexpr (kSums) {
+        sum = __dp4a(static_cast<int>(high.x), 0x01010101, __dp4a(static_cast<int>(high.y), 0x01010101, 0)) * 256;
+        sum = __dp4a(static_cast<int>(low.x), 0x01010101, __dp4a(static_cast<int>(low.y), 0x01010101, sum));
+#pragma unroll
+        for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
       }
-      if (++now.turn < each) continue;
-      if (p.norm) {
-        const float total = warp_sum(of_row[0]), squares = warp_sum(of_row[1]);
-        if (lane == 0) measured[warp][row][0] = total, measured[warp][row][1] = squares;
-        of_row[0] = of_row[1] = 0;
+      const int t = own / (kLanes / 4), step = own % (kLanes / 4);
+      const int64_t at = ((int64_t{vector} * kHalves<kCodes> + step / 2) * room.used + row * 2) * 16 + t * 4 + step % 2 * 2;
+      if (row < p.rows && vector < room.vectors) {
+        *reinterpret_cast<uint2*>(operands + at) = high;
+        *reinterpret_cast<uint2*>(operands + at + 16) = low;
+        constexpr float kScale = 1.f / kLargest / (kSums ? 1 : 16);
+        if (own == 0)
+          factors[vector * p.rows + row] = {counts || largest <= 1e-30f ? largest * kScale : NAN, __int_as_float(sum)};
       }
-      now = {row + 1, 0};
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      of_row[0] += totals[i], of_row[1] += squares[i];
+      const int row = now.row;
+      go_on(now);
+      if (!p.norm || now.row == row || row >= p.rows) continue;
+      const float total = warp_sum(of_row[0]), sum = warp_sum(of_row[1]);
+      if (lane == 0) measured[warp][row][0] = total, measured[warp][row][1] = sum;
+      of_row[0] = of_row[1] = 0;
     }
   }
 }
@@ -163,58 +190,73 @@ __device__ __forceinline__ void make_operands(const GemvParams& p, const Room<kC
 template <typename T, Codes kCodes, int kWarps, int kM, bool kUneven, bool kParted>
 __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) integer_gemv_kernel(GemvParams p) {
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM, kDeep = stages(kM);
-  extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][kRows][8]; see Room
-  __shared__ float measured[kParted ? kMostParts * kWarps : kWarps][4][2];  // of the cluster's warps
+  constexpr bool kSigned = kCodes == Codes::kFour && !kUneven;  // then codes less 8, 16 times as large, are operands
+  extern __shared__ uint4 ring[];  // [kDeep][kRows][kThreads], then scales [kDeep][kWarps][8][kRows]; see Room
+  __shared__ float measured[kWarps][kIntegerRows][2];
+  __shared__ uint64_t has_come;
   const int parts = kParted ? cluster_size() : 1, part = kParted ? cluster_rank() : 0;
   const int begin = blockIdx.x / parts, stride = gridDim.x / parts;  // of tiles
   const Room<kCodes> room(p.rows, p.in, kWarps, kM, parts);
   auto* const shared = reinterpret_cast<unsigned char*>(ring);
   const auto* operands = reinterpret_cast<const uint4*>(shared + room.operands);
-  auto* factors = reinterpret_cast<float2*>(shared + room.factors);
+  auto* const factors = reinterpret_cast<float2*>(shared + room.factors);
   auto* const partial = reinterpret_cast<float*>(shared + room.partial);
+  auto* const received = reinterpret_cast<float*>(shared + room.received);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   auto* const scales = reinterpret_cast<float*>(ring + kDeep * kRows * kThreads) + warp * kRows * 8;
   const int height = p.gated ? 8 : 16, outputs = height * kM, tiles = (p.out + outputs - 1) / outputs;
   const int first_vector = part * room.vectors, first_column = first_vector * kColumns<kCodes>;
   const int end_column = min(p.in, first_column + room.vectors * kColumns<kCodes>);
   const int turns = (room.vectors + kWarps - 1) / kWarps;
-  const int64_t row_bytes = static_cast<int64_t>(p.in) * kBits<kCodes> / 8;
-  const int64_t end_byte = static_cast<int64_t>(end_column) * kBits<kCodes> / 8;
-  if (kParted) arrive_at_cluster();  // others may write here from now on
-  // Rows beyond the last repeat it; their sums are not written.
-  auto row_of = [&](int tile, int row) {
-    const int low = (tile * kM + row / 2) * height + g;
+  const auto row_bytes = static_cast<uint32_t>(p.in) * kBits<kCodes> / 8;
+  const int end_byte = end_column * kBits<kCodes> / 8;
+  const Barrier all_came{shared_address(&has_come)};
+  const int sums = outputs * p.rows * (p.gated ? 2 : 1), message = sums + (p.norm ? 2 * p.rows : 0);
+  if (kParted) {
+    if (threadIdx.x == 0) {
+      all_came.init(1);
+      all_came.expect(parts * message * 4);
+      let_copies_see_barriers();
+    }
+    arrive_only();  // others may send from now on
+  }
+  // Row `row` of those of a thread with this g. Rows beyond the last repeat it; their sums are not written.
+  auto row_of = [&](int tile, int row, int of_g) {
+    const int low = (tile * kM + row / 2) * height + of_g;
     return row % 2 == 0 ? min(low, p.out - 1) : p.gated ? p.out + min(low, p.out - 1) : min(low + 8, p.out - 1);
   };
   const Packing& packing = p.packing;
   const int all_rows = p.gated ? 2 * p.out : p.out, groups = p.in / packing.group_size;
   const int per_group = packing.group_size / kColumns<kCodes>;  // vectors
+  const uint32_t share = ((1u << 20) + per_group - 1) / per_group;
   const bool has_minima = kUneven && packing.minimum != nullptr;
+  auto group_of = [&](int vector) { return min(static_cast<int>(vector * share >> 20), groups - 1); };
 
-  // The copies are ahead of the products: their own place in the sequence of tiles and vectors.
+  // The copies are ahead of the products: their own place in the sequence of tiles and vectors. Of the scales a lane copies
+  // one, of a row and a g.
   struct {
     int tile, vector, slot;
     const uint8_t* rows[kRows];
-  } ahead{begin, warp, 0, {}};
+    const float* scale;
+  } ahead{begin, warp, 0, {}, nullptr};
   auto find_rows = [&] {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      ahead.rows[row] = static_cast<const uint8_t*>(p.weight) + row_of(ahead.tile, row) * row_bytes + 16 * t;
+      ahead.rows[row] = static_cast<const uint8_t*>(p.weight) + 16 * t +
+                        static_cast<uint64_t>(static_cast<uint32_t>(row_of(ahead.tile, row, g))) * row_bytes;
+    ahead.scale = packing.scale + row_of(ahead.tile, lane % kRows, lane / kRows % 8);
   };
-  auto group_of = [&](int vector) { return min(vector / per_group, groups - 1); };
   auto copy_vector = [&] {
     if (ahead.tile < tiles) {
       const int at = 64 * (first_vector + ahead.vector);
       const bool there = at + 16 * t < end_byte;
       uint4* to = ring + ahead.slot * kRows * kThreads + threadIdx.x;
+      const int from = there ? at : 0;
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) start_copy(to + row * kThreads, ahead.rows[row] + (there ? at : -16 * t), there);
-      if (lane < 2 * kRows) {  // four of the scales of eight rows
-        const int first = (ahead.tile * kM + lane / 4) * height + lane % 2 * 4, second = lane / 2 % 2;
-        const int row = first + (second ? p.gated ? p.out : 8 : 0), end = second && p.gated ? all_rows : p.out;
-        start_copy(reinterpret_cast<uint4*>(scales + ahead.slot * kWarps * kRows * 8 + lane * 4),
-                   packing.scale + int64_t{group_of(first_vector + ahead.vector)} * all_rows + (row < end ? row : 0), row < end);
-      }
+      for (int row = 0; row < kRows; ++row) start_copy(to + row * kThreads, ahead.rows[row] + from, there);
+      if (kRows == 4 || lane < 8 * kRows)
+        start_copy(scales + ahead.slot * kWarps * kRows * 8 + lane,
+                   ahead.scale + static_cast<uint32_t>(group_of(first_vector + ahead.vector)) * static_cast<uint64_t>(all_rows));
       ahead.slot = ahead.slot + 1 == kDeep ? 0 : ahead.slot + 1;
       ahead.vector += kWarps;
       if (ahead.vector >= turns * kWarps) {
@@ -228,71 +270,116 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
   find_rows();
   for (int i = 0; i < kDeep; ++i) copy_vector();  // weights do not depend on the kernel before
 
-  make_operands<T, kCodes, kWarps>(p, room, first_column, end_column,
-                                   reinterpret_cast<uint32_t*>(shared + room.operands), factors,
-                                   measured + part * kWarps);
+  make_operands<T, kCodes, kWarps, !kSigned>(p, room, first_column, end_column,
+                                             reinterpret_cast<uint32_t*>(shared + room.operands), factors, measured);
   __syncthreads();
+  if (kParted) wait_for_cluster();
 
-  // Of the sums of two tiles, in turn: some threads may still read those of the tile before.
-  auto sums_of = [&](int turn, int sum) { return partial + (turn % 2 * room.sums + sum) * 16 * kM * room.pitch; };
+  // An output's sum by all warps, and its up's, of the tile that was `turn`.
+  auto sum_up = [&](int turn, int column, int row, float& value, float& up) {
+    const float* from = partial + (turn % 2 * kWarps * 16 * kM + column / height * 16 + column % height) * room.pitch + row;
+    value = up = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w, from += 16 * kM * room.pitch) {
+      value += from[0];
+      if (p.gated) up += from[8 * room.pitch];
+    }
+  };
+  auto write = [&](int tile, int column, int row, float value, float up, float total, float squares) {
+    const int output = tile * outputs + column;
+    if (output >= p.out) return;
+    const int64_t place = static_cast<int64_t>(row) * p.out + output;
+    const float added = p.residual != nullptr ? to_float(static_cast<const T*>(p.residual)[place]) : 0.f;
+    value = output_of<T>(p, value, up, total, squares, row, output, p.gated, p.norm);
+    static_cast<T*>(p.y)[place] = from_float<T>(value + added);
+  };
   auto finish = [&](int tile, int turn) {
-    if (kParted && turn % parts != part) return;
     // Each tile's outputs are the work of other warps first.
     for (int i = (threadIdx.x + turn * 64) % kThreads; i < outputs * p.rows; i += kThreads) {
-      const int column = i % outputs, row = i / outputs, output = tile * outputs + column;
-      if (output >= p.out) continue;
-      const int64_t place = static_cast<int64_t>(row) * p.out + output;
-      const float added = p.residual != nullptr ? to_float(static_cast<const T*>(p.residual)[place]) : 0.f;
-      const float* from = sums_of(turn, 0) + (column / height * 16 + column % height) * room.pitch + row;
-      float value = 0, up = 0, total = 0, squares = 0;
-      for (int sum = 0; sum < room.sums; sum += kWarps) {
+      const int column = i % outputs, row = i / outputs;
+      float value, up, total = 0, squares = 0;
+      sum_up(turn, column, row, value, up);
+      if (p.norm)
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w, from += 16 * kM * room.pitch) {
-          value += from[0];
-          if (p.gated) up += from[8 * room.pitch];
-          if (p.norm) total += measured[sum + w][row][0], squares += measured[sum + w][row][1];
-        }
-      }
-      value = output_of<T>(p, value, up, total, squares, row, output, p.gated, p.norm);
-      static_cast<T*>(p.y)[place] = from_float<T>(value + added);
+        for (int w = 0; w < kWarps; ++w) total += measured[w][row][0], squares += measured[w][row][1];
+      write(tile, column, row, value, up, total, squares);
     }
+  };
+  // What a block of a cluster sends: sums, ups, and what it measured.
+  auto send_all = [&](int turn) {
+    const int owner = turn % parts;
+    float* const to = received + part * message;
+    for (int i = threadIdx.x; i < outputs * p.rows; i += kThreads) {
+      float value, up;
+      sum_up(turn, i % outputs, i / outputs, value, up);
+      send(to + i, all_came, owner, value);
+      if (p.gated) send(to + outputs * p.rows + i, all_came, owner, up);
+    }
+    for (int i = threadIdx.x; p.norm && i < 2 * p.rows; i += kThreads) {
+      float of_warps = 0;
+      for (int w = 0; w < kWarps; ++w) of_warps += measured[w][i / 2][i % 2];
+      send(to + sums + i, all_came, owner, of_warps);
+    }
+  };
+  auto finish_received = [&](int tile, int turn) {
+    if (turn % parts != part) return;
+    all_came.wait(turn / parts % 2);
+    for (int i = threadIdx.x; i < outputs * p.rows; i += kThreads) {
+      const int column = i % outputs, row = i / outputs;
+      float value = 0, up = 0, total = 0, squares = 0;
+      for (int from = 0; from < parts; ++from) {
+        const float* sum = received + from * message;
+        value += sum[i];
+        if (p.gated) up += sum[outputs * p.rows + i];
+        if (p.norm) total += sum[sums + 2 * row], squares += sum[sums + 2 * row + 1];
+      }
+      write(tile, column, row, value, up, total, squares);
+    }
+    __syncthreads();  // before anybody sends more, which nobody does before this block has sent the next tile
+    if (threadIdx.x == 0) all_came.expect(parts * message * 4);
   };
 
   int slot = 0, turn = 0, tile = begin;
+  uint32_t x[kHalves<kCodes>][4] = {};  // columns that no row of x has stay zero
   for (; tile < tiles; tile += stride, ++turn) {
     float total[kRows] = {};
+    const uint4* own = operands + (warp * kHalves<kCodes> * room.used + g) * 4 + t;
+    const float2* factor = factors + warp * p.rows + t;
     for (int step = 0; step < turns; ++step) {
       const int vector = warp + step * kWarps;
       wait_for_group<kDeep - 1>();
       __syncwarp();
       const uint4* from = ring + slot * kRows * kThreads + threadIdx.x;
       uint32_t words[kRows][4];
-      float scale[kRows];
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        const uint4 own = from[row * kThreads];
-        words[row][0] = own.x, words[row][1] = own.y, words[row][2] = own.z, words[row][3] = own.w;
-        scale[row] = scales[slot * kWarps * kRows * 8 + row * 8 + g];
+        const uint4 four = from[row * kThreads];
+        words[row][0] = four.x, words[row][1] = four.y, words[row][2] = four.z, words[row][3] = four.w;
       }
+      const auto scale = load<float, kRows>(scales + slot * kWarps * kRows * 8 + g * kRows);
       slot = slot + 1 == kDeep ? 0 : slot + 1;
       __syncwarp();  // the scales have been read
       copy_vector();
       if (vector >= room.vectors) continue;
 
-      uint32_t x[kHalves<kCodes>][4];
 #pragma unroll
-      for (int half = 0; half < kHalves<kCodes>; ++half) {
-        uint4 own = make_uint4(0, 0, 0, 0);
-        if (g < room.used) own = operands[((vector * kHalves<kCodes> + half) * room.used + g) * 4 + t];
-        x[half][0] = own.x, x[half][1] = own.y, x[half][2] = own.z, x[half][3] = own.w;
-      }
+      for (int half = 0; half < kHalves<kCodes>; ++half)
+        if (g < room.used) {
+          const uint4 four = own[half * room.used * 4];
+          x[half][0] = four.x, x[half][1] = four.y, x[half][2] = four.z, x[half][3] = four.w;
+        }
+      own += kWarps * kHalves<kCodes> * room.used * 4;
       int sum[kM][4] = {};
 #pragma unroll
       for (int j = 0; j < kSteps<kCodes>; ++j)
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           uint32_t a[4];
-          if constexpr (kCodes == Codes::kFour) {
+          if constexpr (kSigned) {
+            const uint32_t low = words[2 * m][j], high = words[2 * m + 1][j];
+            a[0] = low * 16 & 0xf0f0f0f0 ^ 0x80808080, a[1] = high * 16 & 0xf0f0f0f0 ^ 0x80808080;
+            a[2] = low & 0xf0f0f0f0 ^ 0x80808080, a[3] = high & 0xf0f0f0f0 ^ 0x80808080;
+          } else if constexpr (kCodes == Codes::kFour) {
             const uint32_t low = words[2 * m][j], high = words[2 * m + 1][j];
             a[0] = low & 0x0f0f0f0f, a[1] = high & 0x0f0f0f0f;
             a[2] = low >> 4 & 0x0f0f0f0f, a[3] = high >> 4 & 0x0f0f0f0f;
@@ -300,50 +387,37 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
             a[0] = words[2 * m][2 * j], a[1] = words[2 * m + 1][2 * j];
             a[2] = words[2 * m][2 * j + 1], a[3] = words[2 * m + 1][2 * j + 1];
           }
-          multiply_codes(sum[m], a, x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
+          multiply_codes<kSigned>(sum[m], a, x[j / 2][j % 2 * 2], x[j / 2][j % 2 * 2 + 1]);
         }
-      const float2 factor = factors[vector * 4 + t];
-      const int sum_of_x = __float_as_int(factor.y);
+      const int group = group_of(first_vector + vector);
+      const float2 of_x = t < p.rows ? *factor : make_float2(0.f, 0.f);
+      const int sum_of_x = __float_as_int(of_x.y);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        const int group = group_of(first_vector + vector);
-        const int zero = kUneven ? zero_of<kCodes>(packing, row_of(tile, row), group, groups) : kMiddle<kCodes>;
-        const int all = sum[row / 2][row % 2 * 2] * 128 + sum[row / 2][row % 2 * 2 + 1] - zero * sum_of_x;
-        total[row] = fmaf(static_cast<float>(all), factor.x * scale[row], total[row]);
+        int all = sum[row / 2][row % 2 * 2] * 256 + sum[row / 2][row % 2 * 2 + 1];
+        if constexpr (!kSigned) {
+          const int zero = kUneven ? zero_of<kCodes>(packing, row_of(tile, row, g), group, groups) : kMiddle<kCodes>;
+          all -= zero * sum_of_x;
+        }
+        total[row] = fmaf(static_cast<float>(all), of_x.x * scale.data[row], total[row]);
         if constexpr (kUneven) {
-          const int64_t at = static_cast<int64_t>(group) * all_rows + row_of(tile, row);
+          const int64_t at = static_cast<int64_t>(group) * all_rows + row_of(tile, row, g);
           const float minimum = has_minima ? __ldg(packing.minimum + at) : 0.f;
-          total[row] = fmaf(static_cast<float>(sum_of_x), factor.x * minimum, total[row]);
+          total[row] = fmaf(static_cast<float>(sum_of_x), of_x.x * minimum, total[row]);
         }
       }
+      factor += kWarps * p.rows;
     }
-    if (kParted) {
-      wait_for_cluster();
-      if (turn > 0) finish(tile - stride, turn - 1);
-      if (p.norm && turn == 0 && lane < p.rows * 2)
-        for (int rank = 0; rank < parts; ++rank) {
-          float* const own = &measured[part * kWarps + warp][lane / 2][lane % 2];
-          if (rank != part) store_to_rank(own, rank, *own);
-        }
-    }
+    if (kParted && turn > 0) finish_received(tile - stride, turn - 1);
     if (t < p.rows)
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        float* const own = sums_of(turn, part * kWarps + warp) + (row * 8 + g) * room.pitch + t;
-        if constexpr (kParted) store_to_rank(own, turn % parts, total[row]);
-        else *own = total[row];
-      }
-    if (kParted) {
-      arrive_at_cluster();
-    } else {
-      __syncthreads();
-      finish(tile, turn);
-    }
+      for (int row = 0; row < kRows; ++row)
+        partial[((turn % 2 * kWarps + warp) * 16 * kM + row * 8 + g) * room.pitch + t] = total[row];
+    __syncthreads();
+    if constexpr (kParted) send_all(turn);
+    else finish(tile, turn);
   }
-  if (kParted) {
-    wait_for_cluster();
-    if (turn > 0) finish(tile - stride, turn - 1);
-  }
+  if (kParted && turn > 0) finish_received(tile - stride, turn - 1);
 }
 
 // What a launch is made of: warps of a block, tiles of 16 rows at once, blocks that divide the columns, and how many blocks a
@@ -373,23 +447,26 @@ cudaError_t run(const GemvParams& p, const Form& form, cudaStream_t stream) {
   return cudaLaunchKernelEx(Launch(grid, kWarps * 32, shared, stream, form.parts).config(), kernel, p);
 }
 
-// So that there are two blocks, or one where x takes more room; no warps: it takes too much.
+// Tiles of 32 rows of the weight. Where there are fewer than multiprocessors and much of x to make operands of, rows are long.
+unsigned tiles_of(const GemvParams& p) { return blocks_for(p.out, p.gated ? 16 : 32); }
+bool has_long_rows(const GemvParams& p) { return tiles_of(p) <= multiprocessors() && p.in > 9000; }
+bool has_many_tiles(const GemvParams& p) { return tiles_of(p) >= 4 * multiprocessors(); }
+
+// What was fastest for a Llama's shapes, if there is room; no warps: x takes too much.
 template <Codes kCodes>
 Form form_of(const GemvParams& p) {
   const int64_t most = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
   auto needs = [&](int warps, int m, int parts) {  // with what is beside: what is measured
-    return Room<kCodes>(p.rows, p.in, warps, m, parts).all + parts * warps * 32;
+    return Room<kCodes>(p.rows, p.in, warps, m, parts).all + warps * 32 + 16;
   };
-  // Where each block would have a tile at most, and much of x to make operands of.
-  const int64_t columns = int64_t{p.rows} * p.in;
-  if (device_property<cudaDevAttrComputeCapabilityMajor>() >= 9 && blocks_for(p.out, p.gated ? 16 : 32) <= multiprocessors() &&
-      columns > 9000) {
-    const int parts = columns < 28000 ? 2 : kMostParts;
-    if (2 * (needs(8, 2, parts) + 1024) <= most) return {8, 2, parts, 2};
-  }
-  if (2 * (needs(8, 2, 1) + 1024) <= most) return {8, 2, 1, 2};
-  if (needs(16, 1, 1) <= most) return {16, 1, 1, 1};
-  return {};
+  const Form one{16, 1, 1, 1}, two{8, 2, 1, 2}, cluster{8, 2, kMostParts, 2};  // blocks on a multiprocessor
+  const bool has_one = needs(16, 1, 1) <= most, has_two = 2 * (needs(8, 2, 1) + 1024) <= most;
+  const bool has_cluster = device_property<cudaDevAttrComputeCapabilityMajor>() >= 9 &&
+                           2 * (needs(8, 2, kMostParts) + 1024) <= most;
+  if (has_one && kCodes == Codes::kEight && (p.rows > 2 || has_many_tiles(p))) return one;
+  if (has_long_rows(p) && has_one && p.rows < 4) return one;
+  if (has_long_rows(p) && has_cluster) return cluster;
+  return has_two ? two : has_one ? one : Form{};
 }
 
 template <typename T, Codes kCodes, bool kUneven>
@@ -418,9 +495,9 @@ bool has_integer_gemv(const GemvParams& p) {
   if ((!four && p.packing.codes != Codes::kEight) || p.rows > kIntegerRows || p.in % 32 != 0 || p.out % 4 != 0 ||
       reinterpret_cast<uintptr_t>(p.packing.scale) % 16 != 0 || reinterpret_cast<uintptr_t>(p.norm_weight) % 16 != 0)
     return false;
-  // Making operands of more rows takes longer than it saves where a block has few tiles.
-  if (p.rows > 2 && blocks_for(p.out, p.gated ? 16 : 32) < 4 * multiprocessors()) return false;
   if (p.packing.group_size % (four ? kColumns<Codes::kFour> : kColumns<Codes::kEight>) != 0) return false;
+  // Making operands of more rows takes longer than it saves where a block has few tiles, but for long rows.
+  if (p.rows > 2 && four && !has_long_rows(p) && !has_many_tiles(p)) return false;
   return (four ? form_of<Codes::kFour>(p) : form_of<Codes::kEight>(p)).warps != 0;
 }
 

@@ -243,7 +243,7 @@ def test_linear(extension, name, rows, width, out, dtype):
     (1, 4096, 100, 128), (2, 512, 37, 64), (8, 1536, 64, 32), (9, 576, 200, 96),
     (16, 8192, 50, 8192), (3, 14336, 33, 128), (5, 1056, 40, 352), (1, 64, 5000, 64),
     (17, 512, 64, 32), (64, 768, 96, 128), (200, 1024, 300, 128), (4, 60, 30, 12), (1, 32, 16, 32),
-    (2, 14336, 36, 128), (4, 2048, 8500, 2048), (3, 896, 44, 128)])
+    (2, 14336, 36, 128), (4, 2048, 8500, 2048), (3, 896, 44, 128), (4, 14336, 72, 128)])
 @pytest.mark.parametrize(("stored", "brings"), [
     ("int4", ""), ("uint4", "zero"), ("uint4", "min"), ("int8", ""), ("uint8", "zero"),
     ("uint8", "min"), ("float8_e4m3fn", "")])
@@ -284,6 +284,16 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
         many = [(True,), (False,)]
         firsts = many if rows > 16 else [(True,), *((False, *own) for own in many)]
     check(extension, plugins.registry()[name], fields, inputs, dtype, firsts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("rows", "width", "out"), [
+    (24, 4096, 1100), (100, 2048, 2000), (12, 14336, 2048), (60, 4096, 6144),  # by clusters
+    (20, 5120, 17924)])  # by all blocks, evenly
+@pytest.mark.parametrize(("stored", "name"), [("int4", "GatedMLP"), ("int8", "GemmBiasRes")])
+def test_tiles_of_packed_weights_are_shared_out(extension, name, stored, rows, width, out, dtype):
+    test_linear_of_a_weight_in_fewer_bits(extension, name, stored, "", rows, width,
+                                          out // 2 if name == "GatedMLP" else out, 128, dtype)
 
 
 # What the sums of FP8 lose, and what is rounded to the other of two numbers of FP8.

@@ -5,13 +5,12 @@
 
 #include <cuda.h>
 
-#include "../device.cuh"
+#include "../cluster.cuh"
 
 namespace llmc::sm90a {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+using device::Barrier;
+using device::shared_address;
 
 // Words in shared memory, by their address.
 template <int kWords>
@@ -20,36 +19,6 @@ __device__ __forceinline__ device::Vec<uint32_t, kWords> load_shared(uint32_t at
   if constexpr (kWords == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words.data[0]) : "r"(at));
   else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.data[0]), "=r"(words.data[1]) : "r"(at));
   return words;
-}
-
-// A barrier in shared memory, by its address.
-struct Barrier {
-  uint32_t at;
-
-  __device__ __forceinline__ void init(int arrivals) const {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
-  }
-  __device__ __forceinline__ void arrive() const {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-  }
-  // Arrive, and let the phase wait for so many bytes of copies too.
-  __device__ __forceinline__ void expect(uint32_t bytes) const {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-  }
-  // Until the phase of this parity has ended.
-  __device__ __forceinline__ void wait(uint32_t parity) const {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra over;\n"
-        "bra again;\n"
-        "over:\n}" ::"r"(at), "r"(parity) : "memory");
-  }
-};
-
-__device__ __forceinline__ void let_copies_see_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // A box of a tensor to shared memory; the barrier counts its bytes. Small ones go faster of two dimensions than of four.

@@ -1,0 +1,97 @@
+// What Hopper's blocks share: barriers in shared memory that count what arrives, and clusters, whose blocks reach one another's
+// shared memory. On other GPUs it compiles to nothing.
+#pragma once
+
+#include "device.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define HOPPER_ASM(...)
+#endif
+
+namespace llmc::device {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// A barrier in shared memory, by its address.
+struct Barrier {
+  uint32_t at;
+
+  __device__ __forceinline__ void init(int arrivals) const {
+    HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+  }
+  __device__ __forceinline__ void arrive() const {
+    HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+  }
+  // Arrive, and let the phase wait for so many bytes of copies too.
+  __device__ __forceinline__ void expect(uint32_t bytes) const {
+    HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  }
+  // Until the phase of this parity has ended.
+  __device__ __forceinline__ void wait(uint32_t parity) const {
+    HOPPER_ASM(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n}" ::"r"(at), "r"(parity) : "memory");
+  }
+};
+
+// What this thread has initialised, for copies and for other blocks that meet it.
+__device__ __forceinline__ void let_copies_see_barriers() {
+  HOPPER_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Of a cluster: how many blocks it has, and which this one is.
+__device__ __forceinline__ int cluster_size() {
+  int size = 1;
+  HOPPER_ASM("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank = 0;
+  HOPPER_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all its blocks arrive, and wait until all have. What they wrote before is there then; `arrive_only` says
+// nothing of memory.
+__device__ __forceinline__ void arrive_at_cluster() {
+  __syncwarp();
+  HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void arrive_only() {
+  __syncwarp();
+  HOPPER_ASM("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  __syncwarp();
+  HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Four numbers that block `rank` has where this one has `from`, in shared memory.
+__device__ __forceinline__ float4 load_from_rank(const float* from, int rank) {
+  float4 x{};
+  HOPPER_ASM("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+             "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+             : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(shared_address(from)), "r"(rank) : "memory");
+  return x;
+}
+
+// x to where block `rank` has what this one has at `to`, in shared memory; that block's barrier counts four bytes.
+__device__ __forceinline__ void send(float* to, Barrier barrier, int rank, float x) {
+  HOPPER_ASM("{\n.reg .b32 there, counted;\n"
+             "mapa.shared::cluster.u32 there, %0, %2;\n"
+             "mapa.shared::cluster.u32 counted, %1, %2;\n"
+             "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];\n}"
+             ::"r"(shared_address(to)), "r"(barrier.at), "r"(rank), "f"(x) : "memory");
+}
+
+}  // namespace llmc::device
+
+#undef HOPPER_ASM
