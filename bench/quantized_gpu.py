@@ -6,7 +6,8 @@
 weights` the same of weights alone, `int4` one of groups of 128 (W4A16), `bf16` the plain model; the
 LM head is in bfloat16, as in the checkpoints that people have, but for `int4 head`. Each row: the
 first token and a step, medians of runs of one and of 65 tokens by the host's clock, greedy, after
-prompts of 128 tokens; the first token of 64 × 128 is a prefill of 8,192 tokens.
+prompts of 128 tokens; the first token of 64 × 128 is a prefill of 8,192 tokens. Behind the table:
+where a decode step's time goes, each kernel charged from the end of the one before it to its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 import bench_model
+import gpu
 import vllm_gpu
 
 import llmc
@@ -61,6 +63,9 @@ def main() -> None:
                 lambda prompts, count, llm=llm: llm.generate(
                     prompts, llmc.SamplingParams(max_tokens=count, ignore_eos=True)),
                 arguments.rounds, CASES)
+            print("\nmicroseconds of a decode step (kernels):")
+            for batch in (1, 8, 16, 64):
+                print(gpu.breakdown(llm, batch, 128), flush=True)
 
 
 if __name__ == "__main__":

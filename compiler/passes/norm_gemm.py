@@ -3,8 +3,7 @@
 Given:   GemmBiasAct(RMSNorm(x, g), w, b), or with LayerNorm, GatedMLP
 Result:  NormGemm(x, w · g, b, row sums of w · g), with the norm's bias in b
 
-Where w is stored in fewer bits, which take no gain, and what it multiplies is rounded, by a kernel
-that has whole rows anyway:
+Where w is stored in fewer bits, which take no gain; kernels that read whole rows of x do it too:
 
 Result:  NormGemm(x, w, b, norm_weight=g, norm_bias)
 """
@@ -68,10 +67,7 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings) -> _NormGemm | No
     if len(operands(user)["weight"].outputs) > 1:  # a table that is the LM head too stays whole
         return NoMatch("the GEMM's weight is another node's too", user)
     stored = values_of(operands(user)["weight"]).stored
-    stays = stored is not None and settings.reads(stored)
-    if stored is not None and stays and not stored.activation_dtype:
-        return NoMatch("the GEMM's weight stays in codes, which take no gain", user)
-    return _NormGemm(node, op.norm, user, not stays)
+    return _NormGemm(node, op.norm, user, stored is None or not settings.reads(stored))
 
 
 def gemm_behind(graph: gs.Graph, norm: gs.Node) -> gs.Node | NoMatch:

@@ -309,7 +309,7 @@ const char* Engine::send(const Packed& sent) {
     received_room_ = 2 * sent.bytes();
     received_ = std::make_unique<DeviceBuffer>(received_room_, "inputs");
   }
-  upload(received_->data, sent.data(), sent.bytes(), stream_.handle);
+  check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle), "sending a step");
   return static_cast<const char*>(received_->data);
 }
 
@@ -427,7 +427,7 @@ void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   Results& results = ticket.results;
   auto read = [&](PinnedRoom& room, const void* data, int64_t bytes) {
     void* target = room.at_least(bytes);
-    check(cudaMemcpyAsync(target, data, bytes, cudaMemcpyDeviceToHost, stream), "reading what was chosen");
+    check(kernels::transfer(target, data, bytes, stream), "reading what was chosen");
     return target;
   };
   Tensor chosen = logits;
@@ -477,7 +477,7 @@ void Engine::find_candidates(Ticket& ticket, const Tensor& rows, int count) {
                                     candidates_scratch_->data, num, vocab, static_cast<int>(rows.shape[1]), count};
   check(kernels::candidates(rows.dtype, p, stream_.handle), "choosing candidates");
   auto* host = static_cast<int32_t*>(ticket.candidates.at_least(8 * found));
-  check(cudaMemcpyAsync(host, tokens, 8 * found, cudaMemcpyDeviceToHost, stream_.handle), "reading candidates");
+  check(kernels::transfer(host, tokens, 8 * found, stream_.handle), "reading candidates");
   ticket.results.candidates = count;
   ticket.results.candidate_tokens = host;
   ticket.results.candidate_log_probs = reinterpret_cast<const float*>(host + found);

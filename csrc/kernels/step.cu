@@ -10,7 +10,16 @@ namespace {
 
 using namespace device;
 
-constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256, kCopyParts = 8;
+constexpr int kAdmitThreads = 1024, kPrepareThreads = 256, kCopyThreads = 256, kCopyParts = 8, kTransferThreads = 256;
+constexpr int64_t kTransferBytes = 32 << 10;  // beyond, copies beside the multiprocessors are as fast
+
+__global__ void __launch_bounds__(kTransferThreads) transfer_kernel(char* to, const char* from, int bytes) {
+  wait_for_inputs();
+  let_next_start();
+  const int i = blockIdx.x * kTransferThreads + threadIdx.x, vectors = bytes / 16, rest = 15 * vectors + i;
+  if (i < vectors) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  else if (rest < bytes) to[rest] = from[rest];
+}
 
 // A block per sequence. Counts of its slot are cleared: 4 bytes per token of the vocabulary.
 __global__ void __launch_bounds__(kAdmitThreads) admit_kernel(AdmitParams p) {
@@ -123,6 +132,14 @@ __global__ void advance_kernel(AdvanceParams p) {
 cudaError_t admit(const AdmitParams& p, cudaStream_t stream) {
   admit_kernel<<<p.count, kAdmitThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+cudaError_t transfer(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+  if (bytes == 0) return cudaSuccess;
+  if (bytes > kTransferBytes || (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0)
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+  return launch(transfer_kernel, blocks_for(bytes / 16 + bytes % 16, kTransferThreads), kTransferThreads, 0, stream,
+                static_cast<char*>(to), static_cast<const char*>(from), static_cast<int>(bytes));
 }
 
 cudaError_t prepare(const PrepareParams& p, cudaStream_t stream) {
