@@ -1,10 +1,12 @@
 """This llmc beside another checkout of it on a CPU: SmolLM2-135M in float32, in pairs.
 
-    python bench/versions_cpu.py WORK_DIR OTHER_CHECKOUT [--batches 1,4] [--rounds 15]
+    python bench/versions_cpu.py WORK_DIR OTHER_CHECKOUT [--batches 1,4] [--starts 6] [--rounds 5]
 
 Each side compiles the model and generates in a process of its own; a run of one is followed by a
-run of the other, 64 tokens behind prompts of 64. The table has medians, and the median of the
-pairs' ratios, above 1 where this llmc takes longer.
+run of the other, 64 tokens behind prompts of 64. Of two processes of one checkout one may be 4 %
+slower for all its life, so both start anew some times, and begin by turns. The table has medians,
+and the median of the pairs' ratios, above 1 where this llmc takes longer. With this checkout as the
+other one it shows what chance makes.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from pathlib import Path
 import bench_model
 
 _WORKER = """
-import sys, time
+import os, sys, time
 import numpy as np
 import llmc
-hf, case = sys.argv[1:]
-llmc.compile(hf, case)
+hf, case, tokens = sys.argv[1:]
+if not os.path.isdir(case):
+    llmc.compile(hf, case)
 params = llmc.SamplingParams(max_tokens=64, ignore_eos=True)
 rng = np.random.default_rng(0)
-with llmc.LLM(case, max_batch_size=8) as llm:
+options = {"kv_cache_tokens": int(tokens)} if int(tokens) else {}
+with llmc.LLM(case, max_batch_size=8, **options) as llm:
     print("ready", flush=True)
     for line in sys.stdin:
         prompts = rng.integers(5, 40000, (int(line), 64)).tolist()
@@ -41,9 +45,10 @@ with llmc.LLM(case, max_batch_size=8) as llm:
 class Side:
     """A checkout's process."""
 
-    def __init__(self, checkout: Path, hf: Path, case: Path) -> None:
+    def __init__(self, checkout: Path, hf: Path, case: Path, kv_cache_tokens: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(hf), str(case)], cwd=checkout, text=True,
+            [sys.executable, "-c", _WORKER, str(hf), str(case), str(kv_cache_tokens)],
+            cwd=checkout, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(checkout)})
         self._answer()
@@ -54,6 +59,11 @@ class Side:
         if not line:
             raise SystemExit("a side ended")
         return line
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
     def run(self, batch: int) -> tuple[float, float]:
         """Milliseconds to the first tokens, and of a step."""
@@ -71,21 +81,32 @@ def main() -> None:
     parser.add_argument("other", type=Path)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
                         default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kv_cache_tokens", type=int, default=0, help="this side's")
+    parser.add_argument("--starts", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     hf = bench_model.smollm2(work / "smollm2")
-    sides = [Side(checkout, hf, work / name) for name, checkout in
-             (("this", Path(__file__).resolve().parents[1]), ("other", arguments.other.resolve()))]
+    checkouts = (Path(__file__).resolve().parents[1], arguments.other.resolve())
+    pairs: dict[int, list[list[tuple[float, float]]]] = {batch: [] for batch in arguments.batches}
+    for start in range(arguments.starts):
+        order = (0, 1) if start % 2 == 0 else (1, 0)
+        sides = {side: Side(checkouts[side], hf, work / ("this", "other")[side],
+                            (arguments.kv_cache_tokens, 0)[side]) for side in order}
+        for batch, found in pairs.items():
+            for side in order:
+                sides[side].run(batch)
+            for _ in range(arguments.rounds):
+                made = {side: sides[side].run(batch) for side in order}
+                found.append([made[0], made[1]])
+        for one in sides.values():
+            one.end()
     print(bench_model.environment(), "\n")
     print("| batch | ms of | this | other | this / other |\n| --- | --- | --- | --- | --- |")
-    for batch in arguments.batches:
-        for side in sides:
-            side.run(batch)
-        pairs = [[side.run(batch) for side in sides] for _ in range(arguments.rounds)]
+    for batch, found in pairs.items():
         for index, what in enumerate(("first token", "step")):
-            ours, theirs = ([pair[side][index] for pair in pairs] for side in (0, 1))
+            ours, theirs = ([pair[side][index] for pair in found] for side in (0, 1))
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
             print(f"| {batch} | {what} | {statistics.median(ours):.2f} | "
                   f"{statistics.median(theirs):.2f} | {ratio:.3f} |", flush=True)
