@@ -2,21 +2,35 @@
 
 GroupQueryAttention wants a sequence's positions one after the other, so each slot has a row of all
 positions. A block that is full is also kept beside the rows, and copied into the row of another
-sequence that shares it, which costs far less than computing it. A block that is not full is
-copied from the row that has it. A state, which some layers keep instead of keys and values, is in
-its slot's row: a sequence that goes on from where another is gets a copy.
+sequence that shares it, which costs far less than computing it. First tokens do not wait for that:
+decode steps keep a few of those blocks that are not kept yet, and where another sequence enters a
+row, its own are. A block that is not kept is copied from the row that has it. A state, which some
+layers keep instead of keys and values, is in its slot's row: a sequence that goes on from where
+another is gets a copy.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from llmc.runtime.engines.states import Reached
 from llmc.runtime.manifest import Chip
 from llmc.runtime.step import Limits, Step
+
+_STEPS = 16  # within about as many a block is kept
+
+
+class _Waiting(NamedTuple):
+    """A full block of a row that is not kept yet."""
+
+    place: int
+    block: int
+    version: int
 
 
 class Rows:
@@ -51,6 +65,7 @@ class Rows:
         self._held = np.zeros((limits.max_slots, places), np.int64)
         self._held_versions = np.zeros((limits.max_slots, places), np.int64)
         self._filled = np.zeros(limits.max_slots, np.int64)
+        self._waiting: dict[int, list[_Waiting]] = {}  # by slot
 
     def pass_over(self, slot: int) -> int:
         """Where something is written to a row that a step passes over: behind all that it holds, or
@@ -58,7 +73,10 @@ class Rows:
         """
         position = min(int(self._filled[slot]), self._max_seq_len - 1)
         if position % self._size == 0 or position < self._filled[slot]:
-            self._held_versions[slot, position // self._size] = 0
+            place = position // self._size
+            if any(waiting.place == place for waiting in self._waiting.get(slot, ())):
+                self._keep(self._waiting.pop(slot), slot)
+            self._held_versions[slot, place] = 0
         return position
 
     def enter(self, step: Step) -> None:
@@ -67,7 +85,12 @@ class Rows:
         self._versions[list(source_of)] += 1
         if self._states:
             self._copy_states(step)
-        waiting = []  # places to fill, with what is to be there
+        for index, slot in enumerate(step.slots.tolist()):
+            waiting = self._waiting.get(slot, ())
+            if not all(block in step.block_tables[index, place:place + 1]
+                       for place, block, _ in waiting):  # another sequence
+                self._keep(self._waiting.pop(slot), slot)
+        places = []  # to fill, with what is to be there
         for index, slot in enumerate(step.slots.tolist()):
             past = int(step.past_lens[index])
             self._filled[slot] = past
@@ -78,8 +101,8 @@ class Rows:
             for place in np.flatnonzero(wrong).tolist():
                 block = int(table[place])
                 content = self._find(source_of.get(block, block), place)
-                waiting.append((slot, place, block, content))
-        for slot, place, block, content in waiting:
+                places.append((slot, place, block, content))
+        for slot, place, block, content in places:
             start, end = self._span(place)
             for rows, own in zip(self._rows, content, strict=True):
                 rows[:, slot, :, start:end] = own[:, :, :end - start]
@@ -95,7 +118,7 @@ class Rows:
                 state[slot] = own
 
     def leave(self, step: Step) -> None:
-        """Take note of what the step has computed, and keep the blocks that it has filled."""
+        """Take note of what the step has computed, and of the blocks that it has filled."""
         if self._states:
             self._reached.leave(step)
         for index, slot in enumerate(step.slots.tolist()):
@@ -109,9 +132,24 @@ class Rows:
                 self._held[slot, place] = block
                 self._held_versions[slot, place] = self._versions[block]
                 if end - start == self._size and end <= length:
-                    self._stored[block] = self._versions[block]
-                    for rows, blocks in zip(self._rows, self._blocks, strict=True):
-                        blocks[block] = rows[:, slot, :, start:end]
+                    self._waiting.setdefault(slot, []).append(
+                        _Waiting(place, block, int(self._versions[block])))
+        if step.num_decode == step.batch_size:
+            for _ in range(-(-sum(map(len, self._waiting.values())) // _STEPS)):
+                slot = next(iter(self._waiting))
+                self._keep([self._waiting[slot].pop(0)], slot)
+                if not self._waiting[slot]:
+                    del self._waiting[slot]
+
+    def _keep(self, waiting: Iterable[_Waiting], slot: int) -> None:
+        """Copy blocks of a row beside the rows, unless they have been written to since."""
+        for place, block, version in waiting:
+            if self._versions[block] != version:
+                continue
+            self._stored[block] = version
+            start, end = self._span(place)
+            for rows, blocks in zip(self._rows, self._blocks, strict=True):
+                blocks[block] = rows[:, slot, :, start:end]
 
     def _span(self, place: int) -> tuple[int, int]:
         start = place * self._size
