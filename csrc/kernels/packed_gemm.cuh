@@ -12,7 +12,7 @@ struct Shares {
   float* partial;                  // [blocks, 2, a tile]
   int32_t* counters;               // [blocks], that of the block which begins a tile is the tile's
   int unit = 1;                    // stages that stay together: one, or those of a tile
-  int parts = 1;                   // blocks of a cluster, which share a tile, if there is more than one
+  int parts = 1;                   // with more, clusters of so many blocks, each of which shares out a tile
 
   __host__ __device__ int begin(int block, int blocks) const {
     if (parts > 1) return block / parts * stages + stages * (block % parts) / parts;

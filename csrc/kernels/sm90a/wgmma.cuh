@@ -1,5 +1,5 @@
-// What kernels for Hopper's tensor cores share: products of a warpgroup, copies by the tensor memory accelerator, the
-// barriers in shared memory that count them. Tiles lie in shared memory as [columns / 64][rows][64] of 16-bit
+// What kernels for Hopper's tensor cores share: products of a warpgroup, and copies by the tensor memory accelerator, which
+// the barriers of cluster.cuh count. Tiles lie in shared memory as [columns / 64][rows][64] of 16-bit
 // elements, each row of 64 swizzled over 128 bytes, from a multiple of 1,024 bytes on.
 #pragma once
 
