@@ -243,8 +243,10 @@ def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
     assert 11 * 16 >= report["cache_hits"] >= 16 and report["preemptions"] == 0
     (tmp_path / "file").write_text('{"prompt": "the", "max_tokens": 2, "n": 3, "temperature": 1}\n'
                                    '{"token_ids": [5, 6], "max_tokens": 4, "ignore_eos": true}\n')
-    shown = run("bench", "--case_dir", case_tp1, "--requests", tmp_path / "file",
-                "--request_rate", 100).stdout
+    result = run("bench", "--case_dir", case_tp1, "--requests", tmp_path / "file",
+                 "--request_rate", 100)
+    shown = result.stdout
+    assert result.exit_code == 0, result.output
     assert "2 requests, " in shown and "time to first token" in shown and "p99" in shown
 
 

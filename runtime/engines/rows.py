@@ -86,9 +86,9 @@ class Rows:
         if self._states:
             self._copy_states(step)
         for index, slot in enumerate(step.slots.tolist()):
-            waiting = self._waiting.get(slot, ())
-            if not all(block in step.block_tables[index, place:place + 1]
-                       for place, block, _ in waiting):  # another sequence
+            full = step.block_tables[index, :step.past_lens[index] // self._size]
+            if any(place >= len(full) or full[place] != block
+                   for place, block, _ in self._waiting.get(slot, ())):  # another sequence's
                 self._keep(self._waiting.pop(slot), slot)
         places = []  # to fill, with what is to be there
         for index, slot in enumerate(step.slots.tolist()):

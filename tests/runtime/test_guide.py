@@ -73,10 +73,14 @@ def test_guided_and_free_callers_share_steps_and_little_room(case_tp1):
     own = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=schema)
     with llmc.LLM(case_tp1) as llm:
         alone, = llm.generate([[5, 6]], own)
-    got = []
+    got, all_here = [], threading.Barrier(4)
     with llmc.LLM(case_tp1, kv_cache_tokens=64, block_size=4, max_batch_size=4) as llm:
-        threads = [threading.Thread(target=lambda p: got.extend(llm.generate([[5, 6]], p)),
-                                    args=(params,)) for params in (free, own, own, free)]
+        def call(params):
+            all_here.wait()
+            got.extend(llm.generate([[5, 6]], params))
+
+        threads = [threading.Thread(target=call, args=(params,))
+                   for params in (free, own, own, free)]
         for thread in threads:
             thread.start()
         for thread in threads:
