@@ -430,7 +430,7 @@ struct TableRun {
   int32_t row, first, count, from;
 };
 
-// Bytes from pinned memory to the device or back, few of them by a kernel: between kernels, one takes 2 us, a copy 9.
+// Bytes from pinned memory to the device or back, few of them by a kernel: kernels wait longer for the copy engines.
 cudaError_t transfer(void* to, const void* from, int64_t bytes, cudaStream_t stream);
 
 // The inputs of a model's step from what the host sent. Rows behind the batch's, up to `rows`, are sequences with one

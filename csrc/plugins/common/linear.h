@@ -246,7 +246,7 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
 // Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for. The kernel for
 // few rows makes the codes itself, where it can: for one and two rows of 576 to 14,336 columns and 512 to 8,192 outputs
 // that took less time than the norm's kernel and this one, or 1 % more, and so did a Llama's step for up to four rows
-// (H100, csrc/README.md).
+// (on an H100).
 inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
   if (!can_multiply_codes(l)) return linear_of_made(l, rows, workspace, context);
   auto* codes = static_cast<uint8_t*>(workspace);
