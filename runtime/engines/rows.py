@@ -85,17 +85,15 @@ class Rows:
         self._versions[list(source_of)] += 1
         if self._states:
             self._copy_states(step)
-        for index, slot in enumerate(step.slots.tolist()):
-            full = step.block_tables[index, :step.past_lens[index] // self._size]
-            if any(place >= len(full) or full[place] != block
-                   for place, block, _ in self._waiting.get(slot, ())):  # another sequence's
-                self._keep(self._waiting.pop(slot), slot)
         places = []  # to fill, with what is to be there
         for index, slot in enumerate(step.slots.tolist()):
             past = int(step.past_lens[index])
             self._filled[slot] = past
             count = -(-past // self._size)
             table = step.block_tables[index, :count]
+            if any(place >= past // self._size or table[place] != block
+                   for place, block, _ in self._waiting.get(slot, ())):  # another sequence's
+                self._keep(self._waiting.pop(slot), slot)
             wrong = (self._held[slot, :count] != table) | \
                 (self._held_versions[slot, :count] != self._versions[table])
             for place in np.flatnonzero(wrong).tolist():
