@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -474,17 +476,29 @@ def best_of_beams(model: torch.nn.Module, prompt: Sequence[int], beams: int, cou
 
 def ask_at_once(llm: llmc.LLM, prompts: Sequence[Sequence[int]],
                 params: Callable[[int], llmc.SamplingParams]) -> dict[int, list]:
-    """What each prompt, asked by a thread of its own, is answered; `params` by index."""
+    """What each prompt, asked by a thread of its own, is answered; `params` by index. Nobody is
+    answered before all have asked.
+    """
     got = {}
+    loop, = llm._loops
+    held, all_asked = threading.Event(), threading.Event()
+
+    def hold(scheduler: Any, engine: Any) -> None:
+        held.set()
+        all_asked.wait()
 
     def ask(index: int) -> None:
         got[index] = llm.generate([prompts[index]], params(index))
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        pool.submit(loop.run, hold)
+        held.wait()
+        asking = [pool.submit(ask, index) for index in range(len(prompts))]
+        while len(loop._orders) + sum(each.done() for each in asking) < len(prompts):
+            time.sleep(0.001)
+        all_asked.set()
+        for each in asking:
+            each.result()
     return got
 
 

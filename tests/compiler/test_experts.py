@@ -3,7 +3,6 @@ a checkpoint of many tensors, and what is refused.
 """
 
 import json
-import threading
 from dataclasses import replace
 
 import bench_model
@@ -86,18 +85,11 @@ def test_a_crowd_gets_transformers_tokens(tp_size, tmp_path):
     rng = np.random.default_rng(4)
     prompts = [rng.integers(3, families.VOCAB, n).tolist() for n in (3, 17, 1, 9, 24, 5, 12, 2)]
     params = llmc.SamplingParams(max_tokens=10, ignore_eos=True)
-    got = {}
     with llmc.LLM(tmp_path / "case", max_batch_size=3, max_num_batched_tokens=7,
                   kv_cache_tokens=128) as llm:
-        def ask(index):
-            got[index] = llm.generate([prompts[index]], params)[0].token_ids
-
-        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert got == {index: greedy(model, prompt, 10) for index, prompt in enumerate(prompts)}
+        got = families.ask_at_once(llm, prompts, lambda index: params)
+    assert [got[n][0].token_ids for n in range(len(prompts))] == \
+        [greedy(model, prompt, 10) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import families
 import numpy as np
@@ -108,14 +109,9 @@ def assert_empty(llm):
 def test_two_threads_generate_at_once(case, alone):
     with llmc.LLM(case, max_batch_size=4) as llm:
         steps = families.steps_read(llm, pytest.MonkeyPatch())
-        barrier = threading.Barrier(8)
-
-        def call(index):
-            barrier.wait()
-            assert llm.generate([PROMPTS[index]], tokens(30))[0].token_ids == alone[index]
-
-        in_threads(8, call)
-        assert len(steps) < 8 * 30 / 2  # they shared steps
+        got = families.ask_at_once(llm, PROMPTS[:8], lambda index: tokens(30))
+    assert [got[index][0].token_ids for index in range(8)] == alone[:8]
+    assert len(steps) < 8 * 30 / 2  # they shared steps
 
 
 def test_a_session_goes_on_while_others_generate(case, alone):
@@ -171,8 +167,9 @@ def test_a_caller_that_never_reads_waits_and_others_go_on(case_tp1, alone, monke
 
 
 def test_a_failed_step_ends_all_and_the_next_are_refused(case_tp1, monkeypatch):
+    monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that they still run
     llm = llmc.LLM(case_tp1)
-    started = threading.Barrier(3)
+    started, broken = threading.Barrier(3, timeout=60), threading.Event()
 
     def fail(step):
         raise llmc.LlmcError("the device is on fire")
@@ -181,21 +178,24 @@ def test_a_failed_step_ends_all_and_the_next_are_refused(case_tp1, monkeypatch):
         stream = llm.stream([PROMPTS[index]], tokens(60))
         next(stream)
         started.wait()
+        broken.wait()
         with pytest.raises(llmc.LlmcError, match="^the device is on fire$"):
             list(stream)
 
-    threads = threading.Thread(target=in_threads, args=(2, call))
-    monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that they still run
-    threads.start()
-    started.wait()
-    monkeypatch.setattr(families.ranks(llm)[0], "compute", fail)
-    threads.join()
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(call, index) for index in range(2)]
+        started.wait()
+        monkeypatch.setattr(families.ranks(llm)[0], "compute", fail)
+        broken.set()
+        for each in calls:
+            each.result()
     with pytest.raises(llmc.LlmcError, match="has to be loaded again, as a step failed: the dev"):
         llm.generate([PROMPTS[0]])
     llm.close()
 
 
-def test_closing_ends_whoever_waits(case_tp1):
+def test_closing_ends_whoever_waits(case_tp1, monkeypatch):
+    monkeypatch.setattr(loop_module, "_UNREAD", 2)  # so that it still runs
     llm = llmc.LLM(case_tp1)
     stream = llm.stream([PROMPTS[0]], tokens(60))
     next(stream)
