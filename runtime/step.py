@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import numpy as np
@@ -50,7 +51,7 @@ class Memory:
     def of(rows: Sequence[int], lengths: Sequence[int]) -> Memory:
         return Memory(np.asarray(rows, np.int32), np.asarray(lengths, np.int32))
 
-    def take(self, sequences: Sequence[int] | np.ndarray) -> Memory:
+    def take(self, sequences: Sequence[int] | slice | np.ndarray) -> Memory:
         """Of these sequences of the batch."""
         return Memory(self.rows[sequences], self.encoder_sequence_length[sequences])
 
@@ -118,17 +119,16 @@ class Step:
            sample: Sequence[int] | None = None, **others: object) -> Step:
         """Pack sequences, those with one new token first; by default all of them choose."""
         lengths = [len(own) for own in tokens]
-        widest = max(map(len, tables))
-        rows = np.zeros((len(tables), widest), np.int32)
+        rows = np.zeros((len(tables), max(map(len, tables))), np.int32)
         for row, table in zip(rows, tables, strict=True):
             row[:len(table)] = table
         num_decode = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
         assert all(n > 1 for n in lengths[num_decode:]), "sequences with one token come first"
         return Step(
-            np.concatenate([np.asarray(own, np.int64) for own in tokens]),
-            np.cumsum([0, *lengths], dtype=np.int32), np.asarray(past_lens, np.int32), rows,
-            np.asarray(slots, np.int32), num_decode,
-            np.asarray(range(len(tokens)) if sample is None else sample, np.int32),
+            np.array([token for own in tokens for token in own], np.int64),
+            np.array([0, *accumulate(lengths)], np.int32), np.array(past_lens, np.int32), rows,
+            np.array(slots, np.int32), num_decode,
+            np.array(range(len(tokens)) if sample is None else sample, np.int32),
             **others)  # type: ignore[arg-type]
 
     @property

@@ -53,7 +53,7 @@ class Sampler:
         Raises:
             LlmcError: no token is allowed.
         """
-        scores = self.process(logits, tokens)
+        scores = logits if self.processing is None else self.process(logits, tokens)
         best = int(scores.argmax())
         if scores[best] == -np.inf:
             raise nothing_allowed(len(tokens))

@@ -46,23 +46,27 @@ class _Part:
     """Sequences of a step whose rows follow one another, those from `first_row` on."""
 
     input_ids: np.ndarray
-    position_ids: np.ndarray
     cu_seqlens: np.ndarray
     past_lens: np.ndarray
     logits_indices: np.ndarray
     first_row: int = 0
     memory: Memory | None = None
 
+    @property
+    def position_ids(self) -> np.ndarray:
+        """int64 [num_tokens]."""
+        starts = self.past_lens.astype(np.int64) - self.cu_seqlens[:-1]
+        positions: np.ndarray = np.arange(len(self.input_ids)) + \
+            np.repeat(starts, np.diff(self.cu_seqlens))
+        return positions
+
     @staticmethod
-    def of(tokens: Sequence[np.ndarray], past_lens: Sequence[int], wanted: Sequence[int],
-           first_row: int = 0, memory: Memory | None = None) -> _Part:
-        positions = [np.arange(past, past + len(own))
-                     for past, own in zip(past_lens, tokens, strict=True)]
-        return _Part(np.concatenate(tokens).astype(np.int64),
-                     np.concatenate(positions).astype(np.int64),
-                     np.cumsum([0, *map(len, tokens)], dtype=np.int32),
-                     np.asarray(past_lens, np.int32), np.asarray(wanted, np.int64), first_row,
-                     memory)
+    def of(prompts: Sequence[Sequence[int]]) -> _Part:
+        """What an encoder reads."""
+        lengths = [len(prompt) for prompt in prompts]
+        return _Part(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]),
+                     np.cumsum([0, *lengths], dtype=np.int32),
+                     np.zeros(len(prompts), np.int32), np.empty(0, np.int64))
 
 
 class CpuEngine:
@@ -92,6 +96,10 @@ class CpuEngine:
             self._rows = Rows(chip, limits, manifest.dims.max_seq_len)
             self._memory = _allocate(manifest, chip, limits.max_slots)
         self._caches = self._rows.caches
+        self._inputs = {step.path: [name for name in step.inputs
+                                    if name.removesuffix("_out") not in self._caches]
+                        for step in segments}
+        self._wants_positions = any("position_ids" in step.inputs for step in segments)
         self._last_uses = self._find_last_uses(chip.steps, {"logits"})
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
             if chip.encoder else []
@@ -113,58 +121,58 @@ class CpuEngine:
 
     def _parts(self, step: Step) -> Iterator[tuple[_Part, bool]]:
         """What is run at once, and whether its logits are wanted."""
-        tokens = np.split(step.token_ids, step.cu_seqlens[1:-1])
-        chooses = np.zeros(step.batch_size, bool)
-        chooses[step.sample] = True
-        for group in self._groups(step):
-            first, last = int(step.slots[group[0]]), int(step.slots[group[-1]])
-            own = dict(zip(step.slots[group].tolist(), group, strict=True))
-            new: list[np.ndarray] = []
-            past: list[int] = []
-            wanted: list[int] = []
-            end = 0
-            for slot in range(first, last + 1):
-                index = own.get(slot)
-                new.append(tokens[index] if index is not None else tokens[0][:0])
-                # A row that is passed over gets something behind its last position all the same.
-                past.append(self._rows.pass_over(slot) if index is None
-                            else int(step.past_lens[index]))
-                end += len(new[-1])
-                if index is not None and step.logits == "all":
-                    wanted += range(end - len(new[-1]), end)
-                elif index is not None and chooses[index]:
-                    wanted.append(end - 1)
-            memory = None
-            if step.memory is not None:
-                memory = step.memory.take([own.get(slot, group[0])
-                                           for slot in range(first, last + 1)])
-            yield _Part.of(new, past, wanted or [end - 1], first, memory), bool(wanted)
+        for start, end in self._groups(step):
+            first, past = int(step.slots[start]), step.past_lens[start:end]
+            cu_seqlens = step.cu_seqlens[start:end + 1]
+            tokens = step.token_ids[cu_seqlens[0]:cu_seqlens[-1]]
+            wanted = step.logits_indices
+            if start or end < step.batch_size:
+                wanted = wanted[(wanted >= cu_seqlens[0]) & (wanted < cu_seqlens[-1])]
+                wanted, cu_seqlens = wanted - cu_seqlens[0], cu_seqlens - cu_seqlens[0]
+            sequences: slice | np.ndarray = slice(start, end)
+            if step.slots[end - 1] - first >= end - start:
+                rows = step.slots[start:end] - first
+                past, cu_seqlens, next_ones = self._pass_over(rows, first, past, cu_seqlens)
+                sequences = start + next_ones
+            yield _Part(tokens, cu_seqlens, past,
+                        wanted if len(wanted) else np.array([len(tokens) - 1]), first,
+                        step.memory and step.memory.take(sequences)), len(wanted) > 0
 
-    def _groups(self, step: Step) -> Iterator[list[int]]:
-        """Sequences of a step that are run at once: all that have one new token; prompts from their
-        start whose rows follow one another, as many as padding leaves room for; or one that goes
-        on.
+    def _pass_over(self, rows: np.ndarray, first: int, past_lens: np.ndarray,
+                   cu_seqlens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`past_lens`, `cu_seqlens` and whose memory is read where there are rows between, which
+        have no new token. Each gets something behind its last position all the same.
+        """
+        past = np.full(rows[-1] + 1, -1, np.int32)
+        past[rows] = past_lens
+        for row in np.flatnonzero(past < 0).tolist():
+            past[row] = self._rows.pass_over(first + row)
+        next_ones = np.searchsorted(rows, np.arange(len(past)))
+        return past, cu_seqlens[np.append(next_ones, len(rows))], next_ones
+
+    def _groups(self, step: Step) -> Iterator[tuple[int, int]]:
+        """Sequences of a step that are run at once, from one to before another: all that have one
+        new token; prompts from their start whose rows follow one another, as many as padding leaves
+        room for; or one that goes on.
         """
         if step.num_decode:
-            yield list(range(step.num_decode))
-        group: list[int] = []
-        lengths = step.seq_lens
-        for index in range(step.num_decode, step.batch_size):
-            fits = group and step.past_lens[index] == 0 and step.past_lens[group[-1]] == 0 and \
-                step.slots[index] == step.slots[group[-1]] + 1 and \
-                max(lengths[group[0]:index + 1].max(), 1) * (len(group) + 1) <= self._max_tokens
-            if group and not fits:
-                yield group
-                group = []
-            group.append(index)
-        if group:
-            yield group
+            yield 0, step.num_decode
+        start, lengths = step.num_decode, step.seq_lens
+        for index in range(start + 1, step.batch_size + 1):
+            fits = index < step.batch_size and \
+                step.past_lens[index] == 0 and step.past_lens[index - 1] == 0 and \
+                step.slots[index] == step.slots[index - 1] + 1 and \
+                lengths[start:index + 1].max() * (index + 1 - start) <= self._max_tokens
+            if not fits:
+                yield start, index
+                start = index
 
     def _decode(self, part: _Part) -> np.ndarray:
         """Run the model."""
-        values = {"input_ids": part.input_ids, "position_ids": part.position_ids,
-                  "cu_seqlens": part.cu_seqlens, "past_lens": part.past_lens,
-                  "logits_indices": part.logits_indices}
+        values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
+                  "past_lens": part.past_lens, "logits_indices": part.logits_indices}
+        if self._wants_positions:
+            values["position_ids"] = part.position_ids
         if part.memory is not None:
             values["memory_starts"] = part.memory.rows * np.int32(self._mem_max_seq_len)
             values["encoder_sequence_length"] = part.memory.encoder_sequence_length
@@ -186,10 +194,9 @@ class CpuEngine:
 
     def _run_encoder(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
         assert self._chip.encoder is not None
-        part = _Part.of([np.asarray(prompt, np.int64) for _, prompt in prompts],
-                        [0] * len(prompts), [])
-        values = {"input_ids": part.input_ids, "position_ids": part.position_ids,
-                  "cu_seqlens": part.cu_seqlens}
+        part = _Part.of([prompt for _, prompt in prompts])
+        values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
+                  "position_ids": part.position_ids}
         self._run_steps(self._chip.encoder.steps, self._encoder_uses, part, values)
         for name, memory in self._memory.items():
             for (row, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],
@@ -266,10 +273,9 @@ class CpuEngine:
         """Run one ONNX file; its outputs, but for the caches, are added to `values`."""
         binding = self._binding(step, batch.first_row, len(batch.past_lens))
         sizes = {"num_tokens": len(batch.input_ids), "num_logits": len(batch.logits_indices)}
-        for name in step.inputs:
-            if name.removesuffix("_out") not in self._caches:
-                array = values[name]
-                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        for name in self._inputs[step.path]:
+            array = values[name]
+            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, shape in self._outputs[step.path]:
             made = np.empty([size if isinstance(size, int) else sizes[size] for size in shape],
                             np.float32)

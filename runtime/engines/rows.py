@@ -66,6 +66,7 @@ class Rows:
         self._held_versions = np.zeros((limits.max_slots, places), np.int64)
         self._filled = np.zeros(limits.max_slots, np.int64)
         self._waiting: dict[int, list[_Waiting]] = {}  # by slot
+        self._last: tuple[bytes, ...] = ()
 
     def pass_over(self, slot: int) -> int:
         """Where something is written to a row that a step passes over: behind all that it holds, or
@@ -85,6 +86,9 @@ class Rows:
         self._versions[list(source_of)] += 1
         if self._states:
             self._copy_states(step)
+        if not len(step.copies) and self._last == \
+                _bytes(step.slots, step.past_lens, step.block_tables):
+            return  # the sequences of the last step go on, and have no other blocks
         places = []  # to fill, with what is to be there
         for index, slot in enumerate(step.slots.tolist()):
             past = int(step.past_lens[index])
@@ -117,6 +121,7 @@ class Rows:
 
     def leave(self, step: Step) -> None:
         """Take note of what the step has computed, and of the blocks that it has filled."""
+        self._last = _bytes(step.slots, step.past_lens + step.seq_lens, step.block_tables)
         if self._states:
             self._reached.leave(step)
         for index, slot in enumerate(step.slots.tolist()):
@@ -162,6 +167,10 @@ class Rows:
                                   (self._held_versions[:, place] == version))[0])
         start, end = self._span(place)
         return [rows[:, slot, :, start:end].copy() for rows in self._rows]
+
+
+def _bytes(*arrays: np.ndarray) -> tuple[bytes, ...]:
+    return tuple(array.tobytes() for array in arrays)
 
 
 def _zeros(shape: tuple[int, ...]) -> np.ndarray:
