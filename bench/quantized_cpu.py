@@ -121,13 +121,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--batches", default="1,4")
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
+                        default=[1, 4])
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     ours, peers, gguf = prepare(arguments.work)
     packages = ["onnxruntime-genai"]
-    batches = [int(batch) for batch in arguments.batches.split(",")]
-    sides = {f"llmc {name}": of_llmc(case, max(batches)) for name, case in ours.items()}
+    sides = {f"llmc {name}": of_llmc(case, max(arguments.batches)) for name, case in ours.items()}
     sides |= {f"genai {name}": of_genai(directory) for name, directory in peers.items()}
     if find_spec("llama_cpp"):
         sides |= {f"llama.cpp {name}": of_llama_cpp(file)
@@ -136,7 +136,7 @@ def main() -> None:
     print(bench_model.environment(*packages), "\n")
     print("| batch | side | tokens/s | × its rivals |\n| --- | --- | --- | --- |")
     rng = np.random.default_rng(0)
-    for batch in batches:
+    for batch in arguments.batches:
         prompts = rng.integers(3, 49000, (batch, PROMPT))
         for run in sides.values():
             run(prompts)

@@ -21,6 +21,13 @@ from llmc.runtime.decoding.sampling import Logprobs, Sampler
 LAST = -1  # in the place of a token: what the sequence's slot chose last
 
 
+def positions(past_lens: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
+    """Of packed tokens, int64 [num_tokens]; see `Step`."""
+    starts = past_lens.astype(np.int64) - cu_seqlens[:-1]
+    own: np.ndarray = np.arange(cu_seqlens[-1]) + np.repeat(starts, np.diff(cu_seqlens))
+    return own
+
+
 @dataclass(frozen=True)
 class SamplingState:
     """What a slot is told when a sequence enters it.
@@ -148,9 +155,7 @@ class Step:
     @property
     def position_ids(self) -> np.ndarray:
         """int64 [num_tokens]."""
-        starts = self.past_lens.astype(np.int64) - self.cu_seqlens[:-1]
-        positions: np.ndarray = np.arange(self.num_tokens) + np.repeat(starts, self.seq_lens)
-        return positions
+        return positions(self.past_lens, self.cu_seqlens)
 
     @property
     def logits_indices(self) -> np.ndarray:

@@ -33,7 +33,7 @@ from llmc.runtime.manifest import (
     Manifest,
     Steps,
 )
-from llmc.runtime.step import Limits, Memory, Step
+from llmc.runtime.step import Limits, Memory, Step, positions
 
 _SIZES = {"num_tokens", "num_logits"}
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
@@ -55,10 +55,7 @@ class _Part:
     @property
     def position_ids(self) -> np.ndarray:
         """int64 [num_tokens]."""
-        starts = self.past_lens.astype(np.int64) - self.cu_seqlens[:-1]
-        positions: np.ndarray = np.arange(len(self.input_ids)) + \
-            np.repeat(starts, np.diff(self.cu_seqlens))
-        return positions
+        return positions(self.past_lens, self.cu_seqlens)
 
     @staticmethod
     def of(prompts: Sequence[Sequence[int]]) -> _Part:

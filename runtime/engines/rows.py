@@ -121,12 +121,12 @@ class Rows:
 
     def leave(self, step: Step) -> None:
         """Take note of what the step has computed, and of the blocks that it has filled."""
-        self._last = _bytes(step.slots, step.past_lens + step.seq_lens, step.block_tables)
+        lengths = step.past_lens + step.seq_lens
+        self._last = _bytes(step.slots, lengths, step.block_tables)
         if self._states:
             self._reached.leave(step)
         for index, slot in enumerate(step.slots.tolist()):
-            past = int(step.past_lens[index])
-            length = past + int(step.seq_lens[index])
+            past, length = int(step.past_lens[index]), int(lengths[index])
             self._filled[slot] = length
             for place in range(past // self._size, -(-length // self._size)):
                 block = int(step.block_tables[index, place])

@@ -49,9 +49,9 @@ class Reached:
 
     def leave(self, step: Step) -> None:
         """Take note of where the step brings its sequences."""
+        lengths = step.past_lens + step.seq_lens
         for index, slot in enumerate(step.slots.tolist()):
-            past = int(step.past_lens[index])
-            length = past + int(step.seq_lens[index])
+            past, length = int(step.past_lens[index]), int(lengths[index])
             own = step.block_tables[index, past // self._size:-(-length // self._size)]
             self._versions[own] += 1
             self._places[slot] = own[-1], self._versions[own[-1]], length
