@@ -21,8 +21,9 @@ from llmc.compiler.output import check_output, new_directory
 
 # Writes a case directory as a compile does, as often as it is killed.
 WRITE = """
-import json, sys, time
+import json, signal, sys, time
 from llmc.compiler.output import new_directory
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
 with new_directory(sys.argv[1]) as directory:
     (directory / "weights").write_bytes(b"x" * 4096)
     print("writing", flush=True)
