@@ -22,6 +22,10 @@ from llmc.runtime.engines.cuda import extension
 HEADS, KV_HEADS, DIM, BLOCK, POSITIONS = 32, 8, 128, 16, 33024
 DECODING = [(1, 400), (1, 8000), (1, 32000), (2, 8000), (4, 8000), (8, 2000), (8, 8000), (16, 4000),
             (17, 4000), (32, 2000), (64, 400), (64, 1000), (128, 400), (200, 400), (256, 400)]
+# Sequences, positions that they share, and what each has beside.
+SHARED = [(256, 512, 340), (128, 512, 340), (64, 512, 200), (64, 128, 200), (16, 512, 200),
+          (16, 2000, 200), (8, 1000, 200), (8, 8000, 200), (4, 2000, 200), (4, 8000, 200),
+          (2, 4000, 200), (2, 8000, 200), (2, 32000, 200)]
 PROMPTS: list[tuple[list[int], int]] = [
     ([128], 0), ([500], 0), ([300, 200], 0), ([272] * 7, 0), ([512] * 4, 0), ([2048], 0),
     ([2048], 6000), ([2048], 14000), ([2048], 30000), ([8192], 0), ([8192], 23000),
@@ -31,9 +35,9 @@ FIELDS: dict[str, Any] = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D
 
 
 def microseconds(new: Sequence[int], past: Sequence[int], *, repeats: int, library: bool = False,
-                 scattered: bool = True) -> float:
+                 scattered: bool = True, shared: int = 0, once: bool = False) -> float:
     """Of sequences with so many new tokens behind so many that are cached, in blocks anywhere, or
-    one behind the other.
+    one behind the other; the first `shared` positions in the same blocks, read `once` or by each.
     """
     count = [-(-(own + before) // BLOCK) for own, before in zip(new, past, strict=True)]
     blocks = sum(count)
@@ -43,6 +47,7 @@ def microseconds(new: Sequence[int], past: Sequence[int], *, repeats: int, libra
     order = np.random.default_rng(0).permutation(blocks) if scattered else np.arange(blocks)
     for row, (start, size) in enumerate(zip(np.cumsum([0, *count[:-1]]), count, strict=True)):
         table[row, :size] = order[start:start + size]
+    table[:, :shared // BLOCK] = table[0, :shared // BLOCK]
     tokens = sum(new)
     qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(tokens, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
@@ -56,13 +61,16 @@ def microseconds(new: Sequence[int], past: Sequence[int], *, repeats: int, libra
 
     absent = (0, "float32", [])
     given = [qkv, *cache, ints(np.cumsum([0, *new]).tolist()), ints(past), turns, turns]
-    lengths = {"longest": max(new), "reach": max(map(sum, zip(new, past, strict=True)))} \
-        if library else {}
+    how: dict[str, Any] = {}
+    if library:
+        how = {"longest": max(new), "reach": max(map(sum, zip(new, past, strict=True)))}
+    if once:
+        how = {"own_from": [shared // BLOCK * BLOCK] * len(new)}
     taken: float = extension().run_op(
         "CausalAttention", FIELDS,
         [*map(described, given), absent, absent, described(torch.from_numpy(table).cuda())],
         [described(tensor) for tensor in (out, *cache)],
-        len(new) if max(new) == 1 else 0, repeats, **lengths)
+        len(new) if max(new) == 1 else 0, repeats, **how)
     return taken * 1e3
 
 
@@ -80,6 +88,12 @@ def main() -> None:
     mixed = np.random.default_rng(3).integers(32, 700, 256).tolist()
     decoding("256 × 32 to 699, in any order", mixed)
     decoding("256 × 32 to 699, the longest first", sorted(mixed, reverse=True))
+    print("\n| sequences × shared + own positions | each reads all (us) | the shared once (us) |\n"
+          "| --- | --- | --- |")
+    for batch, shared, own in SHARED:
+        row = [microseconds([1] * batch, [shared + own - 1] * batch, repeats=60, shared=shared,
+                            once=once) for once in (False, True)]
+        print(f"| {batch} × {shared} + {own} | {row[0]:.1f} | {row[1]:.1f} |", flush=True)
     print("\n| new tokens, cached before | blocks in order (us) | TFLOPS | scattered (us) | TFLOPS "
           "| cuDNN (us) | TFLOPS |\n| --- | --- | --- | --- | --- | --- | --- |")
     for new, past in PROMPTS:

@@ -2,14 +2,14 @@
 
     python bench/vllm_gpu.py llmc WORK_DIR      makes what it needs there
     python bench/vllm_gpu.py vllm WORK_DIR      where vLLM can be imported; with --rates that
-                                                alone, with --prefix the shared prefix alone
+                                                alone
     python bench/vllm_gpu.py llmc-vllm WORK_DIR     vLLM with llmc's worker, once `llmc` has made
                                                     its case directory; where llmc-vllm is, too
 
 All print the same rows, to be run one after the other on one machine. The crowd: 512 requests,
 32 to 512 random tokens in and 16 to 256 out, 256 at once; all there from the start, or with a
-prefix of 512 tokens that all share, or coming as a Poisson process of so many a second (of
---rates). Static batches: first token and step, from runs of one and of 65 tokens.
+prefix of 512 tokens that all share (--prefix: these alone), or coming as a Poisson process of so
+many a second (of --rates). Static batches: first token and step, from runs of one and of 65 tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ CASE = "llama-8b-llmc"
 Prompts = list[list[int]]
 
 
-def crowd(prefix: int = 0) -> tuple[Prompts, list[int]]:
-    """Prompts, and how many tokens each is to lead to."""
+def crowd(prefix: int = 0, seed: int = 0) -> tuple[Prompts, list[int]]:
+    """Prompts, and how many tokens each is to lead to; of every seed the same lengths."""
     rng = np.random.default_rng(0)
     inputs, outputs = rng.integers(32, 513, 512), rng.integers(16, 257, 512)
     first = rng.integers(5, 128000, prefix).tolist()
+    rng = np.random.default_rng((1, seed))
     return [first + rng.integers(5, 128000, size).tolist() for size in inputs], outputs.tolist()
 
 
@@ -101,6 +102,9 @@ def run_llmc(arguments: argparse.Namespace) -> None:
     def params(count: int) -> llmc.SamplingParams:
         return llmc.SamplingParams(max_tokens=count, ignore_eos=True)
 
+    if arguments.prefix:
+        _shared_prefix(case, options, params)
+        return
     for name in ("first load", "next load"):
         start = time.perf_counter()
         llm = llmc.LLM(case, prefix_reuse=False, **options)
@@ -128,11 +132,17 @@ def run_llmc(arguments: argparse.Namespace) -> None:
                   **options | {"max_num_batched_tokens": arguments.static_tokens}) as llm:
         static(lambda prompts, count: llm.generate(prompts, params(count)), arguments.rounds,
                arguments.static)
+    _shared_prefix(case, options, params)
+
+
+def _shared_prefix(case: Path, options: dict[str, Any], params: Callable[[int], Any]) -> None:
+    import llmc
+
     with llmc.LLM(case, **options) as llm:
-        prompts, outputs = crowd(512)
-        for run in range(2):  # the second finds all of it
+        for run, seed in enumerate((0, 1, 2, 2)):  # the last finds all of it
+            prompts, outputs = crowd(512, seed)
             start = time.perf_counter()
-            llm.generate(prompts if run else crowd(512)[0], [params(count) for count in outputs])
+            llm.generate(prompts, [params(count) for count in outputs])
             told(f"crowd with a shared prefix, run {run}", sum(outputs),
                  time.perf_counter() - start)
         print(llm.metrics(), flush=True)
@@ -184,7 +194,9 @@ def run_vllm(arguments: argparse.Namespace) -> None:
     print(f"| load, until the first token | {loaded:.1f} s, {time.perf_counter() - start:.1f} s |",
           flush=True)
     prompts, outputs = crowd(512 if arguments.prefix else 0)
-    for run in range(2 if arguments.prefix else 3):
+    for run in range(4 if arguments.prefix else 3):
+        if arguments.prefix:
+            prompts, outputs = crowd(512, min(run, 2))  # the last finds all of it
         start = time.perf_counter()
         llm.generate(inputs(prompts), [params(count) for count in outputs], use_tqdm=False)
         told(f"crowd{' with a shared prefix' * arguments.prefix}, run {run}", sum(outputs),
@@ -243,7 +255,7 @@ def main() -> None:
     parser.add_argument("--max_num_batched_tokens", type=int, default=2048)
     parser.add_argument("--static_tokens", type=int, default=8192,
                         help="llmc: max_num_batched_tokens of the static batches.")
-    parser.add_argument("--prefix", action="store_true", help="vLLM: the shared prefix alone.")
+    parser.add_argument("--prefix", action="store_true", help="The shared prefix alone.")
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

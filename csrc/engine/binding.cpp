@@ -87,12 +87,16 @@ void bind_program(nb::module_& m) {
       .def("set_logits", &Program::set_logits)
       .def_prop_ro("block_bytes", &Program::block_bytes)
       // Whether an engine with these limits and so many blocks, no slot of which anyone has entered, would take a step,
-      // as `Engine.submit` and `encode` check it; raises where it would not.
+      // as `Engine.submit` and `encode` check it; raises where it would not. Returns what prefix of its sequences is
+      // read once, in positions, and the first that each reads by itself.
       .def("check_step",
            [](const Program& self, int num_blocks, LLMC_STEP) {
              Limits limits = self.limits();
              limits.num_blocks = num_blocks;
-             check_step(LLMC_STEP_INPUTS, limits, self.vocab_size(), std::vector<SlotRecord>(limits.max_batch));
+             const StepInputs inputs = LLMC_STEP_INPUTS;
+             check_step(inputs, limits, self.vocab_size(), std::vector<SlotRecord>(limits.max_batch));
+             const Prefix prefix = shared_prefix(inputs, limits.block_size);
+             return std::pair(prefix.length, prefix.own_from);
            })
       .def("check_encode",
            [](const Program& self, Array<int64_t> input_ids, Array<int64_t> position_ids, Array<int32_t> cu_seqlens,

@@ -126,6 +126,7 @@ void Engine::reserve_scratch() {
   }
   scratch_ = memory_.allocate<char>(most, "scratch");
   counters_ = memory_.allocate<int32_t>(kCounters, "counters");
+  prefix_ = memory_.allocate<int32_t>(2ll + limits.max_batch, "a shared prefix");
 }
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
@@ -162,6 +163,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.num_decode = step.num_decode;
   context.longest = step.longest;
   context.reach = step.reach;
+  if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
   context.watcher = watcher_;
   context.user = user_;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step
@@ -260,8 +262,8 @@ Engine::Ticket& Engine::next_ticket() {
 
 // The host's arrays, and what changes in the block table of `rows` sequences, of which those behind the batch are
 // padding.
-Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const std::vector<int32_t>& logits_indices,
-                          int rows) {
+Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const Prefix& prefix,
+                          const std::vector<int32_t>& logits_indices, int rows) {
   const Limits& limits = program_.limits();
   const std::vector<int32_t> ids(inputs.token_ids.begin(), inputs.token_ids.end());
   Sent sent{};
@@ -277,6 +279,9 @@ Engine::Sent Engine::pack(Packed& into, const StepInputs& inputs, const std::vec
   sent.logits = into.add(logits_indices);
   sent.starts = into.add(inputs.memory_starts.data, inputs.memory_starts.size);
   sent.lens = into.add(inputs.memory_lens.data, inputs.memory_lens.size);
+  sent.own_from = into.add(prefix.own_from);
+  sent.prefix_owner = prefix.owner;
+  sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
   const int most = limits.max_blocks(), behind = (kBehind + limits.block_size - 1) / limits.block_size;
   std::vector<kernels::TableRun> runs;
@@ -332,6 +337,11 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.given_logits = at<int32_t>(received, sent.logits);
   p.given_starts = at<int32_t>(received, sent.starts);
   p.given_lens = at<int32_t>(received, sent.lens);
+  p.prefix = prefix_;
+  p.own_from = prefix_ + 2;
+  if (sent.prefix_length > 0) p.given_own_from = at<int32_t>(received, sent.own_from);
+  p.prefix_owner = sent.prefix_owner;
+  p.prefix_length = sent.prefix_length;
   p.runs = at<kernels::TableRun>(received, sent.runs);
   p.blocks = at<int32_t>(received, sent.blocks);
   p.last = sampler_->last();
@@ -350,7 +360,7 @@ void Engine::run_model(const Step& step) {
   auto work = [&] { enqueue(program_.nodes(), step); };
   const std::lock_guard<std::mutex> lock(graphs_mutex_);  // see abort()
   if (aborted_) throw Error("another rank has ended");
-  if (step.decode) graphs_[step.batch].run(stream_.handle, work);
+  if (step.decode) graphs_[{step.batch, step.prefix}].run(stream_.handle, work);
   else work();
 }
 
@@ -379,12 +389,14 @@ int64_t Engine::submit(const StepInputs& inputs) {
     step = Step::of_decoding(*std::lower_bound(graph_sizes_.begin(), graph_sizes_.end(), step.batch));
   else
     step.num_logits = static_cast<int>(logits_indices.size());
+  const Prefix prefix = shared_prefix(inputs, limits.block_size);
+  step.prefix = prefix.length > 0;
   try {
     std::vector<kernels::SlotState> states;
     sampler_->make_room(inputs.admit, states);
     Packed& packed = ticket.sent;
     packed.clear();
-    const Sent sent = pack(packed, inputs, logits_indices, step.batch);
+    const Sent sent = pack(packed, inputs, prefix, logits_indices, step.batch);
     const int64_t sampled = packed.add(slots), picked = packed.add(rows);
     const int64_t copies = packed.add(inputs.copies.data, inputs.copies.size);
     const int64_t state_copies = packed.add(inputs.state_copies.data, inputs.state_copies.size);
@@ -527,11 +539,13 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   // All tokens go where nobody reads.
   const std::vector<int32_t> table(static_cast<int64_t>(batch) * limits.max_blocks(), limits.num_blocks);
   inputs.block_tables = {table.data(), static_cast<int64_t>(table.size())};
-  const Sent sent = pack(packed, inputs, decode ? std::vector<int32_t>{} : index, batch);
+  const Sent sent = pack(packed, inputs, {}, decode ? std::vector<int32_t>{} : index, batch);
   prepare(send(packed), sent);
   gemm_->time_algorithms(decode || size == limits.max_tokens);
   sdpa_->make_plans(true);
   run_model(step);
+  step.prefix = decode && batch > 1;
+  if (step.prefix) run_model(step);  // of no positions, which is captured for any
   if (!decode && !program_.encoder_nodes().empty() && longest <= limits.mem_max_seq_len) {
     step.num_logits = 0;
     enqueue(program_.encoder_nodes(), step);  // to the memory's first row

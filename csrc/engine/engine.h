@@ -124,11 +124,12 @@ class Engine {
 
   // Parts of submit. Where the host's arrays of a step are that prepare() takes, in what is sent.
   struct Sent {
-    int64_t ids, seqlens, past, slots, states, logits, starts, lens, runs, blocks;
-    int num_tokens, batch, num_logits, rows, num_runs;
+    int64_t ids, seqlens, past, slots, states, logits, starts, lens, runs, blocks, own_from;
+    int num_tokens, batch, num_logits, rows, num_runs, prefix_owner, prefix_length;
   };
   Ticket& next_ticket();
-  Sent pack(Packed& into, const StepInputs& inputs, const std::vector<int32_t>& logits_indices, int rows);
+  Sent pack(Packed& into, const StepInputs& inputs, const Prefix& prefix, const std::vector<int32_t>& logits_indices,
+            int rows);
   const char* send(const Packed& sent);
   void prepare(const char* received, const Sent& sent);
   void run_model(const Step& step);
@@ -145,6 +146,7 @@ class Engine {
   std::vector<char*> places_;  // by tensor
   Inputs inputs_{};
   int32_t* counters_ = nullptr;
+  int32_t* prefix_ = nullptr;  // what SharedPrefix has: [2], then [max_batch]
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<Sdpa> sdpa_;
@@ -154,7 +156,7 @@ class Engine {
   bool selects_ = false;  // whether the model's nodes pick the rows whose logits are wanted, and may be left out
 
   std::vector<int> graph_sizes_;
-  std::map<int, Graph> graphs_;  // decode steps, by batch size
+  std::map<std::pair<int, bool>, Graph> graphs_;  // decode steps, by batch size and whether sequences share a prefix
   std::unique_ptr<Sampler> sampler_;
   std::array<Ticket, kAhead> tickets_;
   int64_t submitted_ = 0;

@@ -99,10 +99,12 @@ float timed(Launch&& launch, int repeats, const char* what) {
 }
 
 // Run one op on device tensors `repeats` times and wait; milliseconds per run after the first. `firsts`: see Gemm::decide;
-// `pitches`: of the inputs, see Tensor; none where all lie in whole rows.
+// `pitches`: of the inputs, see Tensor; none where all lie in whole rows; `own_from`: of sequences that
+// decode, the first position that each reads by itself; the others are a prefix that those share which have one.
 float run_op(const std::string& name, const Fields& fields, const std::vector<Foreign>& inputs,
              const std::vector<Foreign>& outputs, int num_decode, int repeats, int longest, int reach,
-             const std::vector<bool>& firsts, const std::vector<int64_t>& pitches) {
+             const std::vector<bool>& firsts, const std::vector<int64_t>& pitches,
+             const std::vector<int>& own_from) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
   static Sdpa* sdpa = new Sdpa(/*always=*/true);
   const auto plugin = make_plugin(name, fields);
@@ -125,6 +127,14 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   DeviceBuffer counters(kCounters * sizeof(int32_t), "counters");
   check(cudaMemset(counters.data, 0, kCounters * sizeof(int32_t)), "counters");
   Context context;
+  DeviceBuffer prefix((2 + own_from.size()) * sizeof(int32_t), "a prefix");
+  if (const auto owner = std::max_element(own_from.begin(), own_from.end()); owner != own_from.end()) {
+    std::vector<int32_t> all{static_cast<int32_t>(owner - own_from.begin()), *owner};
+    all.insert(all.end(), own_from.begin(), own_from.end());
+    check(cudaMemcpy(prefix.data, all.data(), all.size() * sizeof(int32_t), cudaMemcpyHostToDevice), "a prefix");
+    const auto* of = static_cast<const int32_t*>(prefix.data);
+    context.prefix = {of, of + 2, nullptr};
+  }
   context.gemm = gemm;
   gemm->decide(firsts);
   context.counters = static_cast<int32_t*>(counters.data);
@@ -226,7 +236,8 @@ void bind_kernels(nb::module_& m) {
   }, nb::arg("op"), nb::arg("fields"), nb::arg("inputs"));
   m.def("run_op", &run_op, nb::arg("name"), nb::arg("fields"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0,
-        nb::arg("firsts") = std::vector<bool>(), nb::arg("pitches") = std::vector<int64_t>());
+        nb::arg("firsts") = std::vector<bool>(), nb::arg("pitches") = std::vector<int64_t>(),
+        nb::arg("own_from") = std::vector<int>());
   // The kernels that choose tokens: see kernels/launch.h.
   m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
         nb::arg("repeats") = 1);

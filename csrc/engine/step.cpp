@@ -1,5 +1,8 @@
 #include "step.h"
 
+#include <functional>
+#include <map>
+
 namespace llmc {
 namespace {
 
@@ -221,6 +224,41 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
   check_range("position_ids", inputs.position_ids, 0, limits.mem_max_seq_len);
   check_range("memory_rows", inputs.memory_rows, 0, limits.memory_rows());
   return {static_cast<int>(num_tokens), 0, static_cast<int>(batch)};
+}
+
+// Sequences with the same first block are compared with the first of them. What is saved are the positions that all but one
+// of those sharing them would have read.
+Prefix shared_prefix(const StepInputs& inputs, int block_size) {
+  constexpr int kBlock = 16;                // positions that decoding reads at once
+  constexpr int64_t kWorth = 40000;         // positions
+  Prefix best;
+  int64_t saved = kWorth - 1;
+  std::map<int32_t, std::vector<int>> alike;  // by their first block
+  if (block_size < kBlock) return best;
+  const int64_t width = inputs.num_decode > 1 ? inputs.width() : 0;
+  auto blocks_of = [&](int sequence) { return inputs.block_tables.data + sequence * width; };
+  // Blocks that are full: nothing is written to them any more.
+  auto full = [&](int sequence) { return static_cast<int>(std::min<int64_t>(inputs.past_lens[sequence] / block_size, width)); };
+  for (int i = 0; i < inputs.num_decode && width > 0; ++i)
+    if (full(i) > 0) alike[blocks_of(i)[0]].push_back(i);
+  for (const auto& [block, sequences] : alike) {
+    const int first = sequences[0];
+    std::vector<std::pair<int, int>> common;  // blocks, and whose; the most first
+    for (int i : sequences) {
+      const int32_t* own = blocks_of(i);
+      const int most = std::min(full(first), full(i));
+      common.push_back({static_cast<int>(std::mismatch(own, own + most, blocks_of(first)).first - own), i});
+    }
+    std::sort(common.begin(), common.end(), std::greater<>());
+    for (size_t n = 1; n < common.size(); ++n) {
+      const int64_t all = static_cast<int64_t>(n) * common[n].first * block_size;
+      if (all <= saved) continue;
+      saved = all;
+      best = {first, common[n].first * block_size, std::vector<int32_t>(inputs.batch())};
+      for (size_t k = 0; k <= n; ++k) best.own_from[common[k].second] = best.length;
+    }
+  }
+  return best;
 }
 
 }  // namespace llmc

@@ -46,6 +46,7 @@ struct Step {
   int num_tokens = 0, num_logits = 0, batch = 0;
   bool decode = false;  // every sequence has exactly one new token, and all of their logits are wanted in order
   int num_decode = 0, longest = 0, reach = 0;
+  bool prefix = false;  // sequences that decode share one: see Prefix
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
@@ -92,6 +93,14 @@ struct SlotRecord {
 // The step's sizes. Throws Error where an array has another size than the others say, or a value that points out of
 // anything. `slots` [max_batch] are as the step before left them.
 Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, const std::vector<SlotRecord>& slots);
+
+// Positions that sequences which decode have in the same blocks, from the first on: attention reads them once for all, by a
+// kernel more, where that is worth it.
+struct Prefix {
+  int owner = 0, length = 0;      // one of the sequences, and how many positions they share; 0: none
+  std::vector<int32_t> own_from;  // [batch]: so many of those that do, 0 of others; or nothing
+};
+Prefix shared_prefix(const StepInputs& inputs, int block_size);
 
 // Prompts for an encoder: token i leaves what decoders see of it in row memory_rows[i] of the memory, in which prompt p
 // has mem_max_seq_len rows.

@@ -36,6 +36,39 @@ __device__ __forceinline__ int first_seen(int window, int chunk, int position) {
 __device__ __forceinline__ int first_seen(const AttentionParams& p, int position) {
   return first_seen(p.window, p.chunk, position);
 }
+// Of a decoding sequence, without the prefix that it shares.
+__device__ __forceinline__ bool shares_prefix(const AttentionParams& p, int sequence) {
+  return p.prefix.of != nullptr && p.prefix.own_from[sequence] > 0;
+}
+__device__ __forceinline__ int own_from(const AttentionParams& p, int sequence, int position) {
+  const int seen = first_seen(p, position);
+  return p.prefix.of == nullptr ? seen : max(seen, p.prefix.own_from[sequence]);
+}
+
+// The blocks that read a shared prefix have kPrefixRows rows of queries that share a KV head, whole tokens. Where these are
+// not enough for all multiprocessors, the prefix is divided into parts, of which each has blocks of its own.
+constexpr int kPrefixRows = 128, kPrefixBlocks = 132, kPrefixParts = 16, kPrefixKeys = 64;
+__host__ __device__ __forceinline__ int prefix_blocks(const AttentionParams& p) {
+  const int tokens = kPrefixRows / (p.num_heads / p.num_kv_heads);
+  return (p.batch + tokens - 1) / tokens * p.num_kv_heads;
+}
+__host__ __device__ __forceinline__ int most_prefix_parts(const AttentionParams& p) {
+  return max(1, min(kPrefixBlocks / prefix_blocks(p), kPrefixParts));
+}
+// How many positions a part has, and how many parts there are.
+__device__ __forceinline__ int prefix_part(const AttentionParams& p) {
+  const int most = most_prefix_parts(p) * kPrefixKeys;
+  return max(2, (p.prefix.of[1] + most - 1) / most) * kPrefixKeys;
+}
+__device__ __forceinline__ int prefix_parts(const AttentionParams& p) {
+  return (p.prefix.of[1] + prefix_part(p) - 1) / prefix_part(p);
+}
+// What a head of a token has left of a part there: a peak, a total, and from kPrefixSums on head_dim sums.
+constexpr int kPrefixSums = 4;
+__device__ __forceinline__ float* prefix_result(const AttentionParams& p, int64_t token_head, int part, int parts) {
+  return p.prefix.results + (token_head * parts + part) * (p.head_dim + kPrefixSums);
+}
+
 // Heads that a row of qkv has.
 __host__ __device__ __forceinline__ int heads_of_row(const AttentionParams& p) {
   return p.num_heads + (p.reads ? 0 : 2 * p.num_kv_heads);
@@ -153,9 +186,10 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
   }
 }
 
-// One part's place among those that a sequence is divided into.
+// One part's place among those that a sequence is divided into, and whether a prefix that it shares is beside them.
 struct Part {
   int index, used, most;
+  bool prefix = false;
 };
 
 // The end of an attention block: merge its warps' softmaxes and write the heads' rows of p.out; where the
@@ -174,6 +208,53 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   // Per (token, head, part) a peak, a total and head_dim sums.
   int32_t* counter = p.counters + blockIdx.y * gridDim.x + blockIdx.x;
   float* results = static_cast<float*>(p.scratch) + token_head * part.most * (dim + 2);
+  const int before = part.prefix ? prefix_parts(p) : 0;  // parts of the prefix
+  auto of_prefix = [&](int h, int k) { return prefix_result(p, token_head + h, k, before); };
+  // How much of each part's sums goes into a head's: a lane for each part.
+  static_assert(kMaxParts <= 32 && kWarps + kPrefixParts <= 32);
+  __shared__ float share_of[kHeads][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  auto share = [&](int h, float peak, float total) {
+    float higher = peak;
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
+    const float weight = exp2f(peak - higher);
+    const float all = warp_sum(total * weight) + sink_of(p.sinks, first_head + h, higher);
+    share_of[h][lane] = weight / all;
+  };
+  if (part.used == 1 && before > 0) {  // the warps, then the parts of the prefix, which are read together
+    constexpr int kEach = (kHeads + kWarps - 1) / kWarps;
+    float peak[kEach], total[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int h = min(warp + k * kWarps, heads - 1), at = lane - kWarps, own = min(lane, kWarps - 1);
+      const float* result = of_prefix(h, max(0, min(at, before - 1)));
+      peak[k] = __ldcg(result), total[k] = __ldcg(result + 1);
+      if (at < 0) peak[k] = peak_of[own][h], total[k] = total_of[own][h];
+      if (at >= before) peak[k] = -INFINITY, total[k] = 0;
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k)
+      if (warp + k * kWarps < heads) share(warp + k * kWarps, peak[k], total[k]);
+    __syncthreads();
+    for (int at = threadIdx.x * 4; at < heads * dim; at += kWarps * 32 * 4) {
+      const int h = at / dim, i = at % dim;
+      float sum[4] = {};
+#pragma unroll 4
+      for (int k = 0; k < before; ++k) {
+        const float4 more = __ldcg(reinterpret_cast<const float4*>(of_prefix(h, k) + kPrefixSums + i));
+        const float weight = share_of[h][kWarps + k];
+        sum[0] = fmaf(more.x, weight, sum[0]), sum[1] = fmaf(more.y, weight, sum[1]);
+        sum[2] = fmaf(more.z, weight, sum[2]), sum[3] = fmaf(more.w, weight, sum[3]);
+      }
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[c] = fmaf(sum_at(w * kHeads + h, i + c), share_of[h][w], sum[c]);
+      store_floats(out + at, sum);
+    }
+    return;
+  }
   for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
     const int h = at / width, i = at % width;
     if (i >= dim) continue;
@@ -205,20 +286,12 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   __syncthreads();
   if (!last) return;
   __threadfence();
-  // A lane for each part: how much of its sums goes into the head's.
-  static_assert(kMaxParts <= 32);
-  __shared__ float share_of[kHeads][kMaxParts];
-  const int lane = threadIdx.x % 32;
-  for (int h = threadIdx.x / 32; h < heads; h += kWarps) {
-    const float* result = results + (static_cast<int64_t>(h) * part.most + lane) * (dim + 2);
-    const bool there = lane < part.used;
-    const float peak = there ? __ldcg(result) : -INFINITY, total = there ? __ldcg(result + 1) : 0.f;
-    float higher = peak;
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
-    const float weight = exp2f(peak - higher);
-    const float all = warp_sum(total * weight) + sink_of(p.sinks, first_head + h, higher);
-    if (there) share_of[h][lane] = weight / all;
+  // The parts, those of the prefix behind the others.
+  for (int h = warp; h < heads; h += kWarps) {
+    const float* result = lane < part.used ? results + (static_cast<int64_t>(h) * part.most + lane) * (dim + 2)
+                                           : of_prefix(h, max(0, min(lane - part.used, before - 1)));
+    const bool there = lane < part.used + before;
+    share(h, there ? __ldcg(result) : -INFINITY, there ? __ldcg(result + 1) : 0.f);
   }
   __syncthreads();
   for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
@@ -228,6 +301,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
     float sum = 0;
 #pragma unroll 8
     for (int k = 0; k < part.used; ++k) sum += share_of[h][k] * __ldcg(result + k * (dim + 2));
+    for (int k = 0; k < before; ++k) sum += share_of[h][part.used + k] * __ldcg(of_prefix(h, k) + kPrefixSums + i);
     out[h * dim + i] = from_float<T>(sum);
   }
 }

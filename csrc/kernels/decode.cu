@@ -28,7 +28,7 @@ template <int kKeysOfPart>
 __device__ __forceinline__ int positions_per_part(const AttentionParams& p, int parts, int columns, int processors) {
   const int lane = threadIdx.x % 32;
   int64_t all = 0;
-  for (int i = lane; i < p.batch; i += 32) all += p.past_lens[i] + 1 - first_seen(p, p.past_lens[i]);
+  for (int i = lane; i < p.batch; i += 32) all += p.past_lens[i] + 1 - own_from(p, i, p.past_lens[i]);
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) all += __shfl_xor_sync(~0u, all, mask);
   const int mean = static_cast<int>(all / p.batch), wanted = lane + 1;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   const int g = lane / 4, t = lane % 4;
   const int position = p.past_lens[sequence];
   // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
-  const int seen = first_seen(p, position);
+  const int seen = own_from(p, sequence, position);
   const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.z;
   const int each = parts > 1 ? positions_per_part<kDecodeKeys<kSteps>>(p, parts, gridDim.x * p.batch, processors) : count;
   const int wanted = min(parts, (count + each - 1) / each);
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
               make_float4(sum[j][e][c], sum[j][e + 1][c], sum[j][e + 2][c], sum[j][e + 3][c]);
       }
   merge<T, kDim>(p, peak_of, total_of, [&](int row, int i) { return *place(row, i); }, heads,
-                 static_cast<int64_t>(sequence) * p.num_heads + first_head, {part, used, parts});
+                 static_cast<int64_t>(sequence) * p.num_heads + first_head, {part, used, parts, shares_prefix(p, sequence)});
 }
 
 template <typename T, typename C, int kSteps, int kWarps>
@@ -301,7 +301,8 @@ cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream
   constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
   const int blocks = columns * p.batch;
   // Blocks that fill a multiprocessor each are not to wait for others that have nothing to do.
-  const int parts = parts_for(blocks, p.max_seq_len, kDecodeKeys<kSteps>, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
+  const int most = parts_for(blocks, p.max_seq_len, kDecodeKeys<kSteps>, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
+  const int parts = p.prefix.of == nullptr ? most : min(most, kMaxParts - kPrefixParts);  // a warp merges all
   auto kernel = decode_kernel<T, C, kSteps, kWarps>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));

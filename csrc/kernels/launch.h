@@ -258,6 +258,14 @@ cudaError_t activate(DType dtype, void* x, int64_t count, Activation activation,
 
 // Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract. Scratch is for
 // partial results: attention_scratch() bytes. Counters are zero before and after.
+// Positions that several decoding sequences have in the same blocks, from the first on. What they are only the device is
+// told, so that a captured step serves any.
+struct SharedPrefix {
+  const int32_t* of;        // [2]: one of these sequences, and how many positions; null: there is none
+  const int32_t* own_from;  // [batch]: the first position that a sequence reads by itself: so many, or 0
+  float* results;           // prefix_scratch() bytes
+};
+
 struct AttentionParams {
   void* out;             // T [num_tokens, num_heads * head_dim]
   const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; of `reads` queries alone
@@ -273,9 +281,10 @@ struct AttentionParams {
   const float* v_norm;
   const float* query_scale;  // float32 [max_positions] or null: a factor of the query at each position
   const float* sinks;    // float32 [num_heads] or null: scores without values
-  void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding
+  void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding without a prefix
   void* scratch;
   int32_t* counters;     // [kAttentionCounters]
+  SharedPrefix prefix;   // for decoding, with a block table
   int64_t qkv_pitch;     // how far rows of qkv are apart
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
   int chunk;             // 0, or how many positions see one another alone
@@ -293,6 +302,11 @@ struct AttentionParams {
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
+// Between the two, where sequences decode: attention to the prefix that they share, which the second then leaves out. Where
+// can_share_prefix.
+bool can_share_prefix(DType dtype, const AttentionParams& params);
+int64_t prefix_scratch(int batch, int num_heads, int num_kv_heads, int head_dim);
+cudaError_t prefix_attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
 // Whether that has Hopper's own kernel for these prompts. It is ahead of cuDNN's where blocks follow one another; where they
 // lie anywhere, level with it for very long prompts (bench/attention_gpu.py).
 bool prefills_on_hopper(DType dtype, const AttentionParams& params);
@@ -441,14 +455,16 @@ struct PrepareParams {
   int64_t* logits_indices;             // [num_logits], or [rows] where there are more
   int32_t *memory_starts, *memory_lens;  // [rows], or null
   int32_t* block_table;                // [rows, max_blocks]
+  int32_t *prefix, *own_from;          // see SharedPrefix: [2], [rows]
   int32_t* state_slots;                // [rows], or null; num_states, which is nobody's, behind the batch's
   // What the host sent, and what slots chose last.
   const int32_t* given_ids;            // [num_tokens]; below 0: what the slot of its sequence chose last
   const int32_t *given_seqlens, *given_past, *given_slots, *given_logits, *given_starts, *given_lens, *given_states;
+  const int32_t* given_own_from;       // [batch]; null: no sequences share a prefix
   const TableRun* runs;
   const int32_t* blocks;
   const int64_t* last;                 // [slots]
-  int num_tokens, batch, num_logits, rows, num_runs, max_blocks, num_states;
+  int num_tokens, batch, num_logits, rows, num_runs, max_blocks, num_states, prefix_owner, prefix_length;
 };
 cudaError_t prepare(const PrepareParams& params, cudaStream_t stream);
 

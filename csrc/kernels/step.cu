@@ -76,6 +76,10 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(PrepareParams 
       p.memory_lens[i] = there ? p.given_lens[i] : 1;  // attention to nothing is no number
     }
     if (p.state_slots != nullptr) p.state_slots[i] = there ? p.given_states[i] : p.num_states;
+    if (p.given_own_from != nullptr) {
+      p.own_from[i] = there ? p.given_own_from[i] : 0;
+      if (i == 0) p.prefix[0] = p.prefix_owner, p.prefix[1] = p.prefix_length;
+    }
   }
   for (int r = blockIdx.x; r < p.num_runs; r += gridDim.x) {
     const TableRun run = p.runs[r];

@@ -681,6 +681,42 @@ def test_a_mixed_step_is_attended_to_in_two_halves(extension, new, past, more, b
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("more", [
+    {}, {"softcap": 5.0}, {"sinks": True}, {"norms": "qk"}, {"scaled": True},
+    {"kv_dtype": "float8_e4m3fn"}, {"window": 90}, {"heads": 7, "kv_heads": 1}, {"heads": 6,
+                                                                              "kv_heads": 6}], ids=str)
+@pytest.mark.parametrize(("length", "past", "members", "dim", "block_size"), [
+    (16, (20, 40), (0, 1), 64, 16), (512, (512, 600, 530), (0, 1, 2), 128, 16),
+    (256, (300, 255, 700, 256), (1, -1, 0, 2), 128, 32), (1040, (1100,) * 20, range(20), 128, 16),
+    (96, (100,) * 300, range(300), 64, 32), (320, (330, 4000), (1, 0), 256, 64),
+    (2048, (2048, 2050), (0, 1), 64, 128), (64, (64,) * 7, (-1, 0, 1, 2, -1, 3, -1), 256, 16)])
+def test_a_prefix_that_sequences_share_is_attended_to_once(extension, length, past, members, dim,
+                                                           block_size, more, dtype):
+    op, rng = plugins.registry()["CausalAttention"], np.random.default_rng(5)
+    sample = _sample(rng, (1,) * len(past), past, dim, max_seq_len=-(-max(past) // 128) * 128 + 128,
+                     rotary_dim=dim, block_size=block_size,
+                     **{"heads": 8, "kv_heads": 2} | more)
+    table = sample.inputs["block_table"]
+    first = [*members].index(0)
+    for sequence, member in enumerate(members):
+        if member >= 0:
+            table[sequence, :length // block_size] = table[first, :length // block_size]
+    fields = op.complete(sample.fields)
+    tensors = tensors_of(op, fields, sample.inputs, dtype)
+    expected = op.reference(fields, {
+        name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
+        for name, tensor in tensors.items()})[0]
+    out = torch.full(expected.shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
+    outputs = [out, tensors["key_cache"], tensors["value_cache"]]
+    given = [describe(tensors[name]) if name in tensors else (0, "float32", [])
+             for name in op.input_names]
+    extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], len(past),
+                     own_from=[length if member >= 0 else 0 for member in members])
+    error = np.abs(out.double().cpu().numpy() - expected).max()
+    assert error <= TOLERANCE[dtype] * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("raw", [False, True], ids=["given", "raw"])
 @pytest.mark.parametrize("rule", ["gated", "gated_delta"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

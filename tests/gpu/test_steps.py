@@ -162,6 +162,37 @@ def test_blocks_are_shared_and_copied_on_write(extension, compiled):
         assert both.candidates.tokens[row].tolist() == np.argsort(-expected)[:2].tolist()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_prefix_that_many_sequences_share_is_read_once(extension, tmp_path, dtype):
+    """By all of a step, by some, and by none; of one length and of another."""
+    model = families.tiny_model("llama", max_position_embeddings=1024, head_dim=64)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 dtype=dtype, max_seq_len=LENGTH)
+    engine = load(tmp_path / "case", max_batch_size=96, max_tokens=LENGTH, block_size=16,
+                  kv_cache_tokens=8192)
+    rng, count = np.random.default_rng(1), 96
+    prompts = [rng.integers(3, families.VOCAB, 656).tolist() for _ in range(2)]
+    tables = [[*range(41)], [*range(41, 82)]]
+    for slot, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+        engine.collect(engine.submit(Step.of([prompt], [0], [table], [slot])))
+    newest = rng.integers(3, families.VOCAB, count).tolist()
+    allowed = {"float16": 6e-3, "bfloat16": 5e-2}[dtype]
+    for whose, past in ((np.zeros(count, int), 656), ((np.arange(count) == 7).astype(int), 640),
+                        (np.arange(count) % 2, 480), (np.ones(count, int), 500)):
+        blocks = [[*tables[owner][:past // 16], 100 + i] for i, owner in enumerate(whose)]
+        if past % 16:  # the last block is everybody's own
+            engine.collect(engine.submit(Step.of(
+                [prompts[owner][past - past % 16:past] for owner in whose],
+                [past - past % 16] * count, blocks, [*range(count)])))
+        step = Step.of([[token] for token in newest], [past] * count, blocks, [*range(count)],
+                       logits="sampled")
+        logits = engine.collect(engine.submit(step)).logits
+        for i in (0, 1, 7, 8, count - 1):
+            tokens = [*prompts[whose[i]][:past], newest[i]]
+            expected = families.reference_logits(model, tokens)[-1]
+            assert np.abs(logits[i] - expected).max() <= allowed * np.ptp(expected)
+
+
 def test_some_of_a_decode_step_choose(extension, compiled):
     """The others are prompts that go on in the next step."""
     case, model = compiled

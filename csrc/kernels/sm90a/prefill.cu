@@ -3,6 +3,10 @@
 // walks over the visible keys kKeys at a time, the last ones first. One warp copies, two warpgroups with 64 rows each
 // multiply: while one has the tensor cores, the other makes its softmax, and within one the values' product of a tile
 // runs beside the softmax of the next (FlashAttention-3). Reads the visible keys and values once per block.
+//
+// A prefix that decoding sequences share is attended to likewise, by whole tokens of whichever sequences, all of which see
+// all of it; what is left of each row decode_kernel merges with the rest of its sequence. How long it is the host does not
+// know: there are blocks for all sequences of a step, and for as many parts as there may be.
 #include <algorithm>
 
 #include "../attention.cuh"
@@ -16,7 +20,7 @@ namespace {
 using namespace device;
 using namespace sm90a;
 
-constexpr int kRows = 128, kGroups = 2, kThreads = (1 + kGroups) * 128, kStages = 2;
+constexpr int kRows = kPrefixRows, kGroups = 2, kThreads = (1 + kGroups) * 128, kStages = 2;
 constexpr int kLine = 64;  // columns that a row of shared memory has
 constexpr uint32_t kLineBytes = 2 * kLine;
 
@@ -114,7 +118,7 @@ __device__ __forceinline__ void copy_all(const Place<kDim, kKeys>& place, const 
   }
 }
 
-template <typename T, int kDim, int kKeys>
+template <typename T, bool kPrefix, int kDim, int kKeys>
 __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, const AttentionParams& p,
                                              const Work& work, int kv_head, int warpgroup) {
   const int heads = p.num_heads / p.num_kv_heads;
@@ -126,8 +130,9 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
     token[r] = row[r] / heads;
   }
   // The first position of this warpgroup's queries, and the first key that its last one sees.
-  const int lowest = work.past + warpgroup * 64 / heads;
-  const int seen_by_all = first_seen(p, work.past + (warpgroup * 64 + 63) / heads);
+  auto position_of = [&](int token) { return kPrefix ? work.end - 1 : work.past + token; };
+  const int lowest = position_of(warpgroup * 64 / heads);
+  const int seen_by_all = first_seen(p, position_of((warpgroup * 64 + 63) / heads));
 
   float out[kDim / 2] = {}, score[kKeys / 2], peak[2] = {-INFINITY, -INFINITY}, total[2] = {};
   uint32_t weight[kKeys / 4];
@@ -156,7 +161,7 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
     if constexpr (decltype(masked)::value) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int last = work.past + token[r], first = first_seen(p, last);
+        const int last = position_of(token[r]), first = first_seen(p, last);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -241,10 +246,18 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
     total[r] += __shfl_xor_sync(~0u, total[r], 1);
     total[r] += __shfl_xor_sync(~0u, total[r], 2);
     if (token[r] >= work.tokens) continue;
-    const int head = kv_head * heads + row[r] % heads;
-    const float share = 1 / (total[r] + sink_of(p.sinks, head, peak[r]));
-    T* target = static_cast<T*>(p.out) +
-                (static_cast<int64_t>(work.first_token + token[r]) * p.num_heads + head) * kDim + 2 * t;
+    const int64_t token_head =
+        static_cast<int64_t>(work.first_token + token[r]) * p.num_heads + kv_head * heads + row[r] % heads;
+    if constexpr (kPrefix) {
+      float* result = prefix_result(p, token_head, blockIdx.z, prefix_parts(p));
+      if (t == 0) result[0] = peak[r], result[1] = total[r];
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n)
+        store(result + kPrefixSums + n * 8 + 2 * t, Vec<float, 2>{{out[4 * n + 2 * r], out[4 * n + 2 * r + 1]}});
+      continue;
+    }
+    const float share = 1 / (total[r] + sink_of(p.sinks, static_cast<int>(token_head % p.num_heads), peak[r]));
+    T* target = static_cast<T*>(p.out) + token_head * kDim + 2 * t;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
       store(target + n * 8,
@@ -252,7 +265,37 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
   }
 }
 
-template <typename T, int kDim, int kKeys, int kRunKeys>
+// Sequence b has the blocks from start_of(b) / per_block + b on, the last of them perhaps without tokens. Those with the most
+// keys come first.
+__device__ __forceinline__ Work prompt_of_block(const AttentionParams& p, int per_block) {
+  const int block = gridDim.y - 1 - blockIdx.y;
+  auto first_block = [&](int b) { return start_of(p, b) / per_block + b; };
+  int sequence = 0;
+  for (int high = p.batch - 1; sequence < high;) {
+    const int middle = (sequence + high + 1) / 2;
+    if (first_block(middle) <= block) sequence = middle; else high = middle - 1;
+  }
+  const int skipped = (block - first_block(sequence)) * per_block;
+  Work work{sequence, start_of(p, sequence) + skipped};
+  work.tokens = min(per_block, start_of(p, sequence + 1) - work.first_token);
+  work.past = p.past_lens[sequence] + skipped;  // position of the first query
+  work.end = work.past + work.tokens;           // keys that any query sees
+  work.begin = first_seen(p, work.past);
+  return work;
+}
+
+// A part of the prefix, for some tokens if any of them shares it.
+__device__ __forceinline__ Work prefix_of_block(const AttentionParams& p, int per_block) {
+  Work work{p.prefix.of[0], static_cast<int>(blockIdx.y) * per_block};
+  const int here = min(per_block, p.batch - work.first_token), thread = threadIdx.x;
+  work.begin = blockIdx.z * prefix_part(p);
+  work.end = min(p.prefix.of[1], work.begin + prefix_part(p));
+  const bool shares = thread < here && shares_prefix(p, work.first_token + thread);
+  work.tokens = __syncthreads_or(shares) && work.begin < work.end ? here : 0;
+  return work;
+}
+
+template <typename T, int kDim, int kKeys, int kRunKeys, bool kPrefix>
 __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ Maps maps, AttentionParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using P = Place<kDim, kKeys>;
@@ -272,22 +315,9 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   wait_for_inputs();
   let_next_start();
 
-  // Sequence b has the blocks from start_of(b) / per_block + b on, the last of them perhaps without tokens. Those with
-  // the most keys come first.
-  const int block = gridDim.y - 1 - blockIdx.y;
-  auto first_block = [&](int b) { return start_of(p, b) / per_block + b; };
-  int sequence = 0;
-  for (int high = p.batch - 1; sequence < high;) {
-    const int middle = (sequence + high + 1) / 2;
-    if (first_block(middle) <= block) sequence = middle; else high = middle - 1;
-  }
-  const int skipped = (block - first_block(sequence)) * per_block;
-  Work work{sequence, start_of(p, sequence) + skipped};
-  work.tokens = min(per_block, start_of(p, sequence + 1) - work.first_token);
+  Work work = kPrefix ? prefix_of_block(p, per_block) : prompt_of_block(p, per_block);
   if (work.tokens <= 0) return;
-  work.past = p.past_lens[sequence] + skipped;  // position of the first query
-  work.end = work.past + work.tokens;           // keys that any query sees
-  work.begin = first_seen(p, work.past) & -kRunKeys;
+  work.begin &= -kRunKeys;
   work.tiles = (work.end - work.begin + kKeys - 1) / kKeys;
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
@@ -296,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     if (threadIdx.x < 32) copy_all<kRunKeys>(place, maps, p, work, kv_head, per_block);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    multiply_all<T>(place, p, work, kv_head, group - 1);
+    multiply_all<T, kPrefix>(place, p, work, kv_head, group - 1);
   }
 #endif
 }
@@ -307,11 +337,11 @@ bool map(CUtensorMap& made, const void* data, const cuuint64_t (&sizes)[kRank], 
   return sm90a::map(made, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, data, sizes, sizeof(T), box);
 }
 
-template <typename T, int kDim, int kKeys, int kRunKeys>
+template <bool kPrefix, typename T, int kDim, int kKeys, int kRunKeys>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
   using P = Place<kDim, kKeys>;
-  const cudaError_t error = cudaFuncSetAttribute(prefill_kernel<T, kDim, kKeys, kRunKeys>,
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
+  const auto kernel = prefill_kernel<T, kDim, kKeys, kRunKeys, kPrefix>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
   if (error != cudaSuccess) return error;
   const auto group = static_cast<cuuint32_t>(p.num_heads / p.num_kv_heads), per_block = kRows / group;
   const auto kv_heads = static_cast<cuuint64_t>(p.num_kv_heads);
@@ -325,17 +355,17 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
       !map<T>(maps.key_runs, p.key_cache, cache, run) || !map<T>(maps.value_runs, p.value_cache, cache, run))
     return cudaErrorInvalidValue;
   // At most so many blocks of queries, as every sequence may end in a broken one.
-  const unsigned parts = p.num_tokens / per_block + p.batch;
-  return launch(prefill_kernel<T, kDim, kKeys, kRunKeys>, dim3(p.num_kv_heads, parts), kThreads, P::kBytes, stream,
-                maps, p);
+  const unsigned parts = kPrefix ? prefix_blocks(p) / p.num_kv_heads : p.num_tokens / per_block + p.batch;
+  return launch(kernel, dim3(p.num_kv_heads, parts, kPrefix ? most_prefix_parts(p) : 1), kThreads, P::kBytes, stream, maps,
+                p);
 }
 
-template <typename T>
+template <bool kPrefix, typename T>
 cudaError_t of_type(const AttentionParams& p, cudaStream_t stream) {
   switch (p.head_dim) {
-    case 64: return run<T, 64, 128, 64>(p, stream);
-    case 128: return run<T, 128, 160, 32>(p, stream);
-    case 256: return run<T, 256, 64, 64>(p, stream);
+    case 64: return run<kPrefix, T, 64, 128, 64>(p, stream);
+    case 128: return run<kPrefix, T, 128, 160, 32>(p, stream);
+    case 256: return run<kPrefix, T, 256, 64, 64>(p, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -352,7 +382,25 @@ bool prefills_on_hopper(DType dtype, const AttentionParams& p) {
 }
 
 cudaError_t prefill_on_hopper(DType dtype, const AttentionParams& p, cudaStream_t stream) {
-  return dtype == DType::kFloat16 ? of_type<__half>(p, stream) : of_type<__nv_bfloat16>(p, stream);
+  return dtype == DType::kFloat16 ? of_type<false, __half>(p, stream) : of_type<false, __nv_bfloat16>(p, stream);
+}
+
+bool can_share_prefix(DType dtype, const AttentionParams& p) {
+  return prefills_on_hopper(dtype, p) && p.window == 0 && p.chunk == 0;
+}
+
+// Parts are several only where they are at most kPrefixBlocks blocks.
+int64_t prefix_scratch(int batch, int num_heads, int num_kv_heads, int head_dim) {
+  AttentionParams p{};
+  p.batch = batch, p.num_heads = num_heads, p.num_kv_heads = num_kv_heads;
+  if (num_heads / num_kv_heads > kPrefixRows) return 0;
+  const int64_t blocks = std::max(prefix_blocks(p), kPrefixBlocks);
+  return blocks * kPrefixRows * (head_dim + kPrefixSums) * static_cast<int64_t>(sizeof(float));
+}
+
+cudaError_t prefix_attention(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  if (!can_share_prefix(dtype, p)) return cudaErrorInvalidValue;
+  return dtype == DType::kFloat16 ? of_type<true, __half>(p, stream) : of_type<true, __nv_bfloat16>(p, stream);
 }
 
 }  // namespace llmc::kernels

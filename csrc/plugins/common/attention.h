@@ -83,9 +83,11 @@ class CachedKeysAttention : public Plugin {
     return p_.reads ? std::vector<Dims>{out} : std::vector<Dims>{out, cache, in[2]};
   }
 
-  // The split kernel's partial results, then the turned queries.
+  // The split kernel's partial results, then the turned queries, then what is left of a shared prefix.
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return scratch() + in[0].shape[0] * p_.num_heads * p_.head_dim * 4;
+    const bool shares = optional(in, ports_.block_table) != nullptr;
+    return scratch() + queries_bytes(in) +
+           (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads, p_.num_kv_heads, p_.head_dim) : 0);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -147,6 +149,14 @@ class CachedKeysAttention : public Plugin {
       kernels::AttentionParams half = p;
       half.decode = true;
       half.num_tokens = half.batch = decodes;
+      half.prefix = context.prefix;
+      half.prefix.results = reinterpret_cast<float*>(static_cast<char*>(p.queries) + queries_bytes(in));
+      if (half.prefix.of != nullptr && kernels::can_share_prefix(in[0].dtype, half)) {
+        check(kernels::append(in[0].dtype, half, context.stream), op_.c_str());
+        check(kernels::prefix_attention(in[0].dtype, half, context.stream), op_.c_str());
+      } else {
+        half.prefix = {};
+      }
       check(kernels::attention(in[0].dtype, half, context.stream), op_.c_str());
     }
     if (decodes == p.batch) return;
@@ -181,6 +191,9 @@ class CachedKeysAttention : public Plugin {
     }
   }
 
+  int64_t queries_bytes(const std::vector<Tensor>& in) const {
+    return (in[0].shape[0] * p_.num_heads * p_.head_dim * 4 + 255) / 256 * 256;
+  }
   int64_t scratch() const {
     return (kernels::attention_scratch(p_.num_heads, p_.head_dim) + 255) / 256 * 256;
   }

@@ -178,6 +178,7 @@ struct Context {
   AttentionBackend backend = AttentionBackend::kFastest;
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool building = false;              // TensorRT times with inputs that mean nothing
+  kernels::SharedPrefix prefix{};     // of the sequences that decode, but for its results
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
   Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
   void* user = nullptr;
