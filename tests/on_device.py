@@ -1,7 +1,13 @@
-"""Tensors on a GPU as llmc's CUDA extension takes them."""
+"""Tensors on a GPU as llmc's CUDA extension takes them, or a TensorRT plan."""
 
 import numpy as np
+import onnx_graphsurgeon as gs
 import torch
+
+from llmc import plugins
+from llmc.compiler.graph.rewrite import arranged
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.targets import kernel_order
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -15,6 +21,17 @@ def tensors_of(op, fields, inputs, dtype):
                for name, array in inputs.items()}
     return {name: tensor.to(kinds.get(name, DTYPES[dtype])) if tensor.is_floating_point()
             else tensor for name, tensor in tensors.items()}
+
+
+def in_kernel_order(op, fields, inputs):
+    """Of these inputs the weights in fewer bits, their scales and zeros, as a plan has them."""
+    names = {name for role in op.quantized
+             for name in (role.weight, role.scale, role.zero, role.minimum)}
+    given = {name: gs.Constant(name, Weight.of(array)) if name in names else gs.Variable(name)
+             for name, array in inputs.items()}
+    node = gs.Node(op.name, op.name, fields, arranged(op, given), [gs.Variable("y")],
+                   domain=plugins.DOMAIN)
+    return kernel_order.in_kernel_order(gs.Graph(nodes=[node]))
 
 
 def among_columns(tensor, before, behind):

@@ -7,8 +7,9 @@ no constants of bytes either: four rows of them are one of int32, the same memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx
@@ -21,12 +22,16 @@ from llmc.plugins.quantization import CODES
 
 ROW_MULTIPLE = 4  # rows in one of int32
 _UNIT = 8  # codes that lie together, csrc/kernels/packed.cuh
+_TILE = 16  # rows of experts that lie together, csrc/kernels/experts.cuh
+
+_Order = Callable[[Weight], Weight]
 
 
 def in_kernel_order(graph: gs.Graph) -> dict[str, Weight]:
     """What takes the place of weights in fewer bits, of their scales, zeros and minima, by name:
     codes and zeros int32 [out / 4, bytes of a row], scales and minima float32 [out, groups] in
-    whose memory the rows of a group lie side by side.
+    whose memory the rows of a group lie side by side. Of experts these are stacks, [experts, ..],
+    in tiles where kernels read such; scales of MXFP4 are int32 [experts, out / 4, groups].
     """
     made: dict[str, Weight] = {}
     for node in graph.nodes:
@@ -34,18 +39,54 @@ def in_kernel_order(graph: gs.Graph) -> dict[str, Weight]:
         if op is None or not op.packed(fields_of(node)):
             continue
         given = operands(node)
-        bits = CODES[fields_of(node)["weight_dtype"]][0]
-        width = fields_of(node)["in_features"]
-        order = partial(_even_first, bits=bits) if width % _UNIT == 0 else None
         for role in op.quantized:
-            weight, scale = given[role.weight], given[role.scale]
-            made[weight.name] = _as_words(values_of(weight), order)
-            made[scale.name] = _turned(values_of(scale))
-            if role.zero in given:
-                made[given[role.zero].name] = _as_words(values_of(given[role.zero]))
-            if role.minimum in given:
-                made[given[role.minimum].name] = _turned(values_of(given[role.minimum]))
+            codes, groups = _orders(fields_of(node), values_of(given[role.weight]).shape)
+            for name, order in ((role.weight, codes), (role.scale, groups), (role.zero, _as_it_is),
+                                (role.minimum, groups)):
+                if name in given:
+                    made[given[name].name] = _as_words(order(values_of(given[name])))
     return made
+
+
+def _orders(fields: Mapping[str, Any], shape: Sequence[int]) -> tuple[_Order, _Order]:
+    """What brings the codes, and the scales, of a weight of this shape into the order."""
+    bits = CODES[fields["weight_dtype"]][0]
+    *stack, height, row_bytes = shape
+    width = row_bytes * 8 // bits
+    if not stack:
+        evens = partial(_each, order=partial(_even_first, bits=bits))
+        return evens if width % _UNIT == 0 else _as_it_is, _turned
+    if not _is_tiled(bits, fields["group_size"], height, width):
+        return _as_it_is, _as_it_is
+    return partial(_each, order=partial(_in_tiles, bits=bits)), \
+        partial(_each, order=_scales_in_tiles)
+
+
+def _is_tiled(bits: int, group_size: int, height: int, width: int) -> bool:
+    """experts_tiled() of csrc/kernels/experts_pack.cu."""
+    return group_size >= 32 and group_size & (group_size - 1) == 0 and width % group_size == 0 \
+        and width % _step(bits) == 0 and height % _TILE == 0
+
+
+def _step(bits: int) -> int:
+    """Columns of a tile that lie together."""
+    return 64 if bits == 4 else 32
+
+
+def _as_it_is(weight: Weight) -> Weight:
+    return weight
+
+
+def _each(weight: Weight, order: Callable[[np.ndarray], np.ndarray]) -> Weight:
+    """The same bytes, of each row in another order; of a stack, of each matrix."""
+    return Weight(weight.shape, weight.dtype, lambda start, stop: order(
+        weight.rows(start, stop)).reshape(stop - start, *weight.shape[1:]), weight.name)
+
+
+def _turned(weight: Weight) -> Weight:
+    """[out, groups] whose memory is that of [groups, out]."""
+    return Weight(weight.shape, weight.dtype, lambda start, stop: np.ascontiguousarray(
+        weight.load().T).reshape(weight.shape)[start:stop], weight.name)
 
 
 def _even_first(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -59,22 +100,35 @@ def _even_first(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([even, odd], -1).reshape(codes.shape)
 
 
-def _as_words(weight: Weight, order: Callable[[np.ndarray], np.ndarray] | None = None) -> Weight:
-    """Bytes [out, width], perhaps in another order, as int32 [out / 4, width]."""
-    height, width = weight.shape
+def _in_tiles(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Packed codes [experts, out, bytes of a row] in tiles of rows, a tile in steps of columns; in
+    a step thread 4 g + t has rows g and g + 8, columns from 8 t and, of 4 bits, from 32 + 8 t on.
+    """
+    units = _even_first(codes, bits).view(f"u{_UNIT * bits // 8}")
+    experts, height, _ = codes.shape
+    parts = units.reshape(experts, height // _TILE, 2, 8, -1, _step(bits) // 32, 4)
+    return np.ascontiguousarray(parts.transpose(0, 1, 4, 3, 6, 2, 5)).view(np.uint8)
+
+
+def _scales_in_tiles(scales: np.ndarray) -> np.ndarray:
+    """[experts, out, groups], of each tile group by group, those of its rows side by side."""
+    experts, height, groups = scales.shape
+    return scales.reshape(experts, height // _TILE, _TILE, groups).swapaxes(2, 3)
+
+
+def _as_words(weight: Weight) -> Weight:
+    """Bytes [.., out, width] as int32 [.., out / 4, width]; numbers as they are."""
+    if weight.dtype != np.uint8:
+        return weight
+    *stack, height, width = weight.shape
+    shape = (*stack, height // ROW_MULTIPLE, width)
+    each = 1 if stack else ROW_MULTIPLE
 
     def rows(start: int, stop: int) -> np.ndarray:
-        block = weight.rows(start * ROW_MULTIPLE, stop * ROW_MULTIPLE)
-        block = block if order is None else order(block)
-        return block.reshape(-1).view(np.int32).reshape(stop - start, width)
+        block = weight.rows(start * each, stop * each)
+        return block.reshape(-1).view(np.int32).reshape(stop - start, *shape[1:])
 
-    return Weight((height // ROW_MULTIPLE, width), np.int32, rows, weight.name)
-
-
-def _turned(weight: Weight) -> Weight:
-    """[out, groups] whose memory is that of [groups, out]."""
-    return Weight(weight.shape, weight.dtype, lambda start, stop: np.ascontiguousarray(
-        weight.load().T).reshape(weight.shape)[start:stop], weight.name)
+    return Weight(shape, np.int32, rows, weight.name)
 
 
 def replace_initializers(model: onnx.ModelProto, weights: Mapping[str, Weight], location: str,

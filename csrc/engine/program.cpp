@@ -233,7 +233,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     if (!kv_dtype.empty()) allowed = {dtype_of(kv_dtype)};
   }
-  if (port.packed && !std::get<std::string>(fields.at("weight_dtype")).empty()) allowed = {DType::kUint8};
+  if (port.is_bytes(fields)) allowed = {DType::kUint8};
   if (given.kind == Kind::kColumns && !port.columns) throw Error(what + " is columns of wider rows");
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));

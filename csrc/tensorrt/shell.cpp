@@ -186,11 +186,6 @@ std::vector<int> Shell::given(int count) const {
   return given_;
 }
 
-bool Shell::is_bytes(const Port& port) const {
-  if (port.packed) return !std::get<std::string>(fields_.at("weight_dtype")).empty();
-  return port.dtypes == std::vector<DType>{DType::kUint8};
-}
-
 const Port& Shell::held_by(const Port& port) const {
   for (const Port& input : type_.inputs)
     if (input.name == port.in_place) return input;
@@ -219,9 +214,11 @@ std::vector<nvinfer1::DimsExprs> Shell::output_shapes(const nvinfer1::DimsExprs*
                                                       nvinfer1::IExprBuilder& builder) const {
   const std::vector<int> given = this->given(count);
   std::vector<Dims> dims(inputs_.size());
-  for (int i = 0; i < count; ++i)
+  for (int i = 0; i < count; ++i) {
+    const bool bytes = inputs_[given[i]].is_bytes(fields_);
     for (int axis = 0; axis < inputs[i].nbDims; ++axis)
-      dims[given[i]].push_back(axis == 0 && is_bytes(inputs_[given[i]]) ? Dim(i, axis) * kBytes : Dim(i, axis));
+      dims[given[i]].push_back(bytes && axis == inputs[i].nbDims - 2 ? Dim(i, axis) * kBytes : Dim(i, axis));
+  }
   dims.pop_back();  // llmc_step is nothing to the op
   std::vector<nvinfer1::DimsExprs> shapes;
   for (const Dims& shape : core_->shapes(dims)) {
@@ -254,7 +251,7 @@ bool Shell::supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, c
   if (desc.format != nvinfer1::TensorFormat::kLINEAR || !known(desc.type)) return false;
   const DType dtype = from_tensorrt(desc.type);
   if (const auto cached = held(port)) return dtype == *cached;
-  if (is_bytes(port)) return dtype == DType::kInt32;
+  if (port.is_bytes(fields_)) return dtype == DType::kInt32;
   const std::vector<DType>& dtypes = held_by(port).dtypes;
   if (!dtypes.empty()) return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
   if (computing != nullptr) return dtype == *computing;
@@ -284,9 +281,10 @@ std::vector<Tensor> Shell::inputs(const nvinfer1::PluginTensorDesc* descs, const
   const std::vector<int> given = this->given(count);
   std::vector<Tensor> made = tensors(descs, data, given, inputs_.size());
   for (int index : given) {
-    if (!is_bytes(inputs_[index])) continue;
-    made[index].dtype = DType::kUint8;
-    made[index].shape.at(0) *= kBytes;
+    if (!inputs_[index].is_bytes(fields_)) continue;
+    Tensor& tensor = made[index];
+    tensor.dtype = DType::kUint8;
+    tensor.shape.at(tensor.shape.size() - 2) *= kBytes;
   }
   return made;
 }

@@ -84,10 +84,8 @@ class Shell {
  private:
   std::vector<int> given(int count) const;
   bool supports(const nvinfer1::PluginTensorDesc& desc, const Port& port, const DType* computing) const;
-  // Whether an input is of bytes, which are int32 in the network.
-  bool is_bytes(const Port& port) const;
   // Whether its dtype is what the op computes in.
-  bool computes(const Port& port) const { return port.dtypes.empty() && !is_bytes(port); }
+  bool computes(const Port& port) const { return port.dtypes.empty() && !port.is_bytes(fields_); }
   std::vector<Tensor> inputs(const nvinfer1::PluginTensorDesc* descs, const void* const* data, int count) const;
   // The input in whose memory an output is; itself where it is in none's.
   const Port& held_by(const Port& port) const;

@@ -11,13 +11,14 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from on_device import in_kernel_order
 from schedule_interpreter import Interpreters
 
 import llmc
 from llmc import plugins
 from llmc.compiler import api
 from llmc.compiler.targets import Options, tensorrt
-from llmc.plugins.quantization import CODES, dequantized
+from llmc.plugins.quantization import CODES, dequantized, pack, unpack
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
 from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
@@ -142,12 +143,49 @@ QUANTIZED = pytest.mark.parametrize("wish", [
 IN_GROUPS = {"llama": {"intermediate_size": 96}, "gpt2": {}}
 
 
+# Mixtures whose experts are in fewer bits: in tiles, but for those of 4 bits whose rows of 96 are
+# no whole 64s.
+MIXTURES = pytest.mark.parametrize(("family", "wish"), [
+    ("qwen3_moe", dict(quantize="int4")), ("qwen3_moe", dict(quantize="uint4", group_size=32)),
+    ("qwen3_moe", dict(quantize="int8")), ("qwen3_moe", dict(quantize="fp8")),
+    ("gpt_oss", {}), ("gpt_oss-96", {})], ids=lambda value: "-".join(map(
+        str, value.values())) or "mxfp4" if isinstance(value, dict) else value)
+
+
+def save_mixture(family, tmp_path):
+    """A checkpoint; of gpt-oss in MXFP4."""
+    if family == "qwen3_moe":
+        return families.save(families.tiny_model(family, moe_intermediate_size=64,
+                                                 num_hidden_layers=2), tmp_path / "hf")
+    width = 96 if family.endswith("96") else 64
+    plain = families.save(families.tiny_model("gpt_oss", hidden_size=width,
+                                              intermediate_size=width), tmp_path / "plain")
+    families.to_mxfp4(plain, tmp_path / "hf", np.random.default_rng(6))
+    return tmp_path / "hf"
+
+
 @QUANTIZED
 @pytest.mark.parametrize("family", IN_GROUPS)
 def test_weights_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
-    """ONNX Runtime runs the graph as the cuda target's schedule runs."""
     compile(family, tmp_path, IN_GROUPS[family], **wish)
     assert read_manifest(tmp_path / "case").quantization
+    check_kept(tmp_path, wish)
+
+
+@MIXTURES
+def test_experts_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
+    said = []
+    llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
+                 progress=said.append, **wish)
+    assert not any("experts" in text or "no kernels" in text for text in said)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    kind = {"": "mxfp4", "fp8": "float8_e4m3fn"}.get(wish.get("quantize", ""), wish.get("quantize"))
+    assert {form.dtype for name, form in forms.items() if "experts" in name} == {kind}
+    check_kept(tmp_path, wish)
+
+
+def check_kept(tmp_path, wish):
+    """ONNX Runtime runs the graph as the cuda target's schedule runs."""
     session = ort.InferenceSession(str(tmp_path / "case" / "chip0" / "graph.onnx"),
                                    providers=["CPUExecutionProvider"])
     inputs, = runpy.run_path(
@@ -183,25 +221,81 @@ def numbers_of(fields, given):
     return (numbers * scales[:, :, None]).reshape(height, width)
 
 
+def in_tiles(codes, bits):
+    """Codes [experts, out, in] as bytes in the order in which number_at() of
+    csrc/kernels/experts.cuh looks for them.
+    """
+    experts, height, width = codes.shape
+    step = 64 if bits == 4 else 32
+    row, column = np.indices((height, width))
+    thread = row % 8 * 4 + column % 32 // 8
+    vector = (row // 16 * (width // step) + column // step) * 32 + thread
+    part = row % 16 // 8 * (step // 32) + column % step // 32
+    places = vector * (128 // bits) + part * 8 + column % 8 // 2 + column % 2 * 4
+    assert np.array_equal(np.sort(places, None), np.arange(height * width))
+    placed = np.empty((experts, height * width), np.uint8)
+    placed[:, places] = codes
+    return pack(placed, bits)
+
+
+def scales_in_tiles(scales):
+    """Likewise [experts, out, groups]."""
+    experts, height, groups = scales.shape
+    placed = np.empty((experts, height * groups), scales.dtype)
+    for row in range(height):
+        for group in range(groups):
+            placed[:, (row // 16 * groups + group) * 16 + row % 16] = scales[:, row, group]
+    return placed
+
+
+# Sizes hidden and inner, and which of gate_up and down are in tiles: those of a group size that is
+# a power of two from 32 on, and of 4 bits of whole 64s of columns.
+@pytest.mark.parametrize(("dtype", "size", "hidden", "inner", "tiled"), [
+    *((dtype, size, 128, 256, (True, True)) for dtype in CODES for size in (32, 128)
+      if (dtype, size) != ("mxfp4", 128)),
+    *((dtype, 32, 96, 64, (bits == 8, True)) for dtype, (bits, _) in CODES.items()),
+    ("int4", 32, 64, 32, (True, False)), ("mxfp4", 32, 96, 32, (False, False)),
+    ("uint4", 48, 96, 48, (False, False)), ("uint8", 12, 24, 36, (False, False)),
+    ("int8", 16, 32, 64, (False, False)), ("float8_e4m3fn", 96, 96, 96, (False, False))])
+def test_experts_lie_as_their_kernels_read_them(dtype, size, hidden, inner, tiled):
+    """What Experts::prepare makes of them on a GPU, as words of int32."""
+    rng = np.random.default_rng(size)
+    bits, fixed = CODES[dtype]
+    given, expected = {}, {}
+    for name, rows, width, in_order in (("gate_up", 2 * inner, hidden, tiled[0]),
+                                        ("down", hidden, inner, tiled[1])):
+        codes = rng.integers(0, 2 ** bits, (3, rows, width), np.uint8)
+        groups = 3, rows, width // size
+        scales = rng.integers(100, 130, groups, np.uint8) if dtype == "mxfp4" else \
+            rng.uniform(0.5, 2, groups).astype(np.float32)
+        stored = {name: pack(codes.reshape(-1, width), bits).reshape(3, rows, -1),
+                  f"{name}_scale": scales}
+        lies = {name: in_tiles(codes, bits), f"{name}_scale": scales_in_tiles(scales)} \
+            if in_order else dict(stored)
+        if fixed is None:
+            zeros = rng.integers(0, 2 ** bits, (3 * rows, groups[-1]), np.uint8)
+            stored[f"{name}_zero"] = lies[f"{name}_zero"] = pack(zeros, bits).reshape(3, rows, -1)
+        given |= stored
+        expected |= lies
+    made = in_kernel_order(plugins.registry()["Experts"], {
+        "top_k": 2, "weight_dtype": dtype, "group_size": size, "in_features": hidden,
+        "inner_features": inner}, given)
+    assert made.keys() == given.keys()
+    for name, weight in made.items():
+        experts, rows, width = given[name].shape
+        words = given[name].dtype == np.uint8
+        assert weight.shape == (experts, rows // 4 if words else rows, width)
+        assert weight.dtype == (np.int32 if words else np.float32)
+        assert weight.load().tobytes() == expected[name].tobytes()
+        assert np.array_equal(weight.rows(1, 3), weight.load()[1:])  # an expert after another
+
+
 @QUANTIZED
 def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_path):
     compile("llama", tmp_path, IN_GROUPS["llama"], **wish)
-    work, chip = builder[-1], tmp_path / "case" / "chip0"
-    assert not (chip / "parsed.data").exists()
-    parsed = {tensor.name: tensor for tensor in work["parsed"].graph.initializer}
-    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(
-        chip / "graph.onnx").graph.initializer}
-
-    def carried(name):
-        place = {entry.key: entry.value for entry in parsed[name].external_data}
-        assert place["location"] == "parsed.data"
-        kind = onnx.helper.tensor_dtype_to_np_dtype(parsed[name].data_type)
-        assert kind in (np.int32, np.float32)
-        return np.frombuffer(work["data"], kind, int(place["length"]) // 4,
-                             int(place["offset"])).reshape(parsed[name].dims)
-
+    carried, stored = parsed_weights(builder[-1], tmp_path / "case" / "chip0")
     count = 0
-    for node in work["parsed"].graph.node:
+    for node in builder[-1]["parsed"].graph.node:
         fields = attributes(node)
         if not fields.get("weight_dtype"):
             continue
@@ -217,12 +311,67 @@ def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_pat
     assert count >= 4 * 2
 
 
+@MIXTURES
+def test_the_parser_is_given_experts_as_kernels_read_them(builder, family, wish, tmp_path):
+    """Of constants of int32 and float32 alone, which TensorRT 8.6 has."""
+    llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt", **wish)
+    graph = builder[-1]["parsed"].graph
+    assert {tensor.data_type for tensor in graph.initializer} == {
+        onnx.TensorProto.FLOAT, onnx.TensorProto.INT32}
+    carried, stored = parsed_weights(builder[-1], tmp_path / "case" / "chip0")
+    nodes = [node for node in graph.node if node.op_type == "Experts"]
+    assert nodes
+    for node in nodes:
+        fields = attributes(node)
+        names = dict(zip(fields["present"].split(), node.input, strict=True))
+        bits = CODES[fields["weight_dtype"]][0]
+        for role in plugins.registry()["Experts"].quantized:
+            weight, scale = stored[names[role.weight]], stored[names[role.scale]]
+            codes = unpack(weight.reshape(-1, weight.shape[-1]), bits)
+            codes = codes.reshape(*weight.shape[:2], -1)
+            tiled = not family.endswith("96")
+            assert carried(names[role.weight]).tobytes() == (
+                in_tiles(codes, bits) if tiled else weight).tobytes()
+            assert carried(names[role.scale]).tobytes() == (
+                scales_in_tiles(scale) if tiled else scale).tobytes()
+            if role.zero in names:
+                zero = stored[names[role.zero]]
+                assert carried(names[role.zero]).tobytes() == zero.tobytes()
+
+
+def parsed_weights(work, chip):
+    """What the parser finds by a weight's name, and what `graph.onnx` has of all."""
+    assert not (chip / "parsed.data").exists()
+    parsed = {tensor.name: tensor for tensor in work["parsed"].graph.initializer}
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(
+        chip / "graph.onnx").graph.initializer}
+
+    def carried(name):
+        place = {entry.key: entry.value for entry in parsed[name].external_data}
+        assert place["location"] == "parsed.data"
+        kind = onnx.helper.tensor_dtype_to_np_dtype(parsed[name].data_type)
+        assert kind in (np.int32, np.float32)
+        return np.frombuffer(work["data"], kind, int(place["length"]) // 4,
+                             int(place["offset"])).reshape(parsed[name].dims)
+
+    return carried, stored
+
+
 def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
     compile("gpt2", tmp_path, {"n_inner": 98}, quantize="fp8")
     report, = [report for report in read_manifest(tmp_path / "case").passes
                if report.name == "quantize"]
     assert any("98 rows, where the target reads multiples of 4, so it is read as numbers" in text
                for text in report.refusals)
+
+
+def test_experts_in_groups_that_no_kernel_reads_stay_numbers_and_that_is_said(builder, tmp_path):
+    said = []
+    compile("qwen3_moe", tmp_path, {"num_hidden_layers": 2}, quantize="int8", progress=said.append)
+    assert any("2 layers' experts stay in float32, as target tensorrt has no kernel" in text
+               for text in said)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert forms and not any("experts" in name for name in forms)
 
 
 def compile_encoder_decoder(raw, tmp_path, dtype):
@@ -300,6 +449,15 @@ def test_every_node_with_weights_in_fewer_bits_is_a_plugin(harness, builder, wis
                 builder[-1]["parsed"].graph.initializer)
 
 
+@MIXTURES
+def test_every_node_with_experts_in_fewer_bits_is_a_plugin(harness, builder, family, wish,
+                                                           tmp_path):
+    llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
+                 dtype="float16", **wish)
+    check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness,
+                builder[-1]["parsed"].graph.initializer)
+
+
 def check_nodes(path, harness, parsed=()):
     """parsed: initializers that the parser is given in place of the graph's."""
     model = onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False)).graph
@@ -328,9 +486,12 @@ def check_nodes(path, harness, parsed=()):
                          strict=True))
         shapes = {port: sizes_of.get(name, shape) for (port, (_, shape)), name in zip(
             given.items(), node.input, strict=True)}
-        kinds = [given[name][0] if name in op.cache_inputs else "float16"
+        kinds = [given[name][0] if name in op.cache_inputs
+                 else op.output_dtypes.get(name, "float16")
                  for name in (output.removesuffix("_out") for output in op.outputs)]
         declared = {name: fields[name] for name in op.fields}
+        if "int64" not in {kind for kind, _ in answers.outputs}:  # which TensorRT 8 has not
+            kinds = [kind.replace("int64", "int32") for kind in kinds]
         assert [(kind, tuple(shape)) for kind, shape in answers.outputs] \
             == list(zip(kinds, map(tuple, op.shapes(shapes, declared)), strict=True))
         known |= dict(zip(node.output, answers.outputs, strict=True))

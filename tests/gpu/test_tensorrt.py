@@ -91,18 +91,43 @@ def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish
     changes = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192}}[family]
     hf = families.save(families.tiny_model(family, max_position_embeddings=512, **changes),
                        tmp_path / "hf")
+    furthest = 3e-2 if "quantize_activations" in wish else 4e-3
+    for errors in beside_the_cuda_target(hf, tmp_path, "float16", **wish):
+        assert errors.max() <= furthest and np.median(errors) <= 4e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8", "mxfp4"])
+def test_experts_in_fewer_bits_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path):
+    """Of one token, of few and of many. In 16 bits a last bit may choose another expert, so there
+    most positions are to be near.
+    """
+    changes = {"hidden_size": 128, "intermediate_size": 128} if scheme == "mxfp4" else \
+        {"hidden_size": 128, "moe_intermediate_size": 64}
+    hf = families.save(families.tiny_model(
+        "gpt_oss" if scheme == "mxfp4" else "qwen3_moe", max_position_embeddings=512, **changes),
+        tmp_path / "hf")
+    wish = {"quantize": scheme}
+    if scheme == "mxfp4":
+        families.to_mxfp4(hf, tmp_path / "mxfp4", np.random.default_rng(6))
+        hf, wish = tmp_path / "mxfp4", {}
+    for errors in beside_the_cuda_target(hf, tmp_path, dtype, **wish):
+        assert errors.max() <= 1e-4 if dtype == "float32" else np.median(errors) <= 5e-3
+
+
+def beside_the_cuda_target(hf, tmp_path, dtype, **wish):
+    """Of few and of many rows, how far each position's logits are from the cuda target's, of their
+    range.
+    """
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 300).tolist()
     logits = []
     for target in ("cuda", "tensorrt"):
-        llmc.compile(hf, tmp_path / target, target=target, dtype="float16", max_batch_size=4,
-                     **wish)
+        llmc.compile(hf, tmp_path / target, target=target, dtype=dtype, max_batch_size=4, **wish)
         with llmc.LLM(tmp_path / target, max_batch_size=4) as llm:
             assert llm.manifest.quantization
             logits.append([llm.logits(tokens[:count]) for count in (1, 7, 40, 300)])
-    furthest = 3e-2 if "quantize_activations" in wish else 4e-3
-    for ours, theirs in zip(*reversed(logits), strict=True):
-        errors = np.abs(ours - theirs).max(-1) / np.ptp(theirs)
-        assert errors.max() <= furthest and np.median(errors) <= 4e-3
+    return [np.abs(ours - theirs).max(-1) / np.ptp(theirs)
+            for ours, theirs in zip(*reversed(logits), strict=True)]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])

@@ -271,6 +271,18 @@ def reading(p, caches, **changes):
                  "query_scale": -1, "block_table": INPUTS["block_table"], **changes}.values())
 
 
+def experts(p, x, scale):
+    """The inputs of an Experts of 4 bits with scales of this dtype."""
+    up, down = p.add_weight("uint8", [4, 64, 16]), p.add_weight("uint8", [4, 32, 16])
+    scales = [p.add_weight(scale, [4, rows, 1]) for rows in (64, 32)]
+    return [x, INPUTS["input_ids"], x, up, down, -1, -1, scales[0], -1, scales[1]]
+
+
+def packed(dtype):
+    return {"top_k": 2, "weight_dtype": dtype, "group_size": 32, "in_features": 32,
+            "inner_features": 32}
+
+
 HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 
 
@@ -346,6 +358,10 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
      "what it makes is"),
     (lambda p, x, y, w: p.add_node("CausalAttention", HEADS, attention(p, key=p.add_state(
         "float32", [1, 32, 8])), [y, -1, -1]), "is no cache"),
+    (lambda p, x, y, w: p.add_node("Experts", packed("mxfp4"), experts(p, x, "float32"), [y]),
+     "'gate_up_scale', is of float32, expected uint8"),
+    (lambda p, x, y, w: p.add_node("Experts", packed("int4"), experts(p, x, "uint8"), [y]),
+     "'gate_up_scale', is of uint8, expected float32"),
 ])
 def test_nodes_that_cannot_be(extension, program, add, match):
     x, y = (program.add_value("float32", [T, width], 0, False) for width in (8, 16))

@@ -9,13 +9,14 @@ import pytest
 
 from llmc import plugins
 from llmc.compiler.targets import tensorrt as target
+from llmc.compiler.targets.kernel_order import ROW_MULTIPLE
 from llmc.runtime.engines import cuda
 
 CASES = [pytest.param(op, sample, id=f"{op.name}-{index}")
          for op in plugins.registry().values() if op.samples and op.has_core
          for index, sample in enumerate(op.samples(np.random.default_rng(7)))
-         if not sample.fields.get("weight_dtype")  # TensorRT is given the numbers
-         and not op.lacking(sample.fields, sample.inputs)]
+         if all(array.shape[-2] % ROW_MULTIPLE == 0 for array in sample.inputs.values()
+                if array.dtype == np.uint8) and not op.lacking(sample.fields, sample.inputs)]
 KINDS = {int: "int", float: "float", str: "str"}
 COLLECTIVES = [op for op in plugins.registry().values() if op.body is None]
 
@@ -29,6 +30,10 @@ def given(op, sample, dtype, narrow=False, step=True):
     for name in op.input_names:
         if name in sample.inputs:
             array = sample.inputs[name]
+            if array.dtype == np.uint8:  # four rows are one of int32
+                *stack, height, width = array.shape
+                inputs.append((0, "int32", [*stack, height // ROW_MULTIPLE, width]))
+                continue
             kind = "int32" if narrow and array.dtype == np.int64 else array.dtype.name
             if name in op.cache_inputs and sample.fields.get("kv_dtype"):
                 kind = sample.fields["kv_dtype"]
@@ -86,6 +91,15 @@ def test_outputs_are_as_declared(tensorrt, harness, op, sample, dtype):
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 X, WEIGHT = (0, "float16", [3, 8]), (0, "float32", [8])
+EXPERTS = {"top_k": 2, "group_size": 32, "in_features": 32, "inner_features": 32,
+           "present": "x experts scores gate_up down gate_up_scale down_scale"}
+
+
+def experts(scale, rows):
+    """The inputs of an Experts of 4 bits with scales of this dtype."""
+    return [(0, kind, shape) for kind, shape in (
+        ("float16", [3, 32]), ("int32", [3, 2]), ("float32", [3, 2]), ("int32", [4, 16, 16]),
+        ("int32", [4, 8, 16]), (scale, [4, 2 * rows, 1]), (scale, [4, rows, 1]))]
 
 
 @pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
@@ -119,6 +133,10 @@ def test_a_collective_s_outputs(harness, op):
     ("GatedMLP", {"activation": "swoosh"}, [X, X], "no activation 'swoosh'"),
     ("GemmBiasAct", {}, [X, (0, "float16", [8])], "have 2 and 1 dimensions"),
     ("Embedding", {}, [(0, "int32", [3]), (0, "float16", [8])], "has only 1 dimensions"),
+    ("Experts", EXPERTS | {"weight_dtype": "mxfp4"}, experts("float32", 32),
+     "does not take tensor 5 as float32"),
+    ("Experts", EXPERTS | {"weight_dtype": "int4"}, experts("int32", 8),
+     "does not take tensor 5 as int32"),
     ("Gelu", {}, [X], "there is no plugin 'Gelu'"),
 ])
 def test_what_is_wrong_is_one_sentence(harness, op, fields, inputs, match):

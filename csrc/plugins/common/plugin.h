@@ -206,17 +206,20 @@ class Plugin {
 
 // An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
 // "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
-// names, if that names one, "name: weight_dtype" where it is of bytes if that field names one, "name: number" where
-// it may also be one float32 number instead, "name: columns" where its rows may be columns of wider ones, "name = input"
-// where an output is that input's memory, in which the op writes.
+// names, if that names one, "name: weight_dtype" where it is of bytes if that field names one, "name: scale_dtype" where
+// it is of float32, or of bytes if that field is mxfp4, "name: number" where it may also be one float32 number instead,
+// "name: columns" where its rows may be columns of wider ones, "name = input" where an output is that input's memory, in
+// which the op writes.
 struct Port {
   Port(const char* declared);
   std::string text() const { return name + (optional ? "?" : ""); }
+  // Whether it is of bytes, in an op with these fields.
+  bool is_bytes(const Fields& fields) const;
 
   std::string name;
   bool optional = false;
   std::vector<DType> dtypes;  // what it may be; none: what the op computes in
-  bool cached = false, packed = false, number = false, columns = false;
+  bool cached = false, packed = false, scales = false, number = false, columns = false;
   std::string in_place;
 };
 

@@ -80,10 +80,17 @@ Port::Port(const char* declared) {
     if (word == "=") words >> in_place;
     else if (word == "kv_dtype") cached = true;
     else if (word == "weight_dtype") packed = true;
+    else if (word == "scale_dtype") scales = true, dtypes.push_back(DType::kFloat32);
     else if (word == "number") number = true;
     else if (word == "columns") columns = true;
     else dtypes.push_back(dtype_of(word));
   }
+}
+
+bool Port::is_bytes(const Fields& fields) const {
+  if (!packed && !scales) return dtypes == std::vector<DType>{DType::kUint8};
+  const auto& stored = std::get<std::string>(fields.at("weight_dtype"));
+  return packed ? !stored.empty() : stored == "mxfp4";
 }
 
 void register_plugin(PluginType type) {

@@ -113,8 +113,6 @@ class Experts : public Plugin {
     for (size_t stack : {kGateUp, kDown}) {
       if (!packed() || !done.insert(in[stack].data).second) continue;
       const Tensor &weight = in[stack], &scale = in[scale_of(stack)];
-      if (scale.dtype != (packing_.codes == kernels::Codes::kMxfp4 ? DType::kUint8 : DType::kFloat32))
-        throw Error("Experts' scales are uint8 with weight_dtype mxfp4, and float32 with others");
       const int num_experts = static_cast<int>(weight.shape[0]), out = static_cast<int>(weight.shape[1]);
       const int width_here = stack == kGateUp ? p_.hidden : p_.inner;
       if (!kernels::experts_tiled(packing_.codes, packing_.group_size, out, width_here)) continue;
@@ -171,8 +169,8 @@ class Experts : public Plugin {
 void register_experts() {
   register_plugin({"Experts", 3,
                    {"x", "experts: int64 int32", "scores: float32", "gate_up: weight_dtype", "down: weight_dtype",
-                    "gate_up_bias?", "down_bias?", "gate_up_scale?: float32 uint8", "gate_up_zero?: uint8",
-                    "down_scale?: float32 uint8", "down_zero?: uint8", "residual?"},
+                    "gate_up_bias?", "down_bias?", "gate_up_scale?: scale_dtype", "gate_up_zero?: uint8",
+                    "down_scale?: scale_dtype", "down_zero?: uint8", "residual?"},
                    {"y"},
                    {{"top_k", int64_t{0}}, {"activation", std::string("silu")}, {"gated", int64_t{1}}, {"alpha", 1.0},
                     {"limit", 0.0}, {"up_offset", 0.0}, {"scale_input", int64_t{0}}, {"first_expert", int64_t{0}},
