@@ -18,11 +18,11 @@ constexpr int kWarps = 4;
 constexpr int kMinKeys = 64;  // per part
 
 // Zeros for the values behind a sequence's last position, of one KV head, up to the next multiple of kPrefillUnit: what
-// lies there gets weight 0, and 0 · NaN is NaN.
+// lies there gets weight 0, and 0 · NaN is NaN. Decoding does not read it.
 template <typename C>
 __device__ __forceinline__ void clear_behind(const AttentionParams& p, int sequence, int token, int position,
                                              int kv_head, int thread, int threads) {
-  if (p.block_table == nullptr || token + 1 != start_of(p, sequence + 1)) return;
+  if (p.decode || p.block_table == nullptr || token + 1 != start_of(p, sequence + 1)) return;
   const CacheRows row(p, sequence, kv_head);
   const int end = min((position & -kPrefillUnit) + kPrefillUnit, (position & -p.block_size) + p.block_size);
   for (int at = position + 1; at < end; ++at)

@@ -684,8 +684,8 @@ def test_a_mixed_step_is_attended_to_in_two_halves(extension, new, past, more, b
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("more", [
     {}, {"softcap": 5.0}, {"sinks": True}, {"norms": "qk"}, {"scaled": True},
-    {"kv_dtype": "float8_e4m3fn"}, {"window": 90}, {"heads": 7, "kv_heads": 1}, {"heads": 6,
-                                                                              "kv_heads": 6}], ids=str)
+    {"kv_dtype": "float8_e4m3fn"}, {"window": 90}, {"heads": 7, "kv_heads": 1},
+    {"heads": 6, "kv_heads": 6}], ids=str)
 @pytest.mark.parametrize(("length", "past", "members", "dim", "block_size"), [
     (16, (20, 40), (0, 1), 64, 16), (512, (512, 600, 530), (0, 1, 2), 128, 16),
     (256, (300, 255, 700, 256), (1, -1, 0, 2), 128, 32), (1040, (1100,) * 20, range(20), 128, 16),
