@@ -5,7 +5,7 @@
     PYTHONPATH=LIBS python bench/quantized_cpu.py WORK_DIR [--batches 1,4]
 
 Each run of one side is followed by a run of each other; the tables have medians and the median of
-the rounds' ratios. genai's models are its builder's of the same float32 weights: int4 and int8 in
+the rounds' ratios, and what came before them: the first run of that many sequences (cold). genai's models are its builder's of the same float32 weights: int4 and int8 in
 groups of 32, the LM head too. llama.cpp runs the file that the weights come from, in Q4_1, and
 what its own quantiser makes of it; llmc runs that file too, and its own int4 and int8. Prompts are
 random token ids, generation is greedy.
@@ -134,12 +134,11 @@ def main() -> None:
                   for name, file in llama_cpp_files(gguf, arguments.work).items()}
         packages.append("llama-cpp-python")
     print(bench_model.environment(*packages), "\n")
-    print("| batch | side | tokens/s | × its rivals |\n| --- | --- | --- | --- |")
+    print("| batch | side | cold | tokens/s | × its rivals |\n| --- | --- | --- | --- | --- |")
     rng = np.random.default_rng(0)
     for batch in arguments.batches:
         prompts = rng.integers(3, 49000, (batch, PROMPT))
-        for run in sides.values():
-            run(prompts)
+        cold = {name: run(prompts) for name, run in sides.items()}
         rounds = [{name: run(prompts) for name, run in sides.items()}
                   for _ in range(arguments.runs)]
         for name in sides:
@@ -147,8 +146,9 @@ def main() -> None:
                                                 for seconds in rounds))
                       for rival in RIVALS.get(name, []) if rival in sides]
             told = ", ".join(f"{ratio:.2f} ({rival})" for rival, ratio in ratios)
-            speed = batch * NEW / statistics.median(seconds[name] for seconds in rounds)
-            print(f"| {batch} | {name} | {speed:.0f} | {told} |")
+            warm = statistics.median(seconds[name] for seconds in rounds)
+            first, speed = (batch * NEW / seconds for seconds in (cold[name], warm))
+            print(f"| {batch} | {name} | {first:.0f} | {speed:.0f} | {told} |")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ _NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "
           "fbgemm_fp8": "FBGEMM FP8", "auto-round": "AutoRound", "quark": "AMD Quark",
           "bitnet": "BitNet"}
 # Files beside config.json where older tools say it.
-_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ",
-          "hf_quant_config.json": "NVIDIA ModelOpt"}
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq",
+          "hf_quant_config.json": "modelopt"}
 # The ends of tensors' names that only one kind of checkpoint has; the first that fits counts.
 _MARKS: tuple[tuple[str, str], ...] = (
     (r"\.quant_state\.bitsandbytes__(nf4|fp4)|\.weight\.(nested_)?(absmax|quant_map)",
@@ -58,16 +58,19 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     said, method = _said(config), method_of(config)
     for name, tool in _FILES.items():
         if method is None and (directory / name).is_file():
-            said = {**_read(directory / name), "quant_method": tool.lower()}
-            method = _described(tool, said)
+            found = _read(directory / name)
+            inside = found.get("quantization")
+            said = {**found, **(inside if isinstance(inside, Mapping) else {}),
+                    "quant_method": tool}
+            method = _described(_NAMES[tool], said)
     if method is None or said is None:
         decoded = Decoded(dict(open_tensors()), ())
     else:
-        found = decode(open_tensors, said, str(directory))
-        if found is None:
+        read = decode(open_tensors, said, str(directory))
+        if read is None:
             raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights "
                             f"are not quantised, take that out of its config")
-        decoded = found
+        decoded = read
     refuse_quantized_tensors(decoded.tensors, str(directory))
     return decoded
 

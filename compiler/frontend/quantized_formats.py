@@ -11,9 +11,12 @@ of 32, the first code in the lowest bits:
     compressed-tensors  weight_packed [out, in / 8], weight_scale [out, groups], weight_zero_point
                         [out / 8, groups]; codes and zeros plus 8; or weight in int8 or FP8.
                         What says that tokens are rounded to FP8 by scales of their own is kept
-    FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]
+    FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]; or one for all,
+                        as Mistral has it
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
+    ModelOpt            weight in FP8, weight_scale of all or of a row; or NVFP4's numbers as weight
+                        uint8 [out, in / 2], weight_scale likewise, weight_scale_2, which multiplies
     MXFP4               numbers as NVFP4's; weight_packed with weight_scale [out, in / 32], or
                         weight_blocks uint8 [out, in / 32, 16] with weight_scales; a scale is the
                         bits of an exponent, 127 for 1. Stacks of experts have an axis more in
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,6 +115,10 @@ class _Decoder:
                             f"{'' if tensor.dtype.kind in kinds else ' of another dtype'}")
         return tensor
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Empty where there is no such tensor, as of a number."""
+        return self.left[name].shape if name in self.left else ()
+
     def scales(self, name: str, shape: Sequence[int]) -> Weight:
         """Scales float32, which are numbers other than 0 when they are read."""
         tensor = self.take(name, shape, "fV")
@@ -137,6 +144,23 @@ class _Decoder:
             return block
 
         return Weight(tensor.shape, np.uint8, rows, name)
+
+    def check_groups(self, name: str, width: int, groups: int, sizes: Collection[int]) -> None:
+        """Hold the groups that scales are of against a row's columns and the config's group sizes.
+
+        Args:
+            sizes: those that the config names; none where it leaves them to the tensors.
+
+        Raises:
+            LlmcError: the columns are no whole groups, or of another size.
+        """
+        if groups < 1 or width % groups:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups, of which "
+                            f"{width} columns are no whole ones")
+        if groups > 1 and sizes and width // groups not in sizes:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups for {width} "
+                            f"columns, but its config speaks of groups of "
+                            f"{' or '.join(map(str, sorted(sizes)))}")
 
     def keep(self, module: str, stored: Stored, dequantized: str = "") -> None:
         """Make a module's weight; without the form where there is a reason for it."""
@@ -186,20 +210,19 @@ def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     if form not in ("gptq", "gptq_v2"):
         return False
     less = form == "gptq"
-    per_word = 32 // bits
+    per_word, size = 32 // bits, next(iter(_sizes(said, "group_size")), 0)
     for module in decoder.modules("qweight"):
         words, out_features = decoder.left[f"{module}.qweight"].shape
         width = words * per_word
-        groups = decoder.left[f"{module}.scales"].shape[0] \
-            if f"{module}.scales" in decoder.left else 1
+        groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
         packed = decoder.take(f"{module}.qweight", (words, out_features), "i").transpose()
         codes = _map(packed, (out_features, width), np.uint8, lambda block: _codes(block, bits))
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = _codes(decoder.take(f"{module}.qzeros", (groups, out_features // per_word), "i")
                        .load(), bits).astype(np.int32) + less
         order = decoder.left.pop(f"{module}.g_idx", None)
-        belongs = np.arange(width) // -(-width // groups) if order is None \
-            else order.load().astype(np.int64)
+        step = size if size and -(-width // size) == groups else -(-width // groups)
+        belongs = np.arange(width) // step if order is None else order.load().astype(np.int64)
         if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
             raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not say for each of "
                             f"{width} columns which of {groups} groups it belongs to")
@@ -257,33 +280,37 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         codes = _codes(words, 4).reshape(len(words), -1, 8)
         return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
+    sizes = _sizes(said, "group_size", "q_group_size")
     for module in decoder.modules("qweight"):
         width, words = decoder.left[f"{module}.qweight"].shape
         out_features = words * 8
-        groups = decoder.left[f"{module}.scales"].shape[0] \
-            if f"{module}.scales" in decoder.left else 1
+        groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
         packed = decoder.take(f"{module}.qweight", (width, words), "i")
         codes = _map(packed, (width, out_features), np.uint8, natural).transpose()
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = natural(decoder.take(f"{module}.qzeros", (groups, words), "i").load())
-        if width % groups:
-            raise LlmcError(f"'{module}.scales' in '{decoder.origin}' has {groups} groups, of "
-                            f"which {width} columns are no whole ones")
+        decoder.check_groups(f"{module}.scales", width, groups, sizes)
         decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
     return True
 
 
+def _sizes(said: Mapping[str, Any], *names: str) -> set[int]:
+    """The group size that a config names, if it does."""
+    return {int(said[name]) for name in names if isinstance(said.get(name), int) and said[name] > 0}
+
+
 def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
-    """In blocks, or as FBGEMM writes it, with a scale a row."""
-    block = said.get("weight_block_size")
-    suffix = "weight_scale_inv" if block else "weight_scale"
+    """In blocks, or with a scale for a row or for all, as FBGEMM, AutoFP8 and Mistral write it."""
+    block = said.get("weight_block_size", (128, 128))
+    inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
+    suffix = "weight_scale_inv" if inverse or said.get("weight_block_size") else "weight_scale"
     for module in decoder.modules(suffix):
         _float8(decoder, module, suffix, block)
     return True
 
 
 def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None,
-            activation_dtype: str = "") -> None:
+            activation_dtype: str = "", sizes: Collection[int] = ()) -> None:
     name = f"{module}.weight"
     if name not in decoder.left or decoder.left[name].dtype != _FP8:
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
@@ -291,17 +318,22 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
     tensor = decoder.left.pop(name)
     codes = _map(tensor, tensor.shape, np.uint8, lambda block: block.view(np.uint8))
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
-                 activation_dtype=activation_dtype)
+                 activation_dtype=activation_dtype, sizes=sizes)
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
                  block: Sequence[int] | None, zeros: Weight | None = None,
-                 activation_dtype: str = "") -> None:
-    """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block."""
+                 activation_dtype: str = "", sizes: Collection[int] = ()) -> None:
+    """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block.
+
+    Args:
+        block: of those whose scales have two dimensions, and not a row for each row.
+        sizes: of groups, as the config names them.
+    """
     rows, width = codes.shape
-    shape = decoder.left[name].shape if name in decoder.left else ()
-    if block:
-        height, size = (int(number) for number in block)
+    shape = decoder.shape_of(name)
+    height, size = (int(number) for number in block or (1, 1))
+    if block and len(shape) == 2 and (shape[0] != rows or 1 in (rows, height)):
         scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
         group = math.gcd(size, width)
         table = scales.load().repeat(size // group, 1)[:, :width // group]
@@ -320,11 +352,8 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
         scales = Weight((rows, 1), np.float32, lambda start, stop: flat.rows(start, stop)[:, None],
                         name)
     else:
-        groups = shape[1]
-        if groups < 1 or width % groups:
-            raise LlmcError(f"tensor '{name}' in '{decoder.origin}' has shape {list(shape)}, of "
-                            f"whose groups {width} columns are no whole ones")
-        scales = decoder.scales(name, (rows, groups))
+        scales = decoder.scales(name, (rows, shape[1]))
+        decoder.check_groups(name, width, shape[1], sizes)
     decoder.keep(module, Stored(dtype, codes, scales, zeros, activation_dtype=activation_dtype))
 
 
@@ -345,19 +374,20 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     block = next((arguments["block_structure"] for arguments in weights
                   if arguments.get("strategy") == "block"), None)
     rounded = FLOAT8 if all(map(_rounds_tokens, groups)) else ""
+    sizes = set().union(*(_sizes(arguments, "group_size") for arguments in weights))
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
-                _nvfp4(decoder, module)
+                _nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)
             elif decoder.left[f"{module}.weight_packed"].dtype == np.uint8:
                 _packed_mxfp4(decoder, module)
             else:
-                _packed(decoder, module)
+                _packed(decoder, module, sizes)
         elif f"{module}.weight" in decoder.left \
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
-            _int8(decoder, module, block)
+            _int8(decoder, module, block, sizes)
         else:
-            _float8(decoder, module, "weight_scale", block, rounded)
+            _float8(decoder, module, "weight_scale", block, rounded, sizes)
     return True
 
 
@@ -371,7 +401,7 @@ def _rounds_tokens(group: Mapping[str, Any]) -> bool:
         and (group.get("weights") or {}).get("strategy") in ("channel", "tensor")
 
 
-def _packed(decoder: _Decoder, module: str) -> None:
+def _packed(decoder: _Decoder, module: str, sizes: Collection[int]) -> None:
     shape = decoder.take(f"{module}.weight_shape", (2,), "i").load()
     rows, width = int(shape[0]), int(shape[1])
     given = decoder.left[f"{module}.weight_packed"].shape
@@ -393,9 +423,8 @@ def _packed(decoder: _Decoder, module: str) -> None:
     belongs = None if order is None else order.load().astype(np.int64)
     if belongs is not None and (belongs == -1).all():
         belongs = None
-    if groups < 1 or (belongs is None and width % groups):
-        raise LlmcError(f"tensor '{module}.weight_scale' in '{decoder.origin}' has {groups} "
-                        f"groups, of which {width} columns are no whole ones")
+    if belongs is None:
+        decoder.check_groups(f"{module}.weight_scale", width, groups, sizes)
     if belongs is None or (width % groups == 0
                            and (belongs == np.arange(width) // (width // groups)).all()):
         decoder.keep(module, stored)
@@ -406,7 +435,8 @@ def _packed(decoder: _Decoder, module: str) -> None:
     _keep_ordered(decoder, module, stored, belongs)
 
 
-def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
+def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None,
+          sizes: Collection[int]) -> None:
     tensor = decoder.left.pop(f"{module}.weight")
 
     def offset(values: np.ndarray) -> np.ndarray:
@@ -415,26 +445,46 @@ def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
     codes = _map(tensor, tensor.shape, np.uint8, offset)
     zero = decoder.left.pop(f"{module}.weight_zero_point", None)
     if zero is None or not zero.load().any():
-        _with_scales(decoder, module, f"{module}.weight_scale", "int8", codes, block)
+        _with_scales(decoder, module, f"{module}.weight_scale", "int8", codes, block, sizes=sizes)
         return
     wanted = decoder.left[f"{module}.weight_scale"].shape
     if block or zero.shape != wanted or len(wanted) != 2 or wanted[0] != tensor.shape[0]:
         raise LlmcError(f"tensor '{module}.weight_zero_point' in '{decoder.origin}' has shape "
                         f"{list(zero.shape)}, its scales {list(wanted)}")
     _with_scales(decoder, module, f"{module}.weight_scale", "uint8", codes, None,
-                 _map(zero, zero.shape, np.uint8, offset))
+                 _map(zero, zero.shape, np.uint8, offset), sizes=sizes)
 
 
-def _nvfp4(decoder: _Decoder, module: str) -> None:
-    rows, half = decoder.left[f"{module}.weight_packed"].shape
-    packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
-    whole = decoder.scales(f"{module}.weight_global_scale", (1,)).load()[0]
+def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    """Each module by its tensors; the config says what there is, for all or for each."""
+    layers = said.get("quantized_layers") or {}
+    algorithms = {str(layer.get("quant_algo")) for layer in layers.values()} \
+        or {str(said.get("quant_algo"))}
+    by_token = "FP8_PER_CHANNEL_PER_TOKEN"
+    if not algorithms <= {"FP8", by_token, "NVFP4"}:
+        return False
+    for module in decoder.modules("weight_scale"):
+        if f"{module}.weight_scale_2" in decoder.left:
+            _nvfp4(decoder, module, "weight", "weight_scale_2", np.multiply)
+        else:
+            _float8(decoder, module, "weight_scale", None,
+                    FLOAT8 if algorithms == {by_token} else "")
+    return True
+
+
+def _nvfp4(decoder: _Decoder, module: str, packed: str, whole: str,
+           combine: Callable[[np.ndarray, np.float32], np.ndarray]) -> None:
+    """Of scales of 16 columns, combined with one of all."""
+    rows, half = (*decoder.shape_of(f"{module}.{packed}"), 0, 0)[:2]
+    codes = decoder.take(f"{module}.{packed}", (rows, half), "u")
+    given = decoder.shape_of(f"{module}.{whole}")
+    scale = decoder.scales(f"{module}.{whole}", given if given == (1,) else ()).load().flat[0]
     fine = decoder.scales(f"{module}.weight_scale", (rows, 2 * half // 16))
     decoder.note("numbers of NVFP4 are kept exactly as int8, twice their memory", module)
     decoder.keep(module, Stored(
-        "int8", _map(_fp4_codes(packed), (rows, 2 * half), np.uint8,
+        "int8", _map(_fp4_codes(codes), (rows, 2 * half), np.uint8,
                      lambda block: _FP4_TWICE[block].astype(np.uint8)),
-        _map(fine, fine.shape, np.float32, lambda block: block / whole / np.float32(2))))
+        _map(fine, fine.shape, np.float32, lambda block: combine(block, scale) / np.float32(2))))
 
 
 def _packed_mxfp4(decoder: _Decoder, module: str) -> None:
@@ -488,4 +538,4 @@ def _fp4_codes(packed: Weight) -> Weight:
 
 _READERS: Mapping[str, Callable[[_Decoder, Mapping[str, Any]], bool]] = {
     "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed,
-    "mxfp4": _mxfp4}
+    "modelopt": _modelopt, "mxfp4": _mxfp4}

@@ -76,7 +76,7 @@ class Weight(LazyValues):
         block = self._rows(start, stop)
         expected = (stop - start, *self.shape[1:]) if self.shape else ()
         assert block.shape == expected, f"{self.name}: read {block.shape}, expected {expected}"
-        return np.ascontiguousarray(block, dtype=self.dtype)
+        return np.asarray(block, dtype=self.dtype, order="C")  # ascontiguousarray makes () a (1,)
 
     def load(self) -> np.ndarray:
         """The whole array."""

@@ -147,8 +147,8 @@ def test_a_quantised_checkpoint_is_refused_by_name_from_its_tensors_and_from_its
 @pytest.mark.parametrize(("file", "said", "expected"), [
     ("quantize_config.json", {"bits": 2, "group_size": 128}, r"GPTQ \(2 bits, groups of 128\)"),
     ("quant_config.json", {"w_bit": 8, "q_group_size": 128}, r"AWQ \(8 bits, groups of 128\)"),
-    ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}},
-     r"NVIDIA ModelOpt \(NVFP4\)"),
+    ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}},
+     r"NVIDIA ModelOpt \(W4A8_AWQ\)"),
 ])
 def test_a_file_of_an_older_tool_says_it_too(file, said, expected, tiny_hf, tmp_path, monkeypatch):
     directory = shutil.copytree(tiny_hf, tmp_path / "hf")

@@ -57,10 +57,10 @@ def random_parts(shape, groups, bits, zeros="any"):
     return codes, chosen, scales
 
 
-def gptq(bits=4, zeros="any", form="gptq", order=False, group=32):
+def gptq(bits=4, zeros="any", form="gptq", order=False, group=32, listed=True):
     def make(name, weight):
         stem, width = name.removesuffix(".weight"), weight.shape[1]
-        groups = width // group
+        groups = -(-width // group)
         codes, zero, scales = random_parts(weight.shape, groups, bits, zeros)
         if form == "gptq":
             zero = np.maximum(zero, 1)  # 0 is stored as -1
@@ -70,10 +70,11 @@ def gptq(bits=4, zeros="any", form="gptq", order=False, group=32):
         if order == "odd":
             belongs[belongs == 1] = 0
         scales = scales.astype(np.float16)
+        listing = {f"{stem}.g_idx": belongs.astype(np.int32)} if listed else {}
         return {f"{stem}.qweight": np.ascontiguousarray(words(codes, bits).T),
                 f"{stem}.qzeros": words(zero.T - (form == "gptq"), bits),
                 f"{stem}.scales": np.ascontiguousarray(scales.T),
-                f"{stem}.g_idx": belongs.astype(np.int32)}, affine(codes, zero, scales, belongs)
+                **listing}, affine(codes, zero, scales, belongs)
     return dict(quant_method="gptq", bits=bits, group_size=group, checkpoint_format=form,
                 desc_act=bool(order)), make
 
@@ -162,6 +163,27 @@ def nvfp4():
     return compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), make
 
 
+def modelopt(algorithm):
+    """As NVIDIA's tool has them: numbers of NVFP4 with a scale of all that multiplies."""
+    def make(name, weight):
+        if algorithm != "NVFP4":
+            strategy = "channel" if "CHANNEL" in algorithm else "tensor"
+            tensors, truth = float8(strategy)[1](name, weight)
+            scale = tensors[f"{name}_scale"]
+            tensors[f"{name}_scale"] = scale.reshape(-1 if strategy == "channel" else ())
+            return tensors, truth
+        tensors, _ = nvfp4()[1](name, weight)
+        whole = np.array(0.000123, np.float32)
+        packed, fine = tensors[f"{name}_packed"], tensors[f"{name}_scale"]
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(weight), -1)
+        numbers = np.array([*FP4, *(-n for n in FP4)], np.float32)[codes]
+        stem = name.removesuffix(".weight")
+        return {name: packed, f"{name}_scale": fine, f"{name}_scale_2": whole,
+                f"{stem}.input_scale": np.array(0.5, np.float32)}, \
+            numbers * (fine.astype(np.float32) * whole).repeat(16, 1)
+    return dict(quant_method="modelopt", quant_algo=algorithm), make
+
+
 def mxfp4(blocks):
     def make(name, weight):
         rows, width = weight.shape
@@ -189,12 +211,23 @@ FORMATS = {
     "w8a16-channel": (pack_quantized(8, "any", 0), "uint8"),
     "w4a16-g-idx": (pack_quantized(order=True), "int4"),
     "gptq-odd-groups": (gptq(order="odd"), ""),
+    # Without g_idx; the last group of a row is a smaller one: 40 of 64 columns and 24.
+    "gptq-last-group": (gptq(group=40, listed=False), ""),
+    "gptq-no-g-idx": (gptq(listed=False), "uint4"),
     "fp8-tensor": (float8("tensor"), "float8_e4m3fn"),
     "fp8-channel": (float8("channel"), "float8_e4m3fn"),
     "fp8-dynamic": (float8("channel", activations=DYNAMIC), "float8_e4m3fn"),
     "fp8-block-compressed": (float8("block"), "float8_e4m3fn"),
     "fp8-block": (float8("block", "weight_scale_inv",
                          dict(quant_method="fp8", weight_block_size=[48, 48])), "float8_e4m3fn"),
+    # As Mistral has it: one scale, which transformers names as those of blocks.
+    "fp8-no-block": (float8("tensor", "weight_scale_inv", dict(
+        quant_method="fp8", weight_block_size=None, activation_scheme="static")), "float8_e4m3fn"),
+    "fp8-default-block": (float8("block", "weight_scale_inv", dict(quant_method="fp8"), side=128),
+                          "float8_e4m3fn"),
+    "modelopt-fp8": (modelopt("FP8"), "float8_e4m3fn"),
+    "modelopt-fp8-channel": (modelopt("FP8_PER_CHANNEL_PER_TOKEN"), "float8_e4m3fn"),
+    "modelopt-nvfp4": (modelopt("NVFP4"), "int8"),
     "fbgemm": (float8("channel", said=dict(quant_method="fbgemm_fp8")), "float8_e4m3fn"),
     "w8a8": (int8(), "int8"), "w8a8-asymmetric": (int8(True), "uint8"), "nvfp4": (nvfp4(), "int8"),
     "mxfp4": (mxfp4(False), "int8"), "mxfp4-blocks": (mxfp4(True), "int8"),
@@ -260,7 +293,7 @@ def transformers_logits(plain, truth, activations=False):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "fp8-tensor", "fp8-block", "w8a8",
-                                  "mxfp4-blocks"])
+                                  "mxfp4-blocks", "modelopt-nvfp4", "fp8-no-block"])
 def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_hf, tmp_path,
                                                           monkeypatch):
     """Queries, keys and values have one weight, as gate and up have."""
@@ -277,7 +310,7 @@ def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_h
 
 @pytest.mark.parametrize(("kind", "tp_size"), [
     ("gptq", 1), ("awq", 2), ("w4a16-asymmetric", 2), ("w8a16-channel", 1), ("nvfp4", 2),
-    ("w4a16-g-idx", 1), ("fp8-block", 2)])
+    ("w4a16-g-idx", 1), ("fp8-block", 2), ("modelopt-nvfp4", 1)])
 def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
     """Each tensor of an expert is quantised; a rank has some columns of each."""
     plain = families.save(families.tiny_model(
@@ -458,6 +491,36 @@ def test_a_module_that_is_not_quantised_keeps_its_neighbours_exact(plain_hf, tmp
     assert len(refusals) == 1 and "stored in different ways" in refusals[0]
 
 
+def test_an_older_tool_s_file_says_how_each_layer_was_quantised(plain_hf, tmp_path):
+    """hf_quant_config.json in place of config.json; NVFP4 and FP8 in one checkpoint."""
+    first, second = FORMATS["modelopt-nvfp4"][0], FORMATS["modelopt-fp8"][0]
+
+    def make(name, weight):
+        return (first if "mlp" in name else second)[1](name, weight)
+
+    directory, truth = write(plain_hf, tmp_path / "hf", ({}, make))
+    said = {"producer": {"name": "modelopt"}, "quantization": {
+        "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": {
+            name.removesuffix(".weight"): {"quant_algo": "NVFP4" if "mlp" in name else "FP8"}
+            for name in truth}}}
+    (directory / "hf_quant_config.json").write_text(json.dumps(said))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+        assert tensors[name].stored.dtype == ("int8" if "mlp" in name else "float8_e4m3fn")
+
+
+def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tmp_path):
+    block, row = FORMATS["fp8-block-compressed"][0], FORMATS["fp8-channel"][0]
+    both = block[0] | dict(config_groups={"a": row[0]["config_groups"]["group_0"],
+                                          "b": block[0]["config_groups"]["group_0"]})
+    directory, truth = write(plain_hf, tmp_path / "hf", (
+        both, lambda name, weight: (block if "mlp" in name else row)[1](name, weight)))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
 Q = "model.layers.1.self_attn.q_proj"
 
 
@@ -478,6 +541,14 @@ Q = "model.layers.1.self_attn.q_proj"
      "no tensor that ends in '.weight_scale'"),
     ("w8a8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].astype(np.float32)}),
      "is no FP8"),
+    # Four groups of 16, where the config speaks of 32.
+    ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((64, 4), ml_dtypes.bfloat16)}),
+     "has 4 groups for 64 columns, but its config speaks of groups of 32"),
+    ("awq", lambda t: t.update({f"{Q}.scales": np.ones((1, 64), np.float16)}),
+     r"q_proj.qzeros' in .* is int32 \[2, 8\], expected \[1, 8\]"),
+    ("modelopt-nvfp4", lambda t: t.pop(f"{Q}.weight"), "has no tensor '.*q_proj.weight'"),
+    ("modelopt-nvfp4", lambda t: t.update({f"{Q}.pre_quant_scale": np.ones(64, np.float32)}),
+     "pre_quant_scale"),
 ])
 def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", kind, change)
