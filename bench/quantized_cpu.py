@@ -7,9 +7,9 @@
 Each run of one side is followed by a run of each other; the tables have medians and the median of
 the rounds' ratios, and what came before them: the first run of that many sequences (cold). genai's
 models are its builder's of the same float32 weights: int4 and int8 in groups of 32, the LM head
-too. llama.cpp runs the file that the weights come from, in Q4_1, and what its own quantiser makes of
-it; llmc runs that file too, and its own int4 and int8. Prompts are random token ids, generation is
-greedy.
+too. llama.cpp runs the file that the weights come from, in Q4_1, and what its own quantiser makes
+of it; llmc runs that file too, and its own int4 and int8. Prompts are random token ids, generation
+is greedy.
 """
 
 from __future__ import annotations
