@@ -457,9 +457,9 @@ def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None,
 
 def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     """Each module by its tensors; the config says what there is, for all or for each."""
-    layers = said.get("quantized_layers") or {}
-    algorithms = {str(layer.get("quant_algo")) for layer in layers.values()} \
-        or {str(said.get("quant_algo"))}
+    layers = said.get("quantized_layers")
+    each = [*layers.values()] if isinstance(layers, Mapping) and layers else [said]
+    algorithms = {str(one.get("quant_algo") if isinstance(one, Mapping) else one) for one in each}
     by_token = "FP8_PER_CHANNEL_PER_TOKEN"
     if not algorithms <= {"FP8", by_token, "NVFP4"}:
         return False
