@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,16 +72,32 @@ def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, 
     reader = _READERS.get(str(said["quant_method"]).lower())
     if reader is None:
         return None
-    decoder = _Decoder(open_tensors(), origin)
+    decoder = _Decoder(open_tensors(), _group_sizes(said), origin)
     return decoder.decoded() if reader(decoder, said) else None
 
 
-class _Decoder:
-    """Tensors by name, taken away as they are made one."""
+def _group_sizes(said: Mapping[str, Any]) -> frozenset[int]:
+    """Those that a config names, of all layers or of each of its groups of them."""
+    groups = said.get("config_groups")
+    places = [said, *(group.get("weights") for group in groups.values()
+                      if isinstance(group, Mapping))] if isinstance(groups, Mapping) else [said]
+    named = [place.get(name) for place in places if isinstance(place, Mapping)
+             for name in ("group_size", "q_group_size")]
+    return frozenset(size for size in named if isinstance(size, int) and size > 0)
 
-    def __init__(self, tensors: Mapping[str, Weight], origin: str) -> None:
+
+class _Decoder:
+    """Tensors by name, taken away as they are made one.
+
+    Args:
+        group_sizes: those that the config names; none where it leaves them to the tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, Weight], group_sizes: frozenset[int],
+                 origin: str) -> None:
         self.left = dict(tensors)
         self.made: dict[str, Weight] = {}
+        self.group_sizes = group_sizes
         self.origin = origin
         self._notes: dict[str, list[str]] = {}
 
@@ -145,22 +161,19 @@ class _Decoder:
 
         return Weight(tensor.shape, np.uint8, rows, name)
 
-    def check_groups(self, name: str, width: int, groups: int, sizes: Collection[int]) -> None:
-        """Hold the groups that scales are of against a row's columns and the config's group sizes.
-
-        Args:
-            sizes: those that the config names; none where it leaves them to the tensors.
+    def check_groups(self, name: str, width: int, groups: int) -> None:
+        """Hold the groups that scales are of against a row's columns and the config.
 
         Raises:
-            LlmcError: the columns are no whole groups, or of another size.
+            LlmcError: the columns are no whole groups, or of a size that the config does not name.
         """
         if groups < 1 or width % groups:
             raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups, of which "
                             f"{width} columns are no whole ones")
-        if groups > 1 and sizes and width // groups not in sizes:
+        if groups > 1 and self.group_sizes and width // groups not in self.group_sizes:
             raise LlmcError(f"tensor '{name}' in '{self.origin}' has {groups} groups for {width} "
                             f"columns, but its config speaks of groups of "
-                            f"{' or '.join(map(str, sorted(sizes)))}")
+                            f"{' or '.join(map(str, sorted(self.group_sizes)))}")
 
     def keep(self, module: str, stored: Stored, dequantized: str = "") -> None:
         """Make a module's weight; without the form where there is a reason for it."""
@@ -210,7 +223,7 @@ def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     if form not in ("gptq", "gptq_v2"):
         return False
     less = form == "gptq"
-    per_word, size = 32 // bits, next(iter(_sizes(said, "group_size")), 0)
+    per_word, size = 32 // bits, max(decoder.group_sizes, default=0)
     for module in decoder.modules("qweight"):
         words, out_features = decoder.left[f"{module}.qweight"].shape
         width = words * per_word
@@ -280,7 +293,6 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         codes = _codes(words, 4).reshape(len(words), -1, 8)
         return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
-    sizes = _sizes(said, "group_size", "q_group_size")
     for module in decoder.modules("qweight"):
         width, words = decoder.left[f"{module}.qweight"].shape
         out_features = words * 8
@@ -289,14 +301,9 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         codes = _map(packed, (width, out_features), np.uint8, natural).transpose()
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = natural(decoder.take(f"{module}.qzeros", (groups, words), "i").load())
-        decoder.check_groups(f"{module}.scales", width, groups, sizes)
+        decoder.check_groups(f"{module}.scales", width, groups)
         decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
     return True
-
-
-def _sizes(said: Mapping[str, Any], *names: str) -> set[int]:
-    """The group size that a config names, if it does."""
-    return {int(said[name]) for name in names if isinstance(said.get(name), int) and said[name] > 0}
 
 
 def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -310,7 +317,7 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
 
 
 def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None,
-            activation_dtype: str = "", sizes: Collection[int] = ()) -> None:
+            activation_dtype: str = "") -> None:
     name = f"{module}.weight"
     if name not in decoder.left or decoder.left[name].dtype != _FP8:
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
@@ -318,17 +325,16 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
     tensor = decoder.left.pop(name)
     codes = _map(tensor, tensor.shape, np.uint8, lambda block: block.view(np.uint8))
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
-                 activation_dtype=activation_dtype, sizes=sizes)
+                 activation_dtype=activation_dtype)
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
                  block: Sequence[int] | None, zeros: Weight | None = None,
-                 activation_dtype: str = "", sizes: Collection[int] = ()) -> None:
+                 activation_dtype: str = "") -> None:
     """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block.
 
     Args:
         block: of those whose scales have two dimensions, and not a row for each row.
-        sizes: of groups, as the config names them.
     """
     rows, width = codes.shape
     shape = decoder.shape_of(name)
@@ -353,7 +359,7 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
                         name)
     else:
         scales = decoder.scales(name, (rows, shape[1]))
-        decoder.check_groups(name, width, shape[1], sizes)
+        decoder.check_groups(name, width, shape[1])
     decoder.keep(module, Stored(dtype, codes, scales, zeros, activation_dtype=activation_dtype))
 
 
@@ -374,7 +380,6 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     block = next((arguments["block_structure"] for arguments in weights
                   if arguments.get("strategy") == "block"), None)
     rounded = FLOAT8 if all(map(_rounds_tokens, groups)) else ""
-    sizes = set().union(*(_sizes(arguments, "group_size") for arguments in weights))
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
@@ -382,12 +387,12 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
             elif decoder.left[f"{module}.weight_packed"].dtype == np.uint8:
                 _packed_mxfp4(decoder, module)
             else:
-                _packed(decoder, module, sizes)
+                _packed(decoder, module)
         elif f"{module}.weight" in decoder.left \
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
-            _int8(decoder, module, block, sizes)
+            _int8(decoder, module, block)
         else:
-            _float8(decoder, module, "weight_scale", block, rounded, sizes)
+            _float8(decoder, module, "weight_scale", block, rounded)
     return True
 
 
@@ -401,7 +406,7 @@ def _rounds_tokens(group: Mapping[str, Any]) -> bool:
         and (group.get("weights") or {}).get("strategy") in ("channel", "tensor")
 
 
-def _packed(decoder: _Decoder, module: str, sizes: Collection[int]) -> None:
+def _packed(decoder: _Decoder, module: str) -> None:
     shape = decoder.take(f"{module}.weight_shape", (2,), "i").load()
     rows, width = int(shape[0]), int(shape[1])
     given = decoder.left[f"{module}.weight_packed"].shape
@@ -424,7 +429,7 @@ def _packed(decoder: _Decoder, module: str, sizes: Collection[int]) -> None:
     if belongs is not None and (belongs == -1).all():
         belongs = None
     if belongs is None:
-        decoder.check_groups(f"{module}.weight_scale", width, groups, sizes)
+        decoder.check_groups(f"{module}.weight_scale", width, groups)
     if belongs is None or (width % groups == 0
                            and (belongs == np.arange(width) // (width // groups)).all()):
         decoder.keep(module, stored)
@@ -435,8 +440,7 @@ def _packed(decoder: _Decoder, module: str, sizes: Collection[int]) -> None:
     _keep_ordered(decoder, module, stored, belongs)
 
 
-def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None,
-          sizes: Collection[int]) -> None:
+def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
     tensor = decoder.left.pop(f"{module}.weight")
 
     def offset(values: np.ndarray) -> np.ndarray:
@@ -445,14 +449,14 @@ def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None,
     codes = _map(tensor, tensor.shape, np.uint8, offset)
     zero = decoder.left.pop(f"{module}.weight_zero_point", None)
     if zero is None or not zero.load().any():
-        _with_scales(decoder, module, f"{module}.weight_scale", "int8", codes, block, sizes=sizes)
+        _with_scales(decoder, module, f"{module}.weight_scale", "int8", codes, block)
         return
     wanted = decoder.left[f"{module}.weight_scale"].shape
     if block or zero.shape != wanted or len(wanted) != 2 or wanted[0] != tensor.shape[0]:
         raise LlmcError(f"tensor '{module}.weight_zero_point' in '{decoder.origin}' has shape "
                         f"{list(zero.shape)}, its scales {list(wanted)}")
     _with_scales(decoder, module, f"{module}.weight_scale", "uint8", codes, None,
-                 _map(zero, zero.shape, np.uint8, offset), sizes=sizes)
+                 _map(zero, zero.shape, np.uint8, offset))
 
 
 def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
