@@ -426,7 +426,8 @@ BLOCKS = float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_blo
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["gptq", "gptq-zero-16", "awq", "w4a16", "w4a16-channel", "w8a16",
-                                  "fp8-tensor", BLOCKS, "w8a8", "w8a8-asymmetric", "mxfp4"],
+                                  "fp8-tensor", "fp8-no-block", "modelopt-fp8", BLOCKS, "w8a8",
+                                  "w8a8-asymmetric", "mxfp4"],
                          ids=lambda kind: kind if isinstance(kind, str) else "fp8-blocks-of-32")
 def test_cuda_s_schedule_keeps_them_too(kind, tp_size, plain_hf, tmp_path):
     directory, truth = write(plain_hf, tmp_path / "hf", kind)
@@ -446,7 +447,8 @@ def build_nothing(work, options):
     return {"version": "8.6.0", "gpu": "a GPU", "compute_capability": "9.0"}
 
 
-@pytest.mark.parametrize(("target", "kind"), [("cuda", "nvfp4"), ("tensorrt", "nvfp4")])
+@pytest.mark.parametrize(("target", "kind"), [
+    ("cuda", "nvfp4"), ("tensorrt", "nvfp4"), ("cuda", "modelopt-nvfp4")])
 def test_what_a_gpu_s_kernels_do_not_read_becomes_numbers_and_that_is_said(
         target, kind, plain_hf, tmp_path, monkeypatch):
     monkeypatch.setattr(tensorrt, "_build", build_nothing)
