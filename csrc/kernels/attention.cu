@@ -17,17 +17,20 @@ using namespace device;
 constexpr int kWarps = 4;
 constexpr int kMinKeys = 64;  // per part
 
-// Zeros for the values behind a sequence's last position, of one KV head, up to the next multiple of kPrefillUnit: what
+// Zeros for the values behind a sequence's last position, of some KV heads, up to the next multiple of kPrefillUnit: what
 // lies there gets weight 0, and 0 · NaN is NaN. Decoding does not read it.
 template <typename C>
 __device__ __forceinline__ void clear_behind(const AttentionParams& p, int sequence, int token, int position,
-                                             int kv_head, int thread, int threads) {
+                                             int first_head, int heads, int thread, int threads) {
   if (p.decode || p.block_table == nullptr || token + 1 != start_of(p, sequence + 1)) return;
-  const CacheRows row(p, sequence, kv_head);
+  constexpr int kWidth = sizeof(C) == 4 ? 4 : 8;
   const int end = min((position & -kPrefillUnit) + kPrefillUnit, (position & -p.block_size) + p.block_size);
-  for (int at = position + 1; at < end; ++at)
-    for (int i = thread; i < p.head_dim; i += threads)
-      static_cast<C*>(p.value_cache)[row(at) + i] = from_float<C>(0);
+  const int behind = end - position - 1, vectors = p.head_dim / kWidth;
+  for (int i = thread; i < heads * behind * vectors; i += threads) {
+    const int place = i / vectors;  // a position of a head
+    const CacheRows row(p, sequence, first_head + place / behind);
+    store(static_cast<C*>(p.value_cache) + row(position + 1 + place % behind) + i % vectors * kWidth, Vec<C, kWidth>{});
+  }
 }
 
 // One warp per head of the token: turned queries into p.queries, keys and values into the caches.
@@ -52,11 +55,11 @@ __global__ void append_kernel(AttentionParams p) {
     };
     if (is_query) {
       write(static_cast<T*>(p.queries) + (static_cast<int64_t>(token) * p.num_heads + h) * p.head_dim);
-      if (p.reads && h < p.num_kv_heads) clear_behind<C>(p, sequence, token, position, h, lane, 32);
+      if (p.reads && h < p.num_kv_heads) clear_behind<C>(p, sequence, token, position, h, 1, lane, 32);
     } else {
       const int kv_head = h - p.num_heads - (is_value ? p.num_kv_heads : 0);
       write(static_cast<C*>(is_value ? p.value_cache : p.key_cache) + CacheRows(p, sequence, kv_head)(position));
-      if (is_value) clear_behind<C>(p, sequence, token, position, kv_head, lane, 32);
+      if (is_value) clear_behind<C>(p, sequence, token, position, kv_head, 1, lane, 32);
     }
     __syncwarp();
   }
@@ -105,8 +108,7 @@ __global__ void append_vectors_kernel(AttentionParams p) {
                        CacheRows(p, sequence, kv_head)(position) + at, value);
     }
   }
-  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head)
-    clear_behind<C>(p, sequence, token, position, kv_head, threadIdx.x, blockDim.x);
+  clear_behind<C>(p, sequence, token, position, 0, p.num_kv_heads, threadIdx.x, blockDim.x);
 }
 
 // A block per row and KV head, for caches of 2-byte elements.
