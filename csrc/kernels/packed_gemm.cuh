@@ -14,15 +14,16 @@ struct Shares {
   int unit = 1;                    // stages that stay together: one, or those of a tile
   int parts = 1;                   // with more, clusters of so many blocks, each of which shares out a tile
 
-  __host__ __device__ int begin(int block, int blocks) const {
+  // 32 bits are enough for a weight of 10^11 numbers.
+  __host__ __device__ uint32_t begin(uint32_t block, uint32_t blocks) const {
     if (parts > 1) return block / parts * stages + stages * (block % parts) / parts;
-    return static_cast<int>(static_cast<int64_t>(tiles) * (stages / unit) * block / blocks) * unit;
+    return (unit == 1 ? tiles * stages : tiles) * block / blocks * unit;
   }
   // The block that has this stage of all.
   __device__ int owner(int stage, int blocks) const {
-    int found = static_cast<int>(static_cast<int64_t>(stage) * blocks / (static_cast<int64_t>(tiles) * stages));
-    while (begin(found + 1, blocks) <= stage) ++found;
-    while (begin(found, blocks) > stage) --found;
+    int found = static_cast<uint32_t>(stage) * blocks / static_cast<uint32_t>(tiles * stages);
+    while (static_cast<int>(begin(found + 1, blocks)) <= stage) ++found;
+    while (static_cast<int>(begin(found, blocks)) > stage) --found;
     return found;
   }
 };

@@ -1,9 +1,10 @@
 // packed_gemm() on Hopper's tensor cores. A tile is kOut rows of the weight (gated: half as many gates and their ups) for
 // kTokens rows of x. kGroups warpgroups multiply: codes become numbers of 16 bits in registers, as the tensor core's first
 // operand, while it multiplies those before; x is its second, from shared memory. Of 16 rows of an operand the first 8 are
-// from the low half of the tile and the others from the high half, so that a thread has gates and their ups. One warp copies,
-// and three bring what has come of x into the order in which codes give their columns (packed.cuh): of 32 columns thread t has
-// eight that follow one another, in pairs, where the tensor core wants one pair of every eight.
+// from the low half of the tile and the others from the high half, so that a thread has gates and their ups. One warp copies
+// weights, one x, and two, a stage each, bring what has come of x into the order in which codes give their columns
+// (packed.cuh): of a stage's thread t has a quarter, of which it takes eight that follow one another for two products, in
+// pairs, where the tensor core wants one pair of every eight.
 //
 // Tiles that one block has whole go from the registers to y. Where there are few, the blocks of a cluster share a tile's
 // columns, and each sums up some of its outputs from what all have in shared memory. Where tiles do not fill all
@@ -25,11 +26,12 @@ using namespace sm90a;
 constexpr int kOut = 256, kRowBytes = 64;             // rows of the weight in a tile; bytes of a row in a stage
 constexpr int kOperandRows = 32;                      // of either half, that an operand of 64 rows has
 constexpr int kLine = 64;                             // columns that a row of x has in shared memory
-constexpr int kPart = 16, kPitch = kOperandRows + 4;  // rows of x that leave at once, and floats from one to the next
+constexpr int kPitch = kOperandRows + 4;              // floats from one row of x to the next, of sums that leave
 constexpr uint32_t kMost = 232448;                    // bytes of shared memory
 constexpr int kClusterPitch = kOut + 4;               // floats from one row of x to the next, of sums that a cluster adds up
 constexpr int kMostParts = 8;                         // of a tile, in a cluster
 constexpr int kFewTokens = 32;  // for which it is sums of a stage that are scaled, in place of numbers
+constexpr int kArranging = 2;   // warps that bring x into its order
 // What it costs in stages that a cluster adds up its parts, and that blocks do which leave them in memory.
 constexpr int kClusterCost = 3, kSharesCost = 16;
 
@@ -38,6 +40,8 @@ template <int kTokens>
 constexpr int kGroups = kTokens > 64 ? 2 : 4;
 template <int kTokens>
 constexpr int kOperands = kOut / 2 / kOperandRows / kGroups<kTokens>;
+template <int kTokens>
+constexpr int kPart = std::min(kTokens, 16);  // rows of x that leave at once
 template <int kTokens>
 constexpr int kThreads = (1 + kGroups<kTokens>) * 128;
 template <Codes kCodes>
@@ -51,8 +55,8 @@ struct Place {
   static constexpr uint32_t kWeightBytes = kOut * kRowBytes, kXBytes = kTokens * kColumns<kCodes> * 2;
   static constexpr uint32_t kScalesAt = kWeightBytes + kXBytes, kScaleBytes = kGroups * kOut * 4;
   static constexpr uint32_t kStageBytes = kScalesAt + (kWhole ? 1 : 2) * kScaleBytes;
-  static constexpr uint32_t kSumBytes = kOut / kOperandRows * kPart * kPitch * 4, kRest = kSumBytes + 256 + 1024;
-  static constexpr int kStages = std::min(8u, (kMost - kRest) / kStageBytes);
+  static constexpr uint32_t kSumBytes = kOut / kOperandRows * kPart<kTokens> * kPitch * 4, kRest = kSumBytes + 256 + 1024;
+  static constexpr int kStages = std::min(10u, (kMost - kRest) / kStageBytes);
   static constexpr uint32_t kSumsAt = kStages * kStageBytes, kBarriersAt = kSumsAt + kSumBytes;
   static constexpr uint32_t kBytes = kSumsAt + kRest;
   static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && 24 * kStages <= 256);
@@ -74,25 +78,28 @@ __device__ __forceinline__ void meet(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A block's part of the stages of all tiles, one after the other; the token_tiles of the same rows of the weight follow one
-// another.
-struct Part {
-  int first, count, stages, token_tiles;
-};
-
-// A place in it.
+// A place in the stages of all tiles, one after the other; the token_tiles of the same rows of the weight follow one another.
 struct Cursor {
   int stage, token_tile, out_tile;
 
-  __device__ Cursor(const Part& part, int i)
-      : stage((part.first + i) % part.stages), token_tile((part.first + i) / part.stages % part.token_tiles),
-        out_tile((part.first + i) / part.stages / part.token_tiles) {}
-  __device__ __forceinline__ void go_on(const Part& part) {
-    if (++stage < part.stages) return;
+  __device__ __forceinline__ void next_tile(int token_tiles) {
     stage = 0;
-    if (++token_tile < part.token_tiles) return;
+    if (++token_tile < token_tiles) return;
     token_tile = 0;
     ++out_tile;
+  }
+};
+
+// A block's part of them.
+struct Part {
+  int count, stages, token_tiles;
+  Cursor start;
+
+  __device__ Part(const Shares& shares) : stages(shares.stages), token_tiles(shares.tiles / shares.out_tiles) {
+    const uint32_t first = shares.begin(blockIdx.x, gridDim.x), tile = first / stages;
+    count = shares.begin(blockIdx.x + 1, gridDim.x) - first;
+    start = {static_cast<int>(first - tile * stages), 0, static_cast<int>(tile)};
+    if (token_tiles > 1) start.token_tile = tile % token_tiles, start.out_tile = tile / token_tiles;
   }
 };
 
@@ -127,100 +134,108 @@ struct Maps {
   CUtensorMap weights, x;
 };
 
+// A block's copies, one stage after the other, as places for them come free.
+template <typename P, typename Copy>
+__device__ __forceinline__ void copy_all(const P& place, const Part& part, Copy&& copy) {
+  Cursor at = part.start;
+  for (int i = 0; i < part.count; ++i) {
+    const int slot = i % P::kStages;
+    if (i >= P::kStages) place.read(slot).wait(i / P::kStages - 1 & 1);
+    copy(slot, at);
+    if (++at.stage == part.stages) at.next_tile(part.token_tiles);
+  }
+}
+
 template <Codes kCodes, int kTokens, bool kWhole>
-__device__ __forceinline__ void copy_all(const Place<kCodes, kTokens, kWhole>& place, const Maps& maps, const GemvParams& p,
-                                         const Part& part) {
+__device__ __forceinline__ void copy_weights(const Place<kCodes, kTokens, kWhole>& place, const Maps& maps, const GemvParams& p,
+                                             const Part& part) {
   using P = Place<kCodes, kTokens, kWhole>;
-  constexpr int kStageColumns = kColumns<kCodes>;
   const int groups = p.in / p.packing.group_size, all_rows = p.gated ? 2 * p.out : p.out;
   const int tile_out = p.gated ? kOut / 2 : kOut;
   const float per_group = 1.f / p.packing.group_size;
-  Cursor of_weights(part, 0), of_x = of_weights;
-  auto copy_weights = [&](int slot) {
+  const bool has_minima = !kWhole && p.packing.minimum != nullptr;
+  copy_all(place, part, [&](int slot, const Cursor& at) {
     const Barrier there = place.there(slot);
     const uint32_t to = place.weights(slot), scales = place.scales(slot);
-    const int low = of_weights.out_tile * tile_out, high = p.gated ? p.out + low : low + kOut / 2;
-    const int of_low = min(kOut / 2, p.out - low), of_high = min(kOut / 2, max(all_rows - high, 0));
-    const bool has_minima = !kWhole && p.packing.minimum != nullptr;
-    there.expect(P::kWeightBytes + 4 * (of_low + of_high) * P::kGroups * (1 + has_minima));
-    copy_box(to, maps.weights, there, of_weights.stage * kRowBytes, low);
-    copy_box(to + P::kWeightBytes / 2, maps.weights, there, of_weights.stage * kRowBytes, high);
+    const int low = at.out_tile * tile_out, of_low = min(tile_out, p.out - low);
+    there.expect(P::kWeightBytes + 4 * (1 + p.gated) * of_low * P::kGroups * (1 + has_minima));
+    copy_box(to, maps.weights, there, at.stage * kRowBytes, low);
+    if (p.gated) copy_box(to + P::kWeightBytes / 2, maps.weights, there, at.stage * kRowBytes, p.out + low);
 #pragma unroll
     for (int k = 0; k < P::kGroups; ++k) {
-      const float column = of_weights.stage * kStageColumns + 32 * k + 0.5f;
+      const float column = at.stage * kColumns<kCodes> + 32 * k + 0.5f;
       const int64_t first = static_cast<int64_t>(min(static_cast<int>(column * per_group), groups - 1)) * all_rows;
       auto copy_rows = [&](const float* from, uint32_t target) {
         copy_bytes(target, from + first + low, 4 * of_low, there);
-        if (of_high > 0) copy_bytes(target + kOut / 2 * 4, from + first + high, 4 * of_high, there);
+        if (p.gated) copy_bytes(target + kOut / 2 * 4, from + first + p.out + low, 4 * of_low, there);
       };
       copy_rows(p.packing.scale, scales + k * kOut * 4);
       if (has_minima) copy_rows(p.packing.minimum, scales + P::kScaleBytes + k * kOut * 4);
     }
-    of_weights.go_on(part);
-  };
-  auto copy_x = [&](int slot) {
-    place.x_there(slot).expect(P::kXBytes);
-#pragma unroll
-    for (int line = 0; line < kStageColumns / kLine; ++line)
-      copy_box(place.x(slot) + line * kTokens * kLine * 2, maps.x, place.x_there(slot),
-               of_x.stage * kStageColumns + line * kLine, of_x.token_tile * kTokens);
-    of_x.go_on(part);
-  };
-  const int before = min(part.count, P::kStages);  // weights do not depend on the kernel before
-  for (int i = 0; i < before; ++i) copy_weights(i);
-  wait_for_inputs();
-  for (int i = 0; i < before; ++i) copy_x(i);
-  for (int i = before; i < part.count; ++i) {
-    const int slot = i % P::kStages;
-    place.read(slot).wait(i / P::kStages - 1 & 1);
-    copy_weights(slot);
-    copy_x(slot);
-  }
+  });
 }
 
-// Of 32 columns of x, 64 bytes, the first words of all four vectors, then the second ones and so on. A warp takes 8 rows of
-// 128 bytes at a time.
+template <Codes kCodes, int kTokens, bool kWhole>
+__device__ __forceinline__ void copy_x(const Place<kCodes, kTokens, kWhole>& place, const Maps& maps, const Part& part) {
+  using P = Place<kCodes, kTokens, kWhole>;
+  wait_for_inputs();  // of which weights are none
+  copy_all(place, part, [&](int slot, const Cursor& at) {
+    const Barrier there = place.x_there(slot);
+    there.expect(P::kXBytes);
+#pragma unroll
+    for (int line = 0; line < kColumns<kCodes> / kLine; ++line)
+      copy_box(place.x(slot) + line * kTokens * kLine * 2, maps.x, there, at.stage * kColumns<kCodes> + line * kLine,
+               at.token_tile * kTokens);
+  });
+}
+
+// Of a stage's columns of x the first words of all four quarters, then the second ones and so on. A warp takes
+// every kArranging-th place for a stage, so that it sees each phase of a barrier, and four rows at a time; of row lane / 8 a
+// lane has vectors of quarter t.
 template <Codes kCodes, int kTokens, bool kWhole>
 __device__ __forceinline__ void arrange_all(const Place<kCodes, kTokens, kWhole>& place, const Part& part, int warp) {
   using P = Place<kCodes, kTokens, kWhole>;
-  constexpr int kEights = P::kXBytes / 1024, kMost = (kEights + 2) / 3, kAtOnce = kMost < 2 ? kMost : 2;
-  const int lane = threadIdx.x % 32, t = lane % 4, chunk = lane / 4 % 2, row = lane / 8;
-  for (int i = 0; i < part.count; ++i) {
-    const int slot = i % P::kStages;
-    uint8_t* own = place.stage(slot) + P::kWeightBytes + warp * 1024 + row * 128;
-    // Of rows `row` and row + 4.
-    const uint8_t* from[2] = {own + 64 * chunk + 16 * (t ^ row), own + 512 + 64 * (chunk ^ 1) + 16 * (t ^ row)};
-    uint8_t* to[4];
+  constexpr int kLines = kColumns<kCodes> / kLine, kPieces = kTokens / 4;
+  constexpr int kAtOnce = kPieces < 8 / kLines ? kPieces : 8 / kLines;
+  constexpr uint32_t kLineBytes = kTokens * kLine * 2;
+  const int lane = threadIdx.x % 32, t = lane % 4, b = lane / 4 % 2, row = lane / 8;
+  // Where a vector of a row lies and where its words go, for the first line; banks are told apart by taking another line first.
+  const int line = kLines == 1 ? 0 : t / 2, vector = (t * kLines + line) * 2 + b;
+  const uint32_t from = vector / 8 * kLineBytes + row * 128 + 16 * (vector % 8 ^ row);
+  const int other = static_cast<int>(kLineBytes) * (1 - 2 * line);
+  uint32_t to[4];
 #pragma unroll
-    for (int word = 0; word < 4; ++word) to[word] = own + 64 * chunk + 16 * (word ^ row) + 4 * t;
-    const int turn = 512 + (chunk == 0 ? 64 : -64);
-    place.x_there(slot).wait(i / P::kStages & 1);
+  for (int word = 0; word < 4; ++word) to[word] = line * kLineBytes + row * 128 + 16 * (4 * b + word ^ row) + 4 * t;
+  auto arrange = [&](uint8_t* x) {
+    auto place_of = [&](int piece, uint32_t within) { return x + 512 * piece + (within ^ piece % 2 * 64); };  // half of 8 rows
 #pragma unroll
-    for (int first = 0; first < kMost; first += kAtOnce) {
-      uint4 vectors[kAtOnce][2];
+    for (int first = 0; first < kPieces; first += kAtOnce) {
+      uint4 vectors[kAtOnce][kLines];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if ((first + k) * 3 + warp < kEights)
-            vectors[k][half] = *reinterpret_cast<const uint4*>(from[half] + (first + k) * 3072);
+        for (int h = 0; h < kLines; ++h) vectors[k][h] = *reinterpret_cast<const uint4*>(place_of(first + k, from ^ 32 * h));
       __syncwarp();
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if ((first + k) * 3 + warp < kEights) {
-            const uint4& v = vectors[k][half];
-            const uint32_t words[] = {v.x, v.y, v.z, v.w};
+        for (int h = 0; h < kLines; ++h) {
+          const uint4& v = vectors[k][h];
+          const uint32_t words[] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int word = 0; word < 4; ++word)
-              *reinterpret_cast<uint32_t*>(to[word] + half * turn + (first + k) * 3072) = words[word];
-          }
+          for (int word = 0; word < 4; ++word)
+            *reinterpret_cast<uint32_t*>(place_of(first + k, to[word]) + h * other) = words[word];
+        }
     }
-    let_products_see();
-    __syncwarp();
-    if (lane == 0) place.there(slot).arrive();
-  }
+  };
+  for (int begun = 0, parity = 0; begun < part.count; begun += P::kStages, parity ^= 1)
+    for (int slot = warp; slot < min(P::kStages, part.count - begun); slot += kArranging) {
+      place.x_there(slot).wait(parity);
+      arrange(place.stage(slot) + P::kWeightBytes);
+      let_products_see();
+      __syncwarp();
+      if (lane == 0) place.there(slot).arrive();
+    }
 }
 
 template <typename T, Codes kCodes, int kTokens, bool kWhole>
@@ -236,27 +251,36 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
   const bool has_minima = !kWhole && p.packing.minimum != nullptr;
   constexpr int kOwn = kOperands<kTokens>, kAll = kGroups<kTokens> * 128;
   const int own_row = warpgroup * kOwn * kOperandRows + warp * 8 + g;  // of either half of a tile, and for each operand
-  auto* staged = reinterpret_cast<float*>(place.bytes + P::kSumsAt) + warpgroup * kOwn * 2 * kPart * kPitch;
+  auto* staged = reinterpret_cast<float*>(place.bytes + P::kSumsAt) + warpgroup * kOwn * 2 * kPart<kTokens> * kPitch;
   wait_for_inputs();
   let_next_start();
 
   // Where the thread's codes and scales lie in a stage, kept in registers: nothing tells the compiler how to make them again.
-  constexpr int kWords = kBits<kCodes> / 4;
-  uint32_t codes_at[kChunks], scales_at = __shfl_sync(~0u, place.base, 0) + P::kScalesAt + own_row * 4;
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const int vector = chunk * kWords + t * kWords / 4, turned = g / 2 % 4;  // the copy turns vectors so
-    codes_at[chunk] = __shfl_sync(~0u, place.base, 0) + own_row * kRowBytes + 16 * (vector ^ turned) + t * kWords * 4 % 16;
-  }
+  constexpr int kWords = kBits<kCodes> / 4;  // that eight codes are
+  const uint32_t base = __shfl_sync(~0u, place.base, 0);
+  const uint32_t codes_at = base + own_row * kRowBytes + 16 * (t ^ g / 2 % 4);  // the copy turns vectors so
+  const uint32_t scales_at = base + P::kScalesAt + (t * P::kGroups / 4 * kOut + own_row) * 4;
   auto release = [&](int i) {
     if (thread % 32 == 0) place.read(i % P::kStages).arrive();
   };
-  uint32_t numbers[2][kOwn][8];          // of this chunk and the one before
+  // Of this chunk and those before: of few rows products of a whole stage are under way at once.
+  constexpr int kBuffers = kScalesSums && kTokens <= 8 ? kChunks : 2;
+  uint32_t numbers[kBuffers][kOwn][8];
   int from_others = -1, to_others = -1;  // tiles that others begin, and that others end
-  for (int i = 0; i < part.count;) {
-    const Cursor begun(part, i);
+  Cursor begun = part.start;
+  for (int i = 0; i < part.count; begun.next_tile(part.token_tiles)) {
     const int first = i, end = min(part.count, i + shares.stages - begun.stage);
     float sum[kOwn][kTokens / 2] = {}, total[kOwn][kTokens / 2] = {};
+    float exact[kOwn][2] = {};  // scales
+    auto add_sums = [&] {  // of the stage before, whose scales are here
+#pragma unroll
+      for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+        for (int k = 0; k < kTokens / 2; ++k) {
+          total[m][k] = fmaf(sum[m][k], exact[m][k / 2 % 2], total[m][k]);
+          sum[m][k] = 0;
+        }
+    };
     int zero[kOwn][2] = {};  // of the next stage
     auto load_zeros = [&](int stage) {
       const int group = min(static_cast<int>((stage * kColumns<kCodes> + 0.5f) * per_group), groups - 1);
@@ -273,28 +297,27 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
     for (; i < end; ++i) {
       const int slot = i % P::kStages;
       const uint32_t stage = slot * P::kStageBytes;
-      float exact[kOwn][2];  // scales
+      float own[kOwn][2];
       uint32_t scale[kOwn][2], offset[kOwn][2], minimum[kOwn][2];
-      auto find_group = [&](int k) {
-#pragma unroll
-        for (int m = 0; m < kOwn; ++m)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint32_t at = scales_at + stage + (k * kOut + h * kOut / 2 + m * kOperandRows) * 4;
-            const float own = exact[m][h] = __uint_as_float(load_shared<1>(at).data[0]);
-            float of_zero = kMiddle<kCodes>;
-            if (has_minima) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
-              const float least = __uint_as_float(load_shared<1>(at + P::kScaleBytes).data[0]);
-              of_zero = own == 0.f ? 0.f : fminf(fmaxf(rintf(__fdividef(-least, own)), 0.f), (1 << kBits<kCodes>) - 1);
-              const float lacking = fmaf(of_zero, own, least);
-              minimum[m][h] = pack<T>(lacking, lacking);
-            }
-            scale[m][h] = pack<T>(own, own);
-            offset[m][h] = offset_of<T, kCodes>(static_cast<int>(of_zero));
-          }
-      };
       place.there(slot).wait(i / P::kStages & 1);
-      if (kWhole) find_group(0);
+      Vec<uint32_t, 4> codes[kOwn][2];
+#pragma unroll
+      for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          codes[m][h] = load_shared<4>(codes_at + stage + (h * kOut / 2 + m * kOperandRows) * kRowBytes);
+          const uint32_t at = scales_at + stage + (h * kOut / 2 + m * kOperandRows) * 4;
+          own[m][h] = __uint_as_float(load_shared<1>(at).data[0]);
+          float of_zero = kMiddle<kCodes>;
+          if (has_minima) {  // as a zero, and what it lacks: so a rounded scale counts from about 0
+            const float least = __uint_as_float(load_shared<1>(at + P::kScaleBytes).data[0]), size = own[m][h];
+            of_zero = size == 0.f ? 0.f : fminf(fmaxf(rintf(__fdividef(-least, size)), 0.f), (1 << kBits<kCodes>) - 1);
+            const float lacking = fmaf(of_zero, size, least);
+            minimum[m][h] = pack<T>(lacking, lacking);
+          }
+          scale[m][h] = pack<T>(own[m][h], own[m][h]);
+          offset[m][h] = offset_of<T, kCodes>(static_cast<int>(of_zero));
+        }
       if (kWhole && p.packing.zero != nullptr) {
 #pragma unroll
         for (int m = 0; m < kOwn; ++m)
@@ -302,26 +325,17 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
           for (int h = 0; h < 2; ++h) offset[m][h] = offset_of<T, kCodes>(zero[m][h]);
         if (i + 1 < end) load_zeros(begun.stage + i + 1 - first);
       }
-      Vec<uint32_t, kWords> codes[kChunks][kOwn][2];
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk)
-#pragma unroll
-        for (int m = 0; m < kOwn; ++m)
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-            codes[chunk][m][h] =
-                load_shared<kWords>(codes_at[chunk] + stage + (h * kOut / 2 + m * kOperandRows) * kRowBytes);
       const uint64_t x = by_rows(place.x(slot));
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        auto& now = numbers[chunk % 2];
-        if (!kWhole) find_group(chunk);
+        auto& now = numbers[chunk % kBuffers];
+        if (kScalesSums && chunk == 0) wait_for_products<kBuffers - 1>();  // those of the same numbers
 #pragma unroll
         for (int m = 0; m < kOwn; ++m)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             uint32_t pairs[4];
-            const auto& words = codes[chunk][m][h].data;
+            const uint32_t* words = codes[m][h].data + chunk * kWords;
             numbers_of<T, kCodes>(pairs, {words[0], words[kWords - 1]}, offset[m][h]);
 #pragma unroll
             for (int k = 0; k < 4; ++k)
@@ -329,6 +343,15 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
                                   : has_minima ? product_and_sum<T>(pairs[k], scale[m][h], minimum[m][h])
                                                : product<T>(pairs[k], scale[m][h]);
           }
+        if (kScalesSums && chunk == 0) {  // by now they are there
+          wait_for_products<0>();
+          if (i > first) release(i - 1);
+          add_sums();
+#pragma unroll
+          for (int m = 0; m < kOwn; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) exact[m][h] = own[m][h];
+        }
         begin_products();
 #pragma unroll
         for (int step = 0; step < 2; ++step)
@@ -337,53 +360,44 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
             Product<T, kTokens>::template of_registers<false>(
                 sum[m], now[m] + 4 * step, x + (chunk / 2 * kTokens * kLine * 2 + chunk % 2 * 64 + step * 32) / 16);
         end_products();
-        wait_for_products<1>();
-        if (chunk == 0 && i > first) release(i - 1);
-      }
-      if constexpr (kScalesSums) {
-        wait_for_products<0>();
-#pragma unroll
-        for (int m = 0; m < kOwn; ++m)
-#pragma unroll
-          for (int k = 0; k < kTokens / 2; ++k) {
-            total[m][k] = fmaf(sum[m][k], exact[m][k / 2 % 2], total[m][k]);
-            sum[m][k] = 0;
-          }
+        if (!kScalesSums || kBuffers < kChunks) wait_for_products<1>();
+        if (!kScalesSums && chunk == 0 && i > first) release(i - 1);
       }
     }
+    wait_for_products<0>();
+    if constexpr (kScalesSums) add_sums();
     if constexpr (!kScalesSums)
 #pragma unroll
       for (int m = 0; m < kOwn; ++m)
 #pragma unroll
         for (int k = 0; k < kTokens / 2; ++k) total[m][k] = sum[m][k];
-    wait_for_products<0>();
     release(end - 1);
     const int first_token = begun.token_tile * kTokens, rows = min(kTokens, p.rows - first_token);
     const int first_output = begun.out_tile * tile_out;
     const bool begins = begun.stage == 0;
     if (end - first == shares.stages) {
 #pragma unroll
-      for (int piece = 0; piece < kTokens / kPart; ++piece) {
+      for (int piece = 0; piece < kTokens / kPart<kTokens>; ++piece) {
         meet(1 + warpgroup, 128);
 #pragma unroll
         for (int m = 0; m < kOwn; ++m)
 #pragma unroll
-          for (int j = 0; j < kPart / 8; ++j)
+          for (int j = 0; j < kPart<kTokens> / 8; ++j)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-              staged[((2 * m + c / 2) * kPart + 8 * j + 2 * t + c % 2) * kPitch + warp * 8 + g] =
-                  total[m][4 * (piece * kPart / 8 + j) + c];
+              staged[((2 * m + c / 2) * kPart<kTokens> + 8 * j + 2 * t + c % 2) * kPitch + warp * 8 + g] =
+                  total[m][4 * (piece * kPart<kTokens> / 8 + j) + c];
         meet(1 + warpgroup, 128);
-        constexpr int kFours = kOperandRows / 4, kUnits = kOwn * kPart * kFours;
+        constexpr int kFours = kOperandRows / 4, kUnits = kOwn * kPart<kTokens> * kFours;
         for (int of = thread; of < (p.gated ? 1 : 2) * kUnits; of += 128) {
-          const int half = of / kUnits, m = of % kUnits / (kPart * kFours);
-          const int four = of % kFours * 4, token = of / kFours % kPart;
+          const int half = of / kUnits, m = of % kUnits / (kPart<kTokens> * kFours);
+          const int four = of % kFours * 4, token = of / kFours % kPart<kTokens>;
           const int output = first_output + half * kOut / 2 + (warpgroup * kOwn + m) * kOperandRows + four;
-          if (piece * kPart + token >= rows || output >= p.out) continue;
-          const float* sums = staged + ((2 * m + half) * kPart + token) * kPitch + four;
+          if (piece * kPart<kTokens> + token >= rows || output >= p.out) continue;
+          const float* sums = staged + ((2 * m + half) * kPart<kTokens> + token) * kPitch + four;
           float4 ups{};
-          if (p.gated) ups = *reinterpret_cast<const float4*>(sums + kPart * kPitch);
-          finish<T>(p, first_token + piece * kPart + token, output, *reinterpret_cast<const float4*>(sums), ups);
+          if (p.gated) ups = *reinterpret_cast<const float4*>(sums + kPart<kTokens> * kPitch);
+          finish<T>(p, first_token + piece * kPart<kTokens> + token, output, *reinterpret_cast<const float4*>(sums), ups);
         }
       }
     } else if (shares.parts > 1) {
@@ -401,20 +415,21 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
       arrive_at_cluster();
       wait_for_cluster();
       const int fours = tile_out / 4, everybody = threadIdx.x - 128;
-      for (int of = cluster_rank() * kAll + everybody; of < rows * fours; of += shares.parts * kAll) {
+      const int each = (rows * fours + shares.parts - 1) / shares.parts, rank = cluster_rank();
+      for (int of = rank * each + everybody; of < min(rows * fours, (rank + 1) * each); of += kAll) {
         const int token = of / fours, four = of % fours * 4;
         if (first_output + four >= p.out) continue;
         const float* from = sums + token * kClusterPitch + four;
         float4 whole{}, ups{};
         auto add = [](float4& to, const float4& more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; };
 #pragma unroll 4
-        for (int rank = 0; rank < shares.parts; ++rank) {
-          add(whole, load_from_rank(from, rank));
-          if (p.gated) add(ups, load_from_rank(from + kOut / 2, rank));
+        for (int other = 0; other < shares.parts; ++other) {
+          add(whole, load_from_rank(from, other));
+          if (p.gated) add(ups, load_from_rank(from + kOut / 2, other));
         }
         finish<T>(p, first_token + token, first_output + four, whole, ups);
       }
-      arrive_at_cluster();  // others may still read what is here
+      arrive_only();  // others may still read what is here
       wait_for_cluster();
     } else {
       float* to = shares.partial + (2 * block + begins) * static_cast<int64_t>(kOut * kTokens) + own_row;
@@ -482,23 +497,24 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
   using P = Place<kCodes, kTokens, kWhole>;
   extern __shared__ uint8_t raw[];
   const P place{raw + (-shared_address(raw) & 1023)};
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 32) fetch_map(maps.weights), fetch_map(maps.x);
+  if (threadIdx.x == 64) {
     for (int slot = 0; slot < P::kStages; ++slot) {
-      place.there(slot).init(1 + 3);
+      place.there(slot).init(1 + 1);
       place.x_there(slot).init(1);
       place.read(slot).init(kGroups<kTokens> * 4);
     }
     let_copies_see_barriers();
   }
-  const int first = shares.begin(blockIdx.x, gridDim.x), last = shares.begin(blockIdx.x + 1, gridDim.x);
-  const Part part{first, last - first, shares.stages, shares.tiles / shares.out_tiles};
+  const Part part(shares);
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups<kTokens> == 2 ? 88 : 56));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups<kTokens> == 2 ? 88 : 64));
     const int warp = threadIdx.x / 32;
-    if (warp > 0) arrange_all(place, part, warp - 1);
-    else if (threadIdx.x == 0) copy_all(place, maps, p, part);
+    if (warp > 1) arrange_all(place, part, warp - 2);
+    else if (threadIdx.x == 0) copy_weights(place, maps, p, part);
+    else if (threadIdx.x == 32) copy_x(place, maps, part);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGroups<kTokens> == 2 ? 208 : 104));
     multiply_all<T>(place, p, shares, part, group - 1);
@@ -535,7 +551,7 @@ cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStrea
   const auto in = static_cast<cuuint64_t>(p.in), rows = static_cast<cuuint64_t>(p.gated ? 2 * p.out : p.out);
   Maps maps;
   if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, {in * kBits<kCodes> / 8, rows},
-           1, {kRowBytes, kOut / 2}) ||
+           1, {kRowBytes, static_cast<cuuint32_t>(p.gated ? kOut / 2 : kOut)}) ||
       !map(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, p.x, {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLine, kTokens}))
     return cudaErrorInvalidValue;
   const int out_tiles = static_cast<int>(blocks_for(p.out, p.gated ? kOut / 2 : kOut));
@@ -558,7 +574,8 @@ cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStrea
 
 template <typename T, Codes kCodes, bool kWhole>
 cudaError_t of_codes(const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {
-  return p.rows <= 16   ? run<T, kCodes, 16, kWhole>(p, scratch, counters, stream)
+  return p.rows <= 8    ? run<T, kCodes, 8, kWhole>(p, scratch, counters, stream)
+         : p.rows <= 16 ? run<T, kCodes, 16, kWhole>(p, scratch, counters, stream)
          : p.rows <= 32 ? run<T, kCodes, 32, kWhole>(p, scratch, counters, stream)
          : p.rows <= 64 ? run<T, kCodes, 64, kWhole>(p, scratch, counters, stream)
                         : run<T, kCodes, 128, kWhole>(p, scratch, counters, stream);

@@ -16,8 +16,9 @@ using device::shared_address;
 template <int kWords>
 __device__ __forceinline__ device::Vec<uint32_t, kWords> load_shared(uint32_t at) {
   device::Vec<uint32_t, kWords> words;
-  if constexpr (kWords == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words.data[0]) : "r"(at));
-  else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.data[0]), "=r"(words.data[1]) : "r"(at));
+  auto& x = words.data;
+  if constexpr (kWords == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[0]) : "r"(at));
+  else asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
   return words;
 }
 
@@ -32,6 +33,11 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
       ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier.at) : "memory");
+}
+
+// Has a map at hand before the first copy wants it.
+__device__ __forceinline__ void fetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Bytes that lie side by side; addresses and counts are multiples of 16.
@@ -97,6 +103,7 @@ struct Product;
 
 // The numbers of registers as a text, eight by eight, and the registers.
 #define R0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TEXT_8 "%0, %1, %2, %3"
 #define R8 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define R16 "%16, %17, %18, %19, %20, %21, %22, %23"
 #define R24 "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -127,6 +134,7 @@ struct Product;
 #define TEXT_176 TEXT_160 ", " R80
 #define TEXT_192 TEXT_176 ", " R88
 #define TEXT_256 TEXT_192 ", " R96 ", " R104 ", " R112 ", " R120
+#define OPERANDS_8 C4(0)
 #define OPERANDS_16 C8(0)
 #define OPERANDS_32 OPERANDS_16, C8(8)
 #define OPERANDS_48 OPERANDS_32, C8(16)
@@ -159,6 +167,7 @@ struct Product;
     }                                                                                                              \
   };
 #define PRODUCTS(N, ...) PRODUCT(__half, "f16", N, __VA_ARGS__) PRODUCT(__nv_bfloat16, "bf16", N, __VA_ARGS__)
+PRODUCTS(8, "%4", "%5", "%6", "%7", "%8", "%9")
 PRODUCTS(16, "%8", "%9", "%10", "%11", "%12", "%13")
 PRODUCTS(32, "%16", "%17", "%18", "%19", "%20", "%21")
 PRODUCTS(48, "%24", "%25", "%26", "%27", "%28", "%29")
