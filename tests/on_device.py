@@ -45,3 +45,14 @@ def among_columns(tensor, before, behind):
 
 def describe(tensor):
     return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def filled_of(inputs, cache, total):
+    """Which places of a cache hold a sequence's positions, bool of the cache's shape."""
+    filled = np.zeros(inputs[cache].shape, bool)
+    size = filled.shape[2]
+    table = inputs.get("block_table", np.arange(len(filled))[:, None])
+    for row, length in enumerate(total):
+        for position in range(length):
+            filled[table[row, position // size], :, position % size] = True
+    return filled

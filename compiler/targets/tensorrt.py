@@ -53,7 +53,7 @@ KV_DTYPES = cuda.KV_DTYPES
 WEIGHT_DTYPES = cuda.WEIGHT_DTYPES
 GROUP_MULTIPLE = cuda.GROUP_MULTIPLE
 ROW_MULTIPLE = kernel_order.ROW_MULTIPLE
-# No EXPERT_DTYPES: experts in fewer bits are numbers here until a GPU has run a plan that has them.
+EXPERT_DTYPES = cuda.EXPERT_DTYPES  # of rows in whole words: the other weight has groups of them
 # What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.
 _FILES = (("graph.onnx", "polygraphy_inputs.py", "engine.plan"),
           ("encoder.onnx", "polygraphy_encoder_inputs.py", "encoder.plan"))

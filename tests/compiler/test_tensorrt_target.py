@@ -17,7 +17,7 @@ from schedule_interpreter import Interpreters
 import llmc
 from llmc import plugins
 from llmc.compiler import api
-from llmc.compiler.targets import Options, cuda, tensorrt
+from llmc.compiler.targets import Options, tensorrt
 from llmc.plugins.quantization import CODES, dequantized, pack, unpack
 from llmc.runtime.engines.tensorrt import check_plugins, check_version, tensorrt_library
 from llmc.runtime.manifest import Target, read_manifest
@@ -152,12 +152,6 @@ MIXTURES = pytest.mark.parametrize(("family", "wish"), [
         str, value.values())) or "mxfp4" if isinstance(value, dict) else value)
 
 
-@pytest.fixture
-def with_experts(monkeypatch):
-    """The target keeps experts in fewer bits, which it does not offer yet."""
-    monkeypatch.setattr(tensorrt, "EXPERT_DTYPES", cuda.EXPERT_DTYPES, raising=False)
-
-
 def save_mixture(family, tmp_path):
     """A checkpoint; of gpt-oss in MXFP4."""
     if family == "qwen3_moe":
@@ -179,7 +173,7 @@ def test_weights_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
 
 
 @MIXTURES
-def test_experts_in_fewer_bits_are_kept(builder, with_experts, family, wish, tmp_path):
+def test_experts_in_fewer_bits_are_kept(builder, family, wish, tmp_path):
     said = []
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
                  progress=said.append, **wish)
@@ -318,8 +312,7 @@ def test_the_parser_is_given_weights_as_kernels_read_them(builder, wish, tmp_pat
 
 
 @MIXTURES
-def test_the_parser_is_given_experts_as_kernels_read_them(builder, with_experts, family, wish,
-                                                          tmp_path):
+def test_the_parser_is_given_experts_as_kernels_read_them(builder, family, wish, tmp_path):
     """Of constants of int32 and float32 alone, which TensorRT 8.6 has."""
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt", **wish)
     graph = builder[-1]["parsed"].graph
@@ -372,7 +365,7 @@ def test_rows_that_are_no_whole_words_stay_numbers(builder, tmp_path):
                for text in report.refusals)
 
 
-def test_experts_that_a_plan_does_not_keep_stay_numbers_and_that_is_said(builder, tmp_path):
+def test_experts_in_groups_that_no_kernel_reads_stay_numbers_and_that_is_said(builder, tmp_path):
     said = []
     compile("qwen3_moe", tmp_path, {"num_hidden_layers": 2}, quantize="int8", progress=said.append)
     assert any("2 layers' experts stay in float32, as target tensorrt has no kernel" in text
@@ -457,8 +450,8 @@ def test_every_node_with_weights_in_fewer_bits_is_a_plugin(harness, builder, wis
 
 
 @MIXTURES
-def test_every_node_with_experts_in_fewer_bits_is_a_plugin(harness, builder, with_experts, family,
-                                                           wish, tmp_path):
+def test_every_node_with_experts_in_fewer_bits_is_a_plugin(harness, builder, family, wish,
+                                                           tmp_path):
     llmc.compile(save_mixture(family, tmp_path), tmp_path / "case", target="tensorrt",
                  dtype="float16", **wish)
     check_nodes(tmp_path / "case" / "chip0" / "graph.onnx", harness,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from on_device import DTYPES, among_columns, describe, tensors_of
+from on_device import DTYPES, among_columns, describe, filled_of, tensors_of
 
 from llmc import plugins
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
@@ -78,17 +78,6 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
             allowed = max(TOLERANCE.get(kind, 0), least) * np.abs(array).max(initial=0)
             assert not error.size or error.max() <= allowed, \
                 f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
-
-
-def filled_of(inputs, cache, total):
-    """Which places of a cache hold a sequence's positions, bool of the cache's shape."""
-    filled = np.zeros(inputs[cache].shape, bool)
-    size = filled.shape[2]
-    table = inputs.get("block_table", np.arange(len(filled))[:, None])
-    for row, length in enumerate(total):
-        for position in range(length):
-            filled[table[row, position // size], :, position % size] = True
-    return filled
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ import two_models
 
 import llmc
 from llmc.compiler.check.diff import diff
-from llmc.compiler.targets import Options, cuda, tensorrt
+from llmc.compiler.targets import Options, tensorrt
 from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library
 
 SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
@@ -98,12 +98,10 @@ def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scheme", ["int4", "uint4", "int8", "fp8", "mxfp4"])
-def test_experts_in_fewer_bits_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path,
-                                                             monkeypatch):
+def test_experts_in_fewer_bits_give_the_cuda_target_s_logits(found, scheme, dtype, tmp_path):
     """Of one token, of few and of many. In 16 bits a last bit may choose another expert, so there
     most positions are to be near.
     """
-    monkeypatch.setattr(tensorrt, "EXPERT_DTYPES", cuda.EXPERT_DTYPES, raising=False)
     changes = {"hidden_size": 128, "intermediate_size": 128} if scheme == "mxfp4" else \
         {"hidden_size": 128, "moe_intermediate_size": 64}
     hf = families.save(families.tiny_model(
