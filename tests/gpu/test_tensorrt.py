@@ -85,15 +85,16 @@ def test_float8_caches_give_the_cuda_target_s_tokens(compiled, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_weights_in_fewer_bits_give_the_cuda_target_s_logits(found, family, wish, tmp_path):
     """Of one sequence, of few and of many rows, each by another kernel. Where activations are
-    rounded to FP8 a last bit may choose the next code, which is a sixteenth further, so there most
-    positions are to be near.
+    rounded to FP8 a last bit may choose the next code, which is a sixteenth further: there the
+    schedule interpreted in float16 and in float32 differs by 0.6 to 1.7 % of the range (0.02 to
+    0.04 % where they are not rounded), and rounding itself costs 1.0 to 1.8 %.
     """
     changes = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192}}[family]
     hf = families.save(families.tiny_model(family, max_position_embeddings=512, **changes),
                        tmp_path / "hf")
-    furthest = 3e-2 if "quantize_activations" in wish else 4e-3
+    furthest, median = (3e-2, 1e-2) if "quantize_activations" in wish else (4e-3, 4e-3)
     for errors in beside_the_cuda_target(hf, tmp_path, "float16", **wish):
-        assert errors.max() <= furthest and np.median(errors) <= 4e-3
+        assert errors.max() <= furthest and np.median(errors) <= median
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
