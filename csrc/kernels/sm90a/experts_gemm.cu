@@ -275,7 +275,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kGroups, kPairs
                                                   (stage * kLine + part * 32) / packing.group_size, all_groups);
             }
       };
-      const bool has_zeros = kHasZeros && packing.zero != nullptr;
+      [[maybe_unused]] const bool has_zeros = kHasZeros && packing.zero != nullptr;
       if constexpr (kHasZeros)
         if (has_zeros) load_zeros(0);
       uint32_t operands[2][8];  // of these columns and those before
