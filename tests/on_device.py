@@ -47,12 +47,12 @@ def describe(tensor):
     return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-def filled_of(inputs, cache, total):
-    """Which places of a cache hold a sequence's positions, bool of the cache's shape."""
-    filled = np.zeros(inputs[cache].shape, bool)
+def filled_of(op, inputs):
+    """Which places of an op's caches hold a sequence's positions after it, bool of their shape."""
+    filled = np.zeros(inputs[min(op.cache_inputs)].shape, bool)
     size = filled.shape[2]
     table = inputs.get("block_table", np.arange(len(filled))[:, None])
-    for row, length in enumerate(total):
+    for row, length in enumerate(inputs["past_lens"] + np.diff(inputs["cu_seqlens"])):
         for position in range(length):
             filled[table[row, position // size], :, position % size] = True
     return filled

@@ -14,7 +14,7 @@ struct Shares {
   int unit = 1;                    // stages that stay together: one, or those of a tile
   int parts = 1;                   // with more, clusters of so many blocks, each of which shares out a tile
 
-  // 32 bits are enough for a weight of 10^11 numbers.
+  // 32 bits are enough for a weight of 10^10 numbers.
   __host__ __device__ uint32_t begin(uint32_t block, uint32_t blocks) const {
     if (parts > 1) return block / parts * stages + stages * (block % parts) / parts;
     return (unit == 1 ? tiles * stages : tiles) * block / blocks * unit;

@@ -41,7 +41,7 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
         rest = slice(ones, None) if ones < len(new) else slice(None)
         lengths = int(new[rest].max()), int(total[rest].max())
         ways = [(0, 0, 0), (ones, 0, 0), (ones, *lengths), (0, int(new.max()), int(total.max()))]
-        filled = filled_of(inputs, min(op.cache_inputs), total)
+        filled = filled_of(op, inputs)
         for name in op.cache_inputs:  # what is in a cache behind a sequence does not matter
             poisoned = tensors[name].float()
             poisoned[torch.from_numpy(~filled).cuda()] = float("nan")
@@ -278,7 +278,7 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("rows", "width", "out"), [
     (24, 4096, 1100), (100, 2048, 2000), (12, 14336, 2048), (60, 4096, 6144),  # by clusters
-    (20, 5120, 17924)])  # by all blocks, evenly
+    (20, 5120, 17924), (6, 5120, 17924), (11, 5120, 17924)])  # by all blocks, evenly
 @pytest.mark.parametrize(("stored", "name"), [("int4", "GatedMLP"), ("int8", "GemmBiasRes")])
 def test_tiles_of_packed_weights_are_shared_out(extension, name, stored, rows, width, out, dtype):
     test_linear_of_a_weight_in_fewer_bits(extension, name, stored, "", rows, width,

@@ -55,8 +55,7 @@ def check(harness, op, sample, dtype, in_place=True, narrow=True, repeats=1, ste
                for name, array in zip(op.outputs, expected, strict=True)]
     filled = None
     if op.attention is not None and op.cache_inputs:
-        filled = filled_of(sample.inputs, min(op.cache_inputs), sample.inputs["past_lens"]
-                           + np.diff(sample.inputs["cu_seqlens"]))
+        filled = filled_of(op, sample.inputs)
     untouched = {name: tensors[name].clone() for name in op.cache_inputs if name in tensors}
     tensors |= more or {}
     if fields.get("weight_dtype"):

@@ -3,8 +3,8 @@
 // operand, while it multiplies those before; x is its second, from shared memory. Of 16 rows of an operand the first 8 are
 // from the low half of the tile and the others from the high half, so that a thread has gates and their ups. One warp copies
 // weights, one x, and two, a stage each, bring what has come of x into the order in which codes give their columns
-// (packed.cuh): of a stage's thread t has a quarter, of which it takes eight that follow one another for two products, in
-// pairs, where the tensor core wants one pair of every eight.
+// (packed.cuh): of a stage's columns thread t has a quarter, of which it takes eight that follow one another for two
+// products, in pairs, where the tensor core wants one pair of every eight.
 //
 // Tiles that one block has whole go from the registers to y. Where there are few, the blocks of a cluster share a tile's
 // columns, and each sums up some of its outputs from what all have in shared memory. Where tiles do not fill all
@@ -189,9 +189,9 @@ __device__ __forceinline__ void copy_x(const Place<kCodes, kTokens, kWhole>& pla
   });
 }
 
-// Of a stage's columns of x the first words of all four quarters, then the second ones and so on. A warp takes
-// every kArranging-th place for a stage, so that it sees each phase of a barrier, and four rows at a time; of row lane / 8 a
-// lane has vectors of quarter t.
+// Of a stage's columns of x the first words of all four quarters, then the second ones and so on. A warp takes every
+// kArranging-th place for a stage, so that it sees each phase of a barrier, and four rows at a time; of row lane / 8 a lane
+// has vectors of quarter t.
 template <Codes kCodes, int kTokens, bool kWhole>
 __device__ __forceinline__ void arrange_all(const Place<kCodes, kTokens, kWhole>& place, const Part& part, int warp) {
   using P = Place<kCodes, kTokens, kWhole>;
@@ -365,12 +365,14 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
       }
     }
     wait_for_products<0>();
-    if constexpr (kScalesSums) add_sums();
-    if constexpr (!kScalesSums)
+    if constexpr (kScalesSums) {
+      add_sums();
+    } else {
 #pragma unroll
       for (int m = 0; m < kOwn; ++m)
 #pragma unroll
         for (int k = 0; k < kTokens / 2; ++k) total[m][k] = sum[m][k];
+    }
     release(end - 1);
     const int first_token = begun.token_tile * kTokens, rows = min(kTokens, p.rows - first_token);
     const int first_output = begun.out_tile * tile_out;
