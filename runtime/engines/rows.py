@@ -137,6 +137,8 @@ class Rows:
                 if end - start == self._size and end <= length:
                     self._waiting.setdefault(slot, []).append(
                         _Waiting(place, block, int(self._versions[block])))
+            if past == 0:  # prompts that are run at once are padded, which is written behind them
+                self._held_versions[slot, -(-length // self._size):] = 0
         if step.num_decode == step.batch_size:
             for _ in range(-(-sum(map(len, self._waiting.values())) // _STEPS)):
                 slot = next(iter(self._waiting))

@@ -152,6 +152,15 @@ def test_prompts_that_begin_alike_are_computed_once(case_tp1):
         assert after["cache_queries"] - before["cache_queries"] == 26
 
 
+def test_a_row_no_longer_has_what_the_padding_of_a_short_prompt_has_overwritten(case_tp1, alone):
+    """Two prompts are run at once, the shorter in the row of one that is asked again."""
+    again, longer = PROMPTS[4], max(PROMPTS, key=len)
+    with llmc.LLM(case_tp1, max_batch_size=2, block_size=4) as llm:
+        for _ in range(2):
+            assert llm.generate([again], tokens(30))[0].token_ids == alone[4]
+            families.ask_at_once(llm, [[3, 4], [5, *longer]], lambda index: tokens(2))
+
+
 def test_a_caller_that_never_reads_waits_and_others_go_on(case_tp1, alone, monkeypatch):
     monkeypatch.setattr(loop_module, "_UNREAD", 5)
     with llmc.LLM(case_tp1, max_batch_size=2, kv_cache_tokens=128) as llm:
