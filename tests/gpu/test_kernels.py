@@ -208,11 +208,14 @@ def test_attention_over_float8_caches(extension, new, past, variant, dtype):
     (1, 1024, 3072), (2, 2048, 100), (3, 576, 960), (8, 4096, 4096), (16, 2048, 100), (9, 104, 37),
     (17, 576, 64), (64, 576, 1536), (5, 1001, 7), (1, 104, 37), (1, 8192, 16000), (1, 2056, 37),
     (4, 4096, 200), (2, 8200, 130), (1, 8200, 2600),
+    (7, 4096, 6144), (12, 14336, 2048), (24, 4096, 1100), (18, 64, 17924), (6, 520, 16964),
 ])
-@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm"])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
+                                  "NormGemm, gated"])
 def test_linear(extension, name, rows, width, out, dtype):
     rng = np.random.default_rng(2)
-    gated = name == "GatedMLP"
+    gated = name in ("GatedMLP", "NormGemm, gated")
+    name, *_ = name.split(", ")
     count = 2 * out if gated else out
     inputs = {"x": rng.standard_normal((rows, width)) * 2 + 0.5,
               "weight": rng.standard_normal((count, width)) / width**0.5,
@@ -221,10 +224,12 @@ def test_linear(extension, name, rows, width, out, dtype):
     if name == "GemmBiasRes":
         inputs["residual"] = rng.standard_normal((rows, out))
     if name == "NormGemm":
-        fields |= {"centred": 1, "epsilon": 1e-5}
+        fields |= {"centred": 1, "epsilon": 1e-5, "gated": int(gated)}
         inputs["row_sums"] = torch.from_numpy(inputs["weight"]).to(DTYPES[dtype]).double() \
             .sum(1).numpy()
-    check(extension, plugins.registry()[name], fields, inputs, dtype)
+    # By a GEMV, by Hopper's kernel for few rows, by cuBLASLt.
+    firsts = [()] if dtype == "float32" or rows > 24 else [(True, True), (True, False), (False,)]
+    check(extension, plugins.registry()[name], fields, inputs, dtype, firsts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -320,14 +325,9 @@ def test_linear_of_activations_in_fp8(extension, name, rows, width, out, group, 
         inputs["norm_weight"] = rng.uniform(0.5, 2, width)
         if "RMS" not in kind:  # else the kernel of few rows norms and rounds them
             inputs["norm_bias"] = rng.uniform(-1, 1, width)
-    firsts = [()]
-    if dtype != "float32" and rows <= 256:
-        if group == width and width % 16 == count % 8 == 0:
-            firsts = [(True,), (False,)]
-            few = rows <= 32 and width % 64 == 0
-        elif width % 32 == group % 32 == 0:  # by the numbers that codes stand for
-            firsts, few = [(True,), (False,)], rows <= 16
-        firsts = [(True,), *((False, *own) for own in firsts)] if firsts[0] and few else firsts
+    # Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, and scaled by that or
+    # behind it; or by the numbers that codes stand for.
+    firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
     check(extension, plugins.registry()[name], fields, inputs, dtype, firsts, FLOAT8)
 
 

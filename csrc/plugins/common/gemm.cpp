@@ -9,9 +9,6 @@ constexpr size_t kWorkspace = 32 << 20;
 constexpr size_t kSwept = 128 << 20;  // more than any cache
 constexpr int kCandidates = 12, kRepeats = 5;
 constexpr size_t kWayShape = 5;  // numbers that a choice between two ways depends on
-// Of the time of a kernel for few rows, what cuBLASLt must at least save: that a kernel begins to read weights before the
-// kernel ahead has ended does not show where it is timed alone.
-constexpr float kSaved = 0.08f;
 
 cudaDataType_t type_of(DType dtype) {
   switch (dtype) {
@@ -141,13 +138,13 @@ bool Gemm::takes_first(bool usual) {
   return is_first;
 }
 
-void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second) {
+void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second, float saved) {
   if (shape.size() != kWayShape) throw Error("a choice depends on other numbers");
   if (!decided_.empty()) return takes_first(true) ? first() : second();
   auto known = first_.find(shape);
   if (known == first_.end() && times_ && !is_captured(stream)) {
     const float one = time(stream, first);
-    known = first_.emplace(shape, (1 - kSaved) * one <= time(stream, second)).first;
+    known = first_.emplace(shape, (1 - saved) * one <= time(stream, second)).first;
   }
   if (known == first_.end()) {
     // That of the fewest rows that are as many.

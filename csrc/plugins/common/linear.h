@@ -120,14 +120,14 @@ inline bool has_steps(const Tensor& x, const kernels::Packing& packing) {
   return x.shape[1] % 32 == 0 && packing.group_size % 32 == 0;
 }
 
-// Whether the kernels for few rows can serve x and such a weight.
-inline bool has_few_rows(const Tensor& x, const kernels::Packing& packing) {
+// Whether a GEMV can serve x and such a weight.
+inline bool has_gemv(const Tensor& x, const kernels::Packing& packing) {
   return can_gemv(x) && (packing.codes == kernels::Codes::kNone || has_steps(x, packing));
 }
 
-// The choices between two ways: the kernel for few rows, or another, of numbers and of codes; a packed weight as it is, or as
-// numbers; the scales of codes by cuBLASLt, or behind it.
-enum class Choice : int64_t { kFew = 0, kPacked = 8, kFewCodes = 64, kScales = 128 };
+// The choices between two ways: a kernel for few rows, or one for many; of the former a GEMV, or Hopper's; a GEMV that rounds,
+// or rows that are rounded first; a packed weight as it is, or as numbers; the scales of codes by cuBLASLt, or behind it.
+enum class Choice : int64_t { kPacked = 8, kScales = 128, kFew = 256, kHopper = 1024, kRounding = 2048 };
 
 // What a choice depends on.
 inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p, Choice choice) {
@@ -149,11 +149,23 @@ inline void gemm_of_many(const Linear& l, void* workspace, const Context& contex
   }, otherwise);
 }
 
-// By the kernel for few rows, or otherwise, which is one for many and what else it needs: whichever is the faster.
-inline void choose_gemv(DType dtype, const kernels::GemvParams& p, const Context& context, const Gemm::Way& otherwise) {
-  const auto kernel = p.packing.codes == kernels::Codes::kNone ? kernels::gemv : kernels::packed_gemv;
-  context.gemm->choose(way_shape(dtype, p, Choice::kFew), context.stream,
-                       [&] { check(kernel(dtype, p, context.stream), "a GEMV"); }, otherwise);
+// By the kernels for few rows, a GEMV where it can serve or Hopper's, or otherwise, which is one for many and what else it needs:
+// whichever is the fastest.
+inline void choose_few(DType dtype, const kernels::GemvParams& p, bool has_gemv, const Context& context,
+                       const Gemm::Way& otherwise) {
+  const auto kernel = p.x_scale != nullptr                             ? kernels::float8_gemv
+                      : p.packing.codes == kernels::Codes::kNone ? kernels::gemv
+                                                                 : kernels::packed_gemv;
+  const bool on_hopper = kernels::has_hopper_gemm(dtype, p);
+  const auto gemv = [&] { check(kernel(dtype, p, context.stream), "a GEMV"); };
+  const auto gemm = [&] { check(kernels::hopper_gemm(dtype, p, context.stream), "a GEMM of few rows"); };
+  const auto few = [&] {
+    if (!on_hopper) gemv();
+    else if (!has_gemv) gemm();
+    else context.gemm->choose(way_shape(dtype, p, Choice::kHopper), context.stream, gemv, gemm, 0);
+  };
+  if (has_gemv || on_hopper) context.gemm->choose(way_shape(dtype, p, Choice::kFew), context.stream, few, otherwise);
+  else otherwise();
 }
 
 // Enqueue the kernel that makes y, or codes and their scales, of the rows of x.
@@ -187,8 +199,7 @@ inline void norm_then_gemm(const Linear& l, const Rows& rows, void* workspace, c
 }
 
 inline void linear(const Linear& l, void* workspace, const Context& context) {
-  if (!has_few_rows(l.x, l.packing)) return gemm_of_many(l, workspace, context);
-  choose_gemv(l.x.dtype, gemv_params(l), context, [&] { gemm_of_many(l, workspace, context); });
+  choose_few(l.x.dtype, gemv_params(l), has_gemv(l.x, l.packing), context, [&] { gemm_of_many(l, workspace, context); });
 }
 
 // Of rows that a kernel of their own makes, however few there are.
@@ -243,34 +254,31 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
   return true;
 }
 
-// Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for. The kernel for
-// few rows makes the codes itself, where it can: for one and two rows of 576 to 14,336 columns and 512 to 8,192 outputs
-// that took less time than the norm's kernel and this one, or 1 % more, and so did a Llama's step for up to four rows
-// (on an H100).
+// Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for. A GEMV makes the codes
+// itself, where it can: for one and two rows of 576 to 14,336 columns and 512 to 8,192 outputs that took less time than the
+// norm's kernel and another GEMV, or 1 % more, and so did a Llama's step for up to four rows (on an H100).
 inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
   if (!can_multiply_codes(l)) return linear_of_made(l, rows, workspace, context);
   auto* codes = static_cast<uint8_t*>(workspace);
   auto* scale = reinterpret_cast<float*>(codes + rows_workspace(l.x));
   void* rest = codes + rows_workspace(l.x) + scales_workspace(l.x);
-  const auto by_gemm = [&] {
-    if (!codes_gemm(l, codes, scale, rest, context)) linear_of_made(l, rows, workspace, context);
-  };
   kernels::GemvParams p = gemv_params(l);
-  const auto by_gemv = [&] { check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8"); };
   p.norm = rows.normed;
   p.epsilon = rows.epsilon;
   p.norm_weight = rows.weight;
-  if (!rows.centred && rows.bias == nullptr && kernels::has_rounding_gemv(p))
-    return context.gemm->choose(way_shape(l.x.dtype, p, Choice::kFewCodes), context.stream, by_gemv, [&] {
-      make_rows(l.x, rows, nullptr, codes, scale, context);
-      by_gemm();
+  const auto of_made = [&] {
+    make_rows(l.x, rows, nullptr, codes, scale, context);
+    kernels::GemvParams made = gemv_params(l);
+    made.x = codes;
+    made.x_scale = scale;
+    choose_few(l.x.dtype, made, l.x.shape[0] <= kernels::kFloat8GemvRows && l.x.shape[1] % 64 == 0, context, [&] {
+      if (!codes_gemm(l, codes, scale, rest, context)) linear_of_made(l, rows, workspace, context);
     });
-  make_rows(l.x, rows, nullptr, codes, scale, context);
-  if (l.x.shape[0] > kernels::kFloat8GemvRows || l.x.shape[1] % 64 != 0) return by_gemm();
-  p = gemv_params(l);
-  p.x = codes;
-  p.x_scale = scale;
-  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kFewCodes), context.stream, by_gemv, by_gemm);
+  };
+  if (rows.centred || rows.bias != nullptr || !kernels::has_rounding_gemv(p)) return of_made();
+  context.gemm->choose(way_shape(l.x.dtype, p, Choice::kRounding), context.stream, [&] {
+    check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8");
+  }, of_made);
 }
 
 // Of x as it is, or rounded where the op says so.

@@ -43,8 +43,7 @@ class NormGemm : public Plugin {
     p.norm_weight = rows.weight;
     const bool serves = !centred_ && rows.bias == nullptr && can_gemv(x) && kernels::has_integer_gemv(p);
     if ((rows.weight != nullptr || rows.bias != nullptr) && !serves) return linear_of_made(whole, rows, workspace, context);
-    if (!has_few_rows(x, packing)) return norm_then_gemm(whole, rows, workspace, context);
-    choose_gemv(x.dtype, p, context, [&] { norm_then_gemm(whole, rows, workspace, context); });
+    choose_few(x.dtype, p, has_gemv(x, packing), context, [&] { norm_then_gemm(whole, rows, workspace, context); });
   }
 
  private:
