@@ -237,7 +237,8 @@ def test_linear(extension, name, rows, width, out, dtype):
     (1, 4096, 100, 128), (2, 512, 37, 64), (8, 1536, 64, 32), (9, 576, 200, 96),
     (16, 8192, 50, 8192), (3, 14336, 33, 128), (5, 1056, 40, 352), (1, 64, 5000, 64),
     (17, 512, 64, 32), (64, 768, 96, 128), (200, 1024, 300, 128), (4, 60, 30, 12), (1, 32, 16, 32),
-    (2, 14336, 36, 128), (4, 2048, 8500, 2048), (3, 896, 44, 128), (4, 14336, 72, 128)])
+    (2, 14336, 36, 128), (4, 2048, 8500, 2048), (3, 896, 44, 128), (4, 14336, 72, 128),
+    (7, 4096, 1100, 128), (12, 1152, 17924, 128), (16, 2080, 260, 2080), (9, 4096, 512, 256)])
 @pytest.mark.parametrize(("stored", "brings"), [
     ("int4", ""), ("uint4", "zero"), ("uint4", "min"), ("int8", ""), ("uint8", "zero"),
     ("uint8", "min"), ("float8_e4m3fn", "")])
@@ -272,11 +273,12 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
         fields |= {"centred": 1, "epsilon": 1e-5}
         inputs["row_sums"] = dequantized(fields, inputs["weight"], inputs["weight_scale"],
                                          inputs.get("weight_zero"), inputs.get("weight_min")).sum(1)
-    # As it is or as numbers; of few rows also by the kernel for these.
+    # By a GEMV or Hopper's kernel for few rows; as it is or as numbers. Rows that are normed first have
+    # all of these ways once more.
     firsts = [()]
     if dtype != "float32" and width % 32 == group % 32 == 0:
-        many = [(True,), (False,)]
-        firsts = many if rows > 16 else [(True,), *((False, *own) for own in many)]
+        firsts = [*itertools.product([True, False], repeat=2)]
+        firsts += [(False, *own) for own in firsts] if weighted else []
     check(extension, plugins.registry()[name], fields, inputs, dtype, firsts)
 
 

@@ -18,6 +18,7 @@ __device__ __forceinline__ device::Vec<uint32_t, kWords> load_shared(uint32_t at
   device::Vec<uint32_t, kWords> words;
   auto& x = words.data;
   if constexpr (kWords == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[0]) : "r"(at));
+  else if constexpr (kWords == 2) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at));
   else asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
   return words;
 }

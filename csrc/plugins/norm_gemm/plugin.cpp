@@ -41,9 +41,12 @@ class NormGemm : public Plugin {
     p.row_sums = centred_ ? floats(optional(in, 3)) : nullptr;
     p.epsilon = epsilon_;
     p.norm_weight = rows.weight;
-    const bool serves = !centred_ && rows.bias == nullptr && can_gemv(x) && kernels::has_integer_gemv(p);
-    if ((rows.weight != nullptr || rows.bias != nullptr) && !serves) return linear_of_made(whole, rows, workspace, context);
-    choose_few(x.dtype, p, has_gemv(x, packing), context, [&] { norm_then_gemm(whole, rows, workspace, context); });
+    // Kernels for few rows norm with a weight, by some GEMVs and Hopper's, or with none, but not with a bias.
+    const auto made = [&] { linear_of_made(whole, rows, workspace, context); };
+    if (rows.weight == nullptr && rows.bias == nullptr)
+      return choose_few(x.dtype, p, has_gemv(x, packing), context, [&] { norm_then_gemm(whole, rows, workspace, context); });
+    if (centred_ || rows.bias != nullptr) return made();
+    choose_few(x.dtype, p, can_gemv(x) && kernels::has_integer_gemv(p), context, made);
   }
 
  private:

@@ -1,0 +1,319 @@
+// hopper_gemm() of a weight in codes of 4 bits, in groups of 128 columns or several times as many. A stage has 256 columns of 64
+// rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes a quarter of the columns and
+// half of the rows. Codes become numbers of 16 bits in registers, as the tensor core's first operand; x is its second, as it lies:
+// thread t of four has a quarter of 128 columns of both, since their order does not matter to a sum of products. Codes stand in
+// numbers that are so much more (stand()), and what that comes to is a factor of the sum of x, which the tensor core makes of
+// ones; sums are scaled in float32. Reads the weight once, and x once for each tile, from the cache.
+//
+// A norm costs no kernel: the warp that copies x sums up the squares of what is there.
+#include "../hopper_gemm.cuh"
+#include "../packed.cuh"
+#include "few_rows.cuh"
+
+namespace llmc::kernels {
+namespace {
+
+using namespace device;
+using namespace sm90a;
+
+constexpr int kWarps = 8, kMultiplying = kWarps * 32;
+constexpr int kColumns = 256, kHalf = kColumns / 2;   // of a stage; groups are of whole halves
+constexpr int kCodeBytes = kColumns / 2;              // of a row in a stage
+constexpr uint32_t kBlockBytes = kRows * kCodeBytes;  // of 64 rows
+constexpr int kUnits = 2;                             // of 8 columns, that a thread has of a stage
+
+// Has a register keep x, which the compiler would rather make anew for each stage.
+__device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+// Those that multiply wait for what has been measured.
+template <bool kWaits>
+__device__ __forceinline__ void meet_measuring() {
+  if constexpr (kWaits) asm volatile("bar.sync 2, %0;" ::"n"(kMultiplying + 32) : "memory");
+  else asm volatile("bar.arrive 2, %0;" ::"n"(kMultiplying + 32) : "memory");
+}
+
+template <int kTokens, bool kGated>
+struct Stage {
+  static constexpr int kOperands = kGated ? 2 : 1, kLines = 4, kTiles = kTokens / 8;
+  static constexpr int kM = 2 * kOperands;  // tiles of 16 rows that a warp has
+  static constexpr uint32_t kXBytes = kTokens * kLineBytes, kXAt = kOperands * kBlockBytes;
+  static constexpr uint32_t kScalesAt = kXAt + kLines * kXBytes, kScaleBytes = 2 * kOperands * kRows * 4;  // [2, kOperands, kRows]
+  static constexpr uint32_t kNormAt = kScalesAt + kScaleBytes;
+  using In = Room<kOperands, kTokens, (kNormAt + kColumns * 4 + 1023) / 1024 * 1024, kWarps>;
+};
+
+struct Maps {
+  CUtensorMap weights, x;
+};
+
+template <typename T, int kTokens, bool kGated>
+__device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGated>::In& room, const Maps& maps, const GemvParams& p,
+                                             const Part& part) {
+  using S = Stage<kTokens, kGated>;
+  const int groups = p.in / p.packing.group_size;
+  copy_all(room, part, [&](int slot, int tile, int stage) {
+    const Barrier there = room.there(slot);
+    const uint32_t to = room.stage(slot);
+    const int first = tile * kRows, rows = min(kRows, p.out - first), column = stage * kColumns;
+    const int normed = p.norm_weight != nullptr ? min(kColumns, p.in - column) : 0;
+    there.expect(S::kXAt + 4 * (2 * S::kOperands * rows + normed));
+#pragma unroll
+    for (int m = 0; m < S::kOperands; ++m) {
+      copy_box(to + m * kBlockBytes, maps.weights, there, column / 2, m * p.out + first);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int group = min((column + half * kHalf) / p.packing.group_size, groups - 1);
+        copy_bytes(to + S::kScalesAt + (half * S::kOperands + m) * kRows * 4,
+                   p.packing.scale + (static_cast<int64_t>(group) * S::kOperands + m) * p.out + first, 4 * rows, there);
+      }
+    }
+    if (normed > 0) copy_bytes(to + S::kNormAt, p.norm_weight + column, 4 * normed, there);
+  });
+}
+
+template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
+__device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGated>::In& room, const GemvParams& p, const Part& part) {
+  using S = Stage<kTokens, kGated>;
+  const int thread = threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  const int half = warp % 2, quarter = warp / 4;      // of the columns, and of that half
+  const int first_row = warp / 2 % 2 * 32 + g;        // m % 2 · 16 and h · 8 further
+  const int groups = p.in / p.packing.group_size;
+  wait_for_inputs();
+  let_next_start();
+
+  // Where in a stage things lie, kept in registers; copies turn vectors. Threads 2 and 3 have the other units of x: no two lanes
+  // share a bank.
+  const int units = 2 * (quarter ^ t / 2);  // of four
+  uint32_t codes_at = first_row * kCodeBytes + 16 * ((4 * half + t) ^ g) + 4 * units;
+  uint32_t x_at[kUnits];
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit)
+    x_at[unit] = S::kXAt + (2 * half + t / 2) * S::kXBytes + g * kLineBytes + 16 * ((t % 2 * 4 + units + unit) ^ g);
+  uint32_t scales_at = S::kScalesAt + (half * S::kOperands * kRows + first_row) * 4;
+  uint32_t norm_at = S::kNormAt + (half * kHalf + 32 * t + 8 * units) * 4;
+  uint32_t at = room.stage(0), slot = 0, parity = 0;
+  keep(codes_at), keep(x_at[0]), keep(x_at[1]), keep(scales_at), keep(norm_at), keep(at);
+  const uint32_t one = pack<T>(1.f, 1.f), ones[4] = {one, one, one, one};
+  for (int tile = part.first; tile < part.tiles; tile += part.step) {
+    float total[S::kM][S::kTiles][4] = {};
+    const Outputs<T, S::kOperands, kTokens, kMultiplying> outputs(p, part, tile);
+    for (int stage = part.begin; stage < part.end; ++stage) {
+      float zero[kZeros ? S::kM : 1][2] = {};
+      if constexpr (kZeros) {
+        const int group = min((stage * kColumns + half * kHalf) / p.packing.group_size, groups - 1);
+#pragma unroll
+        for (int m = 0; m < S::kM; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int row = min(tile * kRows + first_row + m % 2 * 16 + 8 * h, p.out - 1);
+            zero[m][h] = zero_of<Codes::kFour>(p.packing, m / 2 * p.out + row, group, groups);
+          }
+      }
+      room.there(slot).wait(parity);
+      Vec<uint32_t, 4> x[kUnits][S::kTiles];
+      float of_x[S::kTiles][4] = {};  // sums of x: of each row of ones, the same
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+        for (int n = 0; n < S::kTiles; ++n) x[unit][n] = load_shared<4>(at + x_at[unit] + n * 8 * kLineBytes);
+      if constexpr (kNorm) {
+        if (p.norm_weight != nullptr)
+#pragma unroll
+          for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+            for (int k = 0; k < 4; k += 2) {
+              const auto words = load_shared<4>(at + norm_at + (8 * unit + 2 * k) * 4);
+#pragma unroll
+              for (int of = 0; of < 2; ++of) {
+                const uint32_t pair = pack<T>(__uint_as_float(words.data[2 * of]), __uint_as_float(words.data[2 * of + 1]));
+#pragma unroll
+                for (int n = 0; n < S::kTiles; ++n) x[unit][n].data[k + of] = product<T>(x[unit][n].data[k + of], pair);
+              }
+            }
+      }
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+        for (int n = 0; n < S::kTiles; ++n)
+#pragma unroll
+          for (int k = 0; k < 4; k += 2) multiply<T>(of_x[n], ones, x[unit][n].data[k], x[unit][n].data[k + 1]);
+#pragma unroll
+      for (int m = 0; m < S::kM; ++m) {
+        float sum[S::kTiles][4] = {};
+        Vec<uint32_t, kUnits> codes[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          codes[h] = load_shared<kUnits>(at + codes_at + m / 2 * kBlockBytes + (m % 2 * 16 + 8 * h) * kCodeBytes);
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          uint32_t pairs[2][4];
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) pairs[h][k] = stand<T>(codes[h].data[unit], 4 * k);
+#pragma unroll
+          for (int n = 0; n < S::kTiles; ++n)
+#pragma unroll
+            for (int k = 0; k < 4; k += 2) {
+              const uint32_t a[4] = {pairs[0][k], pairs[1][k], pairs[0][k + 1], pairs[1][k + 1]};
+              multiply<T>(sum[n], a, x[unit][n].data[k], x[unit][n].data[k + 1]);
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float lacks = -kBase<T> - (kZeros ? zero[kZeros ? m : 0][h] : kMiddle<Codes::kFour>);
+          const float scale = __uint_as_float(load_shared<1>(at + scales_at + (m / 2 * kRows + m % 2 * 16 + 8 * h) * 4).data[0]);
+#pragma unroll
+          for (int n = 0; n < S::kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              total[m][n][2 * h + i] = fmaf(fmaf(lacks, of_x[n][i], sum[n][2 * h + i]), scale, total[m][n][2 * h + i]);
+        }
+      }
+      __syncwarp();
+      if (thread % 32 == 0) room.read(slot).arrive();
+      at += S::In::kStage;
+      if (++slot == S::In::kStages) slot = 0, parity ^= 1, at = room.stage(0);
+    }
+    if (part.parts == 1) room.meet();  // sums may still be read
+#pragma unroll
+    for (int turn = 0; turn < 4; ++turn) {  // in the order of the columns
+      if (turn == half * 2 + quarter)
+#pragma unroll
+        for (int m = 0; m < S::kM; ++m)
+#pragma unroll
+          for (int n = 0; n < S::kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float& sum = room.sums()[(m / 2 * kTokens + 8 * n + 2 * t + i % 2) * kPitch + first_row + m % 2 * 16 + i / 2 * 8];
+              sum = turn == 0 ? total[m][n][i] : sum + total[m][n][i];
+            }
+      if (turn < 3) room.meet();
+    }
+    if (kNorm && tile == part.first) meet_measuring<true>();
+    room.meet(part.parts);
+    outputs.finish(room.sums(), room.measured());
+  }
+  room.leave(part.parts);
+}
+
+// By a warp: copies x, and with a norm measures what is there, before a place's next stage comes.
+template <typename T, int kTokens, bool kGated, bool kNorm>
+__device__ __forceinline__ void copy_x(const typename Stage<kTokens, kGated>::In& room, const Maps& maps, const Part& part) {
+  using S = Stage<kTokens, kGated>;
+  const int lane = threadIdx.x % 32, of_tile = part.end - part.begin;
+  float squares[kTokens / 4] = {};  // of row lane / 8 + 4 · i
+  int measured = 0, measured_slot = 0, measured_parity = 0;
+  auto measure_next = [&] {
+    if (measured++ < of_tile) {
+      room.there(measured_slot).wait(measured_parity);
+#pragma unroll
+      for (int line = 0; line < S::kLines; ++line)
+#pragma unroll
+        for (int i = 0; i < kTokens / 4; ++i) {
+          const auto words = load_shared<4>(room.stage(measured_slot) + S::kXAt + line * S::kXBytes + i * 512 + lane * 16);
+          float of[2] = {};
+          measure<T>(of, *reinterpret_cast<const uint4*>(&words));
+          squares[i] += of[1];
+        }
+      __syncwarp();
+    }
+    if (lane == 0) room.read(measured_slot).arrive();
+    if (++measured_slot == S::In::kStages) measured_slot = 0, measured_parity ^= 1;
+  };
+  wait_for_inputs();
+  int copied = 0;
+  copy_all(room, part, [&] { if (kNorm && copied++ >= S::In::kStages) measure_next(); }, [&](int slot, int, int stage) {
+    const Barrier there = room.there(slot);
+    if (lane > 0) return;
+    there.expect(S::kLines * S::kXBytes);
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line)
+      copy_box(room.stage(slot) + S::kXAt + line * S::kXBytes, maps.x, there, stage * kColumns + line * kColumns / S::kLines, 0);
+  });
+  if constexpr (kNorm) {
+    while (measured < of_tile) measure_next();
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) {
+#pragma unroll
+      for (int mask = 1; mask < 8; mask <<= 1) squares[i] += __shfl_xor_sync(~0u, squares[i], mask);
+      if (lane % 8 == 0) room.measured()[lane / 8 + 4 * i] = make_float4(0, squares[i], 0, 0);
+    }
+    meet_measuring<false>();
+  }
+}
+
+template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
+__global__ void __launch_bounds__(kMultiplying + 64, kResident)
+    packed_rows_kernel(const __grid_constant__ Maps maps, GemvParams p, int tiles, int stages, int parts) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using S = Stage<kTokens, kGated>;
+  extern __shared__ uint8_t raw[];
+  const typename S::In room{raw + (-shared_address(raw) & 1023)};
+  const Part part(tiles, stages, parts);
+  if (threadIdx.x == kMultiplying) {
+    fetch_map(maps.weights), fetch_map(maps.x);
+    room.init(kWarps + kNorm);
+  }
+  if (p.norm_weight != nullptr && p.in % kColumns != 0) {  // x is 0 beyond its columns, and what it is multiplied by a number
+    for (int i = threadIdx.x; i < S::In::kStages * kColumns; i += S::In::kThreads)
+      *reinterpret_cast<float*>(room.bytes + room.stage(i / kColumns) - room.base + S::kNormAt + i % kColumns * 4) = 0;
+    let_products_see();
+  }
+  __syncthreads();
+  if (threadIdx.x < kMultiplying) {
+    multiply_all<T, kTokens, kGated, kNorm, kZeros>(room, p, part);
+  } else if (threadIdx.x == kMultiplying) {
+    copy_weights<T, kTokens, kGated>(room, maps, p, part);
+  } else if (threadIdx.x >= kMultiplying + 32) {
+    copy_x<T, kTokens, kGated, kNorm>(room, maps, part);
+  }
+#endif
+}
+
+template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
+cudaError_t run(const GemvParams& p, cudaStream_t stream) {
+  using S = Stage<kTokens, kGated>;
+  const auto in = static_cast<cuuint64_t>(p.in), rows = static_cast<cuuint64_t>(S::kOperands) * p.out;
+  Maps maps;
+  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, {in / 2, rows}, 1, {kCodeBytes, kRows}) ||
+      !map(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, p.x, {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLineBytes / 2, kTokens}))
+    return cudaErrorInvalidValue;
+  return launch_shared<packed_rows_kernel<T, kTokens, kGated, kNorm, kZeros>, typename S::In>(static_cast<int>(blocks_for(p.in, kColumns)), maps, p,
+                                                                              stream);
+}
+
+template <typename T, int kTokens, bool kGated, bool kNorm>
+cudaError_t of_codes(const GemvParams& p, cudaStream_t stream) {
+  return p.packing.zero != nullptr ? run<T, kTokens, kGated, kNorm, true>(p, stream)
+                                   : run<T, kTokens, kGated, kNorm, false>(p, stream);
+}
+
+template <typename T, int kTokens, bool kGated>
+cudaError_t of_kind(const GemvParams& p, cudaStream_t stream) {
+  return p.norm ? of_codes<T, kTokens, kGated, true>(p, stream) : of_codes<T, kTokens, kGated, false>(p, stream);
+}
+
+template <typename T, int kTokens>
+cudaError_t of_rows(const GemvParams& p, cudaStream_t stream) {
+  return p.gated ? of_kind<T, kTokens, true>(p, stream) : of_kind<T, kTokens, false>(p, stream);
+}
+
+}  // namespace
+
+bool has_packed_rows_gemm(const GemvParams& p) {
+  const int group = p.packing.group_size;
+  const auto lies_at = [](const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; };
+  return p.packing.codes == Codes::kFour && p.packing.minimum == nullptr && (group % kHalf == 0 || group == p.in) &&
+         p.in % 32 == 0 && p.rows <= kHopperGemmPacked && p.row_sums == nullptr && lies_at(p.packing.scale, 16) &&
+         lies_at(p.norm_weight, 16);
+}
+
+template <typename T>
+cudaError_t packed_rows_gemm(const GemvParams& p, cudaStream_t stream) {
+  return p.rows <= 8 ? of_rows<T, 8>(p, stream) : of_rows<T, 16>(p, stream);
+}
+template cudaError_t packed_rows_gemm<__half>(const GemvParams& p, cudaStream_t stream);
+template cudaError_t packed_rows_gemm<__nv_bfloat16>(const GemvParams& p, cudaStream_t stream);
+
+}  // namespace llmc::kernels
