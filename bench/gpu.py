@@ -63,7 +63,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "penalties, top_k 50, top_p 0.9, logprobs 5":
         dict(temperature=1.0, top_k=50, top_p=0.9, logprobs=5, **PENALTIES),
 }
-KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas",
+KINDS = {"GEMV": "gemv_kernel", "GEMM": "nvjet|gemm|splitK|cublas|packed_rows",
          "attention": "decode_kernel|token_kernel|prefill_kernel|append_kernel",
          "norm": "norm_kernel", "experts": "experts|route_kernel|combine_kernel|sort_kernel",
          "NCCL": "nccl|interleave",

@@ -115,8 +115,8 @@ cudaError_t integer_gemv(DType dtype, const GemvParams& params, cudaStream_t str
 constexpr int kFloat8GemvRows = 32;
 bool has_rounding_gemv(const GemvParams& params);
 cudaError_t float8_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
-// The same for some more rows, where has_hopper_gemm(): of a weight of 16 bits, in FP8 with x in FP8 as above, or in 4 bits, where
-// it takes a norm_weight too, but no row_sums.
+// The same for some more rows, where has_hopper_gemm(): of a weight of 16 bits, in FP8 with x in FP8 as above, or in 4 bits,
+// where it takes a norm_weight too, but no row_sums.
 constexpr int kHopperGemmRows = 24, kHopperGemmCodes = 32, kHopperGemmPacked = 16;
 bool has_hopper_gemm(DType dtype, const GemvParams& params);
 cudaError_t hopper_gemm(DType dtype, const GemvParams& params, cudaStream_t stream);

@@ -292,6 +292,12 @@ def test_tiles_of_packed_weights_are_shared_out(extension, name, stored, rows, w
                                           out // 2 if name == "GatedMLP" else out, 128, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "NormGemm, weighted"])
+def test_blocks_take_many_tiles_of_a_packed_weight(extension, name, dtype):
+    test_linear_of_a_weight_in_fewer_bits(extension, name, "int4", "", 7, 1024, 130000, 128, dtype)
+
+
 # What the sums of FP8 lose, and what is rounded to the other of two numbers of FP8.
 FLOAT8 = 2e-2
 

@@ -1,9 +1,9 @@
-// What Hopper's kernels for few rows of x share. A tile is 64 rows of the weight, or 64 gates and their ups, for all rows of x. Two
-// blocks are resident, so that memory is read while one of them ends; a block's copies are ahead of its products by as many
-// stages as there is room for, and those of the weight begin before the kernel ahead has ended.
+// What Hopper's kernels for few rows of x share. A tile is 64 rows of the weight, or 64 gates and their ups, for all rows of x.
+// Two blocks are resident, so that memory is read while one of them ends; a block's copies are ahead of its products by as
+// many stages as there is room for, and those of the weight begin before the kernel ahead has ended.
 //
-// Blocks take tiles in turn. Where there are few, the blocks of a cluster share a tile's columns, and each adds up some of its outputs
-// from what all have in shared memory: in the order of the columns, so that the same x gives the same y.
+// Blocks take tiles in turn. Where there are few, the blocks of a cluster share a tile's columns, and each adds up some of its
+// outputs from what all have in shared memory: in the order of the columns, so that the same x gives the same y.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +26,8 @@ constexpr int kClusterCost = 3;   // what it costs in stages that a cluster adds
 constexpr uint32_t kMost = 115712;  // bytes of shared memory, of which a multiprocessor has twice as many
 constexpr int kPitch = kRows + 4;   // floats from one row of x to the next, of sums
 
-// Where in shared memory things lie, in bytes from a multiple of 1,024 on, with stages of so many bytes. kWarps multiply; behind
-// them is one that copies the weight, and one that copies x.
+// Where in shared memory things lie, in bytes from a multiple of 1,024 on, with stages of so many bytes. kWarps multiply;
+// behind them is one that copies the weight, and one that copies x.
 template <int kOperands, int kTokens, uint32_t kStageBytes, int kWarps>
 struct Room {
   static constexpr int kMultiplying = kWarps * 32, kThreads = kMultiplying + 64;
@@ -142,7 +142,8 @@ class Outputs {
       const float of_up[] = {ups.x, ups.y, ups.z, ups.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        values[k] = device::output_of<T>(p_, values[k], of_up[k], of_row.x, of_row.y, token(i), output(i) + k, kOperands > 1, p_.norm);
+        values[k] = device::output_of<T>(p_, values[k], of_up[k], of_row.x, of_row.y, token(i), output(i) + k, kOperands > 1,
+                                         p_.norm);
         if (p_.residual != nullptr) values[k] += device::to_float(residual_[i].data[k]);
       }
       device::store_floats(static_cast<T*>(p_.y) + static_cast<int64_t>(token(i)) * p_.out + output(i), values);
@@ -165,7 +166,8 @@ class Outputs {
 // Enqueues a kernel of so many stages for each of its tiles, shared out as takes the fewest stages one after the other.
 template <auto kKernel, typename Room, typename Maps>
 cudaError_t launch_shared(int stages, const Maps& maps, const GemvParams& p, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Room::kBytes));
+  const cudaError_t error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Room::kBytes));
   if (error != cudaSuccess) return error;
   // Clusters of so many blocks that are resident at once.
   static const std::array<int, kMostParts + 1> resident = [] {
@@ -180,11 +182,13 @@ cudaError_t launch_shared(int stages, const Maps& maps, const GemvParams& p, cud
   int parts = 1, least = static_cast<int>(device::blocks_for(tiles, resident[1])) * stages;
   for (int more = 2; more <= std::min(kMostParts, stages); ++more) {
     if (resident[more] == 0) continue;
-    const int cost = static_cast<int>(device::blocks_for(tiles, resident[more]) * device::blocks_for(stages, more)) + kClusterCost;
+    const auto stages_of_block = device::blocks_for(tiles, resident[more]) * device::blocks_for(stages, more);
+    const int cost = static_cast<int>(stages_of_block) + kClusterCost;
     if (cost < least) parts = more, least = cost;
   }
   const int blocks = parts > 1 ? tiles * parts : std::min(tiles, resident[1]);
-  return cudaLaunchKernelEx(device::Launch(blocks, Room::kThreads, Room::kBytes, stream, parts).config(), kKernel, maps, p, tiles, stages, parts);
+  const device::Launch launch(blocks, Room::kThreads, Room::kBytes, stream, parts);
+  return cudaLaunchKernelEx(launch.config(), kKernel, maps, p, tiles, stages, parts);
 }
 
 }  // namespace llmc::sm90a

@@ -1,6 +1,6 @@
-// hopper_gemm() of a weight as it lies in memory, of 16 bits or codes of FP8 with x in FP8 too: Hopper's tensor cores read both from
-// shared memory. A stage is 16 KB of the weight: 128 bytes of 64 gates and of their ups, or 256 of 64 rows. Reads the weight
-// once, and x once for each tile, from the cache.
+// hopper_gemm() of a weight as it lies in memory, of 16 bits or codes of FP8 with x in FP8 too: Hopper's tensor cores read both
+// from shared memory. A stage is 16 KB of the weight: 128 bytes of 64 gates and of their ups, or 256 of 64 rows. Reads the
+// weight once, and x once for each tile, from the cache.
 //
 // A norm costs nothing, as in gemv.cu: mean and deviation come from the x that is there for the products.
 #include "../hopper_gemm.cuh"
@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kG
   wait_for_inputs();
   let_next_start();
 
-  constexpr int kVectors = kTokens * 8 / kMultiplying + (kTokens < 16);  // of a line that a thread measures; row thread / 8 + 16 · i
+  constexpr int kVectors = kTokens * 8 / kMultiplying + (kTokens < 16);  // of a line; of row thread / 8 + 16 · i
   float of_x[kVectors][2] = {};
   int slot = 0, parity = 0;
   for (int tile = part.first; tile < part.tiles; tile += part.step) {
@@ -71,7 +71,8 @@ __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kG
           for (int line = 0; line < S::kLines; ++line)
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
-              const auto words = load_shared<4>(room.stage(slot) + S::kXAt + line * S::kXBytes + (thread + i * kMultiplying) * 16);
+              const uint32_t vector = (thread + i * kMultiplying) * 16;
+              const auto words = load_shared<4>(room.stage(slot) + S::kXAt + line * S::kXBytes + vector);
               measure<E>(of_x[i], *reinterpret_cast<const uint4*>(&words));
             }
       if (!kIsExact && (stage - part.begin) % kExactStages == kExactStages - 1) {
@@ -132,7 +133,8 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
       const int column = stage * S::kColumns, row = tile * kRows;
       there.expect(S::kXAt);
       copy_box(to, maps.weights, there, column, row);
-      copy_box(to + S::kWeightBytes, maps.weights, there, kGated ? column : column + S::kColumns / 2, kGated ? p.out + row : row);
+      const int next_column = kGated ? column : column + S::kColumns / 2;
+      copy_box(to + S::kWeightBytes, maps.weights, there, next_column, kGated ? p.out + row : row);
     });
   } else if (threadIdx.x == kMultiplying + 32) {
     wait_for_inputs();  // of which weights are none
@@ -141,7 +143,8 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
       there.expect(S::kLines * S::kXBytes);
 #pragma unroll
       for (int line = 0; line < S::kLines; ++line)
-        copy_box(room.stage(slot) + S::kXAt + line * S::kXBytes, maps.x, there, stage * S::kColumns + line * S::kColumns / S::kLines, 0);
+        copy_box(room.stage(slot) + S::kXAt + line * S::kXBytes, maps.x, there,
+                 stage * S::kColumns + line * S::kColumns / S::kLines, 0);
     });
   }
 #endif
@@ -158,8 +161,8 @@ cudaError_t run(const GemvParams& p, cudaStream_t stream) {
   if (!map(maps.weights, kType, kTurned, p.weight, {in, rows}, kWidth, {kLineBytes / kWidth, kRows}) ||
       !map(maps.x, kType, kTurned, p.x, {in, static_cast<cuuint64_t>(p.rows)}, kWidth, {kLineBytes / kWidth, kTokens}))
     return cudaErrorInvalidValue;
-  return launch_shared<gemm_kernel<T, E, kTokens, kGated>, typename S::In>(static_cast<int>(blocks_for(p.in, S::kColumns)), maps, p,
-                                                                          stream);
+  const int stages = static_cast<int>(blocks_for(p.in, S::kColumns));
+  return launch_shared<gemm_kernel<T, E, kTokens, kGated>, typename S::In>(stages, maps, p, stream);
 }
 
 template <typename T, typename E, int kTokens>
@@ -169,7 +172,9 @@ cudaError_t of_rows(const GemvParams& p, cudaStream_t stream) {
 
 template <typename T, typename E>
 cudaError_t of_weight(const GemvParams& p, cudaStream_t stream) {
-  return p.rows <= 8 ? of_rows<T, E, 8>(p, stream) : p.rows <= 16 ? of_rows<T, E, 16>(p, stream) : of_rows<T, E, 32>(p, stream);
+  return p.rows <= 8    ? of_rows<T, E, 8>(p, stream)
+         : p.rows <= 16 ? of_rows<T, E, 16>(p, stream)
+                        : of_rows<T, E, 32>(p, stream);
 }
 
 template <typename T>
@@ -181,7 +186,6 @@ cudaError_t of_type(const GemvParams& p, cudaStream_t stream) {
 }  // namespace
 
 bool has_hopper_gemm(DType dtype, const GemvParams& p) {
-  const auto lies_at = [](const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; };
   if ((dtype != DType::kFloat16 && dtype != DType::kBFloat16) || p.out % 4 != 0 || !lies_at(p.x, 16) || !lies_at(p.weight, 16) ||
       !lies_at(p.y, 8) || !lies_at(p.residual, 8) || device_property<cudaDevAttrComputeCapabilityMajor>() != 9 ||
       encode() == nullptr)

@@ -1,9 +1,9 @@
-// hopper_gemm() of a weight in codes of 4 bits, in groups of 128 columns or several times as many. A stage has 256 columns of 64
-// rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes a quarter of the columns and
-// half of the rows. Codes become numbers of 16 bits in registers, as the tensor core's first operand; x is its second, as it lies:
-// thread t of four has a quarter of 128 columns of both, since their order does not matter to a sum of products. Codes stand in
-// numbers that are so much more (stand()), and what that comes to is a factor of the sum of x, which the tensor core makes of
-// ones; sums are scaled in float32. Reads the weight once, and x once for each tile, from the cache.
+// hopper_gemm() of a weight in codes of 4 bits, in groups of 128 columns or several times as many. A stage has 256 columns of
+// 64 rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes a quarter of the
+// columns and half of the rows. Codes become numbers of 16 bits in registers, as the tensor core's first operand; x is its
+// second, as it lies: thread t of four has a quarter of 128 columns of both, since their order does not matter to a sum of
+// products. Codes stand in numbers that are so much more (stand()), and what that comes to is a factor of the sum of x, which
+// the tensor core makes of ones; sums are scaled in float32. Reads the weight once, and x once for each tile, from the cache.
 //
 // A norm costs no kernel: the warp that copies x sums up the squares of what is there.
 #include "../hopper_gemm.cuh"
@@ -37,7 +37,8 @@ struct Stage {
   static constexpr int kOperands = kGated ? 2 : 1, kLines = 4, kTiles = kTokens / 8;
   static constexpr int kM = 2 * kOperands;  // tiles of 16 rows that a warp has
   static constexpr uint32_t kXBytes = kTokens * kLineBytes, kXAt = kOperands * kBlockBytes;
-  static constexpr uint32_t kScalesAt = kXAt + kLines * kXBytes, kScaleBytes = 2 * kOperands * kRows * 4;  // [2, kOperands, kRows]
+  static constexpr uint32_t kScalesAt = kXAt + kLines * kXBytes;  // [2, kOperands, kRows]
+  static constexpr uint32_t kScaleBytes = 2 * kOperands * kRows * 4;
   static constexpr uint32_t kNormAt = kScalesAt + kScaleBytes;
   using In = Room<kOperands, kTokens, (kNormAt + kColumns * 4 + 1023) / 1024 * 1024, kWarps>;
 };
@@ -47,8 +48,8 @@ struct Maps {
 };
 
 template <typename T, int kTokens, bool kGated>
-__device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGated>::In& room, const Maps& maps, const GemvParams& p,
-                                             const Part& part) {
+__device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGated>::In& room, const Maps& maps,
+                                             const GemvParams& p, const Part& part) {
   using S = Stage<kTokens, kGated>;
   const int groups = p.in / p.packing.group_size;
   copy_all(room, part, [&](int slot, int tile, int stage) {
@@ -72,11 +73,12 @@ __device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGate
 }
 
 template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
-__device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGated>::In& room, const GemvParams& p, const Part& part) {
+__device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGated>::In& room, const GemvParams& p,
+                                             const Part& part) {
   using S = Stage<kTokens, kGated>;
   const int thread = threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-  const int half = warp % 2, quarter = warp / 4;      // of the columns, and of that half
-  const int first_row = warp / 2 % 2 * 32 + g;        // m % 2 · 16 and h · 8 further
+  const int half = warp % 2, quarter = warp / 4;  // of the columns, and of that half
+  const int first_row = warp / 2 % 2 * 32 + g;    // m % 2 · 16 and h · 8 further
   const int groups = p.in / p.packing.group_size;
   wait_for_inputs();
   let_next_start();
@@ -167,7 +169,8 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
           for (int n = 0; n < S::kTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              total[m][n][2 * h + i] = fmaf(fmaf(lacks, of_x[n][i], sum[n][2 * h + i]), scale, total[m][n][2 * h + i]);
+              total[m][n][2 * h + i] =
+                  fmaf(fmaf(lacks, of_x[n][i], sum[n][2 * h + i]), scale, total[m][n][2 * h + i]);
         }
       }
       __syncwarp();
@@ -220,27 +223,35 @@ __device__ __forceinline__ void copy_x(const typename Stage<kTokens, kGated>::In
     }
     if (lane == 0) room.read(measured_slot).arrive();
     if (++measured_slot == S::In::kStages) measured_slot = 0, measured_parity ^= 1;
-  };
-  wait_for_inputs();
-  int copied = 0;
-  copy_all(room, part, [&] { if (kNorm && copied++ >= S::In::kStages) measure_next(); }, [&](int slot, int, int stage) {
-    const Barrier there = room.there(slot);
-    if (lane > 0) return;
-    there.expect(S::kLines * S::kXBytes);
-#pragma unroll
-    for (int line = 0; line < S::kLines; ++line)
-      copy_box(room.stage(slot) + S::kXAt + line * S::kXBytes, maps.x, there, stage * kColumns + line * kColumns / S::kLines, 0);
-  });
-  if constexpr (kNorm) {
-    while (measured < of_tile) measure_next();
+    if (measured != of_tile) return;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
 #pragma unroll
       for (int mask = 1; mask < 8; mask <<= 1) squares[i] += __shfl_xor_sync(~0u, squares[i], mask);
       if (lane % 8 == 0) room.measured()[lane / 8 + 4 * i] = make_float4(0, squares[i], 0, 0);
     }
-    meet_measuring<false>();
-  }
+    meet_measuring<false>();  // which they wait for at the end of the first tile
+  };
+  if (!kNorm && lane > 0) return;
+  wait_for_inputs();
+  int copied = 0;
+  const auto before = [&] {
+    if constexpr (kNorm) {
+      __syncwarp();  // of a barrier all lanes see each phase
+      if (copied++ >= S::In::kStages) measure_next();
+    }
+  };
+  copy_all(room, part, before, [&](int slot, int, int stage) {
+    if (lane > 0) return;
+    const Barrier there = room.there(slot);
+    there.expect(S::kLines * S::kXBytes);
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line)
+      copy_box(room.stage(slot) + S::kXAt + line * S::kXBytes, maps.x, there,
+               stage * kColumns + line * kColumns / S::kLines, 0);
+  });
+  if constexpr (kNorm)
+    while (measured < of_tile) measure_next();
 }
 
 template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
@@ -275,12 +286,13 @@ template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
 cudaError_t run(const GemvParams& p, cudaStream_t stream) {
   using S = Stage<kTokens, kGated>;
   const auto in = static_cast<cuuint64_t>(p.in), rows = static_cast<cuuint64_t>(S::kOperands) * p.out;
+  constexpr auto kTurned = CU_TENSOR_MAP_SWIZZLE_128B;
   Maps maps;
-  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, {in / 2, rows}, 1, {kCodeBytes, kRows}) ||
-      !map(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, p.x, {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLineBytes / 2, kTokens}))
+  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, kTurned, p.weight, {in / 2, rows}, 1, {kCodeBytes, kRows}) ||
+      !map(maps.x, kMapType<T>, kTurned, p.x, {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLineBytes / 2, kTokens}))
     return cudaErrorInvalidValue;
-  return launch_shared<packed_rows_kernel<T, kTokens, kGated, kNorm, kZeros>, typename S::In>(static_cast<int>(blocks_for(p.in, kColumns)), maps, p,
-                                                                              stream);
+  const int stages = static_cast<int>(blocks_for(p.in, kColumns));
+  return launch_shared<packed_rows_kernel<T, kTokens, kGated, kNorm, kZeros>, typename S::In>(stages, maps, p, stream);
 }
 
 template <typename T, int kTokens, bool kGated, bool kNorm>
@@ -303,7 +315,6 @@ cudaError_t of_rows(const GemvParams& p, cudaStream_t stream) {
 
 bool has_packed_rows_gemm(const GemvParams& p) {
   const int group = p.packing.group_size;
-  const auto lies_at = [](const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; };
   return p.packing.codes == Codes::kFour && p.packing.minimum == nullptr && (group % kHalf == 0 || group == p.in) &&
          p.in % 32 == 0 && p.rows <= kHopperGemmPacked && p.row_sums == nullptr && lies_at(p.packing.scale, 16) &&
          lies_at(p.norm_weight, 16);

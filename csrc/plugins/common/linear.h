@@ -149,8 +149,8 @@ inline void gemm_of_many(const Linear& l, void* workspace, const Context& contex
   }, otherwise);
 }
 
-// By the kernels for few rows, a GEMV where it can serve or Hopper's, or otherwise, which is one for many and what else it needs:
-// whichever is the fastest.
+// By the kernels for few rows, a GEMV where it can serve or Hopper's, or otherwise, which is one for many and what else it
+// needs: whichever is the fastest.
 inline void choose_few(DType dtype, const kernels::GemvParams& p, bool has_gemv, const Context& context,
                        const Gemm::Way& otherwise) {
   const auto kernel = p.x_scale != nullptr                             ? kernels::float8_gemv
