@@ -23,19 +23,32 @@ constexpr int kDecodeKeys = kSteps > 8 ? 128 : 256;  // per part
 constexpr int kStartKeys = 128;   // what beginning and merging a part cost, in positions that are read meanwhile
 
 // How many positions a part should have. Multiprocessors end together where each has as many blocks as the others: the
-// least positions that the busiest one reads, of all numbers of parts that the mean sequence may be divided into.
+// least positions that the busiest one reads, of all numbers of parts that the longest sequence may be divided into. Rows
+// that fill up a captured batch have one position, and count for nothing.
 template <int kKeysOfPart>
 __device__ __forceinline__ int positions_per_part(const AttentionParams& p, int parts, int columns, int processors) {
   const int lane = threadIdx.x % 32;
-  int64_t all = 0;
-  for (int i = lane; i < p.batch; i += 32) all += p.past_lens[i] + 1 - own_from(p, i, p.past_lens[i]);
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) all += __shfl_xor_sync(~0u, all, mask);
-  const int mean = static_cast<int>(all / p.batch), wanted = lane + 1;
-  const int each = (mean + wanted - 1) / wanted, rounds = (columns * wanted + processors - 1) / processors;
-  const bool may = wanted <= min(parts, (mean + kKeysOfPart - 1) / kKeysOfPart);
+  auto length_of = [&](int i) {
+    return i < p.batch ? p.past_lens[i] + 1 - own_from(p, i, p.past_lens[i]) / kKeys * kKeys : 0;
+  };
+  int longest = 0;
+  for (int i = lane; i < p.batch; i += 32) longest = max(longest, length_of(i));
+  longest = __reduce_max_sync(~0u, longest);
+  const int most = min(parts, (longest + kKeysOfPart - 1) / kKeysOfPart);
+  if (most == 1) return longest;
+  const int wanted = lane + 1, each = (longest + wanted - 1) / wanted;
+  const float per_each = 1.f / each;
+  int blocks = 0;
+  for (int first = 0; first < p.batch; first += 32) {
+    const int own = length_of(first + lane);
+    for (int i = 0; i < min(32, p.batch - first); ++i) {
+      const int length = __shfl_sync(~0u, own, i);
+      if (length > 1) blocks += 1 + static_cast<int>((length - 1) * per_each);
+    }
+  }
+  const int rounds = (columns * blocks + processors - 1) / processors;
   const int64_t cost = static_cast<int64_t>(rounds) * (each + kStartKeys) << 32 | each;
-  int64_t least = may ? cost : INT64_MAX;
+  int64_t least = wanted <= most ? cost : INT64_MAX;
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) least = min(least, static_cast<int64_t>(__shfl_xor_sync(~0u, least, mask)));
   return static_cast<int>(least & 0xffffffff);
@@ -109,7 +122,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
   const int seen = own_from(p, sequence, position);
   const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.z;
-  const int each = parts > 1 ? positions_per_part<kDecodeKeys<kSteps>>(p, parts, gridDim.x * p.batch, processors) : count;
+  const int each = parts > 1 ? positions_per_part<kDecodeKeys<kSteps>>(p, parts, gridDim.x, processors) : count;
   const int wanted = min(parts, (count + each - 1) / each);
   const int per_part = (count + wanted * kKeys - 1) / (wanted * kKeys) * kKeys;
   const int used = (count + per_part - 1) / per_part;
