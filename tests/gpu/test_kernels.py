@@ -273,8 +273,8 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
         fields |= {"centred": 1, "epsilon": 1e-5}
         inputs["row_sums"] = dequantized(fields, inputs["weight"], inputs["weight_scale"],
                                          inputs.get("weight_zero"), inputs.get("weight_min")).sum(1)
-    # By a GEMV or Hopper's kernel for few rows; as it is or as numbers. Rows that are normed first have
-    # all of these ways once more.
+    # By a GEMV or Hopper's kernel for few rows; as it is or as numbers. Rows that are normed first
+    # have all of these ways once more.
     firsts = [()]
     if dtype != "float32" and width % 32 == group % 32 == 0:
         firsts = [*itertools.product([True, False], repeat=2)]
@@ -333,8 +333,8 @@ def test_linear_of_activations_in_fp8(extension, name, rows, width, out, group, 
         inputs["norm_weight"] = rng.uniform(0.5, 2, width)
         if "RMS" not in kind:  # else the kernel of few rows norms and rounds them
             inputs["norm_bias"] = rng.uniform(-1, 1, width)
-    # Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, and scaled by that or
-    # behind it; or by the numbers that codes stand for.
+    # Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, and scaled by that
+    # or behind it; or by the numbers that codes stand for.
     firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
     check(extension, plugins.registry()[name], fields, inputs, dtype, firsts, FLOAT8)
 
