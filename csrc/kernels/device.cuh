@@ -40,10 +40,13 @@ struct alignas(sizeof(T) * N) Vec {
 template <typename T>
 constexpr int kVec = 16 / sizeof(T);
 
+// Whether that lies at a multiple of so many bytes.
+inline bool lies_at(const void* from, uintptr_t multiple) { return reinterpret_cast<uintptr_t>(from) % multiple == 0; }
+
 // Whether vectors may be read of rows that are `pitch` elements apart.
 template <typename T, int kWidth = kVec<T>>
 bool lies_in_vectors(const void* rows, int64_t pitch) {
-  return pitch % kWidth == 0 && reinterpret_cast<uintptr_t>(rows) % (kWidth * sizeof(T)) == 0;
+  return pitch % kWidth == 0 && lies_at(rows, kWidth * sizeof(T));
 }
 
 template <typename T, int N>

@@ -331,7 +331,7 @@ bool has_rounding_gemv(const GemvParams& p) {
   const size_t shared = has_long_rows(p) ? shared_of<16, 1, true>(p) : shared_of<8, 2, true>(p), beside = 8192;
   return p.rows <= kRoundedRows && p.in % kColumns == 0 && p.packing.codes == Codes::kFloat8 &&
          p.packing.group_size == p.in && p.row_sums == nullptr &&
-         reinterpret_cast<uintptr_t>(p.norm_weight) % sizeof(Vec<float, 8>) == 0 &&
+         lies_at(p.norm_weight, sizeof(Vec<float, 8>)) &&
          shared + beside <= static_cast<size_t>(device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
 }
 

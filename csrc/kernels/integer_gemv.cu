@@ -493,7 +493,7 @@ cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
 bool has_integer_gemv(const GemvParams& p) {
   const bool four = p.packing.codes == Codes::kFour;
   if ((!four && p.packing.codes != Codes::kEight) || p.rows > kIntegerRows || p.in % 32 != 0 || p.out % 4 != 0 ||
-      reinterpret_cast<uintptr_t>(p.packing.scale) % 16 != 0 || reinterpret_cast<uintptr_t>(p.norm_weight) % 16 != 0)
+      !lies_at(p.packing.scale, 16) || !lies_at(p.norm_weight, 16))
     return false;
   if (p.packing.group_size % (four ? kColumns<Codes::kFour> : kColumns<Codes::kEight>) != 0) return false;
   // Making operands of more rows takes longer than it saves where a block has few tiles, but for long rows.

@@ -518,15 +518,14 @@ template <typename T>
 cudaError_t run_up(const Up<T>& p, int heads, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     const bool whole = p.inner % 8 == 0 && p.columns % 8 == 0 && p.a_token % 8 == 0 && p.a_head % 8 == 0 &&
-                       p.c_token % 2 == 0 && p.c_head % 2 == 0 && reinterpret_cast<uintptr_t>(p.a) % 16 == 0 &&
-                       reinterpret_cast<uintptr_t>(p.b) % 16 == 0 && reinterpret_cast<uintptr_t>(p.c) % 4 == 0;
+                       p.c_token % 2 == 0 && p.c_head % 2 == 0 && lies_at(p.a, 16) && lies_at(p.b, 16) && lies_at(p.c, 4);
     if (whole && p.tokens > 8)
       return launch(up_tiles_kernel<T>, dim3(heads, blocks_for(p.columns, 64), blocks_for(p.tokens, 64)), 128, 0, stream,
                     p);
   }
   constexpr int kEach = sizeof(T) == 2 ? 4 : 2;
   const unsigned tokens = blocks_for(p.tokens, 8);
-  if (p.columns % kEach == 0 && reinterpret_cast<uintptr_t>(p.b) % (sizeof(T) * kEach) == 0)
+  if (p.columns % kEach == 0 && lies_at(p.b, sizeof(T) * kEach))
     return launch(up_kernel<T, kEach>, dim3(heads, blocks_for(p.columns, 32 * kEach), tokens), kWarps * 32, 0, stream, p);
   return launch(up_kernel<T, 1>, dim3(heads, blocks_for(p.columns, 32), tokens), kWarps * 32, 0, stream, p);
 }

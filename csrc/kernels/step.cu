@@ -140,7 +140,7 @@ cudaError_t admit(const AdmitParams& p, cudaStream_t stream) {
 
 cudaError_t transfer(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   if (bytes == 0) return cudaSuccess;
-  if (bytes > kTransferBytes || (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0)
+  if (bytes > kTransferBytes || !lies_at(to, 16) || !lies_at(from, 16))
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
   return launch(transfer_kernel, blocks_for(bytes / 16 + bytes % 16, kTransferThreads), kTransferThreads, 0, stream,
                 static_cast<char*>(to), static_cast<const char*>(from), static_cast<int>(bytes));

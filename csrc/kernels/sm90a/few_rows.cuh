@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 
 #include "../gemv.cuh"
 #include "wgmma.cuh"
@@ -59,7 +58,7 @@ struct Room {
   }
 
   // Until all threads that multiply are here; with parts, those of all blocks of the cluster.
-  __device__ static void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kMultiplying) : "memory"); }
+  __device__ static void meet() { sm90a::meet(1, kMultiplying); }
   __device__ static void meet(int parts) {
     if (parts == 1) return meet();
     device::arrive_at_cluster();
@@ -170,12 +169,9 @@ cudaError_t launch_shared(int stages, const Maps& maps, const GemvParams& p, cud
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Room::kBytes));
   if (error != cudaSuccess) return error;
   // Clusters of so many blocks that are resident at once.
-  static const std::array<int, kMostParts + 1> resident = [] {
-    std::array<int, kMostParts + 1> found{0, kResident * static_cast<int>(device::multiprocessors())};
-    for (int parts = 2; parts <= kMostParts; ++parts) {
-      const device::Launch all(parts, Room::kThreads, Room::kBytes, nullptr, parts);
-      if (cudaOccupancyMaxActiveClusters(&found[parts], kKernel, all.config()) != cudaSuccess) found[parts] = 0;
-    }
+  static const auto resident = [] {
+    auto found = resident_clusters<kMostParts>(kKernel, Room::kThreads, Room::kBytes);
+    found[1] = kResident * static_cast<int>(device::multiprocessors());
     return found;
   }();
   const int tiles = static_cast<int>(device::blocks_for(p.out, kRows));

@@ -73,11 +73,6 @@ struct Place {
   __device__ Barrier x_there(int slot) const { return {base + kBarriersAt + 8 * (2 * kStages + slot)}; }  // as it comes
 };
 
-// Until so many threads are here.
-__device__ __forceinline__ void meet(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // A place in the stages of all tiles, one after the other; the token_tiles of the same rows of the weight follow one another.
 struct Cursor {
   int stage, token_tile, out_tile;
@@ -559,14 +554,7 @@ cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStrea
   const int out_tiles = static_cast<int>(blocks_for(p.out, p.gated ? kOut / 2 : kOut));
   const int tiles = out_tiles * static_cast<int>(blocks_for(p.rows, kTokens));
   const int stages = static_cast<int>(blocks_for(p.in, kColumns<kCodes>));
-  static const std::array<int, kMostParts + 1> clusters = [kernel] {
-    std::array<int, kMostParts + 1> found{};
-    for (int parts = 2; parts <= kMostParts; ++parts) {
-      const Launch all(parts, kThreads<kTokens>, P::kBytes, nullptr, parts);
-      if (cudaOccupancyMaxActiveClusters(&found[parts], kernel, all.config()) != cudaSuccess) found[parts] = 0;
-    }
-    return found;
-  }();
+  static const auto clusters = resident_clusters<kMostParts>(kernel, kThreads<kTokens>, P::kBytes);
   const int places = std::min(static_cast<int>(multiprocessors()), kPackedGemmBlocks);
   const Form form = form_of(clusters, tiles, stages, places);
   const int blocks = form.parts > 1 ? tiles * form.parts : std::min(places, form.divides ? tiles * stages : tiles);

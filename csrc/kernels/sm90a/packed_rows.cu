@@ -25,12 +25,8 @@ constexpr int kUnits = 2;                             // of 8 columns, that a th
 // Has a register keep x, which the compiler would rather make anew for each stage.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// Those that multiply wait for what has been measured.
-template <bool kWaits>
-__device__ __forceinline__ void meet_measuring() {
-  if constexpr (kWaits) asm volatile("bar.sync 2, %0;" ::"n"(kMultiplying + 32) : "memory");
-  else asm volatile("bar.arrive 2, %0;" ::"n"(kMultiplying + 32) : "memory");
-}
+// The barrier at which those that multiply wait for what a warp has measured, and how many they are with it.
+constexpr int kMeasured = 2, kWithMeasuring = kMultiplying + 32;
 
 template <int kTokens, bool kGated>
 struct Stage {
@@ -193,7 +189,7 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
             }
       if (turn < 3) room.meet();
     }
-    if (kNorm && tile == part.first) meet_measuring<true>();
+    if (kNorm && tile == part.first) meet(kMeasured, kWithMeasuring);
     room.meet(part.parts);
     outputs.finish(room.sums(), room.measured());
   }
@@ -230,7 +226,7 @@ __device__ __forceinline__ void copy_x(const typename Stage<kTokens, kGated>::In
       for (int mask = 1; mask < 8; mask <<= 1) squares[i] += __shfl_xor_sync(~0u, squares[i], mask);
       if (lane % 8 == 0) room.measured()[lane / 8 + 4 * i] = make_float4(0, squares[i], 0, 0);
     }
-    meet_measuring<false>();  // which they wait for at the end of the first tile
+    arrive_at(kMeasured, kWithMeasuring);
   };
   if (!kNorm && lane > 0) return;
   wait_for_inputs();

@@ -61,13 +61,6 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
-__device__ __forceinline__ void sync_groups(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kGroups * 128) : "memory");
-}
-__device__ __forceinline__ void arrive_at(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kGroups * 128) : "memory");
-}
-
 // kRunKeys is a power of two, and blocks of as many positions or fewer lie one behind the other in a box of so many.
 template <int kRunKeys, int kDim, int kKeys>
 __device__ __forceinline__ void copy_all(const Place<kDim, kKeys>& place, const Maps& maps,
@@ -201,7 +194,7 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
 
   // A warpgroup's turn at the tensor cores is its barrier, the first one's first.
   const int mine = 1 + warpgroup, others = 2 - warpgroup;
-  if (warpgroup == 1 && work.tiles > 1) arrive_at(others);
+  if (warpgroup == 1 && work.tiles > 1) arrive_at(others, kGroups * 128);
   float old[2];
   place.queries_there().wait(0);
   place.keys_there(0).wait(0);
@@ -213,13 +206,13 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
   keep_weights();
   auto turn = [&](int i, auto masked) {
     place.keys_there(i % kStages).wait(i / kStages & 1);
-    sync_groups(mine);
+    meet(mine, kGroups * 128);
     begin_products();
     score_tile(i);
     place.values_there((i - 1) % kStages).wait((i - 1) / kStages & 1);
     begin_products();
     weigh_values(i - 1);
-    if (warpgroup == 0 || i + 1 < work.tiles) arrive_at(others);
+    if (warpgroup == 0 || i + 1 < work.tiles) arrive_at(others, kGroups * 128);
     wait_for_products<1>();
     release(place.keys_read(i % kStages));
     soften(i, old, masked);

@@ -5,6 +5,8 @@
 
 #include <cuda.h>
 
+#include <array>
+
 #include "../cluster.cuh"
 
 namespace llmc::sm90a {
@@ -47,8 +49,27 @@ __device__ __forceinline__ void copy_bytes(uint32_t target, const void* from, ui
                ::"r"(target), "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
 }
 
+// A barrier of a block's, by its number: until so many threads are here; and to be one of these, and go on.
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_at(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // What this thread has written to shared memory, for the tensor core to see.
 __device__ __forceinline__ void let_products_see() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Clusters of so many blocks of a kernel, from two on, that are resident at once; of fewer 0.
+template <size_t kMost, typename Kernel>
+std::array<int, kMost + 1> resident_clusters(Kernel kernel, int threads, uint32_t bytes) {
+  std::array<int, kMost + 1> found{};
+  for (size_t blocks = 2; blocks <= kMost; ++blocks) {
+    const device::Launch all(blocks, threads, bytes, nullptr, blocks);
+    if (cudaOccupancyMaxActiveClusters(&found[blocks], kernel, all.config()) != cudaSuccess) found[blocks] = 0;
+  }
+  return found;
+}
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
@@ -97,8 +118,9 @@ __device__ __forceinline__ void wait_for_products() {
 
 // Products of a warpgroup. Of c [64, N] thread t holds c[4 j + 2 r + i], which is row t / 32 · 16 + t % 32 / 4 + 8 r,
 // column 8 j + t % 4 · 2 + i. of_shared: c = a · bᵀ, or c += where it adds; a [64, 16] and b [N, 16] in shared memory,
-// both by rows, and of FP8 [64, 32] and [N, 32]. of_registers: c += a · b; of a [64, 16] a thread holds what it holds of 16 columns of a c, in pairs (of
-// row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns, or [N, 16] by rows.
+// both by rows, and of FP8 [64, 32] and [N, 32]. of_registers: c += a · b; of a [64, 16] a thread holds what it holds of 16
+// columns of a c, in pairs (of row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns, or
+// [N, 16] by rows.
 template <typename T, int N>
 struct Product;
 
@@ -195,6 +217,5 @@ PRODUCTS(256, "%128", "%129", "%130", "%131", "%132", "%133")
 FLOAT8_PRODUCT(8, "%4", "%5", "%6")
 FLOAT8_PRODUCT(16, "%8", "%9", "%10")
 FLOAT8_PRODUCT(32, "%16", "%17", "%18")
-FLOAT8_PRODUCT(64, "%32", "%33", "%34")
 
 }  // namespace llmc::sm90a

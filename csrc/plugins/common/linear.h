@@ -153,9 +153,8 @@ inline void gemm_of_many(const Linear& l, void* workspace, const Context& contex
 // needs: whichever is the fastest.
 inline void choose_few(DType dtype, const kernels::GemvParams& p, bool has_gemv, const Context& context,
                        const Gemm::Way& otherwise) {
-  const auto kernel = p.x_scale != nullptr                             ? kernels::float8_gemv
-                      : p.packing.codes == kernels::Codes::kNone ? kernels::gemv
-                                                                 : kernels::packed_gemv;
+  auto* kernel = p.packing.codes == kernels::Codes::kNone ? kernels::gemv : kernels::packed_gemv;
+  if (p.x_scale != nullptr) kernel = kernels::float8_gemv;
   const bool on_hopper = kernels::has_hopper_gemm(dtype, p);
   const auto gemv = [&] { check(kernel(dtype, p, context.stream), "a GEMV"); };
   const auto gemm = [&] { check(kernels::hopper_gemm(dtype, p, context.stream), "a GEMM of few rows"); };

@@ -144,7 +144,8 @@ class Gemm {
   void decide(const std::vector<bool>& firsts) { decided_ = {firsts.begin(), firsts.end()}; }
 
  private:
-  // That a kernel for few rows begins to read weights before the kernel ahead has ended does not show where it is timed alone.
+  // Of the time of a kernel for few rows, what cuBLASLt must at least save: that a kernel begins to read weights before the
+  // kernel ahead has ended does not show where it is timed alone.
   static constexpr float kSaved = 0.08f;
 
   struct Plan;
