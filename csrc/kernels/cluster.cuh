@@ -58,6 +58,12 @@ __device__ __forceinline__ int cluster_rank() {
   HOPPER_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// Which of all clusters this one is.
+__device__ __forceinline__ int cluster_place() {
+  int place = 0;
+  HOPPER_ASM("mov.u32 %0, %%clusterid.x;" : "=r"(place));
+  return place;
+}
 
 // All threads of all its blocks arrive, and wait until all have. What they wrote before is there then; `arrive_only` says
 // nothing of memory.

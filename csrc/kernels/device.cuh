@@ -166,13 +166,37 @@ __device__ __forceinline__ float activate(float x, Activation kind) {
     case Activation::kGelu: return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
     case Activation::kGeluTanh:
       return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    case Activation::kSilu: return x / (1.f + __expf(-x));
+    case Activation::kSilu: return __fdividef(x, 1.f + __expf(-x));
     case Activation::kQuickGelu: return x / (1.f + __expf(-1.702f * x));
     case Activation::kTanh: return tanhf(x);
     case Activation::kSigmoid: return 1.f / (1.f + __expf(-x));
     case Activation::kSoftplus: return softplus(x);
   }
   return x;
+}
+
+template <Activation kKind, int N>
+__device__ __forceinline__ void activate_by(float (&x)[N]) {
+#pragma unroll
+  for (float& one : x) one = activate(one, kKind);
+}
+
+// The same of several, with one branch for all; what most models have without the table of a switch.
+template <int N>
+__device__ __forceinline__ void activate(float (&x)[N], Activation kind) {
+  if (kind == Activation::kNone) return;
+  if (kind == Activation::kSilu) return activate_by<Activation::kSilu>(x);
+  switch (kind) {
+    case Activation::kNone: case Activation::kSilu: return;
+    case Activation::kRelu: return activate_by<Activation::kRelu>(x);
+    case Activation::kRelu2: return activate_by<Activation::kRelu2>(x);
+    case Activation::kGelu: return activate_by<Activation::kGelu>(x);
+    case Activation::kGeluTanh: return activate_by<Activation::kGeluTanh>(x);
+    case Activation::kQuickGelu: return activate_by<Activation::kQuickGelu>(x);
+    case Activation::kTanh: return activate_by<Activation::kTanh>(x);
+    case Activation::kSigmoid: return activate_by<Activation::kSigmoid>(x);
+    case Activation::kSoftplus: return activate_by<Activation::kSoftplus>(x);
+  }
 }
 
 // Programmatic dependent launch: a kernel may begin while the one before it runs. Every kernel calls

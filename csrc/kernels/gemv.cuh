@@ -56,13 +56,13 @@ __host__ __device__ constexpr int chunks_of(int in) {
 // the same weights half a step further.
 enum class Tile { kWide, kGated, kNarrow };
 
-// What becomes of the sums of an output, and of its up where `gated`; total and squares are those of the row of x, for a norm.
+// What the sums of an output come to, and of its up where `gated`; mean and mean square are those of the row of x, for a norm.
 template <typename T>
-__device__ __forceinline__ float output_of(const GemvParams& p, float value, float up, float total, float squares, int row,
-                                           int output, bool gated, bool norm) {
+__device__ __forceinline__ void scale_output(const GemvParams& p, float& value, float& up, float mean, float square, int row,
+                                             int output, bool gated, bool norm) {
   if (norm) {
-    const float mean = p.row_sums != nullptr ? total / p.in : 0.f;
-    const float scale = rsqrtf(fmaxf(squares / p.in - mean * mean, 0.f) + p.epsilon);
+    if (p.row_sums == nullptr) mean = 0;
+    const float scale = rsqrtf(fmaxf(square - mean * mean, 0.f) + p.epsilon);
     if (p.row_sums != nullptr) {
       value -= mean * p.row_sums[output];
       if (gated) up -= mean * p.row_sums[p.out + output];
@@ -78,6 +78,14 @@ __device__ __forceinline__ float output_of(const GemvParams& p, float value, flo
     value += to_float(static_cast<const T*>(p.bias)[output]);
     if (gated) up += to_float(static_cast<const T*>(p.bias)[p.out + output]);
   }
+}
+
+// What becomes of them; total and squares are those of the row of x.
+template <typename T>
+__device__ __forceinline__ float output_of(const GemvParams& p, float value, float up, float total, float squares, int row,
+                                           int output, bool gated, bool norm) {
+  const float per_column = 1.f / p.in;
+  scale_output<T>(p, value, up, total * per_column, squares * per_column, row, output, gated, norm);
   value = activate(value, p.activation);
   return gated ? value * up : value;
 }

@@ -24,6 +24,7 @@ constexpr int kMostParts = 4;     // of a tile, in a cluster: larger ones wait f
 constexpr int kClusterCost = 3;   // what it costs in stages that a cluster adds up its parts
 constexpr uint32_t kMost = 115712;  // bytes of shared memory, of which a multiprocessor has twice as many
 constexpr int kPitch = kRows + 4;   // floats from one row of x to the next, of sums
+constexpr int kBegun = 3;           // a barrier's number
 
 // Where in shared memory things lie, in bytes from a multiple of 1,024 on, with stages of so many bytes. kWarps multiply;
 // behind them is one that copies the weight, and one that copies x.
@@ -48,15 +49,20 @@ struct Room {
   __device__ Barrier there(int slot) const { return {base + kBarriersAt + 8 * slot}; }
   __device__ Barrier read(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
 
-  // By one thread, before all meet: two arrive where a stage is there, and a lane of each warp that has read it.
-  __device__ void init(int readers = kWarps) const {
+  // By one thread, before any other uses them: two arrive where a stage is there, and a lane of each warp that has read it.
+  __device__ void init() const {
     for (int slot = 0; slot < kStages; ++slot) {
       there(slot).init(2);
-      read(slot).init(readers);
+      read(slot).init(kWarps);
     }
     device::let_copies_see_barriers();
   }
 
+  // Until there are barriers; the warp that made them goes on, and so do its copies.
+  __device__ static void begin(bool has_made_them) {
+    if (has_made_them) arrive_at(kBegun, kThreads);
+    else sm90a::meet(kBegun, kThreads);
+  }
   // Until all threads that multiply are here; with parts, those of all blocks of the cluster.
   __device__ static void meet() { sm90a::meet(1, kMultiplying); }
   __device__ static void meet(int parts) {
@@ -79,87 +85,99 @@ struct Part {
   int rank, parts;
 
   __device__ Part(int tiles, int stages, int parts) : tiles(tiles), parts(parts) {
-    const int block = blockIdx.x;
-    rank = parts > 1 ? block % parts : 0, first = parts > 1 ? block / parts : block;
+    static_assert(kMostParts == 4);
+    const auto share = [&](int ranks) {  // a division by what the compiler does not know is 0.1 us
+      const int all = stages * ranks;
+      return parts == 1 ? all : parts == 2 ? all / 2 : parts == 3 ? all / 3 : all / 4;
+    };
+    rank = parts > 1 ? device::cluster_rank() : 0, first = parts > 1 ? device::cluster_place() : blockIdx.x;
     step = parts > 1 ? tiles : gridDim.x;
-    begin = stages * rank / parts, end = stages * (rank + 1) / parts;
+    begin = share(rank), end = share(rank + 1);
   }
 };
 
-// A block's copies, one stage after the other, as places for them come free; and what is done before one is waited for.
-template <typename Room, typename Before, typename Copy>
-__device__ __forceinline__ void copy_all(const Room& room, const Part& part, Before&& before, Copy&& copy) {
+// A block's copies, one stage after the other, as places for them come free.
+template <typename Room, typename Copy>
+__device__ __forceinline__ void copy_all(const Room& room, const Part& part, Copy&& copy) {
   int slot = 0, parity = 1;  // of an unused place the phase before the first has ended
   for (int tile = part.first; tile < part.tiles; tile += part.step)
+#pragma unroll 1
     for (int stage = part.begin; stage < part.end; ++stage) {
-      before();
       room.read(slot).wait(parity);
       copy(slot, tile, stage);
       if (++slot == Room::kStages) slot = 0, parity ^= 1;
     }
 }
 
-template <typename Room, typename Copy>
-__device__ __forceinline__ void copy_all(const Room& room, const Part& part, Copy&& copy) {
-  copy_all(room, part, [] {}, copy);
-}
-
-// A block's share of a tile's outputs. Four outputs of a row of x are a thread's at once.
+// A block's share of a tile's outputs. Four outputs of a row of x are a thread's at once, and its turns one loop: code that runs
+// once a kernel is fetched when it runs, so there is little.
 template <typename T, int kOperands, int kTokens, int kMultiplying>
 class Outputs {
  public:
-  // Reads the residual, while there is time.
+  // Has at hand what sums are multiplied by and added to, while there is time.
   __device__ Outputs(const GemvParams& p, const Part& part, int tile) : p_(p), part_(part), first_(tile * kRows) {
     const int share = (p.rows * kFours + part.parts - 1) / part.parts;
     begin_ = part.rank * share + threadIdx.x, end_ = min(p.rows * kFours, (part.rank + 1) * share);
+    for_each([&](int token, int output) {
+      if (p.residual != nullptr) device::bring(static_cast<const T*>(p.residual) + static_cast<int64_t>(token) * p.out + output);
+      if (p.x_scale == nullptr) return;
+      device::bring(p.x_scale + token);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i)
-      if (p.residual != nullptr && has(i))
-        residual_[i] = load<T, 4>(static_cast<const T*>(p.residual) + static_cast<int64_t>(token(i)) * p.out + output(i));
+      for (int m = 0; m < kOperands; ++m) device::bring(p.packing.scale + m * p.out + output);
+    });
   }
 
   // From the sums that all blocks of the cluster have where this one has them, and what they have measured; to y.
   __device__ void finish(const float* sums, const float4* measured) const {
+    for_each([&](int token, int output) {
+      const float* from = sums + token * kPitch + output - first_;
+      // What other blocks have takes a while, so all of it is asked for at once.
+      const auto added_up = [&](const float* from) {
+        if (part_.parts == 1) return *reinterpret_cast<const float4*>(from);
+        float4 of[kMostParts], all{};
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (!has(i)) continue;
-      const float* from = sums + token(i) * kPitch + output(i) - first_;
-      float4 whole{}, ups{}, of_row{};
-      auto add = [](float4& to, const float4& more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; };
-      auto add_all = [&](auto&& read) {
-        add(whole, read(from));
-        if (kOperands > 1) add(ups, read(from + kTokens * kPitch));
-        if (p_.norm) add(of_row, read(reinterpret_cast<const float*>(measured + token(i))));
+        for (int other = 0; other < kMostParts; ++other) of[other] = device::load_from_rank(from, min(other, part_.parts - 1));
+#pragma unroll
+        for (int other = 0; other < kMostParts; ++other)
+          if (other < part_.parts) all.x += of[other].x, all.y += of[other].y, all.z += of[other].z, all.w += of[other].w;
+        return all;
       };
-      if (part_.parts == 1)
-        add_all([](const float* from) { return *reinterpret_cast<const float4*>(from); });
-      else
-#pragma unroll 4
-        for (int other = 0; other < part_.parts; ++other)
-          add_all([&](const float* from) { return device::load_from_rank(from, other); });
-      float values[] = {whole.x, whole.y, whole.z, whole.w};
-      const float of_up[] = {ups.x, ups.y, ups.z, ups.w};
+      const float4 whole = added_up(from), ups = kOperands > 1 ? added_up(from + kTokens * kPitch) : float4{};
+      const float4 of_row = p_.norm ? added_up(reinterpret_cast<const float*>(measured + token)) : float4{};
+      float values[] = {whole.x, whole.y, whole.z, whole.w}, of_up[] = {ups.x, ups.y, ups.z, ups.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        device::scale_output<T>(p_, values[k], of_up[k], of_row.x * per_column_, of_row.y * per_column_, token, output + k,
+                                kOperands > 1, p_.norm);
+      device::activate(values, p_.activation);
+      const int64_t place = static_cast<int64_t>(token) * p_.out + output;
+      Vec<T, 4> residual;
+      if (p_.residual != nullptr) residual = load<T, 4>(static_cast<const T*>(p_.residual) + place);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        values[k] = device::output_of<T>(p_, values[k], of_up[k], of_row.x, of_row.y, token(i), output(i) + k, kOperands > 1,
-                                         p_.norm);
-        if (p_.residual != nullptr) values[k] += device::to_float(residual_[i].data[k]);
+        if (kOperands > 1) values[k] *= of_up[k];
+        if (p_.residual != nullptr) values[k] += device::to_float(residual.data[k]);
       }
-      device::store_floats(static_cast<T*>(p_.y) + static_cast<int64_t>(token(i)) * p_.out + output(i), values);
-    }
+      device::store_floats(static_cast<T*>(p_.y) + place, values);
+    });
   }
 
  private:
-  static constexpr int kFours = kRows / 4, kOwn = (kTokens * kFours + kMultiplying - 1) / kMultiplying;
+  static constexpr int kFours = kRows / 4;
 
-  __device__ int token(int i) const { return (begin_ + i * kMultiplying) / kFours; }
-  __device__ int output(int i) const { return first_ + (begin_ + i * kMultiplying) % kFours * 4; }
-  __device__ bool has(int i) const { return begin_ + i * kMultiplying < end_ && output(i) < p_.out; }
+  template <typename F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+#pragma unroll 1
+    for (int i = begin_; i < end_; i += kMultiplying) {
+      const int output = first_ + i % kFours * 4;
+      if (output < p_.out) f(i / kFours, output);
+    }
+  }
 
   const GemvParams& p_;
   const Part& part_;
   int first_, begin_, end_;
-  Vec<T, 4> residual_[kOwn];
+  float per_column_ = 1.f / p_.in;
 };
 
 // Enqueues a kernel of so many stages for each of its tiles, shared out as takes the fewest stages one after the other.

@@ -119,11 +119,9 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
   extern __shared__ uint8_t raw[];
   const typename S::In room{raw + (-shared_address(raw) & 1023)};
   const Part part(tiles, stages, parts);
-  if (threadIdx.x == kMultiplying) {
-    fetch_map(maps.weights), fetch_map(maps.x);
-    room.init();
-  }
-  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == kMultiplying) room.init();
+  S::In::begin(warp == kWarps);
   if (threadIdx.x < kMultiplying) {
     multiply_all<T, E, kTokens, kGated>(room, p, part);
   } else if (threadIdx.x == kMultiplying) {
@@ -132,9 +130,8 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
       const uint32_t to = room.stage(slot);
       const int column = stage * S::kColumns, row = tile * kRows;
       there.expect(S::kXAt);
-      copy_box(to, maps.weights, there, column, row);
-      const int next_column = kGated ? column : column + S::kColumns / 2;
-      copy_box(to + S::kWeightBytes, maps.weights, there, next_column, kGated ? p.out + row : row);
+      copy_box(to, maps.weights, there, column, row, 0);
+      if (!kGated) copy_box(to + S::kWeightBytes, maps.weights, there, column + S::kColumns / 2, row, 0);
     });
   } else if (threadIdx.x == kMultiplying + 32) {
     wait_for_inputs();  // of which weights are none
@@ -156,9 +153,9 @@ cudaError_t run(const GemvParams& p, cudaStream_t stream) {
   constexpr int kWidth = sizeof(E);
   constexpr auto kType = kWidth == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : kMapType<T>;
   constexpr auto kTurned = CU_TENSOR_MAP_SWIZZLE_128B;
-  const auto in = static_cast<cuuint64_t>(p.in), rows = static_cast<cuuint64_t>(S::kOperands) * p.out;
+  const auto in = static_cast<cuuint64_t>(p.in), out = static_cast<cuuint64_t>(p.out);
   Maps maps;
-  if (!map(maps.weights, kType, kTurned, p.weight, {in, rows}, kWidth, {kLineBytes / kWidth, kRows}) ||
+  if (!map(maps.weights, kType, kTurned, p.weight, {in, out, S::kOperands}, kWidth, {kLineBytes / kWidth, kRows, S::kOperands}) ||
       !map(maps.x, kType, kTurned, p.x, {in, static_cast<cuuint64_t>(p.rows)}, kWidth, {kLineBytes / kWidth, kTokens}))
     return cudaErrorInvalidValue;
   const int stages = static_cast<int>(blocks_for(p.in, S::kColumns));

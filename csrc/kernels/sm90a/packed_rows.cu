@@ -1,11 +1,11 @@
-// hopper_gemm() of a weight in codes of 4 bits, in groups of 128 columns or several times as many. A stage has 256 columns of
-// 64 rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes a quarter of the
-// columns and half of the rows. Codes become numbers of 16 bits in registers, as the tensor core's first operand; x is its
+// hopper_gemm() of a weight in codes of 4 bits, in groups of 128 columns, several times 256, or whole rows. A stage has 256
+// columns of 64 rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes a quarter of
+// the columns and half of the rows. Codes become numbers of 16 bits in registers, as the tensor core's first operand; x is its
 // second, as it lies: thread t of four has a quarter of 128 columns of both, since their order does not matter to a sum of
 // products. Codes stand in numbers that are so much more (stand()), and what that comes to is a factor of the sum of x, which
 // the tensor core makes of ones; sums are scaled in float32. Reads the weight once, and x once for each tile, from the cache.
 //
-// A norm costs no kernel: the warp that copies x sums up the squares of what is there.
+// A norm costs no kernel: the tensor core makes squares of x, as products of x with itself, of which the diagonal is taken.
 #include "../hopper_gemm.cuh"
 #include "../packed.cuh"
 #include "few_rows.cuh"
@@ -25,9 +25,6 @@ constexpr int kUnits = 2;                             // of 8 columns, that a th
 // Has a register keep x, which the compiler would rather make anew for each stage.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// The barrier at which those that multiply wait for what a warp has measured, and how many they are with it.
-constexpr int kMeasured = 2, kWithMeasuring = kMultiplying + 32;
-
 template <int kTokens, bool kGated>
 struct Stage {
   static constexpr int kOperands = kGated ? 2 : 1, kLines = 4, kTiles = kTokens / 8;
@@ -40,31 +37,39 @@ struct Stage {
 };
 
 struct Maps {
-  CUtensorMap weights, x;
+  CUtensorMap weights, x, scales, norm;
+};
+
+// Groups of a half stage, or of so many whole ones.
+struct Groups {
+  bool halves;
+  int stages;
+
+  __host__ __device__ explicit Groups(const GemvParams& p)
+      : halves(p.packing.group_size == kHalf), stages((p.packing.group_size + kColumns - 1) / kColumns) {}
+
+  __device__ int of(int stage, int half) const { return halves ? 2 * stage + half : stage / stages; }
 };
 
 template <typename T, int kTokens, bool kGated>
 __device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGated>::In& room, const Maps& maps,
                                              const GemvParams& p, const Part& part) {
   using S = Stage<kTokens, kGated>;
-  const int groups = p.in / p.packing.group_size;
+  const Groups groups(p);
+  const bool normed = p.norm_weight != nullptr;
+  const uint32_t bytes = S::kXAt + (groups.halves ? 2 : 1) * S::kOperands * kRows * 4 + (normed ? kColumns * 4 : 0);
+  int group = 0, left = 0;
   copy_all(room, part, [&](int slot, int tile, int stage) {
     const Barrier there = room.there(slot);
     const uint32_t to = room.stage(slot);
-    const int first = tile * kRows, rows = min(kRows, p.out - first), column = stage * kColumns;
-    const int normed = p.norm_weight != nullptr ? min(kColumns, p.in - column) : 0;
-    there.expect(S::kXAt + 4 * (2 * S::kOperands * rows + normed));
-#pragma unroll
-    for (int m = 0; m < S::kOperands; ++m) {
-      copy_box(to + m * kBlockBytes, maps.weights, there, column / 2, m * p.out + first);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int group = min((column + half * kHalf) / p.packing.group_size, groups - 1);
-        copy_bytes(to + S::kScalesAt + (half * S::kOperands + m) * kRows * 4,
-                   p.packing.scale + (static_cast<int64_t>(group) * S::kOperands + m) * p.out + first, 4 * rows, there);
-      }
-    }
-    if (normed > 0) copy_bytes(to + S::kNormAt, p.norm_weight + column, 4 * normed, there);
+    const int row = tile * kRows;
+    there.expect(bytes);
+    copy_box(to, maps.weights, there, stage * kCodeBytes, row, 0);
+    if (stage == part.begin) group = groups.of(stage, 0), left = groups.stages - stage % groups.stages;
+    copy_box(to + S::kScalesAt, maps.scales, there, row, 0, group);
+    if (normed) copy_box(to + S::kNormAt, maps.norm, there, stage * kColumns, 0);
+    if (groups.halves) group += 2;
+    else if (--left == 0) ++group, left = groups.stages;
   });
 }
 
@@ -74,37 +79,43 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
   using S = Stage<kTokens, kGated>;
   const int thread = threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   const int half = warp % 2, quarter = warp / 4;  // of the columns, and of that half
-  const int first_row = warp / 2 % 2 * 32 + g;    // m % 2 · 16 and h · 8 further
-  const int groups = p.in / p.packing.group_size;
+  const int turned = g % 4 * 2 + g / 4;           // a row of eight: those that a half of the warp reads share no bank
+  const int first_row = warp / 2 % 2 * 32 + turned;  // m % 2 · 16 and h · 8 further
+  const Groups groups(p);
+  const int all_groups = p.in / p.packing.group_size;
   wait_for_inputs();
   let_next_start();
 
   // Where in a stage things lie, kept in registers; copies turn vectors. Threads 2 and 3 have the other units of x: no two lanes
   // share a bank.
   const int units = 2 * (quarter ^ t / 2);  // of four
-  uint32_t codes_at = first_row * kCodeBytes + 16 * ((4 * half + t) ^ g) + 4 * units;
+  uint32_t codes_at = first_row * kCodeBytes + 16 * ((4 * half + t) ^ turned) + 4 * units;
   uint32_t x_at[kUnits];
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit)
     x_at[unit] = S::kXAt + (2 * half + t / 2) * S::kXBytes + g * kLineBytes + 16 * ((t % 2 * 4 + units + unit) ^ g);
-  uint32_t scales_at = S::kScalesAt + (half * S::kOperands * kRows + first_row) * 4;
+  uint32_t scales_at = S::kScalesAt + (groups.halves * half * S::kOperands * kRows + first_row) * 4;
   uint32_t norm_at = S::kNormAt + (half * kHalf + 32 * t + 8 * units) * 4;
   uint32_t at = room.stage(0), slot = 0, parity = 0;
   keep(codes_at), keep(x_at[0]), keep(x_at[1]), keep(scales_at), keep(norm_at), keep(at);
-  const uint32_t one = pack<T>(1.f, 1.f), ones[4] = {one, one, one, one};
+  uint32_t one = pack<T>(1.f, 1.f);
+  keep(one);
+  const uint32_t ones[4] = {one, one, one, one};
+  float squares[S::kTiles][4] = {};  // of rows g and g + 8 of x, among products with others
   for (int tile = part.first; tile < part.tiles; tile += part.step) {
     float total[S::kM][S::kTiles][4] = {};
+    const bool measures = kNorm && tile == part.first && first_row < kRows / 2;
     const Outputs<T, S::kOperands, kTokens, kMultiplying> outputs(p, part, tile);
     for (int stage = part.begin; stage < part.end; ++stage) {
       float zero[kZeros ? S::kM : 1][2] = {};
       if constexpr (kZeros) {
-        const int group = min((stage * kColumns + half * kHalf) / p.packing.group_size, groups - 1);
+        const int group = min(groups.of(stage, half), all_groups - 1);
 #pragma unroll
         for (int m = 0; m < S::kM; ++m)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int row = min(tile * kRows + first_row + m % 2 * 16 + 8 * h, p.out - 1);
-            zero[m][h] = zero_of<Codes::kFour>(p.packing, m / 2 * p.out + row, group, groups);
+            zero[m][h] = zero_of<Codes::kFour>(p.packing, m / 2 * p.out + row, group, all_groups);
           }
       }
       room.there(slot).wait(parity);
@@ -115,6 +126,17 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
 #pragma unroll
         for (int n = 0; n < S::kTiles; ++n) x[unit][n] = load_shared<4>(at + x_at[unit] + n * 8 * kLineBytes);
       if constexpr (kNorm) {
+        if (measures)
+#pragma unroll
+          for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+            for (int k = 0; k < 4; k += 2) {
+              uint32_t a[4] = {};
+#pragma unroll
+              for (int n = 0; n < S::kTiles; ++n) a[n] = x[unit][n].data[k], a[2 + n] = x[unit][n].data[k + 1];
+#pragma unroll
+              for (int n = 0; n < S::kTiles; ++n) multiply<T>(squares[n], a, x[unit][n].data[k], x[unit][n].data[k + 1]);
+            }
         if (p.norm_weight != nullptr)
 #pragma unroll
           for (int unit = 0; unit < kUnits; ++unit)
@@ -175,9 +197,16 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
       if (++slot == S::In::kStages) slot = 0, parity ^= 1, at = room.stage(0);
     }
     if (part.parts == 1) room.meet();  // sums may still be read
-#pragma unroll
+#pragma unroll 1
     for (int turn = 0; turn < 4; ++turn) {  // in the order of the columns
-      if (turn == half * 2 + quarter)
+      if (turn == half * 2 + quarter) {
+        if (measures && t == g / 2)
+#pragma unroll
+          for (int n = 0; n < S::kTiles; ++n) {
+            float4& of_row = room.measured()[8 * n + g];
+            const float own = g % 2 == 0 ? squares[n][2 * n] : squares[n][2 * n + 1];
+            of_row = make_float4(0, turn == 0 ? own : of_row.y + own, 0, 0);
+          }
 #pragma unroll
         for (int m = 0; m < S::kM; ++m)
 #pragma unroll
@@ -187,67 +216,13 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
               float& sum = room.sums()[(m / 2 * kTokens + 8 * n + 2 * t + i % 2) * kPitch + first_row + m % 2 * 16 + i / 2 * 8];
               sum = turn == 0 ? total[m][n][i] : sum + total[m][n][i];
             }
+      }
       if (turn < 3) room.meet();
     }
-    if (kNorm && tile == part.first) meet(kMeasured, kWithMeasuring);
     room.meet(part.parts);
     outputs.finish(room.sums(), room.measured());
   }
   room.leave(part.parts);
-}
-
-// By a warp: copies x, and with a norm measures what is there, before a place's next stage comes.
-template <typename T, int kTokens, bool kGated, bool kNorm>
-__device__ __forceinline__ void copy_x(const typename Stage<kTokens, kGated>::In& room, const Maps& maps, const Part& part) {
-  using S = Stage<kTokens, kGated>;
-  const int lane = threadIdx.x % 32, of_tile = part.end - part.begin;
-  float squares[kTokens / 4] = {};  // of row lane / 8 + 4 · i
-  int measured = 0, measured_slot = 0, measured_parity = 0;
-  auto measure_next = [&] {
-    if (measured++ < of_tile) {
-      room.there(measured_slot).wait(measured_parity);
-#pragma unroll
-      for (int line = 0; line < S::kLines; ++line)
-#pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i) {
-          const auto words = load_shared<4>(room.stage(measured_slot) + S::kXAt + line * S::kXBytes + i * 512 + lane * 16);
-          float of[2] = {};
-          measure<T>(of, *reinterpret_cast<const uint4*>(&words));
-          squares[i] += of[1];
-        }
-      __syncwarp();
-    }
-    if (lane == 0) room.read(measured_slot).arrive();
-    if (++measured_slot == S::In::kStages) measured_slot = 0, measured_parity ^= 1;
-    if (measured != of_tile) return;
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-#pragma unroll
-      for (int mask = 1; mask < 8; mask <<= 1) squares[i] += __shfl_xor_sync(~0u, squares[i], mask);
-      if (lane % 8 == 0) room.measured()[lane / 8 + 4 * i] = make_float4(0, squares[i], 0, 0);
-    }
-    arrive_at(kMeasured, kWithMeasuring);
-  };
-  if (!kNorm && lane > 0) return;
-  wait_for_inputs();
-  int copied = 0;
-  const auto before = [&] {
-    if constexpr (kNorm) {
-      __syncwarp();  // of a barrier all lanes see each phase
-      if (copied++ >= S::In::kStages) measure_next();
-    }
-  };
-  copy_all(room, part, before, [&](int slot, int, int stage) {
-    if (lane > 0) return;
-    const Barrier there = room.there(slot);
-    there.expect(S::kLines * S::kXBytes);
-#pragma unroll
-    for (int line = 0; line < S::kLines; ++line)
-      copy_box(room.stage(slot) + S::kXAt + line * S::kXBytes, maps.x, there,
-               stage * kColumns + line * kColumns / S::kLines, 0);
-  });
-  if constexpr (kNorm)
-    while (measured < of_tile) measure_next();
 }
 
 template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
@@ -258,22 +233,19 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
   extern __shared__ uint8_t raw[];
   const typename S::In room{raw + (-shared_address(raw) & 1023)};
   const Part part(tiles, stages, parts);
-  if (threadIdx.x == kMultiplying) {
-    fetch_map(maps.weights), fetch_map(maps.x);
-    room.init(kWarps + kNorm);
-  }
-  if (p.norm_weight != nullptr && p.in % kColumns != 0) {  // x is 0 beyond its columns, and what it is multiplied by a number
-    for (int i = threadIdx.x; i < S::In::kStages * kColumns; i += S::In::kThreads)
-      *reinterpret_cast<float*>(room.bytes + room.stage(i / kColumns) - room.base + S::kNormAt + i % kColumns * 4) = 0;
-    let_products_see();
-  }
-  __syncthreads();
+  if (threadIdx.x == kMultiplying) room.init();
+  S::In::begin(threadIdx.x / 32 == kWarps);
   if (threadIdx.x < kMultiplying) {
     multiply_all<T, kTokens, kGated, kNorm, kZeros>(room, p, part);
   } else if (threadIdx.x == kMultiplying) {
     copy_weights<T, kTokens, kGated>(room, maps, p, part);
-  } else if (threadIdx.x >= kMultiplying + 32) {
-    copy_x<T, kTokens, kGated, kNorm>(room, maps, part);
+  } else if (threadIdx.x == kMultiplying + 32) {
+    wait_for_inputs();  // of which weights are none
+    copy_all(room, part, [&](int slot, int, int stage) {
+      const Barrier there = room.there(slot);
+      there.expect(S::kLines * S::kXBytes);
+      copy_box(room.stage(slot) + S::kXAt, maps.x, there, 0, 0, stage * S::kLines);
+    });
   }
 #endif
 }
@@ -281,11 +253,18 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
 template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
 cudaError_t run(const GemvParams& p, cudaStream_t stream) {
   using S = Stage<kTokens, kGated>;
-  const auto in = static_cast<cuuint64_t>(p.in), rows = static_cast<cuuint64_t>(S::kOperands) * p.out;
-  constexpr auto kTurned = CU_TENSOR_MAP_SWIZZLE_128B;
+  constexpr auto kPlain = CU_TENSOR_MAP_SWIZZLE_NONE, kTurned = CU_TENSOR_MAP_SWIZZLE_128B;
+  constexpr auto kFloat = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  const auto in = static_cast<cuuint64_t>(p.in), out = static_cast<cuuint64_t>(p.out), tokens = static_cast<cuuint64_t>(p.rows);
+  const cuuint64_t groups = in / p.packing.group_size, lines = in * 2 / kLineBytes;
+  const cuuint32_t group_box = Groups(p).halves ? 2 : 1;
   Maps maps;
-  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, kTurned, p.weight, {in / 2, rows}, 1, {kCodeBytes, kRows}) ||
-      !map(maps.x, kMapType<T>, kTurned, p.x, {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLineBytes / 2, kTokens}))
+  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, kTurned, p.weight, {in / 2, out, S::kOperands}, 1,
+           {kCodeBytes, kRows, S::kOperands}) ||
+      !map(maps.x, kMapType<T>, kTurned, p.x, {kLineBytes / 2, tokens, lines}, {in * 2, kLineBytes},
+           {kLineBytes / 2, kTokens, S::kLines}) ||
+      !map(maps.scales, kFloat, kPlain, p.packing.scale, {out, S::kOperands, groups}, 4, {kRows, S::kOperands, group_box}) ||
+      (p.norm_weight != nullptr && !map(maps.norm, kFloat, kPlain, p.norm_weight, {in, 1}, 4, {kColumns, 1})))
     return cudaErrorInvalidValue;
   const int stages = static_cast<int>(blocks_for(p.in, kColumns));
   return launch_shared<packed_rows_kernel<T, kTokens, kGated, kNorm, kZeros>, typename S::In>(stages, maps, p, stream);
@@ -311,8 +290,8 @@ cudaError_t of_rows(const GemvParams& p, cudaStream_t stream) {
 
 bool has_packed_rows_gemm(const GemvParams& p) {
   const int group = p.packing.group_size;
-  return p.packing.codes == Codes::kFour && p.packing.minimum == nullptr && (group % kHalf == 0 || group == p.in) &&
-         p.in % 32 == 0 && p.rows <= kHopperGemmPacked && p.row_sums == nullptr && lies_at(p.packing.scale, 16) &&
+  return p.packing.codes == Codes::kFour && p.packing.minimum == nullptr && (group == kHalf || group % kColumns == 0 || group == p.in) &&
+         p.in % (kLineBytes / 2) == 0 && p.rows <= kHopperGemmPacked && p.row_sums == nullptr && lies_at(p.packing.scale, 16) &&
          lies_at(p.norm_weight, 16);
 }
 

@@ -31,6 +31,11 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(barrier.at) : "memory");
 }
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, Barrier barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.at) : "memory");
+}
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, Barrier barrier, int x, int y, int z,
                                          int w) {
   asm volatile(
@@ -85,15 +90,21 @@ inline Encode encode() {
   return found;
 }
 
-// Describes a tensor for copy_box: sizes and the box in elements of `width` bytes, from the innermost on.
+// Describes a tensor for copy_box: sizes and the box in elements of `width` bytes, from the innermost on; and how many bytes lie
+// from one to the next, of all dimensions but the innermost, where that is not what sizes say.
+template <int kRank>
+bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
+         const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  return encode()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
 template <int kRank>
 bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
          const cuuint64_t (&sizes)[kRank], int width, const cuuint32_t (&box)[kRank]) {
   cuuint64_t strides[kRank - 1] = {sizes[0] * width};
   for (int i = 1; i < kRank - 1; ++i) strides[i] = strides[i - 1] * sizes[i];
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  return encode()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return map(made, type, swizzle, data, sizes, strides, box);
 }
 template <typename T>
 constexpr auto kMapType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
