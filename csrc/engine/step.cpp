@@ -230,7 +230,7 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
 // of those sharing them would have read.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {
   constexpr int kBlock = 16;                // positions that decoding reads at once
-  constexpr int64_t kWorth = 40000;         // positions
+  constexpr int64_t kWorth = 24000;         // positions
   Prefix best;
   int64_t saved = kWorth - 1;
   std::map<int32_t, std::vector<int>> alike;  // by their first block

@@ -181,7 +181,7 @@ __device__ __forceinline__ const T* row_of(const Product<T>& product, const Expe
 // What lies between the products, of the first one's sums of a column with their biases.
 __device__ __forceinline__ float inner_of(const ExpertsParams& p, float value, float up) {
   if (p.gated && p.limit != 0) value = fminf(value, p.limit);
-  value = p.activation == Activation::kSilu ? value / (1.f + __expf(-p.alpha * value)) : activate(value, p.activation);
+  value = p.activation == Activation::kSilu ? __fdividef(value, 1.f + __expf(-p.alpha * value)) : activate(value, p.activation);
   if (!p.gated) return value;
   if (p.limit != 0) up = fminf(fmaxf(up, -p.limit), p.limit);
   return value * (up + p.up_offset);

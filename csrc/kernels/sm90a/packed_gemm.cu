@@ -107,9 +107,7 @@ __device__ __forceinline__ void finish(const GemvParams& p, int row, int output,
 #pragma unroll
     for (int k = 0; k < 4; ++k) of[k] += to_float(bias.data[k]);
   }
-  if (p.activation != Activation::kNone)
-#pragma unroll
-    for (float& value : of) value = device::activate(value, p.activation);
+  device::activate(of, p.activation);
   if (p.gated) {
     Vec<T, 4> bias{};
     if (p.bias != nullptr) bias = load<T, 4>(static_cast<const T*>(p.bias) + p.out + output);
@@ -133,6 +131,7 @@ struct Maps {
 template <typename P, typename Copy>
 __device__ __forceinline__ void copy_all(const P& place, const Part& part, Copy&& copy) {
   Cursor at = part.start;
+#pragma unroll 1
   for (int i = 0; i < part.count; ++i) {
     const int slot = i % P::kStages;
     if (i >= P::kStages) place.read(slot).wait(i / P::kStages - 1 & 1);
@@ -373,19 +372,26 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
     const int first_output = begun.out_tile * tile_out;
     const bool begins = begun.stage == 0;
     if (end - first == shares.stages) {
-#pragma unroll
-      for (int piece = 0; piece < kTokens / kPart<kTokens>; ++piece) {
+      // One loop, though sums are in registers: what finish() is would be fetched for each piece anew.
+      constexpr int kPieces = kTokens / kPart<kTokens>;
+#pragma unroll 1
+      for (int piece = 0; piece < kPieces; ++piece) {
         meet(1 + warpgroup, 128);
 #pragma unroll
-        for (int m = 0; m < kOwn; ++m)
+        for (int other = 0; other < kPieces; ++other)
+          if (other == piece)
 #pragma unroll
-          for (int j = 0; j < kPart<kTokens> / 8; ++j)
+            for (int m = 0; m < kOwn; ++m)
 #pragma unroll
-            for (int c = 0; c < 4; ++c)
-              staged[((2 * m + c / 2) * kPart<kTokens> + 8 * j + 2 * t + c % 2) * kPitch + warp * 8 + g] =
-                  total[m][4 * (piece * kPart<kTokens> / 8 + j) + c];
+              for (int j = 0; j < kPart<kTokens> / 8; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                  staged[((2 * m + c / 2) * kPart<kTokens> + 8 * j + 2 * t + c % 2) * kPitch + warp * 8 + g] =
+                      total[m][4 * (other * kPart<kTokens> / 8 + j) + c];
         meet(1 + warpgroup, 128);
         constexpr int kFours = kOperandRows / 4, kUnits = kOwn * kPart<kTokens> * kFours;
+        constexpr int kUnitsAtOnce = kTokens > 64 ? 2 : 1;
+#pragma unroll kUnitsAtOnce
         for (int of = thread; of < (p.gated ? 1 : 2) * kUnits; of += 128) {
           const int half = of / kUnits, m = of % kUnits / (kPart<kTokens> * kFours);
           const int four = of % kFours * 4, token = of / kFours % kPart<kTokens>;
@@ -413,6 +419,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
       wait_for_cluster();
       const int fours = tile_out / 4, everybody = threadIdx.x - 128;
       const int each = (rows * fours + shares.parts - 1) / shares.parts, rank = cluster_rank();
+#pragma unroll 1
       for (int of = rank * each + everybody; of < min(rows * fours, (rank + 1) * each); of += kAll) {
         const int token = of / fours, four = of % fours * 4;
         if (first_output + four >= p.out) continue;
@@ -465,6 +472,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
     meet(1 + kGroups<kTokens>, kAll);
     const int first_token = tile % part.token_tiles * kTokens, first_output = tile / part.token_tiles * tile_out;
     const int rows = min(kTokens, p.rows - first_token), fours = tile_out / 4;
+#pragma unroll 1
     for (int of = (block - from) * kAll + everybody; of < rows * fours; of += count * kAll) {
       const int token = of / fours, four = of % fours * 4;
       if (first_output + four >= p.out) continue;
