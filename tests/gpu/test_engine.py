@@ -128,7 +128,7 @@ def test_more_log_probabilities_than_the_device_finds_are_refused(extension, com
 
 def test_too_little_memory_is_said_in_numbers(extension, compiled):
     with pytest.raises(llmc.LlmcError, match=r"no device memory for .*: \d+ MiB are needed"):
-        llmc.LLM(compiled / "float32", max_batch_size=10**7)
+        llmc.LLM(compiled / "float32", max_num_batched_tokens=10**8)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
