@@ -37,6 +37,7 @@ from llmc.runtime.scheduler import Scheduler
 from llmc.runtime.session import Session
 
 _MAX_BATCH_SIZE = 16
+_MOST_SEQUENCES = 65536  # of a step: each has a slot, on the host too
 _MAX_TOKENS = 2048  # of a step, in all
 # What all prompts of one beam search have in common.
 _SEARCH = ("beam_width", "length_penalty", "diversity_rate", "early_stopping")
@@ -49,8 +50,8 @@ class _Loaded:
         case_dir: what `llmc compile` made.
         device: devices to run on, a multiple of tp_size: that many replicas. None: one replica on
             all cores.
-        max_batch_size: sequences that a replica decodes at once; more wait. None: 16, or what the
-            model was compiled for where that is less.
+        max_batch_size: sequences that a replica decodes at once, up to 65,536; more wait. None:
+            16, or what the model was compiled for where that is less.
         verify: check every file's SHA-256 first.
         check_step: steps that a GPU is given before the host looks at the first one's tokens.
         skip_step: tokens of each sequence that are made before the host looks for the first time.
@@ -82,6 +83,9 @@ class _Loaded:
         skip_step = _whole("skip_step", skip_step, 0)
         if max_batch_size is not None:
             max_batch_size = _whole("max_batch_size", max_batch_size, 1)
+            if max_batch_size > _MOST_SEQUENCES:
+                raise LlmcError(f"max_batch_size {max_batch_size} is above {_MOST_SEQUENCES}; more "
+                                f"sequences than decode at once wait")
         devices = None if device is None else _devices(device)
         if not isinstance(case_dir, str | os.PathLike):
             raise LlmcError(f"case_dir is {shown(case_dir)}; give the directory that `llmc "
