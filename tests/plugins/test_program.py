@@ -483,17 +483,17 @@ def test_steps_that_cannot_be(extension, program, changes, match):
 
 
 @pytest.mark.parametrize(("past", "tables", "own_from"), [
-    ((65536, 66000), ([1, 2], [1, 2]), (65536, 65536)),  # blocks of 32,768
-    ((65535, 66000), ([1, 2], [1, 2]), ()),              # the second block is still written to
-    ((65536, 66000), ([1, 2], [1, 3]), ()),              # too few to be worth it
-    ((70000, 70000, 33000), ([1, 2], [1, 3], [1, 4]), (32768,) * 3),
-    ((70000, 70000, 70000, 100), ([5, 2], [1, 3], [1, 3], [1, 3]), (0, 65536, 65536, 0)),
-    ((70000,) * 6, ([5, 6], [5, 6], [5, 2], [5, 3], [1, 3], [1, 4]), (32768,) * 4 + (0, 0)),
-    ((32768, 32768), ([1, 2], [3, 4]), ()),
+    ((32768, 33000), ([1, 2], [1, 2]), (32768, 32768)),  # blocks of 16,384
+    ((32767, 33000), ([1, 2], [1, 2]), ()),              # the second block is still written to
+    ((32768, 33000), ([1, 2], [1, 3]), ()),              # too few to be worth it
+    ((35000, 35000, 17000), ([1, 2], [1, 3], [1, 4]), (16384,) * 3),
+    ((35000, 35000, 35000, 100), ([5, 2], [1, 3], [1, 3], [1, 3]), (0, 32768, 32768, 0)),
+    ((35000,) * 6, ([5, 6], [5, 6], [5, 2], [5, 3], [1, 3], [1, 4]), (16384,) * 4 + (0, 0)),
+    ((16384, 16384), ([1, 2], [3, 4]), ()),
 ])
 def test_the_prefix_that_sequences_share(extension, past, tables, own_from):
     program = extension.Program(dtype="float32", max_batch=8, max_tokens=16, max_logits=8,
-                                max_seq_len=131072, block_size=32768, token_bytes=256,
+                                max_seq_len=65536, block_size=16384, token_bytes=256,
                                 logit_bytes=64)
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     blocks = [[*table, 7] for table in tables]
