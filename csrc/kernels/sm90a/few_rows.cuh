@@ -49,18 +49,17 @@ struct Room {
   __device__ Barrier there(int slot) const { return {base + kBarriersAt + 8 * slot}; }
   __device__ Barrier read(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
 
-  // By one thread, before any other uses them: two arrive where a stage is there, and a lane of each warp that has read it.
-  __device__ void init() const {
-    for (int slot = 0; slot < kStages; ++slot) {
-      there(slot).init(2);
-      read(slot).init(kWarps);
+  // Until there are barriers: two arrive where a stage is there, and a lane of each warp that has read it. The thread that copies
+  // the weight makes them, and its warp does not wait for others.
+  __device__ void begin() const {
+    if (threadIdx.x == kMultiplying) {
+      for (int slot = 0; slot < kStages; ++slot) {
+        there(slot).init(2);
+        read(slot).init(kWarps);
+      }
+      device::let_copies_see_barriers();
     }
-    device::let_copies_see_barriers();
-  }
-
-  // Until there are barriers; the warp that made them goes on, and so do its copies.
-  __device__ static void begin(bool has_made_them) {
-    if (has_made_them) arrive_at(kBegun, kThreads);
+    if (threadIdx.x / 32 == kWarps) arrive_at(kBegun, kThreads);
     else sm90a::meet(kBegun, kThreads);
   }
   // Until all threads that multiply are here; with parts, those of all blocks of the cluster.

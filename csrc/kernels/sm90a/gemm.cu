@@ -119,9 +119,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
   extern __shared__ uint8_t raw[];
   const typename S::In room{raw + (-shared_address(raw) & 1023)};
   const Part part(tiles, stages, parts);
-  const int warp = threadIdx.x / 32;
-  if (threadIdx.x == kMultiplying) room.init();
-  S::In::begin(warp == kWarps);
+  room.begin();
   if (threadIdx.x < kMultiplying) {
     multiply_all<T, E, kTokens, kGated>(room, p, part);
   } else if (threadIdx.x == kMultiplying) {

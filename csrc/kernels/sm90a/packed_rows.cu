@@ -40,13 +40,14 @@ struct Maps {
   CUtensorMap weights, x, scales, norm;
 };
 
-// Groups of a half stage, or of so many whole ones.
+// Groups of a half stage, or of so many whole ones; and how many of them a stage has.
 struct Groups {
   bool halves;
-  int stages;
+  int stages, in_stage;
 
   __host__ __device__ explicit Groups(const GemvParams& p)
-      : halves(p.packing.group_size == kHalf), stages((p.packing.group_size + kColumns - 1) / kColumns) {}
+      : halves(p.packing.group_size == kHalf), stages((p.packing.group_size + kColumns - 1) / kColumns),
+        in_stage(halves ? 2 : 1) {}
 
   __device__ int of(int stage, int half) const { return halves ? 2 * stage + half : stage / stages; }
 };
@@ -57,7 +58,7 @@ __device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGate
   using S = Stage<kTokens, kGated>;
   const Groups groups(p);
   const bool normed = p.norm_weight != nullptr;
-  const uint32_t bytes = S::kXAt + (groups.halves ? 2 : 1) * S::kOperands * kRows * 4 + (normed ? kColumns * 4 : 0);
+  const uint32_t bytes = S::kXAt + groups.in_stage * S::kOperands * kRows * 4 + (normed ? kColumns * 4 : 0);
   int group = 0, left = 0;
   copy_all(room, part, [&](int slot, int tile, int stage) {
     const Barrier there = room.there(slot);
@@ -233,8 +234,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
   extern __shared__ uint8_t raw[];
   const typename S::In room{raw + (-shared_address(raw) & 1023)};
   const Part part(tiles, stages, parts);
-  if (threadIdx.x == kMultiplying) room.init();
-  S::In::begin(threadIdx.x / 32 == kWarps);
+  room.begin();
   if (threadIdx.x < kMultiplying) {
     multiply_all<T, kTokens, kGated, kNorm, kZeros>(room, p, part);
   } else if (threadIdx.x == kMultiplying) {
@@ -257,13 +257,13 @@ cudaError_t run(const GemvParams& p, cudaStream_t stream) {
   constexpr auto kFloat = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   const auto in = static_cast<cuuint64_t>(p.in), out = static_cast<cuuint64_t>(p.out), tokens = static_cast<cuuint64_t>(p.rows);
   const cuuint64_t groups = in / p.packing.group_size, lines = in * 2 / kLineBytes;
-  const cuuint32_t group_box = Groups(p).halves ? 2 : 1;
   Maps maps;
   if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, kTurned, p.weight, {in / 2, out, S::kOperands}, 1,
            {kCodeBytes, kRows, S::kOperands}) ||
       !map(maps.x, kMapType<T>, kTurned, p.x, {kLineBytes / 2, tokens, lines}, {in * 2, kLineBytes},
            {kLineBytes / 2, kTokens, S::kLines}) ||
-      !map(maps.scales, kFloat, kPlain, p.packing.scale, {out, S::kOperands, groups}, 4, {kRows, S::kOperands, group_box}) ||
+      !map(maps.scales, kFloat, kPlain, p.packing.scale, {out, S::kOperands, groups}, 4,
+           {kRows, S::kOperands, static_cast<cuuint32_t>(Groups(p).in_stage)}) ||
       (p.norm_weight != nullptr && !map(maps.norm, kFloat, kPlain, p.norm_weight, {in, 1}, 4, {kColumns, 1})))
     return cudaErrorInvalidValue;
   const int stages = static_cast<int>(blocks_for(p.in, kColumns));
@@ -290,9 +290,9 @@ cudaError_t of_rows(const GemvParams& p, cudaStream_t stream) {
 
 bool has_packed_rows_gemm(const GemvParams& p) {
   const int group = p.packing.group_size;
-  return p.packing.codes == Codes::kFour && p.packing.minimum == nullptr && (group == kHalf || group % kColumns == 0 || group == p.in) &&
-         p.in % (kLineBytes / 2) == 0 && p.rows <= kHopperGemmPacked && p.row_sums == nullptr && lies_at(p.packing.scale, 16) &&
-         lies_at(p.norm_weight, 16);
+  return p.packing.codes == Codes::kFour && p.packing.minimum == nullptr &&
+         (group == kHalf || group % kColumns == 0 || group == p.in) && p.in % (kLineBytes / 2) == 0 &&
+         p.rows <= kHopperGemmPacked && p.row_sums == nullptr && lies_at(p.packing.scale, 16) && lies_at(p.norm_weight, 16);
 }
 
 template <typename T>
