@@ -25,6 +25,7 @@ constexpr int kClusterCost = 3;   // what it costs in stages that a cluster adds
 constexpr uint32_t kMost = 115712;  // bytes of shared memory, of which a multiprocessor has twice as many
 constexpr int kPitch = kRows + 4;   // floats from one row of x to the next, of sums
 constexpr int kBegun = 3;           // a barrier's number
+constexpr int kUnderWay = 2;        // stages of a weight, once a block has filled its room: more, and all that others read waits
 
 // Where in shared memory things lie, in bytes from a multiple of 1,024 on, with stages of so many bytes. kWarps multiply;
 // behind them is one that copies the weight, and one that copies x.
@@ -95,16 +96,21 @@ struct Part {
   }
 };
 
-// A block's copies, one stage after the other, as places for them come free.
-template <typename Room, typename Copy>
+// A block's copies, one stage after the other, as places for them come free; of a weight, no more than kUnderWay at once.
+template <bool kOfWeight, typename Room, typename Copy>
 __device__ __forceinline__ void copy_all(const Room& room, const Part& part, Copy&& copy) {
   int slot = 0, parity = 1;  // of an unused place the phase before the first has ended
+  bool filled = false;
   for (int tile = part.first; tile < part.tiles; tile += part.step)
 #pragma unroll 1
     for (int stage = part.begin; stage < part.end; ++stage) {
       room.read(slot).wait(parity);
+      if (kOfWeight && filled) {
+        const int before = slot < kUnderWay ? slot + Room::kStages - kUnderWay : slot - kUnderWay;
+        room.there(before).wait(before < slot ? parity ^ 1 : parity);
+      }
       copy(slot, tile, stage);
-      if (++slot == Room::kStages) slot = 0, parity ^= 1;
+      if (++slot == Room::kStages) slot = 0, parity ^= 1, filled = true;
     }
 }
 

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
   if (threadIdx.x < kMultiplying) {
     multiply_all<T, E, kTokens, kGated>(room, p, part);
   } else if (threadIdx.x == kMultiplying) {
-    copy_all(room, part, [&](int slot, int tile, int stage) {
+    copy_all</*kOfWeight=*/true>(room, part, [&](int slot, int tile, int stage) {
       const Barrier there = room.there(slot);
       const uint32_t to = room.stage(slot);
       const int column = stage * S::kColumns, row = tile * kRows;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
     });
   } else if (threadIdx.x == kMultiplying + 32) {
     wait_for_inputs();  // of which weights are none
-    copy_all(room, part, [&](int slot, int, int stage) {
+    copy_all</*kOfWeight=*/false>(room, part, [&](int slot, int, int stage) {
       const Barrier there = room.there(slot);
       there.expect(S::kLines * S::kXBytes);
 #pragma unroll

@@ -60,7 +60,7 @@ __device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGate
   const bool normed = p.norm_weight != nullptr;
   const uint32_t bytes = S::kXAt + groups.in_stage * S::kOperands * kRows * 4 + (normed ? kColumns * 4 : 0);
   int group = 0, left = 0;
-  copy_all(room, part, [&](int slot, int tile, int stage) {
+  copy_all</*kOfWeight=*/true>(room, part, [&](int slot, int tile, int stage) {
     const Barrier there = room.there(slot);
     const uint32_t to = room.stage(slot);
     const int row = tile * kRows;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
     copy_weights<T, kTokens, kGated>(room, maps, p, part);
   } else if (threadIdx.x == kMultiplying + 32) {
     wait_for_inputs();  // of which weights are none
-    copy_all(room, part, [&](int slot, int, int stage) {
+    copy_all</*kOfWeight=*/false>(room, part, [&](int slot, int, int stage) {
       const Barrier there = room.there(slot);
       there.expect(S::kLines * S::kXBytes);
       copy_box(room.stage(slot) + S::kXAt, maps.x, there, 0, 0, stage * S::kLines);

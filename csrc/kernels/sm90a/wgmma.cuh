@@ -97,7 +97,7 @@ bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle
          const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   const cuuint32_t steps[] = {1, 1, 1, 1};
   return encode()(&made, type, kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 template <int kRank>
 bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
