@@ -242,11 +242,11 @@ NB_MODULE(_cuda, m) {
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking a device");
     return std::make_pair(major, minor);
   });
-  // What choices that were timed depend on beside the model: the device's name and cuBLASLt's version.
+  // What choices that were timed depend on beside the model: the device's name, cuBLASLt's version and the kernels.
   m.def("timed_on", [](int device) {
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, device), "asking a device");
-    return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version());
+    return std::string(properties.name) + ", cuBLASLt " + std::to_string(Gemm::version()) + ", kernels " + LLMC_KERNELS;
   });
   m.attr("version") = LLMC_VERSION;  // of the distribution llmc-cuda
   m.attr("architectures") = LLMC_ARCHITECTURES;  // those that the kernels were compiled for, such as "80 90"

@@ -1,5 +1,5 @@
-"""What was timed while a model was loaded, kept beside its case directory: by GPU and library
-version, since it is worth nothing on others.
+"""What was timed while a model was loaded, kept beside its case directory: by GPU, library version
+and kernels, since it is worth nothing on others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def tuning_file(case_dir: Path) -> Path:
 
 
 def read_choices(path: Path, made_on: str) -> Choices:
-    """What was kept for this GPU and library; nothing where the file is none of ours."""
+    """What was kept for this GPU, library and kernels; nothing where the file is none of ours."""
     found = _read(path).get(made_on, [])
     if not isinstance(found, list):
         return []
@@ -29,8 +29,12 @@ def read_choices(path: Path, made_on: str) -> Choices:
 
 
 def write_choices(path: Path, made_on: str, choices: Choices) -> None:
-    """Keep them beside those of other GPUs and libraries; where nothing can be written, do not."""
-    data = {**_read(path), made_on: choices}
+    """Keep them beside those of other GPUs and libraries, and in place of those of other kernels,
+    which `made_on` names last; where nothing can be written, do not.
+    """
+    same, _, _ = made_on.rpartition(", ")
+    others = {name: kept for name, kept in _read(path).items() if name.rpartition(", ")[0] != same}
+    data = {**others, made_on: choices}
     with suppress(OSError):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:

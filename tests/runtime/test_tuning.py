@@ -11,13 +11,24 @@ CHOICES = [([2, 4096, 16], [1, 2**64 - 1]), ([2, 4096, 32], [3, 0])]
 
 def test_choices_come_back_for_the_gpu_and_library_that_they_were_made_on(tmp_path):
     path = tuning_file(tmp_path / "case")
-    assert path == tmp_path / "case.tuning.json" and read_choices(path, "H200, 13.1") == []
-    write_choices(path, "H200, 13.1", CHOICES)
-    write_choices(path, "H100, 13.1", CHOICES[:1])
-    assert read_choices(path, "H200, 13.1") == CHOICES
-    assert read_choices(path, "H100, 13.1") == CHOICES[:1]
-    assert read_choices(path, "H200, 13.2") == []
+    assert path == tmp_path / "case.tuning.json" and read_choices(path, "H200, 13.1, a") == []
+    write_choices(path, "H200, 13.1, a", CHOICES)
+    write_choices(path, "H100, 13.1, a", CHOICES[:1])
+    assert read_choices(path, "H200, 13.1, a") == CHOICES
+    assert read_choices(path, "H100, 13.1, a") == CHOICES[:1]
+    assert read_choices(path, "H200, 13.2, a") == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["case.tuning.json"]
+
+
+def test_choices_are_worth_nothing_for_other_kernels_and_make_room_for_theirs(tmp_path):
+    path = tuning_file(tmp_path / "case")
+    write_choices(path, "H200, 13.1, a", CHOICES)
+    write_choices(path, "H100, 13.1, a", CHOICES)
+    assert read_choices(path, "H200, 13.1, b") == []
+    write_choices(path, "H200, 13.1, b", CHOICES[:1])
+    assert read_choices(path, "H200, 13.1, b") == CHOICES[:1]
+    assert read_choices(path, "H200, 13.1, a") == []
+    assert read_choices(path, "H100, 13.1, a") == CHOICES
 
 
 @pytest.mark.parametrize("text", [
