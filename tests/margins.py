@@ -27,6 +27,8 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def check(self: Sampler, logits: np.ndarray, tokens: Sequence[int]) -> int:
         chosen = choose(self, logits, tokens)
+        assert self.params.temperature == 0 or self.params.seed is not None, (
+            "a draw without a seed is another each time; give this test's requests one")
         margin, least = margin_of(self, logits, tokens)
         assert margin >= least, (
             f"token {len(tokens)} is {chosen} by {margin:.1e}, less than {least}: another "

@@ -241,8 +241,9 @@ def test_bench_tells_how_a_crowd_fares(case_tp1, tmp_path):
     assert report["output_tokens_per_sec"] == report["output_tokens"] / report["seconds"]
     assert 0 < report["time_to_first_token"]["p50"] <= report["time_to_first_token"]["p99"]
     assert 11 * 16 >= report["cache_hits"] >= 16 and report["preemptions"] == 0
-    (tmp_path / "file").write_text('{"prompt": "the", "max_tokens": 2, "n": 3, "temperature": 1}\n'
-                                   '{"token_ids": [5, 6], "max_tokens": 4, "ignore_eos": true}\n')
+    (tmp_path / "file").write_text(
+        '{"prompt": "the", "max_tokens": 2, "n": 3, "temperature": 1, "seed": 1}\n'
+        '{"token_ids": [5, 6], "max_tokens": 4, "ignore_eos": true}\n')
     result = run("bench", "--case_dir", case_tp1, "--requests", tmp_path / "file",
                  "--request_rate", 100)
     shown = result.stdout
