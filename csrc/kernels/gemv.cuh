@@ -9,8 +9,8 @@ namespace llmc::device {
 
 using kernels::GemvParams;
 
-// A copy of 16 bytes into shared memory, past L1, that goes on beside the thread; zeros where not `there`. Memory gives 128 bytes
-// at once: asked for 256, or for no more than is copied, it gives 4 % less of a weight's rows.
+// A copy of 16 bytes into shared memory, past L1, that goes on beside the thread; zeros where not `there`. The cache is to
+// fetch 128 bytes: where it fetches 256 a weight takes 4 % longer, and where it is told nothing longer still.
 __device__ __forceinline__ void start_copy(uint4* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)

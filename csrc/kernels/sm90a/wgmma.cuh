@@ -91,7 +91,8 @@ inline Encode encode() {
 }
 
 // Describes a tensor for copy_box: sizes and the box in elements of `width` bytes, from the innermost on; and how many bytes lie
-// from one to the next, of all dimensions but the innermost, where that is not what sizes say.
+// from one to the next, of all dimensions but the innermost, where that is not what sizes say. The cache fetches 128 bytes, as
+// for start_copy() (gemv.cuh).
 template <int kRank>
 bool map(CUtensorMap& made, CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* data,
          const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
