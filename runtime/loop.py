@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from llmc.errors import LlmcError
 from llmc.runtime.metrics import Metrics
+from llmc.runtime.pace import Pace
 from llmc.runtime.request import Completing, Request, Searching, Token
 from llmc.runtime.scheduler import Chosen, Lease, Line, Scheduled, Scheduler
 from llmc.runtime.scheduler import Sequence as Running
@@ -123,6 +124,7 @@ class Loop:
         self._condition = threading.Condition()
         self._orders: deque[Callable[[], None]] = deque()  # for the thread, from callers
         self._errands: deque[_Errand[Any]] = deque()
+        self._pace = Pace()
         self._error: BaseException | None = None
         self._closing = False
         self.metrics = Metrics(scheduler)
@@ -144,6 +146,7 @@ class Loop:
                 raise LlmcError(problem)
 
         def order() -> None:
+            self._pace.came()
             self._calls[call] = self._scheduler.add(self._sequences(call), priority)
 
         if call.left:
@@ -210,7 +213,9 @@ class Loop:
         idle = True
         try:
             while True:
-                self._take_orders(wait=idle)
+                self._take_orders(None if idle else 0)
+                while self._may_wait(len(under_way)) and (left := self._pace.left()):
+                    self._take_orders(left)
                 while self._errands and not under_way:
                     self._errands.popleft().run(self._scheduler, self._engine)
                 scheduled = None
@@ -219,9 +224,12 @@ class Loop:
                 idle = scheduled is None and not under_way
                 if scheduled is not None:
                     under_way.append((self._engine.submit(scheduled.step), scheduled))
+                    self._pace.submitted(scheduled.step)
                 if under_way and (scheduled is None or len(under_way) >= self._depth()):
                     ticket, oldest = under_way.popleft()
-                    self._postprocess(oldest, self._engine.collect(ticket))
+                    sampled = self._engine.collect(ticket)
+                    self._pace.collected()
+                    self._postprocess(oldest, sampled)
         except BaseException as error:  # every caller's to know
             self._end(error)
         finally:
@@ -270,11 +278,15 @@ class Loop:
         fewest = min((len(own.tokens) for own in self._scheduler.running), default=0)
         return min(self._engine.limits.ahead, max(self._check_step, self._skip_step - fewest, 1))
 
-    def _take_orders(self, wait: bool) -> None:
-        """Do what callers said since; with `wait`, once they say something."""
+    def _may_wait(self, under_way: int) -> bool:
+        """Whether the next step may come later, for those who are not there yet."""
+        return (under_way == self._depth() - 1 and not self._errands
+                and not self._scheduler.waiting)
+
+    def _take_orders(self, wait: float | None) -> None:
+        """Do what callers said since; wait until they say something, so many seconds at most."""
         with self._condition:
-            while wait and not self._orders and not self._closing:
-                self._condition.wait()
+            self._condition.wait_for(lambda: self._orders or self._closing, wait)
             orders, self._orders = self._orders, deque()
             if self._closing:
                 raise LlmcError("this LLM was closed")

@@ -1,0 +1,90 @@
+"""When the next step is submitted: late enough that who comes while one runs is in the next."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from llmc.runtime.step import Step
+
+_KEPT, _FEWEST = 64, 16  # steps that are learned from; fewer than that say nothing
+_RECENT = 1.0  # seconds for which somebody who came lets others be expected
+_BELOW = 0.05  # of steps may be shorter than is believed, and as many take longer to submit
+_ROUNDS, _FORGETS = 4, 0.97
+_SLACK = 5e-4  # seconds from a step's submission to its first kernel, and more
+
+
+class Pace:
+    """Learns how long steps take, and how long it takes to submit one.
+
+    A device that has a step to go on with is never idle, but a request that comes while the first
+    of two runs has to wait for both. So where requests come one by one, the second is submitted
+    when the first is about to end: by a line, fitted to the last steps, of their sequences, whether
+    they read prompts, and how many tokens of these. What is shorter than it should have been costs
+    the device a pause; so the line lies below nineteen of twenty steps.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._under_way: deque[tuple[tuple[float, ...], float]] = deque()  # with when submitted
+        self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_KEPT)  # with seconds
+        self._late: deque[float] = deque([2e-3], maxlen=_KEPT)  # submissions, after they were due
+        self._ended = self._came = -np.inf
+        self._due: float | None = None  # when the next one is to be submitted, if that is known
+        self._waited = False
+
+    def came(self) -> None:
+        """A request has come."""
+        if self._under_way:
+            self._came = self._clock()
+
+    def submitted(self, step: Step) -> None:
+        now = self._clock()
+        if self._waited and self._due is not None:
+            self._late.append(now - self._due)
+        prompts = step.num_ctx_tokens
+        self._under_way.append(((1, step.batch_size, prompts > 0, prompts), now))
+        self._due, self._waited = None, False
+
+    def collected(self) -> None:
+        """The oldest step that was submitted has ended."""
+        step, submitted = self._under_way.popleft()
+        now = self._clock()
+        self._steps.append((step, now - max(submitted, self._ended)))
+        self._ended, self._due, self._waited = now, None, False
+
+    def left(self) -> float:
+        """Seconds until the next step should be submitted; 0 where it should be at once."""
+        if (not self._under_way or len(self._steps) < _FEWEST
+                or self._clock() - self._came > _RECENT):
+            return 0.0
+        if self._due is None:
+            step, submitted = self._under_way[0]
+            self._due = max(submitted, self._ended) + float(self._fit() @ step) - self._lead()
+        left = self._due - self._clock()
+        self._waited |= left > 0
+        return max(left, 0.0)
+
+    def _fit(self) -> np.ndarray:
+        """A line with so many steps below it, by least squares with weights: the last steps count
+        most, and one that took far longer than others counts for no more than any that is above.
+        """
+        steps = np.array([own for own, _ in self._steps], np.float64)
+        seconds = np.array([own for _, own in self._steps])
+        recent = weights = _FORGETS**np.arange(len(steps))[::-1]
+        for _ in range(_ROUNDS):
+            root = np.sqrt(weights)
+            line: np.ndarray = np.linalg.lstsq(steps * root[:, None], seconds * root, rcond=None)[0]
+            above = seconds - steps @ line
+            weights = recent * np.where(above > 0, _BELOW, 1 - _BELOW) / (np.abs(above) + 1e-5)
+        return line
+
+    def _lead(self) -> float:
+        """What submissions take of the time before a step's end."""
+        return sorted(self._late)[int(len(self._late) * (1 - _BELOW))] + _SLACK

@@ -1,0 +1,154 @@
+"""Steps are submitted late where requests come one by one, and never too late."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import llmc
+from llmc.runtime import llm as llm_module
+from llmc.runtime import loop as loop_module
+from llmc.runtime.pace import Pace
+
+
+class Device:
+    """Does one step after the other, in a time of its own, and has a clock."""
+
+    def __init__(self, seconds):
+        self.now = self.end = self.paused = 0.0
+        self.seconds, self.pace = seconds, Pace(lambda: self.now)
+
+    def submit(self, batch, prompts, host=2e-4):
+        self.now += host
+        if self.end:
+            self.paused += max(0, self.now - self.end)
+        self.end = max(self.end, self.now) + self.seconds(batch, prompts)
+        self.pace.submitted(SimpleNamespace(batch_size=batch, num_ctx_tokens=prompts))
+        return self.end
+
+    def collect(self, end):
+        self.now = max(self.now, end)
+        self.pace.collected()
+
+
+def run(device, rng, steps, arrivals=True):
+    """How long before each step's end the next one was submitted."""
+    early = []
+    oldest = device.submit(1, 40)
+    for _ in range(steps):
+        if arrivals:
+            device.pace.came()
+        device.now += device.pace.left()
+        assert device.pace.left() == pytest.approx(0, abs=1e-9)
+        prompts = int(rng.integers(30, 500)) if rng.random() < 0.2 else 0
+        latest = device.submit(int(rng.integers(8, 64)), prompts)
+        early.append(oldest - device.now)
+        device.collect(oldest)
+        device.now += 3e-4  # hands out
+        oldest = latest
+    device.collect(oldest)
+    return np.array(early)
+
+
+def line(rng, spread=0.01):
+    return lambda batch, prompts: (4e-3 + 2e-5 * batch + 2e-3 * (prompts > 0) + 2e-5 * prompts) \
+        * (1 + spread * rng.standard_normal())
+
+
+def test_a_step_is_submitted_when_the_one_before_is_about_to_end():
+    rng = np.random.default_rng(0)
+    device = Device(line(rng))
+    early = run(device, rng, 400)[100:]
+    assert 3e-4 < np.median(early) < 1.5e-3
+    assert device.paused < 1e-3 * device.now
+
+
+def test_where_nobody_comes_or_little_is_known_nothing_waits():
+    rng = np.random.default_rng(0)
+    device = Device(line(rng))
+    assert (run(device, rng, 200, arrivals=False) > 2e-3).all()
+    device.submit(16, 0)
+    device.pace.came()
+    assert device.pace.left() > 0
+    device.now += 2
+    assert device.pace.left() == 0
+    assert (run(Device(line(rng)), rng, 15) > 2e-3).all()
+
+
+@pytest.mark.parametrize("seconds", [
+    lambda rng: line(rng, 0.1),  # nothing can be foretold well
+    lambda rng: lambda batch, prompts: line(rng)(batch, prompts) + (rng.random() < 0.02) * 0.2,
+    lambda rng: lambda batch, prompts: line(rng)(16 * -(-batch // 16), prompts),  # padded
+    lambda rng: lambda batch, prompts: 1e-4,  # shorter than the host's work
+    lambda rng: lambda batch, prompts: 5e-3,
+])
+def test_a_device_that_is_no_line_pauses_little(seconds):
+    rng = np.random.default_rng(1)
+    device, prompt = Device(seconds(rng)), Device(seconds(rng))
+    run(device, rng, 1000)
+    prompt.pace.left = lambda: 0.0
+    run(prompt, rng, 1000)
+    assert device.paused - prompt.paused < 0.02 * device.now
+
+
+def test_steps_that_become_shorter_are_learned():
+    rng = np.random.default_rng(2)
+    device = Device(line(rng))
+    run(device, rng, 300)
+    before = device.paused
+    device.seconds = lambda batch, prompts: 0.5 * line(rng)(batch, prompts)
+    run(device, rng, 64)
+    after = device.paused
+    run(device, rng, 300)
+    assert after - before < 0.08 and device.paused - after < 0.04
+
+
+def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, monkeypatch):
+    """Where the pace has the loop wait; the second caller's prompt is not behind two steps."""
+    at_work = threading.Event()
+    steps, came_at = [], []
+
+    class Waits:
+        """Has the third step's successor wait until somebody comes."""
+
+        def came(self):
+            came_at.append(len(steps))
+
+        def submitted(self, step):
+            steps.append((step.batch_size, step.num_ctx_tokens))
+
+        def collected(self):
+            pass
+
+        def left(self):
+            if len(steps) != 3 or len(came_at) == 2:
+                return 0.0
+            at_work.set()
+            return 60.0
+
+    def load(*arguments):
+        engine = load_replica(*arguments)
+        engine.limits = SimpleNamespace(**{**vars(engine.limits), "ahead": 2})
+        return engine
+
+    load_replica = llm_module.load_replica
+    monkeypatch.setattr(llm_module, "load_replica", load)
+    monkeypatch.setattr(loop_module, "Pace", Waits)
+    with llmc.LLM(case_tp1, prefix_reuse=False) as llm:
+        params = llmc.SamplingParams(max_tokens=9, ignore_eos=True)
+        wanted = {}
+
+        def call(name, prompt):
+            wanted[name] = llm.generate([prompt], params)[0].token_ids
+
+        first = threading.Thread(target=call, args=("first", [3, 5, 7]))
+        first.start()
+        assert at_work.wait(60)
+        second = threading.Thread(target=call, args=("second", [11, 13]))
+        second.start()
+        first.join()
+        second.join()
+        alone = [llm.generate([prompt], params)[0].token_ids for prompt in ([3, 5, 7], [11, 13])]
+    assert came_at[:2] == [0, 3] and steps[3] == (2, 2)
+    assert [wanted["first"], wanted["second"]] == alone
