@@ -223,8 +223,8 @@ class Loop:
                     scheduled = self._scheduler.schedule()
                 idle = scheduled is None and not under_way
                 if scheduled is not None:
+                    self._pace.submitting(scheduled.step)
                     under_way.append((self._engine.submit(scheduled.step), scheduled))
-                    self._pace.submitted(scheduled.step)
                 if under_way and (scheduled is None or len(under_way) >= self._depth()):
                     ticket, oldest = under_way.popleft()
                     sampled = self._engine.collect(ticket)

@@ -14,11 +14,11 @@ _KEPT, _FEWEST = 64, 16  # steps that are learned from; fewer than that say noth
 _RECENT = 1.0  # seconds for which somebody who came lets others be expected
 _BELOW = 0.05  # of steps may be shorter than is believed, and as many take longer to submit
 _ROUNDS, _FORGETS = 4, 0.97
-_SLACK = 5e-4  # seconds from a step's submission to its first kernel, and more
+_FIRST = 1e-3  # seconds from where a submission begins to its first kernel, and more
 
 
 class Pace:
-    """Learns how long steps take, and how long it takes to submit one.
+    """Learns how long steps take, and how long the host takes to make one.
 
     A device that has a step to go on with is never idle, but a request that comes while the first
     of two runs has to wait for both. So where requests come one by one, the second is submitted
@@ -32,9 +32,9 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._under_way: deque[tuple[tuple[float, ...], float]] = deque()  # with when submitted
+        self._under_way: deque[tuple[tuple[float, ...], float]] = deque()  # with when it may begin
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_KEPT)  # with seconds
-        self._late: deque[float] = deque([2e-3], maxlen=_KEPT)  # submissions, after they were due
+        self._late: deque[float] = deque([1e-3], maxlen=_KEPT)  # submissions, after they were due
         self._ended = self._came = -np.inf
         self._due: float | None = None  # when the next one is to be submitted, if that is known
         self._waited = False
@@ -44,19 +44,21 @@ class Pace:
         if self._under_way:
             self._came = self._clock()
 
-    def submitted(self, step: Step) -> None:
+    def submitting(self, step: Step) -> None:
+        """A step is made, and submitted now: the device begins while the host still tells it more.
+        """
         now = self._clock()
         if self._waited and self._due is not None:
             self._late.append(now - self._due)
         prompts = step.num_ctx_tokens
-        self._under_way.append(((1, step.batch_size, prompts > 0, prompts), now))
+        self._under_way.append(((1, step.batch_size, prompts > 0, prompts), now + _FIRST))
         self._due, self._waited = None, False
 
     def collected(self) -> None:
         """The oldest step that was submitted has ended."""
-        step, submitted = self._under_way.popleft()
+        step, earliest = self._under_way.popleft()
         now = self._clock()
-        self._steps.append((step, now - max(submitted, self._ended)))
+        self._steps.append((step, now - max(earliest, self._ended)))
         self._ended, self._due, self._waited = now, None, False
 
     def left(self) -> float:
@@ -65,8 +67,8 @@ class Pace:
                 or self._clock() - self._came > _RECENT):
             return 0.0
         if self._due is None:
-            step, submitted = self._under_way[0]
-            self._due = max(submitted, self._ended) + float(self._fit() @ step) - self._lead()
+            step, earliest = self._under_way[0]
+            self._due = max(earliest, self._ended) + float(self._fit() @ step) - self._lead()
         left = self._due - self._clock()
         self._waited |= left > 0
         return max(left, 0.0)
@@ -86,5 +88,5 @@ class Pace:
         return line
 
     def _lead(self) -> float:
-        """What submissions take of the time before a step's end."""
-        return sorted(self._late)[int(len(self._late) * (1 - _BELOW))] + _SLACK
+        """How long before a step's end the host has to begin with the next."""
+        return sorted(self._late)[int(len(self._late) * (1 - _BELOW))] + _FIRST

@@ -11,6 +11,8 @@ from llmc.runtime import llm as llm_module
 from llmc.runtime import loop as loop_module
 from llmc.runtime.pace import Pace
 
+FIRST = 6e-4  # seconds from where a submission begins to its first kernel
+
 
 class Device:
     """Does one step after the other, in a time of its own, and has a clock."""
@@ -20,11 +22,13 @@ class Device:
         self.seconds, self.pace = seconds, Pace(lambda: self.now)
 
     def submit(self, batch, prompts, host=2e-4):
-        self.now += host
+        self.now += host  # makes it
+        self.begun = self.now
+        self.pace.submitting(SimpleNamespace(batch_size=batch, num_ctx_tokens=prompts))
         if self.end:
-            self.paused += max(0, self.now - self.end)
-        self.end = max(self.end, self.now) + self.seconds(batch, prompts)
-        self.pace.submitted(SimpleNamespace(batch_size=batch, num_ctx_tokens=prompts))
+            self.paused += max(0, self.now + FIRST - self.end)
+        self.end = max(self.end, self.now + FIRST) + self.seconds(batch, prompts)
+        self.now += host * (2 + 8 * (prompts > 0))  # tells the device all of it
         return self.end
 
     def collect(self, end):
@@ -33,7 +37,7 @@ class Device:
 
 
 def run(device, rng, steps, arrivals=True):
-    """How long before each step's end the next one was submitted."""
+    """How long before each step's end the submission of the next began."""
     early = []
     oldest = device.submit(1, 40)
     for _ in range(steps):
@@ -43,7 +47,7 @@ def run(device, rng, steps, arrivals=True):
         assert device.pace.left() == pytest.approx(0, abs=1e-9)
         prompts = int(rng.integers(30, 500)) if rng.random() < 0.2 else 0
         latest = device.submit(int(rng.integers(8, 64)), prompts)
-        early.append(oldest - device.now)
+        early.append(oldest - device.begun)
         device.collect(oldest)
         device.now += 3e-4  # hands out
         oldest = latest
@@ -60,8 +64,8 @@ def test_a_step_is_submitted_when_the_one_before_is_about_to_end():
     rng = np.random.default_rng(0)
     device = Device(line(rng))
     early = run(device, rng, 400)[100:]
-    assert 3e-4 < np.median(early) < 1.5e-3
-    assert device.paused < 1e-3 * device.now
+    assert FIRST < np.median(early) < 2e-3
+    assert device.paused < 3e-3 * device.now
 
 
 def test_where_nobody_comes_or_little_is_known_nothing_waits():
@@ -101,7 +105,7 @@ def test_steps_that_become_shorter_are_learned():
     run(device, rng, 64)
     after = device.paused
     run(device, rng, 300)
-    assert after - before < 0.08 and device.paused - after < 0.04
+    assert after - before < 0.1 and device.paused - after < 0.04
 
 
 def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, monkeypatch):
@@ -115,7 +119,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, monkeypatch):
         def came(self):
             came_at.append(len(steps))
 
-        def submitted(self, step):
+        def submitting(self, step):
             steps.append((step.batch_size, step.num_ctx_tokens))
 
         def collected(self):
