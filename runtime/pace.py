@@ -11,7 +11,7 @@ import numpy as np
 from llmc.runtime.step import Step
 
 _KEPT, _FEWEST = 64, 16  # steps that are learned from; fewer than that say nothing
-_RECENT = 1.0  # seconds for which somebody who came lets others be expected
+_RECENT = 10.0  # seconds for which somebody who came lets others be expected
 _BELOW = 0.05  # of steps may be shorter than is believed, and as many take longer to submit
 _ROUNDS, _FORGETS = 4, 0.97
 _FIRST = 1e-3  # seconds from where a submission begins to its first kernel, and more

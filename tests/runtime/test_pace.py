@@ -75,7 +75,7 @@ def test_where_nobody_comes_or_little_is_known_nothing_waits():
     device.submit(16, 0)
     device.pace.came()
     assert device.pace.left() > 0
-    device.now += 2
+    device.now += 20
     assert device.pace.left() == 0
     assert (run(Device(line(rng)), rng, 15) > 2e-3).all()
 
