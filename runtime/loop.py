@@ -227,6 +227,7 @@ class Loop:
                     under_way.append((self._engine.submit(scheduled.step), scheduled))
                 if under_way and (scheduled is None or len(under_way) >= self._depth()):
                     ticket, oldest = under_way.popleft()
+                    self._pace.collecting()
                     sampled = self._engine.collect(ticket)
                     self._pace.collected()
                     self._postprocess(oldest, sampled)

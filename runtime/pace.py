@@ -15,6 +15,7 @@ _RECENT = 10.0  # seconds for which somebody who came lets others be expected
 _BELOW = 0.05  # of steps may be shorter than is believed, and as many take longer to submit
 _ROUNDS, _FORGETS = 4, 0.97
 _FIRST = 1e-3  # seconds from where a submission begins to its first kernel, and more
+_THERE = 3e-4  # seconds that it takes at most to collect a step that has ended before
 
 
 class Pace:
@@ -24,7 +25,8 @@ class Pace:
     of two runs has to wait for both. So where requests come one by one, the second is submitted
     when the first is about to end: by a line, fitted to the last steps, of their sequences, whether
     they read prompts, and how many tokens of these. What is shorter than it should have been costs
-    the device a pause; so the line lies below nineteen of twenty steps.
+    the device a pause; so the line lies below nineteen of twenty steps, and the device has the next
+    step at once where one had ended before it was asked for.
 
     Args:
         clock: seconds.
@@ -36,6 +38,7 @@ class Pace:
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_KEPT)  # with seconds
         self._late: deque[float] = deque([1e-3], maxlen=_KEPT)  # submissions, after they were due
         self._ended = self._came = -np.inf
+        self._asked, self._behind = 0.0, False
         self._due: float | None = None  # when the next one is to be submitted, if that is known
         self._waited = False
 
@@ -54,16 +57,21 @@ class Pace:
         self._under_way.append(((1, step.batch_size, prompts > 0, prompts), now + _FIRST))
         self._due, self._waited = None, False
 
+    def collecting(self) -> None:
+        """The oldest step is asked for."""
+        self._asked = self._clock()
+
     def collected(self) -> None:
-        """The oldest step that was submitted has ended."""
+        """It has ended."""
         step, earliest = self._under_way.popleft()
         now = self._clock()
         self._steps.append((step, now - max(earliest, self._ended)))
+        self._behind = now - self._asked < _THERE
         self._ended, self._due, self._waited = now, None, False
 
     def left(self) -> float:
         """Seconds until the next step should be submitted; 0 where it should be at once."""
-        if (not self._under_way or len(self._steps) < _FEWEST
+        if (self._behind or not self._under_way or len(self._steps) < _FEWEST
                 or self._clock() - self._came > _RECENT):
             return 0.0
         if self._due is None:
