@@ -38,7 +38,8 @@ class Pace:
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_KEPT)  # with seconds
         self._late: deque[float] = deque([1e-3], maxlen=_KEPT)  # submissions, after they were due
         self._ended = self._came = -np.inf
-        self._asked, self._behind = 0.0, False
+        self._begun = self._asked = 0.0
+        self._behind = False
         self._due: float | None = None  # when the next one is to be submitted, if that is known
         self._waited = False
 
@@ -50,7 +51,7 @@ class Pace:
     def submitting(self, step: Step) -> None:
         """A step is made, and submitted now: the device begins while the host still tells it more.
         """
-        now = self._clock()
+        self._begun = now = self._clock()
         if self._waited and self._due is not None:
             self._late.append(now - self._due)
         prompts = step.num_ctx_tokens
@@ -66,7 +67,8 @@ class Pace:
         step, earliest = self._under_way.popleft()
         now = self._clock()
         self._steps.append((step, now - max(earliest, self._ended)))
-        self._behind = now - self._asked < _THERE
+        # Where it took the host long to submit the next, this one may have ended meanwhile.
+        self._behind = self._asked - self._begun < _FIRST and now - self._asked < _THERE
         self._ended, self._due, self._waited = now, None, False
 
     def left(self) -> float:
