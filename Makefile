@@ -13,7 +13,7 @@ TESTS ?= not thorough
 # Of the GPUs that the CUDA engine is compiled for.
 ARCHITECTURES ?= 90
 ENGINE := build/cuda-$(subst ;,-,$(ARCHITECTURES))
-# `make test` runs no kernel: its own engine compiles in a fifth of the time, is slow, and is not installed.
+# `make test` runs no kernel: its own engine is compiled for speed of compiling, has slow kernels, and is not installed.
 FAST ?= ON
 TESTED := $(ENGINE)$(if $(filter ON,$(FAST)),-fast)
 VLLM := build/vllm

@@ -38,10 +38,8 @@ class Pace:
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_KEPT)  # with seconds
         self._late: deque[float] = deque([1e-3], maxlen=_KEPT)  # submissions, after they were due
         self._ended = self._came = -np.inf
-        self._begun = self._asked = 0.0
-        self._behind = False
-        self._due: float | None = None  # when the next one is to be submitted, if that is known
-        self._waited = False
+        self._asked, self._behind = 0.0, False
+        self._due: float | None = None  # when the next one is to be submitted, if that can wait
 
     def came(self) -> None:
         """A request has come."""
@@ -51,12 +49,12 @@ class Pace:
     def submitting(self, step: Step) -> None:
         """A step is made, and submitted now: the device begins while the host still tells it more.
         """
-        self._begun = now = self._clock()
-        if self._waited and self._due is not None:
+        now = self._clock()
+        if self._due is not None:
             self._late.append(now - self._due)
         prompts = step.num_ctx_tokens
         self._under_way.append(((1, step.batch_size, prompts > 0, prompts), now + _FIRST))
-        self._due, self._waited = None, False
+        self._due = None
 
     def collecting(self) -> None:
         """The oldest step is asked for."""
@@ -68,8 +66,9 @@ class Pace:
         now = self._clock()
         self._steps.append((step, now - max(earliest, self._ended)))
         # Where it took the host long to submit the next, this one may have ended meanwhile.
-        self._behind = self._asked - self._begun < _FIRST and now - self._asked < _THERE
-        self._ended, self._due, self._waited = now, None, False
+        submitted = self._under_way[-1][1] if self._under_way else earliest
+        self._behind = self._asked < submitted and now - self._asked < _THERE
+        self._ended, self._due = now, None
 
     def left(self) -> float:
         """Seconds until the next step should be submitted; 0 where it should be at once."""
@@ -78,10 +77,11 @@ class Pace:
             return 0.0
         if self._due is None:
             step, earliest = self._under_way[0]
-            self._due = max(earliest, self._ended) + float(self._fit() @ step) - self._lead()
-        left = self._due - self._clock()
-        self._waited |= left > 0
-        return max(left, 0.0)
+            due = max(earliest, self._ended) + float(self._fit() @ step) - self._lead()
+            if due <= self._clock():
+                return 0.0
+            self._due = due
+        return max(self._due - self._clock(), 0.0)
 
     def _fit(self) -> np.ndarray:
         """A line with so many steps below it, by least squares with weights: the last steps count

@@ -12,7 +12,9 @@ import torch
 
 import llmc
 from llmc.runtime import llm as llm_module
+from llmc.runtime import loop as loop_module
 from llmc.runtime.decoding.stopping import TextStream
+from llmc.runtime.pace import Pace
 
 pytestmark = pytest.mark.usefixtures("decisive")
 # Which lead to tokens far from ties.
@@ -379,3 +381,41 @@ def test_looking_seldom_changes_nothing_and_wastes_few_steps(
             assert [result.token_ids for result in results] == wanted
             needed = max(len(tokens) for tokens in wanted)
             assert len(far_ahead) <= min(30, max(needed + check_step - 1, 1 + skip_step)), needed
+
+
+def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeypatch):
+    """Where the pace has the loop wait; the second caller's prompt is not behind two steps."""
+    at_work = threading.Event()
+    came_at = []
+
+    class Waits(Pace):
+        """Has the third step's successor wait until somebody comes."""
+
+        def came(self):
+            came_at.append(len(far_ahead))
+
+        def left(self):
+            if len(far_ahead) != 3 or len(came_at) == 2:
+                return 0.0
+            at_work.set()
+            return 60.0
+
+    monkeypatch.setattr(loop_module, "Pace", Waits)
+    with llmc.LLM(case_tp1, prefix_reuse=False) as llm:
+        params = llmc.SamplingParams(max_tokens=9, ignore_eos=True)
+        wanted = {}
+
+        def call(name, prompt):
+            wanted[name] = llm.generate([prompt], params)[0].token_ids
+
+        first = threading.Thread(target=call, args=("first", [3, 5, 7]))
+        first.start()
+        assert at_work.wait(60)
+        second = threading.Thread(target=call, args=("second", [11, 13]))
+        second.start()
+        first.join()
+        second.join()
+        alone = [llm.generate([prompt], params)[0].token_ids for prompt in ([3, 5, 7], [11, 13])]
+    step = far_ahead[3]
+    assert came_at[:2] == [0, 3] and (step.batch_size, step.num_ctx_tokens) == (2, 2)
+    assert [wanted["first"], wanted["second"]] == alone

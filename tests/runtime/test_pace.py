@@ -1,14 +1,10 @@
 """Steps are submitted late where requests come one by one, and never too late."""
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import llmc
-from llmc.runtime import llm as llm_module
-from llmc.runtime import loop as loop_module
 from llmc.runtime.pace import Pace
 
 FIRST = 6e-4  # seconds from where a submission begins to its first kernel
@@ -104,11 +100,11 @@ def test_a_host_that_takes_longer_than_the_device_never_waits():
 ])
 def test_a_device_that_is_no_line_pauses_little(seconds):
     rng = np.random.default_rng(1)
-    device, prompt = Device(seconds(rng)), Device(seconds(rng))
+    device, at_once = Device(seconds(rng)), Device(seconds(rng))
     run(device, rng, 1000)
-    prompt.pace.left = lambda: 0.0
-    run(prompt, rng, 1000)
-    assert device.paused - prompt.paused < 0.02 * device.now
+    at_once.pace.left = lambda: 0.0
+    run(at_once, rng, 1000)
+    assert device.paused - at_once.paused < 0.02 * device.now
 
 
 def test_steps_that_become_shorter_are_learned():
@@ -121,56 +117,3 @@ def test_steps_that_become_shorter_are_learned():
     after = device.paused
     run(device, rng, 300)
     assert after - before < 0.1 and device.paused - after < 0.08
-
-
-def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, monkeypatch):
-    """Where the pace has the loop wait; the second caller's prompt is not behind two steps."""
-    at_work = threading.Event()
-    steps, came_at = [], []
-
-    class Waits:
-        """Has the third step's successor wait until somebody comes."""
-
-        def came(self):
-            came_at.append(len(steps))
-
-        def submitting(self, step):
-            steps.append((step.batch_size, step.num_ctx_tokens))
-
-        def collecting(self):
-            pass
-
-        def collected(self):
-            pass
-
-        def left(self):
-            if len(steps) != 3 or len(came_at) == 2:
-                return 0.0
-            at_work.set()
-            return 60.0
-
-    def load(*arguments):
-        engine = load_replica(*arguments)
-        engine.limits = SimpleNamespace(**{**vars(engine.limits), "ahead": 2})
-        return engine
-
-    load_replica = llm_module.load_replica
-    monkeypatch.setattr(llm_module, "load_replica", load)
-    monkeypatch.setattr(loop_module, "Pace", Waits)
-    with llmc.LLM(case_tp1, prefix_reuse=False) as llm:
-        params = llmc.SamplingParams(max_tokens=9, ignore_eos=True)
-        wanted = {}
-
-        def call(name, prompt):
-            wanted[name] = llm.generate([prompt], params)[0].token_ids
-
-        first = threading.Thread(target=call, args=("first", [3, 5, 7]))
-        first.start()
-        assert at_work.wait(60)
-        second = threading.Thread(target=call, args=("second", [11, 13]))
-        second.start()
-        first.join()
-        second.join()
-        alone = [llm.generate([prompt], params)[0].token_ids for prompt in ([3, 5, 7], [11, 13])]
-    assert came_at[:2] == [0, 3] and steps[3] == (2, 2)
-    assert [wanted["first"], wanted["second"]] == alone
