@@ -22,6 +22,7 @@ from llmc.runtime.engines.cuda import extension
 HEADS, KV_HEADS, DIM, BLOCK, POSITIONS = 32, 8, 128, 16, 33024
 DECODING = [(1, 400), (1, 8000), (1, 32000), (2, 8000), (4, 8000), (8, 2000), (8, 8000), (16, 4000),
             (17, 4000), (32, 2000), (64, 400), (64, 1000), (128, 400), (200, 400), (256, 400)]
+UNLIKE = [(1, 32000, 7, 300), (1, 32000, 39, 300), (1, 16000, 127, 300), (1, 8000, 255, 300)]
 # Sequences, positions that they share, and what each has beside.
 SHARED = [(256, 512, 340), (128, 512, 340), (64, 512, 200), (64, 128, 200), (16, 512, 200),
           (16, 2000, 200), (8, 1000, 200), (8, 8000, 200), (4, 2000, 200), (4, 8000, 200),
@@ -88,6 +89,8 @@ def main() -> None:
     mixed = np.random.default_rng(3).integers(32, 700, 256).tolist()
     decoding("256 × 32 to 699, in any order", mixed)
     decoding("256 × 32 to 699, the longest first", sorted(mixed, reverse=True))
+    for few, long, many, short in UNLIKE:
+        decoding(f"{few} × {long} + {many} × {short}", [long] * few + [short] * many)
     print("\n| sequences × shared + own positions | each reads all (us) | the shared once (us) |\n"
           "| --- | --- | --- |")
     for batch, shared, own in SHARED:

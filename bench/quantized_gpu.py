@@ -1,13 +1,14 @@
 """Steps of Llama-3.1-8B's shape by how its linear layers are stored, on one GPU, random weights.
 
-    python bench/quantized_gpu.py WORK_DIR [--stored fp8,int4,bf16] [--layers 32]
+    python bench/quantized_gpu.py WORK_DIR [--stored fp8,int4,bf16] [--layers 32] [--static 1x400]
 
 `fp8` is a compressed-tensors checkpoint whose tokens are rounded as they come (FP8_DYNAMIC), `fp8
 weights` the same of weights alone, `int4` one of groups of 128 (W4A16), `bf16` the plain model; the
 LM head is in bfloat16, as in the checkpoints that people have, but for `int4 head`. Each row: the
-first token and a step, medians of runs of one and of 65 tokens by the host's clock, greedy, after
-prompts of 128 tokens; the first token of 64 × 128 is a prefill of 8,192 tokens. Behind the table:
-where a decode step's time goes, each kernel charged from the end of the one before it to its own.
+first token and a step, medians of runs of one, of 17 and of 65 tokens by the host's clock, greedy,
+after prompts of 128 tokens or what --static says, as vllm_gpu.py's; the first token of 64 × 128 is
+a prefill of 8,192 tokens. Behind the table: where a decode step's time goes, each kernel charged
+from the end of the one before it to its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import vllm_gpu
 
 import llmc
 
-CASES = [(batch, 128) for batch in (1, 8, 16, 17, 32, 64, 128)]
+CASES = [f"{batch}x128" for batch in (1, 8, 16, 17, 32, 64, 128)]
 LONGEST = 4096
 
 
@@ -49,6 +50,7 @@ def main() -> None:
                         default=["fp8", "fp8 weights", "int4", "int4 head", "bf16"])
     parser.add_argument("--layers", type=int, default=vllm_gpu.SHAPE["layers"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--static", type=lambda text: text.split(","), default=CASES)
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ def main() -> None:
             vllm_gpu.static(
                 lambda prompts, count, llm=llm: llm.generate(
                     prompts, llmc.SamplingParams(max_tokens=count, ignore_eos=True)),
-                arguments.rounds, CASES)
+                arguments.rounds, arguments.static)
             print("\nmicroseconds of a decode step (kernels):")
             for batch in (1, 8, 16, 64):
                 print(gpu.breakdown(llm, batch, 128), flush=True)

@@ -9,8 +9,9 @@
 All print the same rows, to be run one after the other on one machine. The crowd: 512 requests,
 32 to 512 random tokens in and 16 to 256 out, 256 at once; all there from the start, or with a
 prefix of 512 tokens that all share (--prefix: these alone), or coming as a Poisson process of so
-many a second (of --rates). Static batches: the first token from runs of one token, and a step from
-runs of 17 and of 65: while the last prompts are read, the first sequences decode.
+many a second (of --rates). Static batches, of --static 8x8000,1x3900+31x200: the first token from
+runs of one token, and a step from runs of 17 and of 65: while the last prompts are read, the first
+sequences decode.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 
 SHAPE = dict(hidden=4096, layers=32, vocab=128256, intermediate=14336, heads=32, kv_heads=8)
 AT_ONCE, SOME, NEW = 256, 17, 65
-STATIC = [(1, 128), (8, 128), (16, 128), (17, 128), (64, 128), (128, 128), (8, 8000), (1, 32000)]
+STATIC = ["1x128", "8x128", "16x128", "17x128", "64x128", "128x128", "8x8000", "1x32000"]
 LONGEST = 33024
 CASE = "llama-8b-llmc"
 
@@ -58,20 +59,23 @@ def waits(name: str, first: list[float], between: list[float]) -> None:
 
 
 def static(generate: Callable[[Prompts, int], object], rounds: int,
-           cases: Sequence[tuple[int, int]]) -> None:
-    """First token and step of each case."""
-    for batch, size in cases:
-        rng = np.random.default_rng(batch)
+           cases: Sequence[str]) -> None:
+    """First token and step of each case, as many prompts of such lengths: "1x3900+31x200"."""
+    for case in cases:
+        alike = [[int(number) for number in part.split("x")] for part in case.split("+")]
+        sizes = [size for batch, size in alike for _ in range(batch)]
+        rng = np.random.default_rng(len(sizes))
         times: dict[int, list[float]] = {1: [], SOME: [], NEW: []}
         for run in range(rounds + 1):
             for count, own in times.items():
-                prompts = rng.integers(5, 128000, (batch, size)).tolist()
+                prompts = [rng.integers(5, 128000, size).tolist() for size in sizes]
                 start = time.perf_counter()
                 generate(prompts, count)
                 if run:
                     own.append((time.perf_counter() - start) * 1e3)
         first, some, whole = (statistics.median(own) for own in times.values())
-        print(f"| {batch} × {size} | first token {first:.1f} ms, step "
+        name = " + ".join(f"{batch} × {size}" for batch, size in alike)
+        print(f"| {name} | first token {first:.1f} ms, step "
               f"{(whole - some) / (NEW - SOME):.3f} ms |", flush=True)
 
 
@@ -249,9 +253,8 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")],
                         default=[])
-    parser.add_argument("--static", type=lambda text: [
-        tuple(int(number) for number in part.split("x")) for part in text.split(",") if part],
-        default=STATIC)
+    parser.add_argument("--static", type=lambda text: [part for part in text.split(",") if part],
+                        default=STATIC)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max_num_batched_tokens", type=int, default=2048)
     parser.add_argument("--static_tokens", type=int, default=8192,

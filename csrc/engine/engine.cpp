@@ -127,6 +127,9 @@ void Engine::reserve_scratch() {
   scratch_ = memory_.allocate<char>(most, "scratch");
   counters_ = memory_.allocate<int32_t>(kCounters, "counters");
   prefix_ = memory_.allocate<int32_t>(2ll + limits.max_batch, "a shared prefix");
+  const int64_t parts = Divisions::room(limits.max_batch);
+  divisions_ = std::make_unique<Divisions>(
+      memory_.allocate<kernels::DecodePart>(Divisions::kKinds * parts, "parts of sequences"), parts);
 }
 
 Tensor Engine::resolve(int tensor, const Step& step) const {
@@ -164,6 +167,8 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   context.longest = step.longest;
   context.reach = step.reach;
   if (step.prefix) context.prefix = {prefix_, prefix_ + 2, nullptr};
+  divisions_->begin_step();
+  context.divisions = divisions_.get();
   context.watcher = watcher_;
   context.user = user_;
   std::map<int, void*> moved;  // what lies in another tensor's memory in this step

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../plugins/common/divisions.h"
 #include "graph.h"
 #include "memory.h"
 #include "program.h"
@@ -147,6 +148,7 @@ class Engine {
   Inputs inputs_{};
   int32_t* counters_ = nullptr;
   int32_t* prefix_ = nullptr;  // what SharedPrefix has: [2], then [max_batch]
+  std::unique_ptr<Divisions> divisions_;
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
   std::unique_ptr<Sdpa> sdpa_;

@@ -15,7 +15,7 @@ namespace {
 using namespace device;
 
 constexpr int kWarps = 4;
-constexpr int kMinKeys = 64;  // per part
+constexpr int kMinKeys = 64, kEnoughBlocks = 264;  // per part; from so many blocks on nothing is divided
 
 // Zeros for the values behind a sequence's last position, of some KV heads, up to the next multiple of kPrefillUnit: what
 // lies there gets weight 0, and 0 · NaN is NaN. Decoding does not read it.
@@ -251,14 +251,19 @@ __global__ void __launch_bounds__(kWarps * 32) token_kernel(AttentionParams p, i
     if (lane == 0) peak_of[warp][h] = peak[h], total_of[warp][h] = total[h];
   }
   merge<T, 0>(p, peak_of, total_of, [&](int row, int i) { return sums[row * dim + i]; }, heads,
-              static_cast<int64_t>(token) * p.num_heads + first_head, {part, used, parts});
+              static_cast<int64_t>(token) * p.num_heads + first_head,
+              {part, used, p.counters + blockIdx.y * gridDim.x + blockIdx.x,
+               static_cast<float*>(p.scratch) + (static_cast<int64_t>(token) * p.num_heads + first_head) * parts * (dim + 2),
+               static_cast<int64_t>(parts) * (dim + 2), dim + 2});
 }
 
 template <typename T, typename C, int kLanes, int kVectors, int kHeads, bool kFused>
 cudaError_t run_tokens(const AttentionParams& p, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
   const int blocks = columns * p.num_tokens;
-  const int parts = parts_for(blocks, p.max_seq_len, kMinKeys);
+  // Where there are few blocks positions are divided, so that there are never twice as many as are enough.
+  const int wanted = blocks >= kEnoughBlocks ? 1 : (kEnoughBlocks + blocks - 1) / blocks;
+  const int parts = min(min(wanted, kMaxParts), (p.max_seq_len + kMinKeys - 1) / kMinKeys);
   const size_t shared = sizeof(float) * (1 + kWarps) * kHeads * p.head_dim;
   auto kernel = token_kernel<T, C, kLanes, kVectors, kHeads, kFused>;
   if (shared > 48 * 1024) {

@@ -160,15 +160,7 @@ struct CacheRows {
   int dim, shift = 0, mask = 0x7fffffff;
 };
 
-// Where fewer blocks than `enough`, at most kAttentionCounters, would run, cached positions are divided into parts, so
-// there are never twice as many blocks.
-constexpr int kEnoughBlocks = 264, kMaxParts = 32;
-
-// Into how many parts of at least `keys` positions a launch of `blocks` blocks divides a sequence at most.
-inline int parts_for(int blocks, int max_seq_len, int keys, int enough = kEnoughBlocks) {
-  const int wanted = blocks >= enough ? 1 : (enough + blocks - 1) / blocks;
-  return min(min(wanted, kMaxParts), (max_seq_len + keys - 1) / keys);
-}
+constexpr int kMaxParts = 32;  // of a sequence
 
 // The softmaxes that each kLanes lanes of a warp keep of their own keys, as one in every lane. Peaks are of base-2
 // exponents; -inf where there were no keys.
@@ -186,11 +178,79 @@ __device__ __forceinline__ void merge_lanes(float& peak, float& total, float (&s
   }
 }
 
-// One part's place among those that a sequence is divided into, and whether a prefix that it shares is beside them.
+// One part's place among those that a sequence is divided into; where it counts that it has ended, and where the first one
+// leaves what it has of the first head, with what lies between two heads and two parts, in floats; and whether a prefix that the
+// sequence shares is beside them.
 struct Part {
-  int index, used, most;
+  int index, used;
+  int32_t* counter;
+  float* results;
+  int64_t next_head, next_part;
   bool prefix = false;
+
+  __device__ float* result(int head, int part) const { return results + head * next_head + part * next_part; }
 };
+
+// Of a head the shares of what lanes have, each a peak and a total.
+__device__ __forceinline__ float share_of_lane(const float* sinks, int head, float peak, float total) {
+  float higher = peak;
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
+  const float weight = exp2f(peak - higher);
+  const float all = warp_sum(total * weight) + sink_of(sinks, head, higher);
+  return weight / all;
+}
+
+// Merges the parts that blocks have left, and those of a prefix behind them. By itself, so that registers which it takes are
+// none that the block's work was to do without.
+template <typename T, int kWidth, int kWarps, int kHeads>
+__device__ __noinline__ void merge_parts(T* out, Part part, int heads, int dim, const float* sinks, int first_head,
+                                         const float* prefix, int before, float (*share_of)[32]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
+  auto of_prefix = [&](int h, int k) { return prefix + static_cast<int64_t>(h * before + k) * (dim + kPrefixSums); };
+  auto share = [&](int h, float peak, float total) { share_of[h][lane] = share_of_lane(sinks, first_head + h, peak, total); };
+  // The parts, those of the prefix behind the others. Two elements of a head are a thread's at once; those of the first parts
+  // are under way while shares are made.
+  constexpr int kTogether = 16;
+  float2 sums[kTogether];
+  auto read = [&](int at, int first) {
+    const float* result = part.result(at / width, first) + 2 + at % width;
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k, result += part.next_part)
+      if (first + k < part.used) sums[k] = __ldcg(reinterpret_cast<const float2*>(result));
+  };
+  const int own = threadIdx.x * 2;
+  if (own < heads * width && own % width < dim) read(own, 0);
+  for (int h = warp; h < heads; h += kWarps) {
+    const float* result = lane < part.used ? part.result(h, lane)
+                                           : of_prefix(h, max(0, min(lane - part.used, before - 1)));
+    const bool there = lane < part.used + before;
+    share(h, there ? __ldcg(result) : -INFINITY, there ? __ldcg(result + 1) : 0.f);
+  }
+  __syncthreads();
+  for (int at = own; at < heads * width; at += kWarps * 64) {
+    const int h = at / width, i = at % width;
+    if (i >= dim) continue;
+    if (at != own) read(at, 0);
+    float2 sum{};
+    for (int first = 0; first < part.used; first += kTogether) {
+      if (first > 0) read(at, first);
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k)
+        if (first + k < part.used) {
+          sum.x += share_of[h][first + k] * sums[k].x;
+          sum.y += share_of[h][first + k] * sums[k].y;
+        }
+    }
+    for (int k = 0; k < before; ++k) {
+      const float* of = of_prefix(h, k) + kPrefixSums + i;
+      sum.x += share_of[h][part.used + k] * __ldcg(of);
+      sum.y += share_of[h][part.used + k] * __ldcg(of + 1);
+    }
+    out[h * dim + i] = from_float<T>(sum.x);
+    out[h * dim + i + 1] = from_float<T>(sum.y);
+  }
+}
 
 // The end of an attention block: merge its warps' softmaxes and write the heads' rows of p.out; where the
 // sequence is in several parts, leave this part's result in p.scratch, and let the block that ends last merge
@@ -205,23 +265,13 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   __syncthreads();
   T* out = static_cast<T*>(p.out) + token_head * dim;
   const int first_head = static_cast<int>(token_head % p.num_heads);
-  // Per (token, head, part) a peak, a total and head_dim sums.
-  int32_t* counter = p.counters + blockIdx.y * gridDim.x + blockIdx.x;
-  float* results = static_cast<float*>(p.scratch) + token_head * part.most * (dim + 2);
   const int before = part.prefix ? prefix_parts(p) : 0;  // parts of the prefix
   auto of_prefix = [&](int h, int k) { return prefix_result(p, token_head + h, k, before); };
   // How much of each part's sums goes into a head's: a lane for each part.
   static_assert(kMaxParts <= 32 && kWarps + kPrefixParts <= 32);
   __shared__ float share_of[kHeads][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto share = [&](int h, float peak, float total) {
-    float higher = peak;
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, mask));
-    const float weight = exp2f(peak - higher);
-    const float all = warp_sum(total * weight) + sink_of(p.sinks, first_head + h, higher);
-    share_of[h][lane] = weight / all;
-  };
+  auto share = [&](int h, float peak, float total) { share_of[h][lane] = share_of_lane(p.sinks, first_head + h, peak, total); };
   if (part.used == 1 && before > 0) {  // the warps, then the parts of the prefix, which are read together
     constexpr int kEach = (kHeads + kWarps - 1) / kWarps;
     float peak[kEach], total[kEach];
@@ -271,39 +321,22 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       total += sink_of(p.sinks, first_head + h, higher);
       out[h * dim + i] = from_float<T>(sum / total);
     } else {
-      float* result = results + (static_cast<int64_t>(h) * part.most + part.index) * (dim + 2);
+      float* result = part.result(h, part.index);  // a peak, a total and head_dim sums
       result[2 + i] = sum;
       if (i == 0) result[0] = higher, result[1] = total;
     }
   }
   if (part.used == 1) return;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(counter, 1) == part.used - 1;
-    if (last) *counter = 0;
+  if (threadIdx.x == 0) {  // fences are of all that the threads which met here have written, or read then
+    __threadfence();
+    last = atomicAdd(part.counter, 1) == part.used - 1;
+    if (last) *part.counter = 0;
+    __threadfence();
   }
   __syncthreads();
   if (!last) return;
-  __threadfence();
-  // The parts, those of the prefix behind the others.
-  for (int h = warp; h < heads; h += kWarps) {
-    const float* result = lane < part.used ? results + (static_cast<int64_t>(h) * part.most + lane) * (dim + 2)
-                                           : of_prefix(h, max(0, min(lane - part.used, before - 1)));
-    const bool there = lane < part.used + before;
-    share(h, there ? __ldcg(result) : -INFINITY, there ? __ldcg(result + 1) : 0.f);
-  }
-  __syncthreads();
-  for (int at = threadIdx.x; at < heads * width; at += kWarps * 32) {
-    const int h = at / width, i = at % width;
-    if (i >= dim) continue;
-    const float* result = results + static_cast<int64_t>(h) * part.most * (dim + 2) + 2 + i;
-    float sum = 0;
-#pragma unroll 8
-    for (int k = 0; k < part.used; ++k) sum += share_of[h][k] * __ldcg(result + k * (dim + 2));
-    for (int k = 0; k < before; ++k) sum += share_of[h][part.used + k] * __ldcg(of_prefix(h, k) + kPrefixSums + i);
-    out[h * dim + i] = from_float<T>(sum);
-  }
+  merge_parts<T, kWidth, kWarps, kHeads>(out, part, heads, dim, p.sinks, first_head, of_prefix(0, 0), before, share_of);
 }
 
 }  // namespace llmc::device

@@ -7,7 +7,7 @@
 // times V gives the sums, V's rows paired by byte permutes and its columns permuted so that a thread has 8
 // elements of a value; where a head is longer than 256 the sums are Vᵀ times the scores, which takes half the registers. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
 // the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the
-// end, and the parts' by whichever block ends last. Reads the visible keys and values once per 8 query heads.
+// end, and the parts' by whichever block ends last. What parts there are divide_kernel has said. Reads the visible keys and values once per 8 query heads.
 #include "attention.cuh"
 #include "decode.cuh"
 #include "tensor_core.cuh"
@@ -18,40 +18,98 @@ namespace {
 using namespace device;
 
 constexpr int kHeads = 8, kKeys = 16;
-template <int kSteps>
-constexpr int kDecodeKeys = kSteps > 8 ? 128 : 256;  // per part
-constexpr int kStartKeys = 128;   // what beginning and merging a part cost, in positions that are read meanwhile
+// What it costs in positions, of which a block could read so many meanwhile: to begin a part, to merge parts, and that the next
+// kernel's first weights wait where no multiprocessor is left for it.
+constexpr int kStartKeys = 128, kMergeKeys = 450, kBusyKeys = 150;
+constexpr int kSpareParts = 16;  // that sequences longer than others may have, however many there are
+constexpr int kDividing = 256;   // threads
 
-// How many positions a part should have. Multiprocessors end together where each has as many blocks as the others: the
-// least positions that the busiest one reads, of all numbers of parts that the longest sequence may be divided into. Rows
-// that fill up a captured batch have one position, and count for nothing.
-template <int kKeysOfPart>
-__device__ __forceinline__ int positions_per_part(const AttentionParams& p, int parts, int columns, int processors) {
-  const int lane = threadIdx.x % 32;
-  auto length_of = [&](int i) {
-    return i < p.batch ? p.past_lens[i] + 1 - own_from(p, i, p.past_lens[i]) / kKeys * kKeys : 0;
-  };
-  int longest = 0;
-  for (int i = lane; i < p.batch; i += 32) longest = max(longest, length_of(i));
+int columns_of(const AttentionParams& p) {
+  const int group = p.num_heads / p.num_kv_heads;
+  return p.num_kv_heads * ((group + kHeads - 1) / kHeads);
+}
+
+// Divides sequences into parts, once for all layers of a step that divide alike. Multiprocessors end together where each has as
+// many blocks as the others: of all numbers of parts that the longest sequence may be divided into, that which costs the busiest
+// one least, where all parts have room. Rows that fill up a captured batch have one position, and count for nothing. Parts begin
+// at multiples of kKeys.
+__global__ void __launch_bounds__(kDividing) divide_kernel(AttentionParams p, int num_parts, int columns, int processors) {
+  constexpr int kWarps = kDividing / 32;
+  wait_for_inputs();
+  let_next_start();
+  __shared__ int longest_of[kWarps], sums_of[kWarps][2];
+  __shared__ int64_t cost_of[kMaxParts];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  auto begin_of = [&](int i) { return own_from(p, i, p.past_lens[i]) / kKeys * kKeys; };
+  auto length_of = [&](int i) { return p.past_lens[i] + 1 - begin_of(i); };
+  auto over = [](int x, int y) { return (x + y - 1) / y; };
+  int longest = 1;
+  for (int i = thread; i < p.batch; i += kDividing) longest = max(longest, length_of(i));
   longest = __reduce_max_sync(~0u, longest);
-  const int most = min(parts, (longest + kKeysOfPart - 1) / kKeysOfPart);
-  if (most == 1) return longest;
-  const int wanted = lane + 1, each = (longest + wanted - 1) / wanted;
-  const float per_each = 1.f / each;
-  int blocks = 0;
-  for (int first = 0; first < p.batch; first += 32) {
-    const int own = length_of(first + lane);
-    for (int i = 0; i < min(32, p.batch - first); ++i) {
-      const int length = __shfl_sync(~0u, own, i);
-      if (length > 1) blocks += 1 + static_cast<int>((length - 1) * per_each);
+  if (lane == 0) longest_of[warp] = longest;
+  if (thread < kMaxParts) cost_of[thread] = INT64_MAX;
+  __syncthreads();
+  for (int other : longest_of) longest = max(longest, other);
+  auto each_of = [&](int wanted) { return over(over(longest, wanted), kKeys) * kKeys; };
+
+  const int most = min(over(longest, kKeys), p.prefix.of == nullptr ? kMaxParts : kMaxParts - kPrefixParts);
+  for (int wanted = warp + 1; wanted <= most; wanted += kWarps) {
+    const int each = each_of(wanted);
+    int all = 0, blocks = 0;
+    for (int i = lane; i < p.batch; i += 32) {
+      const int length = length_of(i), parts = over(length, each);
+      all += parts;
+      if (length > 1) blocks += parts;
     }
+    all = __reduce_add_sync(~0u, all), blocks = __reduce_add_sync(~0u, blocks);
+    const int64_t running = static_cast<int64_t>(columns) * blocks;
+    if (lane == 0 && (all <= num_parts || wanted == 1))
+      cost_of[wanted - 1] = (running + processors - 1) / processors * (each + kStartKeys) + (wanted > 1 ? kMergeKeys : 0) +
+                            min(running, static_cast<int64_t>(processors)) * kBusyKeys / processors;
   }
-  const int rounds = (columns * blocks + processors - 1) / processors;
-  const int64_t cost = static_cast<int64_t>(rounds) * (each + kStartKeys) << 32 | each;
-  int64_t least = wanted <= most ? cost : INT64_MAX;
+  __syncthreads();
+  int64_t least = INT64_MAX;
+  int each = longest;
+  for (int wanted = 1; wanted <= most; ++wanted)
+    if (cost_of[wanted - 1] < least) least = cost_of[wanted - 1], each = each_of(wanted);
+
+  int made = 0, behind = 0;  // parts of the sequences before, and those of them that are not alone
+  for (int first = 0; first < p.batch; first += kDividing) {
+    const int i = first + thread;
+    int length = 0, begin = 0, of_part = 1, used = 0;
+    if (i < p.batch) {
+      length = length_of(i), begin = begin_of(i);
+      of_part = over(over(length, over(length, each)), kKeys) * kKeys;  // evenly
+      used = over(length, of_part);
+    }
+    int sums[2] = {used, used > 1 ? used : 0};
 #pragma unroll
-  for (int mask = 16; mask; mask >>= 1) least = min(least, static_cast<int64_t>(__shfl_xor_sync(~0u, least, mask)));
-  return static_cast<int>(least & 0xffffffff);
+    for (int& sum : sums)
+#pragma unroll
+      for (int step = 1; step < 32; step <<= 1) {
+        const int before = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += before;
+      }
+    __syncthreads();
+    if (lane == 31) sums_of[warp][0] = sums[0], sums_of[warp][1] = sums[1];
+    __syncthreads();
+    int of_all[2] = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        if (w < warp) sums[k] += sums_of[w][k];
+        of_all[k] += sums_of[w][k];
+      }
+    const int at = made + sums[0] - used, split = behind + sums[1] - (used > 1 ? used : 0);
+    for (int part = 0; part < used; ++part) {
+      const int from = begin + part * of_part;
+      p.parts[at + part] = {i, from, min(begin + length, from + of_part),
+                            static_cast<uint32_t>(part | used << 8 | split << 16)};
+    }
+    made += of_all[0], behind += of_all[1];
+  }
+  for (int i = made + thread; i < num_parts; i += kDividing) p.parts[i] = {-1, 0, 0, 0};
 }
 
 __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
@@ -99,11 +157,11 @@ struct Layout {
 
 // Blocks that a multiprocessor should have room for, where ptxas, left alone, keeps registers in memory for more.
 template <typename C, int kSteps, int kWarps>
-constexpr int kResident = kSteps == 2 && kWarps == 8 && sizeof(C) == 2 ? 1 : 0;
+constexpr int kResident = kSteps <= 4 && kWarps == 8 && sizeof(C) == 2 ? 1 : 0;
 
 template <typename T, typename C, int kSteps, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) 
-    decode_kernel(AttentionParams p, int parts, int processors) {
+    decode_kernel(AttentionParams p) {
   using L = Layout<T, C, kSteps, kWarps>;
   constexpr int kDim = L::kDim, kPitch = L::kPitch, kHalves = L::kHalves;
   extern __shared__ uint4 raw[];
@@ -116,23 +174,18 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   const int chunks = (group + kHeads - 1) / kHeads;
   const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
-  const int sequence = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int g = lane / 4, t = lane % 4;
-  const int position = p.past_lens[sequence];
-  // Parts, and so a warp's rounds, begin at multiples of kKeys: then a round's keys are in one block.
-  const int seen = own_from(p, sequence, position);
-  const int begin = seen / kKeys * kKeys, count = position + 1 - begin, part = blockIdx.z;
-  const int each = parts > 1 ? positions_per_part<kDecodeKeys<kSteps>>(p, parts, gridDim.x, processors) : count;
-  const int wanted = min(parts, (count + each - 1) / each);
-  const int per_part = (count + wanted * kKeys - 1) / (wanted * kKeys) * kKeys;
-  const int used = (count + per_part - 1) / per_part;
-  if (part >= used) return;
-  const int from = begin + part * per_part, to = min(position + 1, from + per_part);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  if (!p.divided) wait_for_inputs();
+  const DecodePart own = p.parts[blockIdx.y];
+  if (own.sequence < 0) return;
+  const int sequence = own.sequence, from = own.from, to = own.to;
+  const int part = static_cast<int>(own.place & 255), parts = static_cast<int>(own.place >> 8 & 255);
   const CacheRows row_of(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);
   C* values = static_cast<C*>(p.value_cache);
   // A warp's rounds begin kWarps · kKeys positions apart. The new position is copied by none.
-  const int mine = from + warp * kKeys, limit = min(to, position);
+  const bool has_new = part == parts - 1;
+  const int mine = from + warp * kKeys, limit = has_new ? to - 1 : to;
   const bool one_block = row_of.in_line(kKeys), in_line = one_block && dim == kDim;
   // Of the round that is copied next, so that nothing waits for the table.
   int block = mine < to ? row_of.block_of(mine) : 0;
@@ -159,6 +212,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   for (int i = 0; i < L::kRounds; ++i) copy(i);
   for (int i = heads * kPitch + threadIdx.x; i < kHeads * kPitch; i += kWarps * 32)
     queries[i] = from_float<T>(0.f);
+  const int position = has_new ? to - 1 : p.past_lens[sequence], seen = own_from(p, sequence, position);
   wait_for_inputs();
   let_next_start();
 
@@ -166,7 +220,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   // A warp for each query head, and where the new position is this block's, for its key and its value.
   // Chunks of one KV head write the same.
   float* scratch = reinterpret_cast<float*>(fresh_value + kPitch) + warp * kDim;
-  for (int task = warp; task < heads + (to == position + 1 ? 2 : 0); task += kWarps) {
+  for (int task = warp; task < heads + (has_new ? 2 : 0); task += kWarps) {
     const bool is_query = task < heads, is_value = task == heads + 1;
     C* const fresh = is_value ? fresh_value : fresh_key;
     C* const row = (is_value ? values : keys) + row_of(position);
@@ -305,23 +359,23 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
           *reinterpret_cast<float4*>(place(warp * kHeads + g, at)) =
               make_float4(sum[j][e][c], sum[j][e + 1][c], sum[j][e + 2][c], sum[j][e + 3][c]);
       }
+  const int behind = static_cast<int>(own.place >> 16), of_head = dim + 2, of_block = min(p.num_heads, kHeads) * of_head;
+  const int64_t of_all = static_cast<int64_t>(gridDim.x) * of_block;
+  int32_t* counter = p.counters + behind / 2 * gridDim.x + blockIdx.x;  // sequences before have two parts at least
+  float* results = static_cast<float*>(p.scratch) + behind * of_all + blockIdx.x * of_block;
   merge<T, kDim>(p, peak_of, total_of, [&](int row, int i) { return *place(row, i); }, heads,
-                 static_cast<int64_t>(sequence) * p.num_heads + first_head, {part, used, parts, shares_prefix(p, sequence)});
+                 static_cast<int64_t>(sequence) * p.num_heads + first_head,
+                 {part, parts, counter, results, of_head, of_all, shares_prefix(p, sequence)});
 }
 
 template <typename T, typename C, int kSteps, int kWarps>
-cudaError_t run_warps(const AttentionParams& p, int columns, cudaStream_t stream) {
+cudaError_t run_warps(const AttentionParams& p, cudaStream_t stream) {
   constexpr size_t kShared = Layout<T, C, kSteps, kWarps>::kShared;
-  const int blocks = columns * p.batch;
-  // Blocks that fill a multiprocessor each are not to wait for others that have nothing to do.
-  const int most = parts_for(blocks, p.max_seq_len, kDecodeKeys<kSteps>, kWarps > 4 ? kEnoughBlocks : kAttentionCounters);
-  const int parts = p.prefix.of == nullptr ? most : min(most, kMaxParts - kPrefixParts);  // a warp merges all
   auto kernel = decode_kernel<T, C, kSteps, kWarps>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(columns, p.batch, parts), kWarps * 32, kShared, stream, p, parts,
-                static_cast<int>(multiprocessors()));
+  return launch(kernel, dim3(columns_of(p), decode_parts(p)), kWarps * 32, kShared, stream, p);
 }
 
 template <typename T, typename C, int kSteps, int kWarps>
@@ -334,14 +388,12 @@ bool fits() {
 // where many wait for their turn, one: then the last ones end together.
 template <typename T, typename C, int kSteps>
 cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
-  const int group = p.num_heads / p.num_kv_heads;
-  const int columns = p.num_kv_heads * ((group + kHeads - 1) / kHeads);
-  const auto blocks = static_cast<unsigned>(columns * p.batch);
-  if constexpr (kSteps <= 4)
+  const auto blocks = static_cast<unsigned>(columns_of(p) * p.batch);
+  if constexpr (kSteps <= 2)
     if (4 * blocks <= multiprocessors() && fits<T, C, kSteps, 12>())
-      return run_warps<T, C, kSteps, 12>(p, columns, stream);
+      return run_warps<T, C, kSteps, 12>(p, stream);
   if (blocks <= multiprocessors() && fits<T, C, kSteps, 8>())
-    return run_warps<T, C, kSteps, 8>(p, columns, stream);
+    return run_warps<T, C, kSteps, 8>(p, stream);
   static const unsigned resident = [] {
     if (!fits<T, C, kSteps, 4>()) return 0u;
     constexpr int kShared = Layout<T, C, kSteps, 4>::kShared;
@@ -352,9 +404,9 @@ cudaError_t run(const AttentionParams& p, cudaStream_t stream) {
     return blocks * multiprocessors();
   }();
   if constexpr (kSteps <= 4)
-    if (blocks > 2 * resident) return run_warps<T, C, kSteps, 1>(p, columns, stream);
-  if (blocks > resident) return run_warps<T, C, kSteps, 2>(p, columns, stream);
-  return run_warps<T, C, kSteps, 4>(p, columns, stream);
+    if (blocks > 2 * resident) return run_warps<T, C, kSteps, 1>(p, stream);
+  if (blocks > resident) return run_warps<T, C, kSteps, 2>(p, stream);
+  return run_warps<T, C, kSteps, 4>(p, stream);
 }
 
 template <typename T, typename C>
@@ -363,8 +415,7 @@ cudaError_t run_cache(const AttentionParams& p, cudaStream_t stream) {
   if (p.head_dim <= 96) return run<T, C, 3>(p, stream);
   if (p.head_dim <= 128) return run<T, C, 4>(p, stream);
   if (p.head_dim <= 256) return run<T, C, 8>(p, stream);
-  const int chunks = (p.num_heads / p.num_kv_heads + kHeads - 1) / kHeads;
-  if constexpr (std::is_same_v<T, C>) return run_warps<T, C, 16, 4>(p, p.num_kv_heads * chunks, stream);
+  if constexpr (std::is_same_v<T, C>) return run_warps<T, C, 16, 4>(p, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -380,7 +431,20 @@ bool can_decode(DType dtype, const AttentionParams& p) {
   return p.head_dim <= 256 || (!p.float8 && fits<__half, __half, 16, 4>());
 }
 
+// Where there are few sequences, parts for every multiprocessor, of two blocks each where sequences alone are more than one.
+int decode_parts(const AttentionParams& p) {
+  const int columns = columns_of(p), all = static_cast<int>(multiprocessors());
+  const int enough = (columns * p.batch <= all ? 1 : 2) * all / columns;
+  const int more = std::min(std::max(enough - p.batch, kSpareParts), kAttentionCounters / columns);
+  return p.batch + (p.max_seq_len > kKeys ? more : 0);
+}
+
 cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream) {
+  if (!p.divided) {
+    const cudaError_t error = launch(divide_kernel, 1, kDividing, 0, stream, p, decode_parts(p), columns_of(p),
+                                     static_cast<int>(multiprocessors()));
+    if (error != cudaSuccess) return error;
+  }
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, stream);
   return cudaErrorInvalidValue;

@@ -271,6 +271,13 @@ struct SharedPrefix {
   float* results;           // prefix_scratch() bytes
 };
 
+// What blocks of a decoding step take: positions `from` to `to` of a sequence, or where `sequence` is below 0 nothing. `place`
+// has which part of the sequence it is, of how many, and of how many that are not alone it and those before it are behind.
+struct DecodePart {
+  int32_t sequence, from, to;
+  uint32_t place;  // index | used << 8 | behind << 16
+};
+
 struct AttentionParams {
   void* out;             // T [num_tokens, num_heads * head_dim]
   const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; of `reads` queries alone
@@ -289,6 +296,7 @@ struct AttentionParams {
   void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding without a prefix
   void* scratch;
   int32_t* counters;     // [kAttentionCounters]
+  DecodePart* parts;     // [decode_parts()], for decoding
   SharedPrefix prefix;   // for decoding, with a block table
   int64_t qkv_pitch;     // how far rows of qkv are apart
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
@@ -298,6 +306,7 @@ struct AttentionParams {
   int first_token;       // what qkv, out and queries begin with, as cu_seqlens count
   bool interleaved;
   bool decode;           // every sequence has exactly one new token
+  bool divided;          // parts were made by another layer of this step, by a kernel before the last one
   bool vanilla;          // a token at a time, by the kernel that serves everything; not for decoding
   bool float8;           // in the caches
   bool norm_after_rotary;
@@ -326,6 +335,9 @@ struct Lengths {
 cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& params, cudaStream_t stream);
 constexpr int kAttentionCounters = 792;
 int64_t attention_scratch(int num_heads, int head_dim);
+// How many parts there are room for where sequences decode: of batch, heads and max_seq_len; at most kAttentionCounters more than
+// sequences.
+int decode_parts(const AttentionParams& params);
 // The same where `distance`, float32 [num_heads, distances], is added to the scores, and `key`, [num_heads, positions],
 // by the key's position; each null where there is none. First append(), for decoding too. Needs no scratch and no counters.
 struct ScoreBias {

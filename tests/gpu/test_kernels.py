@@ -185,6 +185,21 @@ def test_any_batch_is_read_alike(extension, batch, dtype):
     check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("past", [
+    (5000,) + (20,) * 6, (30,) * 15 + (3000,), (100,) * 16 + (1500, 2000), (50,) * 40 + (3000,),
+    (40,) * 129 + (2000,), (10,) * 290 + (1047, 1048), tuple(range(0, 3000, 97)), (0,) * 20],
+    ids=lambda past: f"{len(past)}, to {max(past)}")
+@pytest.mark.parametrize(("heads", "kv_heads", "more"), [
+    (8, 2, {}), (4, 1, {"window": 1500}), (24, 2, {"softcap": 5.0})], ids=str)
+def test_sequences_of_unlike_lengths_are_divided(extension, heads, kv_heads, more, past, dtype):
+    """Long ones into parts, however many others there are."""
+    sample = _sample(np.random.default_rng(len(past)), (1,) * len(past), past, 64, heads=heads,
+                     kv_heads=kv_heads, max_seq_len=-(-max(past) // 64) * 64 + 64, rotary_dim=64,
+                     block_size=64, **more)
+    check(extension, plugins.registry()["CausalAttention"], sample.fields, sample.inputs, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("new", "past", "variant"), [
     ((1, 1, 1), (40, 3, 0), {}), ((1,) * 3, (900, 20, 700), {"window": 400}),

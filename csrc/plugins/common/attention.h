@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "divisions.h"
 #include "heads.h"
 
 namespace llmc {
@@ -83,10 +84,11 @@ class CachedKeysAttention : public Plugin {
     return p_.reads ? std::vector<Dims>{out} : std::vector<Dims>{out, cache, in[2]};
   }
 
-  // The split kernel's partial results, then the turned queries, then what is left of a shared prefix.
+  // The split kernel's partial results, the parts that it divides sequences into, then the turned queries, then what is left of a
+  // shared prefix.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const bool shares = optional(in, ports_.block_table) != nullptr;
-    return scratch() + queries_bytes(in) +
+    return scratch() + parts_bytes(in) + queries_bytes(in) +
            (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads, p_.num_kv_heads, p_.head_dim) : 0);
   }
 
@@ -129,7 +131,8 @@ class CachedKeysAttention : public Plugin {
     }
     p.scratch = workspace;
     p.counters = context.counters;
-    p.queries = static_cast<char*>(workspace) + scratch();
+    p.parts = reinterpret_cast<kernels::DecodePart*>(static_cast<char*>(workspace) + scratch());
+    p.queries = static_cast<char*>(workspace) + scratch() + parts_bytes(in);
     kernels::ScoreBias bias{table_of(ports_.distance_bias), table_of(ports_.key_bias), 0, 0};
     if (bias.distance != nullptr) bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
     if (bias.key != nullptr) bias.positions = static_cast<int>(in[ports_.key_bias].shape[1]);
@@ -157,6 +160,7 @@ class CachedKeysAttention : public Plugin {
       } else {
         half.prefix = {};
       }
+      if (context.divisions != nullptr) context.divisions->place(half);
       check(kernels::attention(in[0].dtype, half, context.stream), op_.c_str());
     }
     if (decodes == p.batch) return;
@@ -191,6 +195,9 @@ class CachedKeysAttention : public Plugin {
     }
   }
 
+  static int64_t parts_bytes(const std::vector<Tensor>& in) {
+    return (Divisions::room(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::DecodePart)) + 255) / 256 * 256;
+  }
   int64_t queries_bytes(const std::vector<Tensor>& in) const {
     return (in[0].shape[0] * p_.num_heads * p_.head_dim * 4 + 255) / 256 * 256;
   }

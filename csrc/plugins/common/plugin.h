@@ -172,6 +172,8 @@ constexpr int kCounters = std::max(kernels::kAttentionCounters, kernels::kPacked
 using Watcher = void (*)(void* user, const char* name, const void* data, const char* dtype, const int64_t* shape,
                          int rank, cudaStream_t stream);
 
+class Divisions;
+
 // What a host provides to every enqueue.
 struct Context {
   cudaStream_t stream = nullptr;
@@ -185,6 +187,7 @@ struct Context {
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool building = false;              // TensorRT times with inputs that mean nothing
   kernels::SharedPrefix prefix{};     // of the sequences that decode, but for its results
+  Divisions* divisions = nullptr;     // of these; null: each layer divides for itself
   bool dense = false;                 // every sequence has a new token, so as many tokens as sequences decode
   Watcher watcher = nullptr;          // called with `user` by nodes that hold many ops; null: nobody asks
   void* user = nullptr;
