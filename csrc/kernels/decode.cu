@@ -1,13 +1,13 @@
 // Attention of one new token per sequence on tensor cores, 16-bit types.
 //
-// A block takes one sequence, one KV head and up to 8 of its query heads, over one part of the cached
-// positions (flash-decoding). It prepares its heads itself and writes the new key and value. A warp takes 16
-// keys at a time, as the tensor core wants them: scores are K · Qᵀ with keys as the tile's rows, the inner
-// dimension permuted so that a thread has 8 elements of a key next to each other; their transpose (movmatrix)
-// times V gives the sums, V's rows paired by byte permutes and its columns permuted so that a thread has 8
-// elements of a value; where a head is longer than 256 the sums are Vᵀ times the scores, which takes half the registers. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
-// the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the
-// end, and the parts' by whichever block ends last. What parts there are divide_kernel has said. Reads the visible keys and values once per 8 query heads.
+// A block takes one sequence, one KV head and up to 8 of its query heads, over one part of the cached positions (flash-decoding),
+// as divide_kernel has said. It prepares its heads itself and writes the new key and value. A warp takes 16 keys at a time, as
+// the tensor core wants them: scores are K · Qᵀ with keys as the tile's rows, the inner dimension permuted so that a thread has
+// 8 elements of a key next to each other; their transpose (movmatrix) times V gives the sums, V's rows paired by byte permutes
+// and its columns permuted so that a thread has 8 elements of a value; where a head is longer than 256 the sums are Vᵀ times the
+// scores, which takes half the registers. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
+// the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the end, and the parts' by whichever
+// block ends last. Reads the visible keys and values once per 8 query heads.
 #include "attention.cuh"
 #include "decode.cuh"
 #include "tensor_core.cuh"
@@ -160,8 +160,7 @@ template <typename C, int kSteps, int kWarps>
 constexpr int kResident = kSteps <= 4 && kWarps == 8 && sizeof(C) == 2 ? 1 : 0;
 
 template <typename T, typename C, int kSteps, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) 
-    decode_kernel(AttentionParams p) {
+__global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) decode_kernel(AttentionParams p) {
   using L = Layout<T, C, kSteps, kWarps>;
   constexpr int kDim = L::kDim, kPitch = L::kPitch, kHalves = L::kHalves;
   extern __shared__ uint4 raw[];
@@ -175,7 +174,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
   const int kv_head = blockIdx.x / chunks, first_head = kv_head * group + blockIdx.x % chunks * kHeads;
   const int heads = min(kHeads, (kv_head + 1) * group - first_head);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  if (!p.divided) wait_for_inputs();
+  if (!p.divided) wait_for_inputs();  // then the kernel ahead makes the parts
   const DecodePart own = p.parts[blockIdx.y];
   if (own.sequence < 0) return;
   const int sequence = own.sequence, from = own.from, to = own.to;
