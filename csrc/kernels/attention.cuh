@@ -65,8 +65,11 @@ __device__ __forceinline__ int prefix_parts(const AttentionParams& p) {
 }
 // What a head of a token has left of a part there: a peak, a total, and from kPrefixSums on head_dim sums.
 constexpr int kPrefixSums = 4;
+__device__ __forceinline__ float* prefix_result(float* results, int64_t index, int head_dim) {
+  return results + index * (head_dim + kPrefixSums);
+}
 __device__ __forceinline__ float* prefix_result(const AttentionParams& p, int64_t token_head, int part, int parts) {
-  return p.prefix.results + (token_head * parts + part) * (p.head_dim + kPrefixSums);
+  return prefix_result(p.prefix.results, token_head * parts + part, p.head_dim);
 }
 
 // Heads that a row of qkv has.
@@ -205,9 +208,9 @@ __device__ __forceinline__ float share_of_lane(const float* sinks, int head, flo
 // none that the block's work was to do without.
 template <typename T, int kWidth, int kWarps, int kHeads>
 __device__ __noinline__ void merge_parts(T* out, Part part, int heads, int dim, const float* sinks, int first_head,
-                                         const float* prefix, int before, float (*share_of)[32]) {
+                                         float* prefix, int before, float (*share_of)[32]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
-  auto of_prefix = [&](int h, int k) { return prefix + static_cast<int64_t>(h * before + k) * (dim + kPrefixSums); };
+  auto of_prefix = [&](int h, int k) { return prefix_result(prefix, h * before + k, dim); };
   auto share = [&](int h, float peak, float total) { share_of[h][lane] = share_of_lane(sinks, first_head + h, peak, total); };
   // The parts, those of the prefix behind the others. Two elements of a head are a thread's at once; those of the first parts
   // are under way while shares are made.

@@ -29,6 +29,15 @@ int columns_of(const AttentionParams& p) {
   return p.num_kv_heads * ((group + kHeads - 1) / kHeads);
 }
 
+// How many parts there is room for. Where there are few sequences, some for every multiprocessor, of two blocks each where sequences
+// alone are more than one.
+int decode_parts(const AttentionParams& p) {
+  const int columns = columns_of(p), all = static_cast<int>(multiprocessors());
+  const int enough = (columns * p.batch <= all ? 1 : 2) * all / columns;
+  const int more = std::min(std::max(enough - p.batch, kSpareParts), kAttentionCounters / columns);
+  return p.batch + (p.max_seq_len > kKeys ? more : 0);
+}
+
 // Divides sequences into parts, once for all layers of a step that divide alike. Multiprocessors end together where each has as
 // many blocks as the others: of all numbers of parts that the longest sequence may be divided into, that which costs the busiest
 // one least, where all parts have room. Rows that fill up a captured batch have one position, and count for nothing. Parts begin
@@ -428,14 +437,6 @@ cudaError_t run_type(const AttentionParams& p, cudaStream_t stream) {
 bool can_decode(DType dtype, const AttentionParams& p) {
   if (dtype == DType::kFloat32) return false;
   return p.head_dim <= 256 || (!p.float8 && fits<__half, __half, 16, 4>());
-}
-
-// Where there are few sequences, parts for every multiprocessor, of two blocks each where sequences alone are more than one.
-int decode_parts(const AttentionParams& p) {
-  const int columns = columns_of(p), all = static_cast<int>(multiprocessors());
-  const int enough = (columns * p.batch <= all ? 1 : 2) * all / columns;
-  const int more = std::min(std::max(enough - p.batch, kSpareParts), kAttentionCounters / columns);
-  return p.batch + (p.max_seq_len > kKeys ? more : 0);
 }
 
 cudaError_t decode(DType dtype, const AttentionParams& p, cudaStream_t stream) {

@@ -296,7 +296,7 @@ struct AttentionParams {
   void* queries;         // T [num_tokens, num_heads * head_dim], rotated; not needed for decoding without a prefix
   void* scratch;
   int32_t* counters;     // [kAttentionCounters]
-  DecodePart* parts;     // [decode_parts()], for decoding
+  DecodePart* parts;     // for decoding: room for kAttentionCounters more than sequences
   SharedPrefix prefix;   // for decoding, with a block table
   int64_t qkv_pitch;     // how far rows of qkv are apart
   int num_tokens, batch, num_heads, num_kv_heads, head_dim, max_seq_len, rotary_dim, window;
@@ -335,9 +335,6 @@ struct Lengths {
 cudaError_t sequence_lengths(const Lengths& lengths, const AttentionParams& params, cudaStream_t stream);
 constexpr int kAttentionCounters = 792;
 int64_t attention_scratch(int num_heads, int head_dim);
-// How many parts there are room for where sequences decode: of batch, heads and max_seq_len; at most kAttentionCounters more than
-// sequences.
-int decode_parts(const AttentionParams& params);
 // The same where `distance`, float32 [num_heads, distances], is added to the scores, and `key`, [num_heads, positions],
 // by the key's position; each null where there is none. First append(), for decoding too. Needs no scratch and no counters.
 struct ScoreBias {
