@@ -25,8 +25,9 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
           stored: str = "") -> Path:
     """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
     safetensors shards of `layers_per_shard` layers each; the matrices of layers in bfloat16 too, or
-    in compressed-tensors' form of `fp8`, `fp8 weights` (activations are not rounded), `int4`, or
-    `int4 head`, where the LM head is in int4 too.
+    in compressed-tensors' form of `fp8`, `fp8 static` (activations are rounded by scales that are
+    stored), `fp8 weights` (they are not rounded), `int4`, or `int4 head`, where the LM head is in
+    int4 too.
     """
     dim = hidden // heads
     config = {
@@ -111,6 +112,8 @@ _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "
 _STORED: dict[str, dict[str, Any]] = {
     "fp8": {"weights": _FLOAT8,
             "input_activations": {**_FLOAT8, "strategy": "token", "dynamic": True}},
+    "fp8 static": {"weights": _FLOAT8,
+                   "input_activations": {**_FLOAT8, "strategy": "tensor", "dynamic": False}},
     "fp8 weights": {"weights": _FLOAT8},
     "int4": {"weights": _INT4}, "int4 head": {"weights": _INT4}}
 
@@ -130,8 +133,11 @@ def _packed(name: str, rows: int, width: int, stored: str, codes: torch.Tensor) 
         return {f"{name}_packed": own.view(torch.int32),
                 f"{name}_shape": torch.tensor([rows, width]),
                 f"{name}_scale": torch.full((rows, width // 128), 0.004, dtype=torch.bfloat16)}
-    return {name: own.view(torch.float8_e4m3fn),
+    made = {name: own.view(torch.float8_e4m3fn),
             f"{name}_scale": torch.full((rows, 1), 0.1 / 448, dtype=torch.bfloat16)}
+    if stored == "fp8 static":
+        made[f"{name.removesuffix('.weight')}.input_scale"] = torch.tensor(0.02)
+    return made
 
 
 def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]],

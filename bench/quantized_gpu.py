@@ -3,12 +3,12 @@
     python bench/quantized_gpu.py WORK_DIR [--stored fp8,int4,bf16] [--layers 32] [--static 1x400]
 
 `fp8` is a compressed-tensors checkpoint whose tokens are rounded as they come (FP8_DYNAMIC), `fp8
-weights` the same of weights alone, `int4` one of groups of 128 (W4A16), `bf16` the plain model; the
-LM head is in bfloat16, as in the checkpoints that people have, but for `int4 head`. Each row: the
-first token and a step, medians of runs of one, of 17 and of 65 tokens by the host's clock, greedy,
-after prompts of 128 tokens or what --static says, as vllm_gpu.py's; the first token of 64 × 128 is
-a prefill of 8,192 tokens. Behind the table: where a decode step's time goes, each kernel charged
-from the end of the one before it to its own.
+static` one with a scale for all tokens of a layer (FP8), `fp8 weights` of weights alone, `int4` one
+of groups of 128 (W4A16), `bf16` the plain model; the LM head is in bfloat16, as in the checkpoints
+that people have, but for `int4 head`. Each row: the first token and a step, medians of runs of one,
+of 17 and of 65 tokens by the host's clock, greedy, after prompts of 128 tokens or what --static
+says, as vllm_gpu.py's; the first token of 64 × 128 is a prefill of 8,192 tokens. Behind the table:
+where a decode step's time goes, each kernel charged from the end of the one before it to its own.
 """
 
 from __future__ import annotations

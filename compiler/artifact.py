@@ -213,7 +213,8 @@ def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
         if op is not None and op.packed(fields := fields_of(node)):
             found.update((operands(node)[role.weight].name, WeightForm(
                 dtype=fields["weight_dtype"], group_size=fields["group_size"],
-                activation_dtype=fields.get("activation_dtype", ""))) for role in op.quantized)
+                activation_dtype=fields.get("activation_dtype", ""),
+                activation_scale=fields.get("activation_scale", 0.0))) for role in op.quantized)
     return dict(sorted(found.items()))
 
 

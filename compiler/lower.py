@@ -53,6 +53,7 @@ from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.projections import projections
 from llmc.compiler.passes.quantize import quantize_weights
+from llmc.compiler.passes.rounded_outputs import rounded_outputs
 from llmc.compiler.passes.route import route
 from llmc.compiler.passes.rows import gates
 from llmc.compiler.passes.sdpa import sdpa
@@ -143,6 +144,7 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("experts_residual", experts_residual, GPU),  # after projections, as the next one
     GraphPass("norm_gemm", norm_gemm, GPU),  # after projections: one GEMM that reads a norm
     RankPass("quantize", quantize_weights, (cpu.KIND, *GPU)),
+    GraphPass("rounded_outputs", rounded_outputs, (cuda.KIND,)),  # as quantize says who rounds
     # What the engine of a target wants.
     GraphPass("elements", elements, GPU),
     GraphPass("columns", columns, (cuda.KIND,)),

@@ -19,6 +19,8 @@ def _count_forms(chip: Chip) -> dict[str, int]:
         name = f"{form.dtype}, groups of {form.group_size}"
         if form.activation_dtype:
             name += f", activations {form.activation_dtype}"
+        if form.activation_scale:
+            name += " by a fixed scale"
         counts[name] = counts.get(name, 0) + 1
     return dict(sorted(counts.items()))
 

@@ -173,12 +173,14 @@ class EncoderProgram(_Frozen):
 class WeightForm(_Frozen):
     """A weight matrix in fewer bits, as llmc.plugins.quantization has it: its scales are the weight
     `<name>_scale`, its zeros or minima, where the dtype has such, `<name>_zero` or `<name>_min`.
-    `activation_dtype`: what it multiplies is rounded to that.
+    `activation_dtype`: what it multiplies is rounded to that, by `activation_scale`, or where that
+    is 0 each token by a scale of its own.
     """
 
     dtype: WeightDType
     group_size: Count
     activation_dtype: Literal["", "float8_e4m3fn"] = ""
+    activation_scale: Annotated[float, Field(ge=0)] = 0.0
 
 
 class Chip(_Frozen):

@@ -103,7 +103,8 @@ class ScheduledTensor(_Frozen):
             raise ValueError(f"{self.kind} {self.name!r} is {self.dtype} {list(self.shape)}")
         allowed = {"input": (self.dtype,), "cache": (*_FLOATS, "float8_e4m3fn"),
                    "state": ("float32",),
-                   "weight": (*_FLOATS, "uint8", "int32"), "value": (*_FLOATS, "int64")}
+                   "weight": (*_FLOATS, "uint8", "int32"),
+                   "value": (*_FLOATS, "float8_e4m3fn", "int64")}
         if self.dtype not in allowed.get(self.kind, _FLOATS):
             raise ValueError(f"{self.kind} {self.name!r} is of dtype {self.dtype}")
         if (self.of >= 0 or self.first > 0) != (self.kind == "columns") or (
@@ -162,7 +163,7 @@ class Schedule(_Frozen):
     @cached_property
     def exact(self) -> dict[int, str]:
         """The values that have a dtype of their own, by number."""
-        made = ((number, op.output_dtypes.get(name)) for node in self.nodes
+        made = ((number, op.made_dtypes(node.fields).get(name)) for node in self.nodes
                 if (op := plugins.registry().get(node.op)) is not None
                 for number, name in zip(node.outputs, op.outputs, strict=False))
         return {number: dtype for number, dtype in made if number >= 0 and dtype}
@@ -358,6 +359,8 @@ class Schedule(_Frozen):
                 fits = tensor.kind == "weight" and tensor.dtype == "uint8"
             elif name in exact:
                 fits = tensor.kind in ("weight", "value") and tensor.dtype == "float32"
+            elif name in op.rounded(fields):
+                fits = (tensor.kind, tensor.dtype) == ("value", "float8_e4m3fn")
             else:
                 fits = tensor.kind in ("value", "weight", "memory", "columns") \
                     and tensor.dtype == dtype

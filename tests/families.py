@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -508,18 +509,19 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
 
 
-def round_tokens(model: torch.nn.Module) -> None:
+def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = None) -> None:
     """From now on round to FP8 what the layers' linear modules multiply, each token by a scale of
-    its own; not what the LM head does.
+    its own, or all by that of the module; not what the LM head does.
     """
-    def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def rounded(fixed: float | None, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         x, = inputs
-        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
-        return (x / scale).to(torch.float8_e4m3fn).float() * scale,
+        scale = fixed or x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale,
 
     for name, module in model.named_modules():
         if type(module).__name__ in ("Linear", "Conv1D") and "lm_head" not in name:
-            module.register_forward_pre_hook(rounded)
+            own = None if scales is None else scales[name]
+            module.register_forward_pre_hook(lambda _, inputs, own=own: rounded(own, inputs))
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
@@ -581,3 +583,29 @@ def to_mxfp4(hf: Path, directory: Path, rng: np.random.Generator) -> dict[str, n
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (directory / "config.json").write_text(json.dumps(config))
     return numbers
+
+
+def to_static_fp8(hf: Path, directory: Path, scales: Mapping[str, float]) -> Path:
+    """A checkpoint with its linear layers' weights in FP8, and a scale for all activations of each
+    that has a part of `scales` in its name.
+    """
+    tensors = {}
+    for name, tensor in load_file(hf / "model.safetensors").items():
+        scale = next((scale for part, scale in scales.items() if part in name), None)
+        if scale is None or tensor.ndim != 2 or "embed" in name:
+            tensors[name] = tensor
+            continue
+        largest = np.abs(tensor).max() / 448
+        tensors |= {name: (tensor / largest).astype(ml_dtypes.float8_e4m3fn),
+                    f"{name}_scale": np.array([largest], np.float32),
+                    name.replace(".weight", ".input_scale"): np.array([scale], np.float32)}
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((hf / "config.json").read_text())
+    form = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": form,
+                                      "input_activations": form}}}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

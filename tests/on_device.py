@@ -15,6 +15,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 def tensors_of(op, fields, inputs, dtype):
     """A sample's inputs, floating ones in the dtype that the op takes them in beside `dtype`."""
     kinds = dict.fromkeys(op.float32_inputs, torch.float32)
+    kinds |= dict.fromkeys(op.rounded(fields), torch.float8_e4m3fn)
     if fields.get("kv_dtype"):
         kinds |= dict.fromkeys(op.cache_inputs, getattr(torch, fields["kv_dtype"]))
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).cuda()
@@ -41,6 +42,13 @@ def among_columns(tensor, before, behind):
                       device=tensor.device)
     wide[:, before:before + width] = tensor
     return wide[:, before:before + width]
+
+
+def in_code_order(codes, back=False):
+    """Rows of codes as kernels have them: of eight columns the even ones first; or back."""
+    order = [0, 4, 1, 5, 2, 6, 3, 7] if back else [0, 2, 4, 6, 1, 3, 5, 7]
+    units = codes.view(torch.uint8).reshape(-1, 8)[:, order]
+    return units.reshape(codes.shape).contiguous().view(codes.dtype)
 
 
 def describe(tensor):

@@ -202,8 +202,9 @@ class Interpreter:
                 if number >= 0:
                     tensor = schedule.tensors[number]
                     arenas[tensor.per_logit].write(number, tensor, result)
-                    kept[tensor.name] = arenas[tensor.per_logit].read(number, tensor) \
-                        .astype(np.float32)
+                    if tensor.dtype != "float8_e4m3fn":
+                        kept[tensor.name] = arenas[tensor.per_logit].read(number, tensor) \
+                            .astype(np.float32)
             held = [{**self.caches, **self.states}.get(schedule.tensors[number].name)
                     for number in node.inputs if number >= 0]
             for array, result in zip((own for own in held if own is not None), results[1:],

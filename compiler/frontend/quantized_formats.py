@@ -10,13 +10,16 @@ of 32, the first code in the lowest bits:
                         eight lie in this order
     compressed-tensors  weight_packed [out, in / 8], weight_scale [out, groups], weight_zero_point
                         [out / 8, groups]; codes and zeros plus 8; or weight in int8 or FP8.
-                        What says that tokens are rounded to FP8 by scales of their own is kept
+                        What says that tokens are rounded to FP8 by scales of their own, or all by
+                        one, input_scale, is kept
     FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]; or one for all,
-                        as Mistral has it
+                        as Mistral and AutoFP8 have it, with the scale of activations in
+                        activation_scale or input_scale
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
-    ModelOpt            weight in FP8, weight_scale of all or of a row; or NVFP4's numbers as weight
-                        uint8 [out, in / 2], weight_scale likewise, weight_scale_2, which multiplies
+    ModelOpt            weight in FP8, weight_scale of all or of a row, input_scale; or NVFP4's
+                        numbers as weight uint8 [out, in / 2], weight_scale likewise,
+                        weight_scale_2, which multiplies
     MXFP4               numbers as NVFP4's; weight_packed with weight_scale [out, in / 32], or
                         weight_blocks uint8 [out, in / 32, 16] with weight_scales; a scale is the
                         bits of an exponent, 127 for 1. Stacks of experts have an axis more in
@@ -43,7 +46,8 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Twice the numbers of FP4 (e2m1), as codes of int8.
 _FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
-# Of activations and caches, which llmc does not round as these say.
+_TOKEN, _ALL = "token", "all"  # what has a scale of activations
+# Of activations and caches, where llmc does not round as these say.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q)_scale|"
                      r"activation_scale|input_scale_ub)$")
 
@@ -311,30 +315,45 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     block = said.get("weight_block_size", (128, 128))
     inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
     suffix = "weight_scale_inv" if inverse or said.get("weight_block_size") else "weight_scale"
+    rounding = _ALL if said.get("activation_scheme") == "static" else ""
     for module in decoder.modules(suffix):
-        _float8(decoder, module, suffix, block)
+        _float8(decoder, module, suffix, block, rounding)
     return True
 
 
 def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None,
-            activation_dtype: str = "") -> None:
+            rounding: str = "") -> None:
+    """`rounding`: whether activations are rounded to FP8, each token's by a scale of its own or all
+    by one where the module has such.
+    """
     name = f"{module}.weight"
     if name not in decoder.left or decoder.left[name].dtype != _FP8:
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
                         f"scales")
     tensor = decoder.left.pop(name)
     codes = _map(tensor, tensor.shape, np.uint8, lambda block: block.view(np.uint8))
+    fixed = [f"{module}.{own}" for own in ("input_scale", "activation_scale")
+             if f"{module}.{own}" in decoder.left] if rounding == _ALL else []
+    scale = 0.0
+    if fixed:
+        given = decoder.shape_of(fixed[0])
+        scale = float(decoder.scales(fixed[0], given if given == (1,) else ()).load().flat[0])
+        if scale < 0:
+            raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
+                            f"activations is; the checkpoint is damaged")
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
-                 activation_dtype=activation_dtype)
+                 activation_dtype=FLOAT8 if fixed or rounding == _TOKEN else "",
+                 activation_scale=scale)
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
                  block: Sequence[int] | None, zeros: Weight | None = None,
-                 activation_dtype: str = "") -> None:
+                 **activations: Any) -> None:
     """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block.
 
     Args:
         block: of those whose scales have two dimensions, and not a row for each row.
+        activations: of `Stored`, how they are rounded; not where there are blocks.
     """
     rows, width = codes.shape
     shape = decoder.shape_of(name)
@@ -360,7 +379,7 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
     else:
         scales = decoder.scales(name, (rows, shape[1]))
         decoder.check_groups(name, width, shape[1])
-    decoder.keep(module, Stored(dtype, codes, scales, zeros, activation_dtype=activation_dtype))
+    decoder.keep(module, Stored(dtype, codes, scales, zeros, **activations))
 
 
 def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -379,7 +398,8 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return False  # rotations of activations, which the graph has not
     block = next((arguments["block_structure"] for arguments in weights
                   if arguments.get("strategy") == "block"), None)
-    rounded = FLOAT8 if all(map(_rounds_tokens, groups)) else ""
+    roundings = {*map(_rounding, groups)}
+    rounding = roundings.pop() if len(roundings) == 1 else ""
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
@@ -392,18 +412,20 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
         else:
-            _float8(decoder, module, "weight_scale", block, rounded)
+            _float8(decoder, module, "weight_scale", block, rounding)
     return True
 
 
-def _rounds_tokens(group: Mapping[str, Any]) -> bool:
-    """Whether the layers of a group of a config round each token of their inputs to FP8, by a scale
-    that they find for it, before they multiply it by weights that have one for all columns.
+def _rounding(group: Mapping[str, Any]) -> str:
+    """How the layers of a group of a config round their inputs to FP8 before they multiply them by
+    weights that have one scale for all columns.
     """
     said = group.get("input_activations")
-    wanted = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    return isinstance(said, Mapping) and all(said.get(key) == wanted[key] for key in wanted) \
-        and (group.get("weights") or {}).get("strategy") in ("channel", "tensor")
+    if not isinstance(said, Mapping) or said.get("num_bits") != 8 or said.get("type") != "float" \
+            or (group.get("weights") or {}).get("strategy") not in ("channel", "tensor"):
+        return ""
+    return {("token", True): _TOKEN, ("tensor", False): _ALL}.get(
+        (str(said.get("strategy")), bool(said.get("dynamic", False))), "")
 
 
 def _packed(decoder: _Decoder, module: str) -> None:
@@ -472,7 +494,7 @@ def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
             _nvfp4(decoder, module, "weight", "weight_scale_2", np.multiply)
         else:
             _float8(decoder, module, "weight_scale", None,
-                    FLOAT8 if algorithms == {by_token} else "")
+                    _TOKEN if algorithms == {by_token} else _ALL)
     return True
 
 

@@ -74,6 +74,7 @@ class Stored:
             and scales have at most 24 bits together, so that a zero times a scale is exact.
         order: int64 [in], which column of the matrix each column of `codes` is; None: the same.
         activation_dtype: what the activations that it multiplies are rounded to, if that is said.
+        activation_scale: of all of these; 0: of each token its own.
     """
 
     dtype: str
@@ -83,6 +84,7 @@ class Stored:
     minima: Weight | None = None
     order: np.ndarray | None = None
     activation_dtype: str = ""
+    activation_scale: float = 0.0
 
     @property
     def bits(self) -> int:
@@ -199,12 +201,12 @@ class Stored:
             found = [weight for weight in weights if weight is not None]
             return Weight.concat(found) if found else None
 
-        rounded = {part.activation_dtype for part in parts}
+        rounded = {(part.activation_dtype, part.activation_scale) for part in parts}
         return Stored(parts[0].dtype, Weight.concat([part.codes for part in parts]),
                       Weight.concat([part.scales for part in parts]),
                       stacked([part.zeros for part in parts]),
                       stacked([part.minima for part in parts]), self.order,
-                      rounded.pop() if len(rounded) == 1 else "")
+                      *(rounded.pop() if len(rounded) == 1 else ()))
 
     def _widened(self, bits: int, minima: bool) -> Stored:
         """The same numbers in codes of so many bits without a fixed zero."""

@@ -311,7 +311,7 @@ def exact_outputs(node: gs.Node) -> list[gs.Tensor]:
     op = op_of(node)
     return [] if op is None else [
         tensor for name, tensor in zip(op.outputs, node.outputs, strict=False)
-        if name in op.output_dtypes]
+        if name in op.made_dtypes(fields_of(node))]
 
 
 def fields_of(node: gs.Node) -> dict[str, Any]:

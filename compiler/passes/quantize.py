@@ -3,7 +3,7 @@
 Given:   GemmBiasAct(x, W), W float32 [out, in], with the form that its checkpoint stores it in, or
          a scheme to round it to
 Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_size, in_features,
-         out_features, activation_dtype)
+         out_features, activation_dtype, activation_scale)
 
 Given:   an op of matrices for each head, [heads, out, in], of the rows of one weight
 Result:  HeadMatrices(codes, weight_scale, weight_zero; …) in their place
@@ -155,7 +155,8 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], report: Repor
     else:
         node.attrs["out_features"] = shape[0]
     if op.quantized[0].rounds and stored.activation_dtype:
-        node.attrs["activation_dtype"] = stored.activation_dtype
+        node.attrs.update(activation_dtype=stored.activation_dtype,
+                          activation_scale=stored.activation_scale)
         report.count(ROUNDED)
 
 

@@ -123,7 +123,7 @@ int Program::add_memory(int64_t row_width) {
 }
 
 int Program::add_value(DType dtype, const Shape& shape, int64_t offset, bool per_logit) {
-  if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64)
+  if (dtype != dtype_ && dtype != DType::kFloat32 && dtype != DType::kInt64 && dtype != DType::kFloat8)
     throw Error(std::string("a value is of ") + name_of(dtype) + ", the engine computes in " + name_of(dtype_));
   if (shape.size() < 2 || shape[0] != (per_logit ? kNumLogits : kNumTokens))
     throw Error(std::string("a value's shape does not begin with ") + (per_logit ? "num_logits" : "num_tokens"));
@@ -203,7 +203,8 @@ void Program::check_node(const PluginType& type, const Fields& fields, const Nod
     if (number == -1) throw Error("it needs the output '" + type.outputs[i].name + "'");
     const std::string what = "tensor " + std::to_string(number) + ", its output '" + type.outputs[i].name + "', is ";
     if (tensor(number).kind != Kind::kValue) throw Error(what + "no value");
-    const std::vector<DType> own{dtype_}, &made = type.outputs[i].dtypes.empty() ? own : type.outputs[i].dtypes;
+    const std::vector<DType> own{type.outputs[i].is_rounded(fields) ? DType::kFloat8 : dtype_};
+    const std::vector<DType>& made = type.outputs[i].dtypes.empty() ? own : type.outputs[i].dtypes;
     if (!is_among(tensor(number).dtype, made))
       throw Error(what + "of " + name_of(tensor(number).dtype) + ", expected " + name_of(made[0]));
   }
@@ -234,6 +235,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     if (!kv_dtype.empty()) allowed = {dtype_of(kv_dtype)};
   }
   if (port.is_bytes(fields)) allowed = {DType::kUint8};
+  if (port.is_rounded(fields)) allowed = {DType::kFloat8};
   if (given.kind == Kind::kColumns && !port.columns) throw Error(what + " is columns of wider rows");
   if (!is_among(given.dtype, allowed))
     throw Error(what + " is of " + name_of(given.dtype) + ", expected " + name_of(allowed[0]));

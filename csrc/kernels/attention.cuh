@@ -1,7 +1,7 @@
 // What the attention kernels share: where a token stands, and what happens to a head before it is used.
 #pragma once
 
-#include "device.cuh"
+#include "made.cuh"
 
 namespace llmc::device {
 
@@ -207,7 +207,7 @@ __device__ __forceinline__ float share_of_lane(const float* sinks, int head, flo
 // Merges the parts that blocks have left, and those of a prefix behind them. By itself, so that registers which it takes are
 // none that the block's work was to do without.
 template <typename T, int kWidth, int kWarps, int kHeads>
-__device__ __noinline__ void merge_parts(T* out, Part part, int heads, int dim, const float* sinks, int first_head,
+__device__ __noinline__ void merge_parts(Made<T> out, int64_t begin, Part part, int heads, int dim, const float* sinks, int first_head,
                                          float* prefix, int before, float (*share_of)[32]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = kWidth > 0 ? kWidth : dim;
   auto of_prefix = [&](int h, int k) { return prefix_result(prefix, h * before + k, dim); };
@@ -250,8 +250,7 @@ __device__ __noinline__ void merge_parts(T* out, Part part, int heads, int dim, 
       sum.x += share_of[h][part.used + k] * __ldcg(of);
       sum.y += share_of[h][part.used + k] * __ldcg(of + 1);
     }
-    out[h * dim + i] = from_float<T>(sum.x);
-    out[h * dim + i + 1] = from_float<T>(sum.y);
+    out.put(begin + h * dim + i, {sum.x, sum.y});
   }
 }
 
@@ -266,7 +265,8 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   __shared__ bool last;
   const int dim = p.head_dim, width = kWidth > 0 ? kWidth : dim;
   __syncthreads();
-  T* out = static_cast<T*>(p.out) + token_head * dim;
+  const Made<T> out(p.out, p.out_inverse);
+  const int64_t begin = token_head * dim;
   const int first_head = static_cast<int>(token_head % p.num_heads);
   const int before = part.prefix ? prefix_parts(p) : 0;  // parts of the prefix
   auto of_prefix = [&](int h, int k) { return prefix_result(p, token_head + h, k, before); };
@@ -304,7 +304,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
       for (int w = 0; w < kWarps; ++w)
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[c] = fmaf(sum_at(w * kHeads + h, i + c), share_of[h][w], sum[c]);
-      store_floats(out + at, sum);
+      out.put(begin + at, sum);
     }
     return;
   }
@@ -322,7 +322,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
     }
     if (part.used == 1) {
       total += sink_of(p.sinks, first_head + h, higher);
-      out[h * dim + i] = from_float<T>(sum / total);
+      out.put(begin + h * dim + i, sum / total);
     } else {
       float* result = part.result(h, part.index);  // a peak, a total and head_dim sums
       result[2 + i] = sum;
@@ -339,7 +339,7 @@ __device__ void merge(const AttentionParams& p, const float (&peak_of)[kWarps][k
   }
   __syncthreads();
   if (!last) return;
-  merge_parts<T, kWidth, kWarps, kHeads>(out, part, heads, dim, p.sinks, first_head, of_prefix(0, 0), before, share_of);
+  merge_parts<T, kWidth, kWarps, kHeads>(out, begin, part, heads, dim, p.sinks, first_head, of_prefix(0, 0), before, share_of);
 }
 
 }  // namespace llmc::device

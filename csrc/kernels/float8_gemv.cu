@@ -104,7 +104,8 @@ __device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, 
   for (int w = 0; w < kWarps; ++w)
     if (w >= row * warps && w < (row + 1) * warps) all = {all.x + measured[w].x, fmaxf(all.y, measured[w].y)};
   const float scale = p.norm ? rsqrtf(all.x / p.in + p.epsilon) : 1.f;
-  const float step = fmaxf(all.y * scale / kFloat8Most, kLeastScale), inverse = scale / step;
+  const float step = p.fixed_scale > 0 ? p.fixed_scale : fmaxf(all.y * scale / kFloat8Most, kLeastScale);
+  const float inverse = scale / step;
   if (own == 0 && row < p.rows) scales[row] = step;
   for (int batch = batches - 1; batch >= 0; --batch) {  // the last is still held
     if (batch != batches - 1) hold(batch);

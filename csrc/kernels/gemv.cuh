@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "tensor_core.cuh"
+#include "made.cuh"
 
 namespace llmc::device {
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ void finish_tile(const GemvParams& p, const float (&p
     value = output_of<T>(p, value, up, total, squares, row, output, kind == Tile::kGated, norm);
     const int64_t place = static_cast<int64_t>(row) * p.out + output;
     if (p.residual != nullptr) value += to_float(static_cast<const T*>(p.residual)[place]);
-    static_cast<T*>(p.y)[place] = from_float<T>(value);
+    Made<T>(p.y, p.y_inverse).put(place, value);
   }
 }
 

@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kWarps * 32, (kM == 1 ? 24 : 16) / kWarps) int
     const int64_t place = static_cast<int64_t>(row) * p.out + output;
     const float added = p.residual != nullptr ? to_float(static_cast<const T*>(p.residual)[place]) : 0.f;
     value = output_of<T>(p, value, up, total, squares, row, output, p.gated, p.norm);
-    static_cast<T*>(p.y)[place] = from_float<T>(value + added);
+    Made<T>(p.y, p.y_inverse).put(place, value + added);
   };
   auto finish = [&](int tile, int turn) {
     // Each tile's outputs are the work of other warps first.

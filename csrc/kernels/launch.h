@@ -49,9 +49,9 @@ constexpr int kNormHidden = 32768;  // the longest row
 // sum = x + residual (if there is one); y = norm(sum) * weight + bias. x, residual, y, sum are
 // T [rows, hidden]; weight and bias float32 [hidden] or null; LayerNorm if centred, else RMSNorm; if plain, none.
 // Where there are groups, weight is [groups, hidden], and row r's is row r % groups.
-// Rounded: each row to FP8 (e4m3) with a scale of its own, max|row| / 448. y has the numbers that come of it; where codes is
-// there, it has them instead, uint8 [rows, hidden] in the order in which a packed weight's columns lie, and scale is
-// [rows]: for 16-bit T, and hidden in a multiple of 8.
+// Rounded: each row to FP8 (e4m3) with fixed_scale, or where that is 0 a scale of its own, max|row| / 448. y has the numbers that
+// come of it; where codes is there, it has them instead, uint8 [rows, hidden] in the order in which a packed weight's
+// columns lie, and scale, [rows] or null, what they are codes of: for 16-bit T, and hidden in a multiple of 8.
 struct NormParams {
   void* y;
   void* sum;
@@ -65,6 +65,7 @@ struct NormParams {
   bool plain = false, rounded = false;
   uint8_t* codes = nullptr;
   float* scale = nullptr;
+  float fixed_scale = 0;
   int groups = 1;
   // Where a row is `groups` rows of another tensor's, activation(gate) [rows / groups, groups * hidden] T, in rows that are
   // gate_pitch apart: what y, or with gate_first x, is multiplied by. None, silu or sigmoid; not rounded.
@@ -96,6 +97,8 @@ struct GemvParams {
   const float* norm_weight = nullptr;  // float32 [in]
   Packing packing = {};
   const float* x_scale = nullptr;  // [rows] of x in FP8
+  float fixed_scale = 0;           // of what is rounded here, or 0: each row's own
+  float y_inverse = 0;             // one over the scale of y in FP8, or 0: it is T
 };
 cudaError_t gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // Brings codes of `count` numbers in rows of `in`, as csrc/plugins/quantization.py stores them, into the order that the
@@ -245,6 +248,7 @@ struct RescaleParams {
   int rows, out;
   Activation activation;
   bool gated;
+  float y_inverse;
 };
 cudaError_t rescale(DType dtype, const RescaleParams& params, cudaStream_t stream);
 
@@ -255,6 +259,7 @@ struct GateParams {
   int64_t x_pitch, gate_pitch;
   int rows, width;
   Activation activation;
+  float y_inverse = 0;  // as GemvParams'
 };
 cudaError_t gate(DType dtype, const GateParams& params, cudaStream_t stream);
 
@@ -279,7 +284,7 @@ struct DecodePart {
 };
 
 struct AttentionParams {
-  void* out;             // T [num_tokens, num_heads * head_dim]
+  void* out;             // T [num_tokens, num_heads * head_dim], or codes of FP8 where there is an out_inverse
   const void* qkv;       // T [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; of `reads` queries alone
   void* key_cache;       // T or float8_e4m3fn [batch, num_kv_heads, max_seq_len, head_dim], or with a block table
   void* value_cache;     // [num_blocks, num_kv_heads, block_size, head_dim]
@@ -312,6 +317,7 @@ struct AttentionParams {
   bool norm_after_rotary;
   bool reads;            // caches are another layer's, which has written the new positions: queries alone are new
   float scale, softcap, norm_epsilon;
+  float out_inverse;     // one over the scale of out in FP8, or 0
 };
 // First append(): turned queries to `queries`, keys and values to the caches. Not for decoding.
 cudaError_t append(DType dtype, const AttentionParams& params, cudaStream_t stream);

@@ -316,12 +316,13 @@ __global__ void __launch_bounds__(128 * kSides, kSides == 1 ? 3 : 1) packed_gemm
           const int row = first_token + place / (kTilesOfPart * 8) * kTiles * 8 + place % (kTilesOfPart * 8);
           if (out_tile * tile_out + first_output >= p.out || row >= p.rows) continue;
           const int64_t to = static_cast<int64_t>(row) * p.out + out_tile * tile_out + first_output;
-          Vec<T, kWidth> result{};
-          if (p.residual != nullptr) result = *reinterpret_cast<const Vec<T, kWidth>*>(static_cast<const T*>(p.residual) + to);
+          Vec<T, kWidth> residual{};
+          float result[kWidth];
+          if (p.residual != nullptr) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + to);
 #pragma unroll
           for (int k = 0; k < kWidth; ++k)
-            result.data[k] = from_float<T>(sums[place * kOut + first_output + k] + to_float(result.data[k]));
-          *reinterpret_cast<Vec<T, kWidth>*>(static_cast<T*>(p.y) + to) = result;
+            result[k] = sums[place * kOut + first_output + k] + to_float(residual.data[k]);
+          Made<T>(p.y, p.y_inverse).put(to, result);
         }
       };
       if (p.out % kWide == 0) write(std::integral_constant<int, kWide>());

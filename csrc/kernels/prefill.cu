@@ -176,12 +176,10 @@ __global__ void __launch_bounds__(kThreadsOf<kDim>) prefill_kernel(AttentionPara
     const int row = warp * 16 + g + 8 * r;
     if (row >= rows) continue;
     total[r] += sink_of(p.sinks, head, peak[r]);
-    T* target = static_cast<T*>(p.out) +
-                (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + first_column + 2 * t;
+    const Made<T> made(p.out, p.out_inverse);
+    const int64_t begin = (static_cast<int64_t>(first_token + row) * p.num_heads + head) * kDim + first_column + 2 * t;
 #pragma unroll
-    for (int n = 0; n < kOwn / 8; ++n)
-      store(target + n * 8, Vec<T, 2>{{from_float<T>(out[n][2 * r] / total[r]),
-                                       from_float<T>(out[n][2 * r + 1] / total[r])}});
+    for (int n = 0; n < kOwn / 8; ++n) made.put(begin + n * 8, {out[n][2 * r] / total[r], out[n][2 * r + 1] / total[r]});
   }
 }
 

@@ -1,7 +1,7 @@
 // Kernels that work on rows or elements alone. All are bound by memory: each reads its inputs once.
 #include <algorithm>
 
-#include "packed.cuh"
+#include "made.cuh"
 
 namespace llmc::kernels {
 namespace {
@@ -171,8 +171,9 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       measured = block_sum_and_max<kThreads>(0, biased, pairs);
       scale = 1;
     }
-    const float step = fmaxf(measured.y * scale / kFloat8Most, kLeastScale), inverse = scale / step;
-    if (p.codes != nullptr && thread == 0) p.scale[row] = step;
+    const float step = p.fixed_scale > 0 ? p.fixed_scale : fmaxf(measured.y * scale / kFloat8Most, kLeastScale);
+    const float inverse = scale / step;
+    if (p.scale != nullptr && thread == 0) p.scale[row] = step;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int i = (turn * kThreads + thread) * kWidth;
@@ -216,11 +217,10 @@ __global__ void gate_kernel(GateParams p) {
   if (i >= p.width) return;
   const auto gates = load<T, kWidth>(static_cast<const T*>(p.gate) + row * p.gate_pitch + i);
   const auto x = load<T, kWidth>(static_cast<const T*>(p.x) + row * p.x_pitch + i);
-  Vec<T, kWidth> out;
+  float out[kWidth];
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k)
-    out.data[k] = from_float<T>(device::activate(to_float(gates.data[k]), p.activation) * to_float(x.data[k]));
-  store(static_cast<T*>(p.y) + row * p.width + i, out);
+  for (int k = 0; k < kWidth; ++k) out[k] = device::activate(to_float(gates.data[k]), p.activation) * to_float(x.data[k]);
+  Made<T>(p.y, p.y_inverse).put(row * p.width + i, out);
 }
 
 // Four columns a thread, a row of blocks for each row.
@@ -249,16 +249,16 @@ __global__ void __launch_bounds__(128) rescale_kernel(RescaleParams p) {
   const auto value = scaled(i);
   Vec<float, kWidth> up;
   if (p.gated) up = scaled(p.out + i);
-  Vec<T, kWidth> residual, out;
+  Vec<T, kWidth> residual;
+  float out[kWidth];
   if (p.residual != nullptr) residual = load<T, kWidth>(static_cast<const T*>(p.residual) + row * p.out + i);
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    float y = device::activate(value.data[k], p.activation);
-    if (p.gated) y *= up.data[k];
-    if (p.residual != nullptr) y += to_float(residual.data[k]);
-    out.data[k] = from_float<T>(y);
+    out[k] = device::activate(value.data[k], p.activation);
+    if (p.gated) out[k] *= up.data[k];
+    if (p.residual != nullptr) out[k] += to_float(residual.data[k]);
   }
-  store(static_cast<T*>(p.y) + row * p.out + i, out);
+  Made<T>(p.y, p.y_inverse).put(row * p.out + i, out);
 }
 
 template <typename T>

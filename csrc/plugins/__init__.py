@@ -71,7 +71,10 @@ class Op:
         columns: which inputs its core takes from among the columns of wider rows.
         quantized: which inputs may be in fewer bits, as the field `weight_dtype` then says.
         collective: what the ranks do together, if it is that.
-        output_dtypes: outputs that have a dtype of their own, whatever that of the others.
+        output_dtypes: outputs that have a dtype of their own, whatever that of the others. An op
+            with a field `out_scale` has the first in float8_e4m3fn where that is above 0: numbers
+            over that scale, rounded, beyond 448 times it that; one with a field `x_dtype` takes
+            such an x.
         has_core: whether csrc has a core for it, which the engines of GPUs need.
         coreless: inputs, and fields but for their defaults, that its core does not take yet.
         core_most: of fields, the most that its core takes.
@@ -173,6 +176,16 @@ class Op:
         return frozenset({name for role in self.quantized
                           for name in (role.weight, role.scale, role.zero, role.minimum) if name})
 
+    def made_dtypes(self, fields: Fields) -> Mapping[str, str]:
+        """The outputs that have a dtype of their own, where `fields` are these."""
+        if not fields.get("out_scale"):
+            return self.output_dtypes
+        return {**self.output_dtypes, self.outputs[0]: "float8_e4m3fn"}
+
+    def rounded(self, fields: Fields) -> frozenset[str]:
+        """The inputs that come in float8_e4m3fn, where `fields` say so."""
+        return frozenset({"x"} if fields.get("x_dtype") else ())
+
     def exact(self, fields: Fields) -> frozenset[str]:
         """The inputs that are float32 whatever the others are: not the scales of weights that have
         exponents in their place.
@@ -227,7 +240,8 @@ class Op:
         if lines is None:
             lines = self.body(fields, given)
         used = self.input_names[:len(inputs)]
-        key = [*used, *sorted(given), lines, *([] if dtype == "float32" else [dtype])]
+        key = [*used, *sorted(given), lines, *([] if dtype == "float32" else [dtype]),
+               *([f"out_scale {fields['out_scale']}"] if fields.get("out_scale") else [])]
         digest = hashlib.sha256("\n".join(key).encode()).hexdigest()[:12]
         text = (f'<domain: "{DOMAIN}", overload: "{digest}", '
                 f'opset_import: ["": {OPSETS.get(target, OPSET)}, "com.microsoft": 1]>\n'
@@ -236,6 +250,8 @@ class Op:
             function = onnx.parser.parse_function(text)
         except onnx.parser.ParseError as error:
             raise ValueError(f"the body of {self.name} does not parse: {error}\n{text}") from error
+        if fields.get("out_scale"):
+            _round_output(function, self.outputs[0], float(fields["out_scale"]))
         if dtype == "float32":
             return function
         caches = self.cache_inputs if fields.get("kv_dtype") else frozenset()
@@ -243,7 +259,22 @@ class Op:
             function,
             given - self.float32_inputs - self.integer_inputs - caches - self.packed(fields),
             [name for name in self.outputs
-             if name.removesuffix("_out") not in caches and name not in self.output_dtypes], dtype)
+             if name.removesuffix("_out") not in caches
+             and name not in self.made_dtypes(fields)], dtype)
+
+
+def _round_output(function: onnx.FunctionProto, output: str, scale: float) -> None:
+    """Let an output be its numbers over a scale, in FP8."""
+    import onnx
+    made = f"{output}_numbers"
+    for node in function.node:
+        node.input[:] = [made if name == output else name for name in node.input]
+        node.output[:] = [made if name == output else name for name in node.output]
+    function.node.extend([
+        onnx.helper.make_node("Constant", [], [f"{made}_scale"], value_float=scale),
+        onnx.helper.make_node("Div", [made, f"{made}_scale"], [f"{made}_scaled"]),
+        onnx.helper.make_node("Cast", [f"{made}_scaled"], [output],
+                              to=onnx.TensorProto.FLOAT8E4M3FN)])
 
 
 def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], outputs: Sequence[str],

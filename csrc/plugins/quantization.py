@@ -26,8 +26,9 @@ Activations may be rounded too, by the field `activation_dtype`:
 
     ""             x is multiplied as it is.
     float8_e4m3fn  with a weight of that dtype: each row of what is multiplied (of NormGemm behind
-                   its norm) becomes numbers of float8_e4m3fn times a scale, the largest of the row
-                   over 448. However many rows there are, and whatever multiplies them.
+                   its norm) becomes numbers of float8_e4m3fn times a scale: `activation_scale`, or
+                   where that is 0 the largest of the row over 448. However many rows there are,
+                   and whatever multiplies them. Beyond 448 times the scale they are that.
 
 A scale for a whole row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales
 are repeated down the rows. This is also what com.microsoft.MatMulNBits reads, as it lies.
@@ -36,7 +37,7 @@ are repeated down the rows. This is also what com.microsoft.MatMulNBits reads, a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,15 +63,18 @@ FLOAT8 = "float8_e4m3fn"
 FLOAT8_MOST = 448.0
 _LEAST_SCALE = 1e-30  # of activations; that of rows of zeros
 _FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
+_ROUNDING_FIELDS = {"activation_dtype": "", "activation_scale": 0.0}
 _KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
 _INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
 
 
-def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool = True) -> Op:
+def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool = True,
+                takes_rounded: bool = False) -> Op:
     """`op`, whose input `weight` may be in fewer bits, and whose input `row_sums`, if there is one,
     has the sums of its rows. Its bodies take the product from `product` or `cpu_product`, or the
     matrix from `dequantize`. Where it `rounds`, its reference takes what it multiplies from
-    `activations`.
+    `activations`; and where it `takes_rounded`, x may come in float8_e4m3fn, as the field `x_dtype`
+    then says, numbers that are to be multiplied by `activation_scale`.
     """
     role = Quantized(weight, row_sums=row_sums, rounds=rounds)
 
@@ -117,14 +121,21 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
                           for index, kind in enumerate(kinds))]
         for index, size in enumerate((96, 48) if rounds else ()):
             sample = _quantized_sample(rng, plain[index % len(plain)], weight, FLOAT8, size, "")
-            made.append(Sample({**sample.fields, "activation_dtype": FLOAT8}, sample.inputs))
+            made += [Sample({**sample.fields, "activation_dtype": FLOAT8,
+                             "activation_scale": scale}, sample.inputs)
+                     for scale in (0.0, 0.0037137)]
+            if takes_rounded:
+                made.append(Sample({**made[-1].fields, "x_dtype": FLOAT8},
+                                   {**sample.inputs, "x": _over(sample.inputs["x"], 0.0037137)}))
         return made
 
     return dataclasses.replace(
         op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?", f"{role.minimum}?"),
-        fields={**op.fields, **_FIELDS, **({"activation_dtype": ""} if rounds else {})},
+        fields={**op.fields, **_FIELDS, **(_ROUNDING_FIELDS if rounds else {}),
+                **({"x_dtype": ""} if takes_rounded else {})},
         choices={**op.choices, "weight_dtype": ("", *LINEAR_DTYPES),
-                 **({"activation_dtype": ("", FLOAT8)} if rounds else {})},
+                 **({"activation_dtype": ("", FLOAT8)} if rounds else {}),
+                 **({"x_dtype": ("", FLOAT8)} if takes_rounded else {})},
         float32_inputs=op.float32_inputs | {role.scale, role.minimum}, quantized=(role,),
         dims=dims, shapes=shapes, reference=reference, samples=samples)
 
@@ -148,6 +159,12 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     if fields.get("activation_dtype") and dtype != FLOAT8:
         raise ValueError(f"{op.name} takes activation_dtype with weight_dtype {FLOAT8} only, not "
                          f"{dtype!r}")
+    scale = fields.get("activation_scale", 0.0)
+    if scale < 0 or (scale and not fields["activation_dtype"]):
+        raise ValueError(f"{op.name} takes an activation_scale above 0 with an activation_dtype, "
+                         f"not {scale} with {fields['activation_dtype']!r}")
+    if fields.get("x_dtype") and not scale:
+        raise ValueError(f"{op.name} takes an x_dtype with an activation_scale above 0")
 
 
 def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
@@ -155,11 +172,50 @@ def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
     x = x.astype(np.float64)
     if not fields["activation_dtype"]:
         return x
+    scale = fields["activation_scale"] or \
+        np.maximum(np.abs(x).max(-1, keepdims=True, initial=0) / FLOAT8_MOST, _LEAST_SCALE)
+    numbers: np.ndarray = (x if fields.get("x_dtype") else _over(x, scale)) * scale
+    return numbers
+
+
+def _over(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
+    """Numbers of float8_e4m3fn, as they are in the dtype of x."""
     import ml_dtypes
-    scale = np.maximum(np.abs(x).max(-1, keepdims=True, initial=0) / FLOAT8_MOST, _LEAST_SCALE)
-    codes = (x / scale).astype(ml_dtypes.float8_e4m3fn)
-    rounded: np.ndarray = codes.astype(np.float64) * scale
-    return rounded
+    codes = np.clip(x / scale, -FLOAT8_MOST, FLOAT8_MOST).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(x.dtype)
+
+
+def can_round(sample: Sample) -> bool:
+    """Whether kernels round what gated products of it are: whole units of 8."""
+    return bool(sample.fields.get("gated", 1)) and sample.inputs["weight"].shape[0] % 16 == 0
+
+
+def rounds_output(op: Op, can_round: Callable[[Sample], bool]) -> Op:
+    """`op`, which has its first output in float8_e4m3fn where the field `out_scale` is above 0.
+
+    Args:
+        can_round: whether kernels do that of a sample.
+    """
+    def reference(fields: Fields, inputs: Mapping[str, Any]) -> Sequence[Any]:
+        assert op.reference is not None
+        made, *others = op.reference(fields, inputs)
+        return [_over(made, fields["out_scale"]) if fields["out_scale"] else made, *others]
+
+    def samples(rng: np.random.Generator) -> list[Sample]:
+        assert op.samples is not None
+        made = [*op.samples(rng)]
+        rounded = [Sample({**sample.fields, "out_scale": 0.0125}, sample.inputs)
+                   for sample in made if can_round(sample)]
+        return [*made, *rounded[:4]]
+
+    def dims(fields: Fields, present: frozenset[str]) -> Mapping[str, Shape]:
+        assert op.dims is not None
+        if fields["out_scale"] < 0:
+            raise ValueError(f"{op.name}'s out_scale is {fields['out_scale']}, which no scale is")
+        return op.dims(fields, present)
+
+    return dataclasses.replace(op, fields={**op.fields, "out_scale": 0.0}, dims=dims,
+                               reference=reference, samples=samples)
 
 
 def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,
@@ -286,12 +342,17 @@ def _rounded(fields: Fields, x: str) -> tuple[list[str], str]:
     """ONNX text for the rows that are multiplied, and their name."""
     if not fields["activation_dtype"]:
         return [], x
-    return [f"x_most = Constant<value_floats=[{FLOAT8_MOST}]>()",
+    if fields.get("x_dtype"):
+        return [f"x_scale = Constant<value_floats=[{fields['activation_scale']!r}]>()",
+                f"x_numbers = Cast<to=1>({x})", "x_rounded = Mul(x_numbers, x_scale)"], "x_rounded"
+    scale = [f"x_scale = Constant<value_floats=[{fields['activation_scale']!r}]>()"] \
+        if fields["activation_scale"] else [
+            f"x_most = Constant<value_floats=[{FLOAT8_MOST}]>()",
             f"x_least = Constant<value_floats=[{_LEAST_SCALE!r}]>()",
             "x_last = Constant<value_ints=[-1]>()",
             f"x_sizes = Abs({x})", "x_largest = ReduceMax<keepdims=1>(x_sizes, x_last)",
-            "x_steps = Div(x_largest, x_most)", "x_scale = Max(x_steps, x_least)",
-            f"x_scaled = Div({x}, x_scale)",
+            "x_steps = Div(x_largest, x_most)", "x_scale = Max(x_steps, x_least)"]
+    return [*scale, f"x_scaled = Div({x}, x_scale)",
             "x_codes = Cast<to=17>(x_scaled)", "x_numbers = Cast<to=1>(x_codes)",
             "x_rounded = Mul(x_numbers, x_scale)"], "x_rounded"
 

@@ -150,6 +150,9 @@ Shell::Shell(const PluginType& type, const Fields& fields, bool building)
       throw Error(type.name + "'s field '" + name + "' is not a str");
     fields_[name] = value;
   }
+  for (const auto* ports : {&type.inputs, &type.outputs})
+    for (const Port& port : *ports)
+      if (port.is_rounded(fields_)) throw Error(type.name + "'s " + port.name + " is rounded, which no plan's tensors are");
   const std::string& dtype = std::get<std::string>(fields_[kDType]);
   if (!dtype.empty()) to_tensorrt(dtype_of(dtype));
   const std::string& present = std::get<std::string>(fields_[kPresent]);

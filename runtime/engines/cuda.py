@@ -278,12 +278,13 @@ class CudaEngine:
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
         """Execute a step that chooses nothing and return every value that it makes, in order, by
-        its tensor's name, with the logits of all tokens.
+        its tensor's name, with the logits of all tokens; but for codes, of which only the kernels
+        know the order.
 
         float32 [num_tokens or num_logits, width] each. The host waits after every node.
         """
         numbers = [number for node in self._schedule.nodes for number in node.outputs
-                   if number >= 0]
+                   if number >= 0 and self._schedule.tensors[number].dtype != "float8_e4m3fn"]
         values = {}
         self._engine.watch(numbers)
         try:

@@ -1,6 +1,7 @@
 """The CUDA target: its schedule, run here with the ops' references in the places that it gives, and
 its graph.onnx."""
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -82,6 +83,42 @@ def test_graph_onnx_is_typed_and_gives_transformers_logits(family, dtype, quanti
     tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
     families.assert_close(onnx_logits(graph, path.parent, tokens)[:, :families.VOCAB],
                           families.reference_logits(model, tokens), tolerance)
+
+
+@pytest.mark.parametrize(("family", "tp_size", "rounded"), [
+    ("llama", 1, 5), ("llama", 2, 5), ("gemma2", 1, 7), ("qwen3", 1, 5), ("phi3", 1, 5),
+    ("gpt_neox", 1, 2), ("starcoder2", 1, 2), ("gemma4_text", 1, 7), ("cohere", 1, 4),
+    ("olmo2", 1, 5), ("bloom", 1, 0), ("qwen3_next", 1, 0)])
+def test_what_fixed_scales_round_is_handed_over_in_fp8(family, tp_size, rounded, tmp_path):
+    """By attention without a bias and by gates, where all that read it round it alike; not by the
+    last attention, of which few rows are wanted.
+    """
+    model = families.tiny_model(family, **({"intermediate_size": 192} if family in (
+        "llama", "gemma2", "qwen3", "phi3", "cohere", "olmo2") else {}))
+    case = tmp_path / "case"
+    hf = families.to_static_fp8(
+        families.save(model, tmp_path / "hf"), tmp_path / "static",
+        {"o_proj": 0.0015, "down_proj": 0.0005, "_proj": 0.003, "dense": 0.002, "c_": 0.002,
+         "query_key_value": 0.003})
+    manifest = llmc.compile(hf, case, target="cuda", dtype="float16", tp_size=tp_size)
+    found, = (report.matches for report in manifest.passes if report.name == "rounded_outputs")
+    assert found.get("rounded", 0) == rounded
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    expected = Interpreters(case).compute(Step.of([tokens], [0], [[3, 0, 2, 1]], [0],
+                                                  logits="all"))
+    llmc.compile(hf, tmp_path / "exact", target="cuda")
+    right = Interpreters(tmp_path / "exact").compute(Step.of([tokens], [0], [[3, 0, 2, 1]], [0],
+                                                             logits="all"))
+    families.assert_close(expected, right, 0.05)
+    if tp_size > 1 or not rounded:
+        return
+    path = case / "chip0" / "graph.onnx"
+    onnx.checker.check_model(path)
+    graph = onnx.load(path, load_external_data=False)
+    inferred = onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True).graph
+    kinds = Counter(value.type.tensor_type.elem_type for value in inferred.value_info)
+    assert kinds[onnx.TensorProto.FLOAT8E4M3FN] == rounded
+    families.assert_close(onnx_logits(graph, path.parent, tokens)[:, :families.VOCAB], right, 0.05)
 
 
 def onnx_logits(graph, directory, tokens):

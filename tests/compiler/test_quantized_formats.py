@@ -116,11 +116,19 @@ def pack_quantized(bits=4, zeros="middle", group=32, order=False):
                       group_size=group, symmetric=zeros == "middle"), make
 
 
-# How a config says that each token is rounded as it comes.
+# How a config says that each token is rounded as it comes, and that all are by a scale that is
+# stored.
 DYNAMIC = dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
+STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
 
 
-def float8(strategy, suffix="weight_scale", said=None, side=48, activations=None):
+def input_scale(name):
+    """Of a weight's activations, some of which are beyond 448 of it."""
+    return next((scale for part, scale in (("o_proj", 0.0008), ("down_proj", 0.0002))
+                 if part in name), 0.0015)
+
+
+def float8(strategy, suffix="weight_scale", said=None, side=48, activations=None, fixed=""):
     def make(name, weight):
         stem, (rows, width) = name.removesuffix(".weight"), weight.shape
         codes = (weight * 100).astype(ml_dtypes.float8_e4m3fn)
@@ -129,7 +137,10 @@ def float8(strategy, suffix="weight_scale", said=None, side=48, activations=None
         scales = RNG.uniform(0.001, 0.02, shape).astype(np.float32)
         full = scales.reshape(-1, 1) if strategy != "block" else np.array(
             [[scales[i // side, j // side] for j in range(width)] for i in range(rows)])
-        return {name: codes, f"{stem}.{suffix}": scales}, codes.astype(np.float32) * full
+        tensors = {name: codes, f"{stem}.{suffix}": scales}
+        if fixed:
+            tensors[f"{stem}.{fixed}"] = np.array(input_scale(name), np.float32)
+        return tensors, codes.astype(np.float32) * full
     said = said or compressed("float-quantized", num_bits=8, type="float", strategy=strategy,
                               block_structure=[side, side] if strategy == "block" else None)
     if activations is not None:
@@ -168,7 +179,8 @@ def modelopt(algorithm):
     def make(name, weight):
         if algorithm != "NVFP4":
             strategy = "channel" if "CHANNEL" in algorithm else "tensor"
-            tensors, truth = float8(strategy)[1](name, weight)
+            fixed = "input_scale" if strategy == "tensor" else ""
+            tensors, truth = float8(strategy, fixed=fixed)[1](name, weight)
             scale = tensors[f"{name}_scale"]
             tensors[f"{name}_scale"] = scale.reshape(-1 if strategy == "channel" else ())
             return tensors, truth
@@ -217,12 +229,19 @@ FORMATS = {
     "fp8-tensor": (float8("tensor"), "float8_e4m3fn"),
     "fp8-channel": (float8("channel"), "float8_e4m3fn"),
     "fp8-dynamic": (float8("channel", activations=DYNAMIC), "float8_e4m3fn"),
+    "fp8-static": (float8("tensor", activations=STATIC, fixed="input_scale"), "float8_e4m3fn"),
     "fp8-block-compressed": (float8("block"), "float8_e4m3fn"),
     "fp8-block": (float8("block", "weight_scale_inv",
                          dict(quant_method="fp8", weight_block_size=[48, 48])), "float8_e4m3fn"),
     # As Mistral has it: one scale, which transformers names as those of blocks.
     "fp8-no-block": (float8("tensor", "weight_scale_inv", dict(
         quant_method="fp8", weight_block_size=None, activation_scheme="static")), "float8_e4m3fn"),
+    # As AutoFP8 has it, and transformers.
+    "autofp8": (float8("tensor", said=dict(quant_method="fp8", activation_scheme="static"),
+                       fixed="input_scale"), "float8_e4m3fn"),
+    "fp8-static-transformers": (float8("tensor", "weight_scale_inv", dict(
+        quant_method="fp8", weight_block_size=None, activation_scheme="static"),
+        fixed="activation_scale"), "float8_e4m3fn"),
     "fp8-default-block": (float8("block", "weight_scale_inv", dict(quant_method="fp8"), side=128),
                           "float8_e4m3fn"),
     "modelopt-fp8": (modelopt("FP8"), "float8_e4m3fn"),
@@ -258,6 +277,11 @@ def write(plain, directory, kind, change=lambda tensors: None):
     return directory, truth
 
 
+def without_scales_of_activations(tensors):
+    for name in [name for name in tensors if name.endswith("input_scale")]:
+        del tensors[name]
+
+
 def decoded(directory):
     config = json.loads((directory / "config.json").read_text())
     return read_quantized(directory, config, lambda: open_checkpoint(directory, False))
@@ -281,13 +305,13 @@ def test_numbers_are_bit_for_bit_the_format_s(kind, plain_hf, tmp_path):
         == (FORMATS[kind][1] == "")
 
 
-def transformers_logits(plain, truth, activations=False):
+def transformers_logits(plain, truth, activations=False, scales=None):
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     state = model.state_dict()
     state.update({name: torch.tensor(array.astype(np.float32)) for name, array in truth.items()})
     model.load_state_dict(state)
     if activations:
-        families.round_tokens(model)
+        families.round_tokens(model, scales)
     return families.reference_logits(model, TOKENS)
 
 
@@ -375,6 +399,53 @@ def test_tokens_are_rounded_where_a_checkpoint_says_that_each_is_as_it_comes(
         assert found == {"norm-gemm": 5}
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize(("kind", "tp_size"), [
+    ("fp8-static", 1), ("fp8-static", 2), ("autofp8", 1), ("fp8-static-transformers", 1),
+    ("modelopt-fp8", 1)])
+def test_activations_are_rounded_by_the_scale_that_a_checkpoint_stores(kind, tp_size, target,
+                                                                       tmp_path):
+    plain = families.save(families.tiny_model(
+        "llama", intermediate_size=192, num_hidden_layers=2), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", kind)
+    said = []
+    manifest = llmc.compile(directory, tmp_path / "case", target=target, tp_size=tp_size,
+                            progress=said.append)
+    assert not any("left out" in text for text in said)
+    if target == "cuda":
+        found = Interpreters(tmp_path / "case").compute(STEP)
+    else:
+        with llmc.LLM(tmp_path / "case") as llm:
+            found = llm.logits(TOKENS)
+    scales = {name.removesuffix(".weight"): input_scale(name) for name in truth}
+    # A few activations may lie between two numbers of FP8.
+    families.assert_close(found, transformers_logits(plain, truth, True, scales), 5e-3)
+    forms = manifest.chips[0].quantization
+    assert {np.float32(form.activation_scale) for form in forms.values()} == {
+        np.float32(scale) for scale in scales.values()}
+    assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+def test_what_scales_differ_for_is_not_rounded_as_one(plain_hf, tmp_path):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.k_proj.input_scale"] *= 2
+
+    directory, _ = write(plain_hf, tmp_path / "hf", "fp8-static", change)
+    manifest = llmc.compile(directory, tmp_path / "case")
+    assert [name for name, form in manifest.chips[0].quantization.items()
+            if not form.activation_dtype] == ["model.layers.0.self_attn.qkv_proj.weight"]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, np.nan, np.inf])
+def test_a_damaged_scale_of_activations_is_refused(value, plain_hf, tmp_path):
+    def change(tensors):
+        tensors["model.layers.1.mlp.down_proj.input_scale"][()] = value
+
+    directory, _ = write(plain_hf, tmp_path / "hf", "fp8-static", change)
+    with pytest.raises(llmc.LlmcError, match=r"down_proj.input_scale.*damaged"):
+        llmc.compile(directory, tmp_path / "case")
+
+
 @pytest.mark.parametrize(("target", "tp_size", "kept"), [
     ("cpu", 1, 8), ("cpu", 2, 4), ("cuda", 1, 0)])
 def test_columns_in_the_order_of_activations_are_brought_in_it_where_they_are_not_divided(
@@ -430,7 +501,7 @@ BLOCKS = float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_blo
                                   "w8a8-asymmetric", "mxfp4"],
                          ids=lambda kind: kind if isinstance(kind, str) else "fp8-blocks-of-32")
 def test_cuda_s_schedule_keeps_them_too(kind, tp_size, plain_hf, tmp_path):
-    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    directory, truth = write(plain_hf, tmp_path / "hf", kind, without_scales_of_activations)
     llmc.compile(directory, tmp_path / "case", target="cuda", tp_size=tp_size)
     families.assert_close(Interpreters(tmp_path / "case").compute(STEP),
                           transformers_logits(plain_hf, truth), 1e-5)

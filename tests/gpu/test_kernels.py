@@ -7,7 +7,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from on_device import DTYPES, among_columns, describe, filled_of, tensors_of
+from on_device import (
+    DTYPES,
+    among_columns,
+    describe,
+    filled_of,
+    in_code_order,
+    tensors_of,
+)
 
 from llmc import plugins
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
@@ -19,6 +26,16 @@ from llmc.plugins.quantization import CODES, dequantized, pack
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 OPS = [op for op in plugins.registry().values() if op.body is not None and op.has_core]
+
+
+def check_codes(codes, expected, tolerance):
+    """Numbers of FP8, each at most the next one to what is expected within a tolerance."""
+    actual = codes.double().cpu().numpy()
+    assert np.isfinite(actual).all()
+    error = np.abs(actual - expected)
+    allowed = tolerance * np.abs(expected).max(initial=0) + np.abs(expected) / 8 + 2.0**-9
+    assert (error <= allowed).all(), f"{(error - allowed).max()} too much"
+    assert (error == 0).mean() > 0.6
 
 
 def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
@@ -60,16 +77,21 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
         among = {role.input: among_columns(tensors[role.input], *around) for role in op.columns
                  if around and role.input in tensors}
         pitches = [among[name].stride(0) if name in among else 0 for name in op.input_names]
-        given = [describe({**tensors, **among}[name]) if name in tensors else (0, "float32", [])
-                 for name in op.input_names]
-        kinds = [op.output_dtypes.get(name, dtype) for name in op.outputs]
+        coded = {name: in_code_order(tensors[name]) for name in op.rounded(fields)}
+        given = [describe({**tensors, **among, **coded}[name]) if name in tensors
+                 else (0, "float32", []) for name in op.input_names]
+        kinds = [op.made_dtypes(fields).get(name, dtype) for name in op.outputs]
         outputs = [tensors[name.removesuffix("_out")] if name.removesuffix("_out") in tensors else
                    torch.full(array.shape, -1 if kind == "int64" else float("nan"),
-                              dtype=getattr(torch, kind), device="cuda")
+                              device="cuda").to(getattr(torch, kind))
                    for name, array, kind in zip(op.outputs, expected, kinds, strict=True)]
         extension.run_op(op.name, dict(fields), given, [describe(t) for t in outputs], num_decode,
                          longest=longest, reach=reach, firsts=list(choices), pitches=pitches)
         for tensor, array, kind in zip(outputs, expected, kinds, strict=True):
+            if kind == "float8_e4m3fn" and tensor.dim() == 2:
+                check_codes(in_code_order(tensor, back=True), array,
+                            max(TOLERANCE[dtype], least))
+                continue
             actual = tensor.double().cpu().numpy()
             if tensor.dim() == 4 and filled is not None:
                 actual, array = actual[filled], array[filled]
@@ -261,7 +283,7 @@ def test_linear(extension, name, rows, width, out, dtype):
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
                                   "NormGemm, weighted"])
 def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows, width, out, group,
-                                          dtype):
+                                          dtype, out_scale=0.0):
     rng = np.random.default_rng(4)
     name, _, weighted = name.partition(", ")
     bits, count = CODES[stored][0], 2 * out if name == "GatedMLP" else out
@@ -282,6 +304,8 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
         inputs["residual"] = rng.standard_normal((rows, out))
     else:
         fields["activation"] = "silu"
+    if out_scale:
+        fields["out_scale"] = out_scale
     if weighted:
         fields["epsilon"] = 1e-5
         inputs["norm_weight"] = rng.uniform(0.5, 2, width).astype(np.float32)
@@ -329,12 +353,20 @@ FLOAT8 = 2e-2
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
                                   "NormGemm, gated", "NormGemm, RMS", "NormGemm, RMS, gated"])
 def test_linear_of_activations_in_fp8(extension, name, rows, width, out, group, dtype):
+    # Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, and scaled by that
+    # or behind it; or by the numbers that codes stand for.
+    firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
+    check(extension, *linear_of_fp8(name, rows, width, out, group), dtype, firsts, FLOAT8)
+
+
+def linear_of_fp8(name, rows, width, out, group, **more):
+    """An op, fields and inputs."""
     rng = np.random.default_rng(5)
     name, *kind = name.split(", ")
     gated = name == "GatedMLP" or "gated" in kind
     count = 2 * out if gated else out
     fields = {"weight_dtype": "float8_e4m3fn", "activation_dtype": "float8_e4m3fn",
-              "group_size": group, "in_features": width, "out_features": count}
+              "group_size": group, "in_features": width, "out_features": count, **more}
     scale = rng.uniform(0.5, 1, (count, width // group)) / width**0.5
     inputs = {"x": rng.standard_normal((rows, width)) * 10.0 ** rng.integers(-1, 2, (rows, 1)),
               "weight": rng.integers(0, 256, (count, width), dtype=np.uint8) & 0xBF,
@@ -349,10 +381,73 @@ def test_linear_of_activations_in_fp8(extension, name, rows, width, out, group, 
         inputs["norm_weight"] = rng.uniform(0.5, 2, width)
         if "RMS" not in kind:  # else the kernel of few rows norms and rounds them
             inputs["norm_bias"] = rng.uniform(-1, 1, width)
-    # Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, and scaled by that
-    # or behind it; or by the numbers that codes stand for.
+    if fields.get("x_dtype"):
+        inputs["x"] = np.clip(inputs["x"] / fields["activation_scale"], -448, 448)
+    return plugins.registry()[name], fields, inputs
+
+
+FIXED = {"activation_scale": 0.03}
+GIVEN = {**FIXED, "x_dtype": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "out", "group"), [
+    (1, 4096, 512, 4096), (2, 14336, 136, 14336), (4, 2048, 4296, 2048), (5, 576, 96, 576),
+    (8, 1088, 9000, 1088), (16, 8256, 200, 8256), (17, 1024, 64, 1024), (30, 272, 48, 272),
+    (64, 14336, 128, 14336), (130, 512, 1000, 512), (300, 1024, 264, 1024), (40, 64, 32, 64),
+    (3, 512, 64, 128), (200, 512, 264, 128)])
+@pytest.mark.parametrize(("name", "more"), [
+    ("GemmBiasRes", FIXED), ("NormGemm, RMS", FIXED), ("NormGemm, gated", FIXED),
+    ("GemmBiasRes", GIVEN), ("GemmBiasAct", GIVEN), ("GatedMLP", {"out_scale": 0.5}),
+    ("NormGemm, RMS, gated", {**FIXED, "out_scale": 0.5}),
+    ("NormGemm, gated", {**FIXED, "out_scale": 0.5})])
+def test_linear_of_activations_in_fp8_by_fixed_scales(extension, name, more, rows, width, out,
+                                                      group, dtype):
     firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
-    check(extension, plugins.registry()[name], fields, inputs, dtype, firsts, FLOAT8)
+    check(extension, *linear_of_fp8(name, rows, width, out, group, **more), dtype, firsts, FLOAT8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 16, 40, 300])
+@pytest.mark.parametrize(("stored", "brings"), [("int4", ""), ("uint4", "zero"), ("int8", ""),
+                                                ("float8_e4m3fn", "")])
+def test_a_gate_of_a_weight_in_fewer_bits_rounds_what_it_lets_through(extension, stored, brings,
+                                                                      rows, dtype):
+    test_linear_of_a_weight_in_fewer_bits(extension, "GatedMLP", stored, brings, rows, 1024, 1408,
+                                          128, dtype, out_scale=0.001)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+@pytest.mark.parametrize("name", ["GatedMLP", "NormGemm"])
+def test_a_gate_rounds_what_it_lets_through(extension, name, rows, dtype):
+    rng = np.random.default_rng(rows)
+    inputs = {"x": rng.standard_normal((rows, 1024)),
+              "weight": rng.standard_normal((2816, 1024)) / 32}
+    fields = {"activation": "silu", "out_scale": 0.005, **({"gated": 1} if name == "NormGemm"
+                                                           else {})}
+    check(extension, plugins.registry()[name], fields, inputs, dtype,
+          [*itertools.product([True, False], repeat=2)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "past", "dim", "heads", "kv_heads", "more"), [
+    ((1,) * 4, (300, 0, 63, 1000), 128, 8, 2, {}),
+    ((1,), (2000,), 96, 6, 1, {}),
+    ((1, 1), (511, 3), 256, 4, 2, {"sinks": True}),
+    ((1,) * 40, (1900, *range(39)), 64, 8, 2, {"block_size": 16}),
+    ((1,) * 3, (300, 0, 1000), 128, 8, 2, {"block_size": 16, "kv_dtype": "float8_e4m3fn"}),
+    ((130, 3, 64), (0, 50, 10), 128, 8, 2, {}),
+    ((65, 1, 200), (0, 0, 300), 64, 4, 4, {"window": 70}),
+    ((33, 70), (5, 0), 80, 4, 2, {}),
+    ((1, 1, 130, 64), (700, 3, 0, 300), 128, 8, 2, {"block_size": 16}),
+    ((30, 1, 9), (50, 300, 300), 256, 8, 2, {"block_size": 16, "kv_dtype": "float8_e4m3fn"}),
+])
+def test_attention_rounds_what_it_makes(extension, new, past, dim, heads, kv_heads, more, dtype):
+    sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,
+                     max_seq_len=2048, rotary_dim=dim, **more)
+    check(extension, plugins.registry()["CausalAttention"], {**sample.fields, "out_scale": 0.002},
+          sample.inputs, dtype)
 
 
 RANDOM = settings(max_examples=40, deadline=None, derandomize=True,

@@ -10,6 +10,7 @@ from schedule_interpreter import Interpreters
 from stepping import load
 
 import llmc
+from llmc.runtime.schedule import read_schedule
 from llmc.runtime.step import Step
 
 ROWS = (1, 4, 9, 16, 17, 40, 100, 300)  # few, many, and so many that a weight becomes numbers
@@ -46,8 +47,8 @@ def off(actual, expected):
                for own, right in zip(actual, expected, strict=True))
 
 
-def compile_to(directory, hf, dtype, quantize, **options):
-    case = directory / "-".join([dtype, quantize, *options])
+def compile_to(directory, hf, dtype, quantize, name="", **options):
+    case = directory / "-".join([dtype, quantize, name, *options])
     llmc.compile(hf, case, target="cuda", dtype=dtype, quantize=quantize, max_seq_len=512,
                  **options)
     return case
@@ -98,6 +99,32 @@ def far(actual, expected):
     """Of each token the largest difference, of the range."""
     return np.concatenate([np.abs(own - right).max(-1) / np.ptp(right)
                            for own, right in zip(actual, expected, strict=True)])
+
+
+@pytest.mark.parametrize("backend", [None, "cudnn", "vanilla"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_of_activations_in_fp8_by_fixed_scales(extension, family, backend, tmp_path,
+                                                      monkeypatch):
+    """Attention and gates round what they make, for the projection behind them."""
+    model = families.tiny_model(family, max_position_embeddings=512, **FAMILIES[family])
+    hf = families.save(model, tmp_path / "hf")
+    static = families.to_static_fp8(hf, tmp_path / "static", {
+        "o_proj": 0.0015, "down_proj": 0.0005, "_proj": 0.003})
+    monkeypatch.setitem(ROOM, "attention_backend", backend)
+
+    def compiled(hf, dtype):
+        return compile_to(tmp_path, hf, dtype, "", name=hf.name)
+
+    right, plain = truth(compiled(static, "float32")), truth(compiled(hf, "float32"))
+    effect = np.median(far(plain, right))
+    for dtype in ("float16", "bfloat16"):
+        case = compiled(static, dtype)
+        rounded = [node.fields["out_scale"] for node in read_schedule(
+            case / "chip0" / "schedule.json").nodes if node.fields.get("out_scale")]
+        assert len(rounded) == 2 * 3 - 1  # but the last attention, of which few rows are wanted
+        lost = np.median(far(on_gpu(compiled(hf, dtype)), plain))
+        found = far(on_gpu(case), right)
+        assert np.median(found) < lost + effect and found.max() < 5 * (lost + effect), dtype
 
 
 @pytest.mark.parametrize("family", FAMILIES)

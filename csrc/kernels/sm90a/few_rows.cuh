@@ -163,7 +163,7 @@ class Outputs {
         if (kOperands > 1) values[k] *= of_up[k];
         if (p_.residual != nullptr) values[k] += device::to_float(residual.data[k]);
       }
-      device::store_floats(static_cast<T*>(p_.y) + place, values);
+      device::Made<T>(p_.y, p_.y_inverse).put(place, values);
     });
   }
 

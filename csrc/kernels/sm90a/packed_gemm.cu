@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <array>
 
+#include "../made.cuh"
 #include "../packed_gemm.cuh"
 #include "wgmma.cuh"
 
@@ -120,7 +121,7 @@ __device__ __forceinline__ void finish(const GemvParams& p, int row, int output,
 #pragma unroll
     for (int k = 0; k < 4; ++k) of[k] += to_float(residual.data[k]);
   }
-  store_floats(static_cast<T*>(p.y) + at, of);
+  Made<T>(p.y, p.y_inverse).put(at, of);
 }
 
 struct Maps {

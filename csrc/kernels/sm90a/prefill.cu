@@ -250,11 +250,10 @@ __device__ __forceinline__ void multiply_all(const Place<kDim, kKeys>& place, co
       continue;
     }
     const float share = 1 / (total[r] + sink_of(p.sinks, static_cast<int>(token_head % p.num_heads), peak[r]));
-    T* target = static_cast<T*>(p.out) + token_head * kDim + 2 * t;
+    const Made<T> made(p.out, p.out_inverse);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n)
-      store(target + n * 8,
-            Vec<T, 2>{{from_float<T>(out[4 * n + 2 * r] * share), from_float<T>(out[4 * n + 2 * r + 1] * share)}});
+      made.put(token_head * kDim + 2 * t + n * 8, {out[4 * n + 2 * r] * share, out[4 * n + 2 * r + 1] * share});
   }
 }
 

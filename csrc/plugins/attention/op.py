@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.quantization import rounds_output
 from llmc.plugins.roles import Attention, ByHeads, Columns
 
 
@@ -656,7 +657,13 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
-OP = Op(
+def can_round(sample: Sample) -> bool:
+    """Whether kernels round what they make of it."""
+    return not sample.fields["head_dim"] % 8 and not sample.inputs.keys() & {"distance_bias",
+                                                                             "key_bias"}
+
+
+OP = rounds_output(Op(
     name="CausalAttention",
     version=5,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
@@ -685,4 +692,4 @@ OP = Op(
     core_most={"head_dim": 512},
     reference=_reference,
     samples=_samples,
-)
+), can_round)

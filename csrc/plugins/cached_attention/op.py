@@ -31,10 +31,12 @@ from llmc.plugins.attention.op import (
     _ints,
     _prepared,
     _scale,
+    can_round,
     check_heads,
     rotated,
 )
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
+from llmc.plugins.quantization import rounds_output
 from llmc.plugins.roles import Attention, ByHeads
 
 
@@ -132,10 +134,11 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     """Of CausalAttention's, those that this can be."""
     return [_reading(sample)
             for sample in (CAUSAL_ATTENTION.samples(rng) if CAUSAL_ATTENTION.samples else ())
-            if sample.inputs.keys() <= {*OP.input_names, "qkv", "k_norm", "v_norm"}]
+            if sample.inputs.keys() <= {*OP.input_names, "qkv", "k_norm", "v_norm"}
+            and not sample.fields.get("out_scale")]
 
 
-OP = Op(
+OP = rounds_output(Op(
     name="CachedAttention",
     version=3,
     inputs=("query", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
@@ -159,4 +162,4 @@ OP = Op(
     core_most={"head_dim": 512},
     reference=_reference,
     samples=_samples,
-)
+), can_round)

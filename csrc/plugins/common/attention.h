@@ -6,6 +6,7 @@
 
 #include "divisions.h"
 #include "heads.h"
+#include "norm.h"
 
 namespace llmc {
 
@@ -33,6 +34,11 @@ class CachedKeysAttention : public Plugin {
                   " is not an even number from 0 to head_dim " + std::to_string(p_.head_dim));
     p_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
     p_.chunk = integer(fields, "chunk");
+    p_.out_inverse = inverse_of(fields);
+    out_scale_ = real(fields, "out_scale");
+    if (p_.out_inverse > 0 && (p_.head_dim % 8 != 0 || p_.num_heads * p_.head_dim > kernels::kNormHidden))
+      throw Error(op_ + " rounds rows of whole units of 8 numbers, at most " + std::to_string(kernels::kNormHidden) +
+                  ", not of heads of " + std::to_string(p_.head_dim));
     const auto& kv_dtype = std::get<std::string>(fields.at("kv_dtype"));
     p_.float8 = kv_dtype == name_of(DType::kFloat8);
     if (!p_.float8 && !kv_dtype.empty())
@@ -73,6 +79,8 @@ class CachedKeysAttention : public Plugin {
     if (bias != nullptr) expect(op + "'s key_bias", *bias, {p_.num_heads, (*bias)[1]});
     if ((bias != nullptr || optional(in, ports_.distance_bias) != nullptr) && p_.head_dim > 256)
       throw Error(op + " with a bias has no kernel for head_dim " + std::to_string(p_.head_dim) + ", at most for 256");
+    if (p_.out_inverse > 0 && (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
+      throw Error(op_ + " with a bias does not round what it makes");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);
@@ -85,10 +93,10 @@ class CachedKeysAttention : public Plugin {
   }
 
   // The split kernel's partial results, the parts that it divides sequences into, then the turned queries, then what is left of a
-  // shared prefix.
+  // shared prefix; and what cuDNN makes, where that is rounded behind it.
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const bool shares = optional(in, ports_.block_table) != nullptr;
-    return scratch() + parts_bytes(in) + queries_bytes(in) +
+    return scratch() + parts_bytes(in) + queries_bytes(in) + made_bytes(in) +
            (shares ? kernels::prefix_scratch(static_cast<int>(in[4].shape[0]), p_.num_heads, p_.num_kv_heads, p_.head_dim) : 0);
   }
 
@@ -132,7 +140,8 @@ class CachedKeysAttention : public Plugin {
     p.scratch = workspace;
     p.counters = context.counters;
     p.parts = reinterpret_cast<kernels::DecodePart*>(static_cast<char*>(workspace) + scratch());
-    p.queries = static_cast<char*>(workspace) + scratch() + parts_bytes(in);
+    void* const made = static_cast<char*>(workspace) + scratch() + parts_bytes(in);
+    p.queries = static_cast<char*>(made) + made_bytes(in);
     kernels::ScoreBias bias{table_of(ports_.distance_bias), table_of(ports_.key_bias), 0, 0};
     if (bias.distance != nullptr) bias.distances = static_cast<int>(in[ports_.distance_bias].shape[1]);
     if (bias.key != nullptr) bias.positions = static_cast<int>(in[ports_.key_bias].shape[1]);
@@ -169,17 +178,21 @@ class CachedKeysAttention : public Plugin {
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
     const bool asks = context.backend == AttentionBackend::kCudnn ||
         (context.backend == AttentionBackend::kFastest && !kernels::prefills_on_hopper(in[0].dtype, p));
+    kernels::AttentionParams library = p;
+    if (p.out_inverse > 0) library.out = made;
     if (context.sdpa != nullptr && asks && context.longest > 0 && !p.float8 &&
-        context.sdpa->run(in[0].dtype, p, context.longest, context.reach, context.stream))
+        context.sdpa->run(in[0].dtype, library, context.longest, context.reach, context.stream)) {
+      if (p.out_inverse > 0) round_rows(in[0].dtype, made, p, context);
       return;
+    }
     check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
   }
 
  private:
   // Leave the first sequences out, which have one token each.
   static void skip(kernels::AttentionParams& p, int sequences, const std::vector<Tensor>& in) {
-    const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim * element;
-    p.out = static_cast<char*>(p.out) + sequences * row;
+    const int64_t element = width(in[0].dtype), row = static_cast<int64_t>(p.num_heads) * p.head_dim;
+    p.out = static_cast<char*>(p.out) + sequences * row * (p.out_inverse > 0 ? 1 : element);
     p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_pitch * element;
     p.cu_seqlens += sequences;
     p.past_lens += sequences;
@@ -195,9 +208,21 @@ class CachedKeysAttention : public Plugin {
     }
   }
 
+  void round_rows(DType dtype, const void* made, const kernels::AttentionParams& of, const Context& context) const {
+    kernels::NormParams p{};
+    p.x = made;
+    p.rows = of.num_tokens;
+    p.hidden = of.num_heads * of.head_dim;
+    p.plain = p.rounded = true;
+    p.codes = static_cast<uint8_t*>(of.out);
+    p.fixed_scale = out_scale_;
+    norm(dtype, p, op_.c_str(), context.stream);
+  }
+
   static int64_t parts_bytes(const std::vector<Tensor>& in) {
     return (Divisions::room(in[4].shape[0]) * static_cast<int64_t>(sizeof(kernels::DecodePart)) + 255) / 256 * 256;
   }
+  int64_t made_bytes(const std::vector<Tensor>& in) const { return p_.out_inverse > 0 ? queries_bytes(in) : 0; }
   int64_t queries_bytes(const std::vector<Tensor>& in) const {
     return (in[0].shape[0] * p_.num_heads * p_.head_dim * 4 + 255) / 256 * 256;
   }
@@ -208,6 +233,7 @@ class CachedKeysAttention : public Plugin {
   const std::string op_;
   const AttentionPorts ports_;
   kernels::AttentionParams p_{};
+  float out_scale_ = 0;
 };
 
 }  // namespace llmc

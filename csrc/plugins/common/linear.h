@@ -18,6 +18,7 @@ struct Linear {
   const Tensor& y;
   Activation activation;
   bool gated;
+  float y_inverse = 0;  // of a gated y that is codes of FP8: one over their scale
 };
 
 // What is done to the rows of x before they are multiplied: a norm, with a weight and bias or without; a rounding to FP8.
@@ -26,6 +27,7 @@ struct Rows {
   float epsilon = 0;
   const float* weight = nullptr;
   const float* bias = nullptr;
+  float fixed_scale = 0;  // of what is rounded; 0: a row's own
 };
 
 // Whether the kernels for few rows can serve: 16-bit types, rows of whole 16-byte vectors.
@@ -50,6 +52,11 @@ constexpr int kPackedRows = 256;
 // Bytes for those, and for a weight in fewer bits as numbers, or for the kernel that takes it as it is; before them what
 // becomes of x where it is rounded, and instead of them the sums of its products.
 inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, const Quantized& quantized, bool gated) {
+  if (x.dtype == DType::kFloat8) {  // which become numbers where codes cannot be multiplied
+    Tensor numbers = x;
+    numbers.dtype = DType::kFloat16;
+    return linear_workspace(numbers, weight, quantized, gated);
+  }
   const int64_t out = quantized ? quantized.out() : weight.shape[0];
   const int64_t packed = quantized ? std::max(out * quantized.in() * width(x.dtype),
                                               kernels::packed_gemm_scratch(kPackedRows)) : 0;
@@ -75,11 +82,19 @@ inline Dims linear_shape(const Dims& x, const Dims& weight, bool gated, const Di
   return y;
 }
 
+// y of a gate that is rounded, or not: of whole units of 8 numbers.
+inline Dims rounded_shape(const Dims& y, float inverse) {
+  if (inverse > 0 && y[1].known() && y[1].number() % 8 != 0)
+    throw Error("a gated GEMM rounds rows of whole units of 8 numbers, not of " + std::to_string(y[1].number()));
+  return y;
+}
+
 inline kernels::GemvParams gemv_params(const Linear& l) {
   kernels::GemvParams p{l.y.data, l.x.data, l.weight.data, l.bias != nullptr ? l.bias->data : nullptr,
                         l.residual != nullptr ? l.residual->data : nullptr, static_cast<int>(l.x.shape[0]),
                         static_cast<int>(l.x.shape[1]), l.gated ? l.out / 2 : l.out, l.activation, l.gated};
   p.packing = l.packing;
+  p.y_inverse = l.y_inverse;
   return p;
 }
 
@@ -88,12 +103,13 @@ inline void gate_halves(const Linear& l, const void* both, const Context& contex
   kernels::GateParams p{};
   p.y = l.y.data;
   p.gate = both;
-  p.x = static_cast<const char*>(both) + l.y.shape.back() * width(l.y.dtype);
+  p.x = static_cast<const char*>(both) + l.y.shape.back() * width(l.x.dtype);
   p.x_pitch = p.gate_pitch = 2 * l.y.shape.back();
   p.width = static_cast<int>(l.y.shape.back());
   p.rows = static_cast<int>(l.y.size() / p.width);
   p.activation = l.activation;
-  check(kernels::gate(l.y.dtype, p, context.stream), "a gate");
+  p.y_inverse = l.y_inverse;
+  check(kernels::gate(l.x.dtype, p, context.stream), "a gate");
 }
 
 // By cuBLASLt; a weight in fewer bits is made numbers first.
@@ -187,12 +203,13 @@ inline void make_rows(const Tensor& x, const Rows& rows, void* y, uint8_t* codes
   p.rounded = rows.rounded;
   p.codes = codes;
   p.scale = scale;
+  p.fixed_scale = rows.fixed_scale;
   norm(x.dtype, p, "rows of activations", context.stream);
 }
 
 // The same product of other rows.
 inline Linear with_rows(const Linear& l, const Tensor& x) {
-  return {x, l.weight, l.packing, l.out, l.bias, l.residual, l.y, l.activation, l.gated};
+  return {x, l.weight, l.packing, l.out, l.bias, l.residual, l.y, l.activation, l.gated, l.y_inverse};
 }
 
 inline void norm_then_gemm(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
@@ -246,7 +263,7 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
   const auto sums = [&] {
     context.gemm->run(plain, context.stream);
     check(kernels::rescale(l.x.dtype, {p.y, static_cast<const float*>(workspace), scale, p.packing.scale, p.bias, p.residual,
-                                       p.rows, p.out, l.activation, l.gated}, context.stream), "scales");
+                                       p.rows, p.out, l.activation, l.gated, l.y_inverse}, context.stream), "scales");
   };
   const bool has_whole = context.gemm->has(whole, context.stream);
   if (p.rows > kPackedRows || !context.gemm->has(plain, context.stream)) {
@@ -256,6 +273,17 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
   if (has_whole) context.gemm->choose(way_shape(l.x.dtype, p, Choice::kScales), context.stream, scaled, sums);
   else sums();
   return true;
+}
+
+// Of codes and their scales: by kernels for few rows, or by cuBLASLt, or `otherwise` where it has no such product.
+inline void linear_of_codes(const Linear& l, const uint8_t* codes, const float* scale, void* workspace, const Context& context,
+                            const Gemm::Way& otherwise) {
+  kernels::GemvParams p = gemv_params(l);
+  p.x = codes;
+  p.x_scale = scale;
+  choose_few(l.x.dtype, p, l.x.shape[0] <= kernels::kFloat8GemvRows && l.x.shape[1] % 64 == 0, context, [&] {
+    if (!codes_gemm(l, codes, scale, workspace, context)) otherwise();
+  });
 }
 
 // Of rows that are rounded: codes where this GPU multiplies such, else the numbers that they stand for. A GEMV makes the codes
@@ -270,14 +298,10 @@ inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace
   p.norm = rows.normed;
   p.epsilon = rows.epsilon;
   p.norm_weight = rows.weight;
+  p.fixed_scale = rows.fixed_scale;
   const auto of_made = [&] {
     make_rows(l.x, rows, nullptr, codes, scale, context);
-    kernels::GemvParams made = gemv_params(l);
-    made.x = codes;
-    made.x_scale = scale;
-    choose_few(l.x.dtype, made, l.x.shape[0] <= kernels::kFloat8GemvRows && l.x.shape[1] % 64 == 0, context, [&] {
-      if (!codes_gemm(l, codes, scale, rest, context)) linear_of_made(l, rows, workspace, context);
-    });
+    linear_of_codes(l, codes, scale, rest, context, [&] { linear_of_made(l, rows, workspace, context); });
   };
   if (rows.centred || rows.bias != nullptr || !kernels::has_rounding_gemv(p)) return of_made();
   context.gemm->choose(way_shape(l.x.dtype, p, Choice::kRounding), context.stream, [&] {
@@ -285,10 +309,35 @@ inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace
   }, of_made);
 }
 
-// Of x as it is, or rounded where the op says so.
+// Of x that another op has rounded: of its codes, or of the numbers that they stand for.
+inline void linear_of_given(const Linear& l, float scale, void* workspace, const Context& context) {
+  const auto* codes = static_cast<const uint8_t*>(l.x.data);
+  const int rows = static_cast<int>(l.x.shape[0]), in = static_cast<int>(l.x.shape[1]);
+  const float* scales = context.gemm->repeated(scale, rows, context.stream);
+  const auto of_numbers = [&] {  // rows of codes lie as those of a weight do
+    kernels::Packing packing{kernels::Codes::kFloat8, scales};
+    packing.group_size = in;
+    check(kernels::unpack(l.x.dtype, workspace, codes, packing, rows, in, context.stream), "numbers of codes");
+    Tensor numbers = l.x;
+    numbers.data = workspace;
+    linear(with_rows(l, numbers), static_cast<char*>(workspace) + rows_workspace(l.x), context);
+  };
+  if (!can_multiply_codes(l)) return of_numbers();
+  linear_of_codes(l, codes, scales, static_cast<char*>(workspace) + rows_workspace(l.x), context, of_numbers);
+}
+
+// Of x as it is, or rounded where the op says so, or before it.
 inline void linear(const Linear& l, const Quantized& quantized, void* workspace, const Context& context) {
   if (!quantized.rounds()) return linear(l, workspace, context);
-  linear_of_rounded(l, {false, false, true, 0}, workspace, context);
+  if (l.x.dtype == DType::kFloat8) {
+    Tensor x = l.x;
+    x.dtype = l.y.dtype;
+    return linear_of_given(with_rows(l, x), quantized.activation_scale(), workspace, context);
+  }
+  Rows rows;
+  rows.rounded = true;
+  rows.fixed_scale = quantized.activation_scale();
+  linear_of_rounded(l, rows, workspace, context);
 }
 
 }  // namespace llmc

@@ -132,6 +132,9 @@ class Gemm {
   // Whether cuBLASLt has this product; of FP8 it lacks some, with scales those of long rows by few outputs.
   bool has(const Product& product, cudaStream_t stream);
 
+  // On the device: a number `count` times, or more often. It stays there.
+  const float* repeated(float number, int count, cudaStream_t stream);
+
   // Do something one of two ways, the faster one. shape: 5 numbers that the choice depends on, the rows last; fewer than
   // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first. `saved`: what
   // the second must save at least, of the time of the first.
@@ -160,6 +163,7 @@ class Gemm {
   std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
   std::map<std::vector<int64_t>, cublasLtMatmulAlgo_t> best_;  // by shape, the rows last
   std::map<std::vector<int64_t>, bool> first_;                 // of two ways, by shape
+  std::map<float, std::vector<std::pair<int, float*>>> repeated_;  // with how often, the last the longest
   std::deque<bool> decided_;
   bool times_ = true;
   void* swept_ = nullptr;
@@ -215,20 +219,23 @@ class Plugin {
 
 // An input or output of an op, declared as "name", "name?" where it is optional, "name: int32" or
 // "name: int32 int64" where its dtype is not the op's own, "name: kv_dtype" where it is what the field kv_dtype
-// names, if that names one, "name: weight_dtype" where it is of bytes if that field names one, "name: scale_dtype" where
+// names, if that names one, "name: x_dtype" and "name: out_scale" where it is codes of FP8 if those fields say so,
+// "name: weight_dtype" where it is of bytes if that field names one, "name: scale_dtype" where
 // it is of float32, or of bytes if that field is mxfp4, "name: number" where it may also be one float32 number instead,
 // "name: columns" where its rows may be columns of wider ones, "name = input" where an output is that input's memory, in
 // which the op writes.
 struct Port {
   Port(const char* declared);
   std::string text() const { return name + (optional ? "?" : ""); }
-  // Whether it is of bytes, in an op with these fields.
+  // Whether it is of bytes, in an op with these fields; and whether of codes that another op has rounded, or it does.
   bool is_bytes(const Fields& fields) const;
+  bool is_rounded(const Fields& fields) const;
 
   std::string name;
   bool optional = false;
   std::vector<DType> dtypes;  // what it may be; none: what the op computes in
   bool cached = false, packed = false, scales = false, number = false, columns = false;
+  std::string rounded;  // the field that says whether it is
   std::string in_place;
 };
 
@@ -261,6 +268,12 @@ int64_t width(DType dtype);  // bytes
 int integer(const Fields& fields, const char* name);
 inline float real(const Fields& fields, const char* name) {
   return static_cast<float>(std::get<double>(fields.at(name)));
+}
+// One over the field out_scale of an op that rounds what it makes, or 0 where it does not. Throws Error for one below 0.
+inline float inverse_of(const Fields& fields) {
+  const float scale = real(fields, "out_scale");
+  if (!(scale >= 0)) throw Error("out_scale is " + std::to_string(scale) + ", which no scale is");
+  return scale > 0 ? 1 / scale : 0;
 }
 Activation activation_of(const Fields& fields, const char* name = "activation");
 

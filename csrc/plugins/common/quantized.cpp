@@ -19,6 +19,11 @@ Quantized::Quantized(const Fields& fields, size_t first)
     throw Error("activation_dtype '" + rounded + "' with weight_dtype '" + dtype +
                 "': only float8_e4m3fn is multiplied by float8_e4m3fn");
   rounds_ = !rounded.empty();
+  if (fields.count("activation_scale") != 0) activation_scale_ = real(fields, "activation_scale");
+  if (activation_scale_ < 0 || (activation_scale_ > 0 && !rounds_))
+    throw Error("activation_scale is above 0 and with an activation_dtype, or 0");
+  if (fields.count("x_dtype") != 0 && !std::get<std::string>(fields.at("x_dtype")).empty() && activation_scale_ == 0)
+    throw Error("x of an x_dtype needs an activation_scale");
   if (rounds_ && in_ > kernels::kNormHidden)
     throw Error("rows of " + std::to_string(in_) + " activations are rounded, at most " +
                 std::to_string(kernels::kNormHidden) + " are served");

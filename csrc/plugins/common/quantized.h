@@ -17,10 +17,15 @@ inline Fields quantizable_fields(Fields fields) {
   return fields;
 }
 
-// Those of an op whose rows of x may be rounded, too.
+// Those of an op whose rows of x may be rounded, too; and may come so, "x: x_dtype".
 inline Fields rounding_fields(Fields fields) {
   fields["activation_dtype"] = std::string("");
+  fields["activation_scale"] = 0.0;
   return quantizable_fields(std::move(fields));
+}
+inline Fields taking_fields(Fields fields) {
+  fields["x_dtype"] = std::string("");
+  return rounding_fields(std::move(fields));
 }
 
 // How an op's weight is stored, and whether its x is rounded. `first`: the place of weight_scale among the op's inputs.
@@ -36,8 +41,9 @@ class Quantized {
   void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
   int out() const { return out_; }
   int in() const { return in_; }
-  // Whether rows of x are rounded to FP8, with a scale each.
+  // Whether rows of x are rounded to FP8, here or before, with activation_scale(), or where that is 0 a scale each.
   bool rounds() const { return rounds_; }
+  float activation_scale() const { return activation_scale_; }
   // Rows of the weight, whatever its form.
   int rows(const Tensor& weight) const { return *this ? out_ : static_cast<int>(weight.shape[0]); }
 
@@ -47,6 +53,7 @@ class Quantized {
   int out_, in_;
   size_t first_;
   bool rounds_ = false;
+  float activation_scale_ = 0;
 };
 
 }  // namespace llmc

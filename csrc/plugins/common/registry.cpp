@@ -81,6 +81,7 @@ Port::Port(const char* declared) {
     else if (word == "kv_dtype") cached = true;
     else if (word == "weight_dtype") packed = true;
     else if (word == "scale_dtype") scales = true, dtypes.push_back(DType::kFloat32);
+    else if (word == "x_dtype" || word == "out_scale") rounded = word;
     else if (word == "number") number = true;
     else if (word == "columns") columns = true;
     else dtypes.push_back(dtype_of(word));
@@ -91,6 +92,13 @@ bool Port::is_bytes(const Fields& fields) const {
   if (!packed && !scales) return dtypes == std::vector<DType>{DType::kUint8};
   const auto& stored = std::get<std::string>(fields.at("weight_dtype"));
   return packed ? !stored.empty() : stored == "mxfp4";
+}
+
+bool Port::is_rounded(const Fields& fields) const {
+  const auto field = fields.find(rounded);
+  if (rounded.empty() || field == fields.end()) return false;
+  const auto* dtype = std::get_if<std::string>(&field->second);
+  return dtype != nullptr ? !dtype->empty() : std::get<double>(field->second) > 0;
 }
 
 void register_plugin(PluginType type) {

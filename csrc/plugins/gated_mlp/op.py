@@ -6,7 +6,14 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample
 from llmc.plugins.activations import REFERENCE, activation_text
-from llmc.plugins.quantization import activations, cpu_product, product, quantizable
+from llmc.plugins.quantization import (
+    activations,
+    can_round,
+    cpu_product,
+    product,
+    quantizable,
+    rounds_output,
+)
 from llmc.plugins.roles import ByRows
 
 
@@ -35,16 +42,17 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
     made = []
-    for index, activation in enumerate(("silu", "gelu_tanh", "gelu", "relu")):
+    for index, activation in enumerate(("silu", "gelu_tanh", "gelu", "relu", "silu")):
+        rows = 32 if index == 4 else 14
         inputs = {"x": rng.standard_normal((3, 10)).astype(np.float32),
-                  "weight": rng.standard_normal((14, 10)).astype(np.float32)}
+                  "weight": rng.standard_normal((rows, 10)).astype(np.float32)}
         if index % 2:
-            inputs["bias"] = rng.standard_normal(14).astype(np.float32)
+            inputs["bias"] = rng.standard_normal(rows).astype(np.float32)
         made.append(Sample({"activation": activation}, inputs))
     return made
 
 
-OP = quantizable(Op(
+OP = rounds_output(quantizable(Op(
     name="GatedMLP",
     version=1,
     inputs=("x", "weight", "bias?"),
@@ -59,4 +67,4 @@ OP = quantizable(Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-))
+)), can_round)

@@ -56,4 +56,4 @@ OP = quantizable(Op(
     bodies={"cpu": _cpu},
     reference=_reference,
     samples=_samples,
-))
+), takes_rounded=True)

@@ -33,8 +33,8 @@ class GemmBiasAct : public Plugin {
 }  // namespace
 
 void register_gemm_bias_act() {
-  register_plugin({"GemmBiasAct", 1, quantizable_ports({"x", "weight: weight_dtype", "bias?"}), {"y"},
-                   rounding_fields({{"activation", std::string("none")}}), {},
+  register_plugin({"GemmBiasAct", 1, quantizable_ports({"x: x_dtype", "weight: weight_dtype", "bias?"}), {"y"},
+                   taking_fields({{"activation", std::string("none")}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GemmBiasAct>(fields);
                    }});

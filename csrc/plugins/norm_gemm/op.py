@@ -13,7 +13,7 @@ import numpy as np
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.normalization import normalize
-from llmc.plugins.quantization import activations, product, quantizable
+from llmc.plugins.quantization import activations, can_round, product, quantizable, rounds_output
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
@@ -57,9 +57,11 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     for rows, centred, gated, activation, own in (
             (1, 0, 1, "silu", ()), (2, 1, 0, "gelu_tanh", ()), (5, 1, 1, "relu", ()),
             (3, 0, 0, "none", ()), (4, 0, 1, "silu", ("norm_weight",)),
+            (4, 0, 1, "gelu", ("norm_weight",)),
             (3, 1, 0, "none", ("norm_weight", "norm_bias"))):
         inputs = {"x": rng.standard_normal((rows, 24)).astype(np.float32),
-                  "weight": rng.standard_normal((14, 24)).astype(np.float32)}
+                  "weight": rng.standard_normal((32 if activation == "gelu" else 14, 24))
+                  .astype(np.float32)}
         if centred:
             inputs["bias"] = rng.standard_normal(14).astype(np.float32)
             if not own:
@@ -70,7 +72,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     return made
 
 
-OP = quantizable(Op(
+OP = rounds_output(quantizable(Op(
     name="NormGemm",
     version=2,
     inputs=("x", "weight", "bias?", "row_sums?", "norm_weight?", "norm_bias?"),
@@ -84,4 +86,4 @@ OP = quantizable(Op(
     float32_inputs=frozenset({"row_sums", "norm_weight", "norm_bias"}),
     reference=_reference,
     samples=_samples,
-), row_sums="row_sums")
+), row_sums="row_sums"), can_round)

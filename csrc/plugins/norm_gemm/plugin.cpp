@@ -7,7 +7,10 @@ class NormGemm : public Plugin {
  public:
   explicit NormGemm(const Fields& fields)
       : centred_(integer(fields, "centred") != 0), gated_(integer(fields, "gated") != 0),
-        epsilon_(real(fields, "epsilon")), activation_(activation_of(fields)), quantized_(fields, 6) {}
+        epsilon_(real(fields, "epsilon")), out_inverse_(inverse_of(fields)), activation_(activation_of(fields)),
+        quantized_(fields, 6) {
+    if (out_inverse_ > 0 && !gated_) throw Error("a NormGemm rounds what it gates, and nothing else");
+  }
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims matrix = quantized_.matrix(in, 1), y = linear_shape(in[0], matrix, gated_, optional(in, 2));
@@ -17,7 +20,7 @@ class NormGemm : public Plugin {
     for (size_t port : {4, 5})
       if (const Dims* own = optional(in, port)) expect("NormGemm's norm_weight and norm_bias", *own, {in[0][1]});
     if (in[0][1].known()) check_norm_rows(in[0][1].number(), "NormGemm");
-    return {y};
+    return {rounded_shape(y, out_inverse_)};
   }
 
   // The normed x, then what the GEMM needs.
@@ -33,8 +36,10 @@ class NormGemm : public Plugin {
                const Context& context) const override {
     const Tensor& x = in[0];
     const kernels::Packing packing = quantized_.packing(in);
-    const Linear whole{x, in[1], packing, quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_, gated_};
-    const Rows rows{true, centred_, quantized_.rounds(), epsilon_, floats(optional(in, 4)), floats(optional(in, 5))};
+    const Linear whole{x, in[1], packing, quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_, gated_,
+                       out_inverse_};
+    const Rows rows{true, centred_, quantized_.rounds(), epsilon_, floats(optional(in, 4)), floats(optional(in, 5)),
+                    quantized_.activation_scale()};
     if (rows.rounded) return linear_of_rounded(whole, rows, workspace, context);
     kernels::GemvParams p = gemv_params(whole);
     p.norm = true;
@@ -55,7 +60,7 @@ class NormGemm : public Plugin {
   }
 
   bool centred_, gated_;
-  float epsilon_;
+  float epsilon_, out_inverse_;
   Activation activation_;
   Quantized quantized_;
 };
@@ -64,9 +69,9 @@ class NormGemm : public Plugin {
 
 void register_norm_gemm() {
   register_plugin({"NormGemm", 2, quantizable_ports({"x", "weight: weight_dtype", "bias?", "row_sums?: float32",
-                                                   "norm_weight?: float32", "norm_bias?: float32"}), {"y"},
+                                                   "norm_weight?: float32", "norm_bias?: float32"}), {"y: out_scale"},
                    rounding_fields({{"centred", int64_t{0}}, {"epsilon", 1e-6}, {"activation", std::string("none")},
-                                   {"gated", int64_t{0}}}), {},
+                                   {"gated", int64_t{0}}, {"out_scale", 0.0}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<NormGemm>(fields);
                    }});

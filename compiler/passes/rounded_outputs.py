@@ -1,0 +1,61 @@
+"""Let what makes activations round them to FP8, where all that read them take them so.
+
+Given:   x = CausalAttention(…), or GatedMLP(…), or a gated NormGemm(…); y = GemmBiasRes(x, W, …;
+         activation_dtype, activation_scale)
+Result:  x = CausalAttention(…; out_scale), in float8_e4m3fn; y = GemmBiasRes(x, W, …;
+         activation_dtype, activation_scale, x_dtype)
+
+Only scales that are the same for all tokens are known where x is made.
+"""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.graph.dtypes import numpy_dtype
+from llmc.compiler.graph.rewrite import Report, Settings, consumers, fields_of, op_of, operands
+from llmc.plugins.quantization import FLOAT8
+
+_UNIT = 8  # columns of codes that kernels write at once
+_BIASES = {"distance_bias", "key_bias"}  # of attention that does not round
+
+
+def rounded_outputs(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Run the pass."""
+    for node in graph.nodes if settings.dtype != "float32" else ():
+        scale = _scale(graph, node)
+        if not scale:
+            continue
+        made = node.outputs[0]
+        node.attrs["out_scale"] = scale
+        made.dtype = numpy_dtype(FLOAT8)
+        for user in made.outputs:
+            user.attrs["x_dtype"] = FLOAT8
+        report.count("rounded")
+
+
+def _scale(graph: gs.Graph, node: gs.Node) -> float:
+    """That of what a node makes, as all of its readers round it; 0 where they do not all, or the
+    node does not.
+    """
+    op = op_of(node)
+    if op is None or "out_scale" not in op.fields:
+        return 0.0
+    fields, made = fields_of(node), node.outputs[0]
+    if fields.get("gated") == 0 or fields.get("head_dim", made.shape[-1]) % _UNIT \
+            or operands(node).keys() & _BIASES:
+        return 0.0
+    scales = {_taken(user, made) for user in consumers(graph, made)}
+    return scales.pop() if len(scales) == 1 else 0.0
+
+
+def _taken(user: gs.Node | None, tensor: gs.Tensor) -> float:
+    """The scale by which a node rounds a tensor before it multiplies it; 0 where it does not, or
+    does something else with it, too.
+    """
+    op = None if user is None else op_of(user)
+    if user is None or op is None or "x_dtype" not in op.fields:
+        return 0.0
+    places = [name for name, given in operands(user).items() if given is tensor]
+    scale: float = fields_of(user)["activation_scale"]
+    return scale if places == ["x"] else 0.0
