@@ -14,7 +14,9 @@ of 32, the first code in the lowest bits:
                         one, input_scale, is kept
     FP8 in blocks       weight [out, in], weight_scale_inv [out / 128, in / 128]; or one for all,
                         as Mistral and AutoFP8 have it, with the scale of activations in
-                        activation_scale or input_scale
+                        activation_scale or input_scale, or none: tokens have their own. One for
+                        each row, as FBGEMM has it, whose input_scale_ub, a bound of tokens'
+                        scales, is left out
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
     ModelOpt            weight in FP8, weight_scale of all or of a row, input_scale; or NVFP4's
@@ -311,11 +313,13 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
 
 
 def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
-    """In blocks, or with a scale for a row or for all, as FBGEMM, AutoFP8 and Mistral write it."""
+    """In blocks, or with a scale for a row or for all, as FBGEMM, AutoFP8 and Mistral write it;
+    then activations are rounded, as they come where no scale of theirs is stored.
+    """
     block = said.get("weight_block_size", (128, 128))
     inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
     suffix = "weight_scale_inv" if inverse or said.get("weight_block_size") else "weight_scale"
-    rounding = _ALL if said.get("activation_scheme") == "static" else ""
+    rounding = _ALL if said.get("activation_scheme") == "static" else _TOKEN
     for module in decoder.modules(suffix):
         _float8(decoder, module, suffix, block, rounding)
     return True

@@ -242,6 +242,10 @@ FORMATS = {
     "fp8-static-transformers": (float8("tensor", "weight_scale_inv", dict(
         quant_method="fp8", weight_block_size=None, activation_scheme="static"),
         fixed="activation_scale"), "float8_e4m3fn"),
+    "fp8-dynamic-transformers": (float8("tensor", "weight_scale_inv", dict(
+        quant_method="fp8", weight_block_size=None, activation_scheme="dynamic")), "float8_e4m3fn"),
+    "autofp8-dynamic": (float8("tensor", said=dict(
+        quant_method="fp8", activation_scheme="dynamic")), "float8_e4m3fn"),
     "fp8-default-block": (float8("block", "weight_scale_inv", dict(quant_method="fp8"), side=128),
                           "float8_e4m3fn"),
     "modelopt-fp8": (modelopt("FP8"), "float8_e4m3fn"),
@@ -424,6 +428,19 @@ def test_activations_are_rounded_by_the_scale_that_a_checkpoint_stores(kind, tp_
     assert {np.float32(form.activation_scale) for form in forms.values()} == {
         np.float32(scale) for scale in scales.values()}
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+@pytest.mark.parametrize("kind", ["fp8-dynamic-transformers", "autofp8-dynamic", "fbgemm",
+                                  "modelopt-fp8-channel"])
+def test_tokens_are_rounded_as_they_come_where_no_scale_of_theirs_is_stored(kind, plain_hf,
+                                                                            tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    manifest = llmc.compile(directory, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        found = llm.logits(TOKENS)
+    families.assert_close(found, transformers_logits(plain_hf, truth, True), 5e-3)
+    assert {(form.activation_dtype, form.activation_scale)
+            for form in manifest.chips[0].quantization.values()} == {("float8_e4m3fn", 0.0)}
 
 
 def test_what_scales_differ_for_is_not_rounded_as_one(plain_hf, tmp_path):
