@@ -17,7 +17,13 @@ from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
-from llmc.compiler.passes.quantize import DEQUANTIZED, ROUNDED, UNQUANTIZED_EXPERTS, WIDENED
+from llmc.compiler.passes.quantize import (
+    DEQUANTIZED,
+    ROUNDED,
+    UNQUANTIZED_EXPERTS,
+    UNROUNDED,
+    WIDENED,
+)
 from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
@@ -169,6 +175,9 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
         if options.target in GPU and rounded:
             progress(f"{rounded} linear layers multiply FP8 by FP8 on GPUs of compute capability "
                      f"9.0; on others both are converted to {options.dtype} as they are read")
+        if UNROUNDED in report.matches:
+            progress(f"what the experts of {report.matches[UNROUNDED]} layers multiply stays in "
+                     f"{options.dtype}, though it is said to be rounded to FP8")
         count = report.matches.get(DEQUANTIZED, 0)
         if count:
             progress(f"the {options.target} target has no kernels for {count} of the checkpoint's "

@@ -45,7 +45,7 @@ from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
 DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
-UNQUANTIZED_EXPERTS = "experts left as they are"
+UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
 WIDENED = "MXFP4 as int8"
 UNQUANTIZED_HEADS = "matrices of heads read as numbers"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
@@ -154,6 +154,8 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], report: Repor
         node.attrs["inner_features"] = known[1].values.shape[-1]
     else:
         node.attrs["out_features"] = shape[0]
+    if is_op(node, EXPERTS) and any(own.stored.activation_dtype for own in known):
+        report.count(UNROUNDED)
     if op.quantized[0].rounds and stored.activation_dtype:
         node.attrs.update(activation_dtype=stored.activation_dtype,
                           activation_scale=stored.activation_scale)

@@ -354,6 +354,16 @@ def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
     assert packed == ({FORMATS[kind][1]} if kind not in ("w4a16-g-idx", "fp8-block") else set())
 
 
+@pytest.mark.parametrize("kind", ["fp8-static", "fp8-dynamic"])
+def test_that_experts_activations_are_not_rounded_is_said(kind, tmp_path):
+    plain = families.save(families.tiny_model(
+        "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
+    directory, _ = write(plain, tmp_path / "hf", kind)
+    said = []
+    llmc.compile(directory, tmp_path / "case", target="cuda", progress=said.append)
+    assert any("the experts of 2 layers multiply stays in float32, though" in text for text in said)
+
+
 @pytest.mark.parametrize(("family", "kind"), [
     ("mamba2", "gptq"), ("mamba2", "fp8-dynamic"), ("lfm2", "w4a16"), ("lfm2", "fp8-channel")])
 def test_products_of_one_norm_are_one_in_codes_too(family, kind, tmp_path):

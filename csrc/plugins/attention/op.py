@@ -22,7 +22,8 @@ anything between are the same op with other lengths.
                             beside those of keys, and that has no value
     query_scale             [max_positions]; absent: none. The query at position i is multiplied by
                             element i, when it is normed and rotated
-    out                     [num_tokens, num_heads * head_dim]
+    out                     [num_tokens, num_heads * head_dim]; with an `out_scale`, which there is
+                            not beside a bias, numbers over that in float8_e4m3fn
 
 `rotary_dim` counts the first dimensions of a head that cos and sin turn; 0 without them. `scale` 0
 means head_dim ** -0.5. `kv_dtype` "" is the dtype of all else, "float8_e4m3fn" has the caches hold

@@ -1,4 +1,6 @@
-"""y = activation(x · Wgᵀ + bg) · (x · Wuᵀ + bu), with Wg above Wu in one weight [2 · I, K]."""
+"""y = activation(x · Wgᵀ + bg) · (x · Wuᵀ + bu), with Wg above Wu in one weight [2 · I, K]; with an
+`out_scale` numbers over that in float8_e4m3fn.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""y = activation(x · weightᵀ + bias), weight as [out, in]."""
+"""y = activation(x · weightᵀ + bias), weight as [out, in]; x is of x_dtype, if that is said."""
 
 from collections.abc import Mapping
 

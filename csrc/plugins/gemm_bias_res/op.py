@@ -1,4 +1,4 @@
-"""y = x · weightᵀ + bias + residual, weight as [out, in]."""
+"""y = x · weightᵀ + bias + residual, weight as [out, in]; x is of x_dtype, if that is said."""
 
 from collections.abc import Mapping
 

@@ -2,8 +2,8 @@
 
 The norm's own weight and bias are part of `weight` and `bias`, or else `norm_weight` and
 `norm_bias`. `centred`: LayerNorm, else RMSNorm. `gated`: the GEMM is GatedMLP's, with a weight
-[2 · out, in]. `row_sums`, the sum of each row of `weight`, lets a kernel take the mean off after
-the product; a centred op without norm_weight has it.
+[2 · out, in], and perhaps its `out_scale`. `row_sums`, the sum of each row of `weight`, lets a
+kernel take the mean off after the product; a centred op without norm_weight has it.
 """
 
 from collections.abc import Mapping
