@@ -341,7 +341,8 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
     scale = 0.0
     if fixed:
         given = decoder.shape_of(fixed[0])
-        scale = float(decoder.scales(fixed[0], given if given == (1,) else ()).load().flat[0])
+        scale = float(decoder.scales(fixed[0], given if math.prod(given) == 1 else ())
+                      .load().flat[0])
         if scale < 0:
             raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
                             f"activations is; the checkpoint is damaged")
@@ -416,6 +417,8 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
         else:
+            if rounding == _ALL and f"{module}.input_scale" not in decoder.left:
+                decoder.take(f"{module}.input_scale", (1,), "fV")  # says that it is missing
             _float8(decoder, module, "weight_scale", block, rounding)
     return True
 

@@ -354,6 +354,20 @@ def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
     assert packed == ({FORMATS[kind][1]} if kind not in ("w4a16-g-idx", "fp8-block") else set())
 
 
+@pytest.mark.parametrize("value", [None, [0.1, 0.2]])
+def test_a_scale_of_activations_that_is_missing_or_several_is_refused(value, plain_hf, tmp_path):
+    name = "model.layers.1.mlp.down_proj.input_scale"
+
+    def change(tensors):
+        del tensors[name]
+        if value is not None:
+            tensors[name] = np.array(value, np.float32)
+
+    directory, _ = write(plain_hf, tmp_path / "hf", "fp8-static", change)
+    with pytest.raises(llmc.LlmcError, match=rf"{name}.*(not whole|\[2\], expected \[\])"):
+        llmc.compile(directory, tmp_path / "case")
+
+
 @pytest.mark.parametrize("kind", ["fp8-static", "fp8-dynamic"])
 def test_that_experts_activations_are_not_rounded_is_said(kind, tmp_path):
     plain = families.save(families.tiny_model(
