@@ -64,6 +64,7 @@ FLOAT8_MOST = 448.0
 _LEAST_SCALE = 1e-30  # of activations; that of rows of zeros
 _FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
 _ROUNDING_FIELDS = {"activation_dtype": "", "activation_scale": 0.0}
+_ROUNDED_UNIT = 8  # columns of codes that kernels write at once
 _KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
 _INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
 
@@ -186,8 +187,9 @@ def _over(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
 
 
 def can_round(sample: Sample) -> bool:
-    """Whether kernels round what gated products of it are: whole units of 8."""
-    return bool(sample.fields.get("gated", 1)) and sample.inputs["weight"].shape[0] % 16 == 0
+    """Whether kernels round what gated products of it are: whole units."""
+    rows = sample.inputs["weight"].shape[0]
+    return bool(sample.fields.get("gated", 1)) and rows % (2 * _ROUNDED_UNIT) == 0
 
 
 def rounds_output(op: Op, can_round: Callable[[Sample], bool]) -> Op:
@@ -214,8 +216,16 @@ def rounds_output(op: Op, can_round: Callable[[Sample], bool]) -> Op:
             raise ValueError(f"{op.name}'s out_scale is {fields['out_scale']}, which no scale is")
         return op.dims(fields, present)
 
+    def shapes(given: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
+        made = op.shapes(given, fields)
+        width = made[0][-1]
+        if fields.get("out_scale") and isinstance(width, int) and width % _ROUNDED_UNIT:
+            raise ValueError(f"{op.name} rounds rows of whole units of {_ROUNDED_UNIT} numbers, "
+                             f"not of {width}")
+        return made
+
     return dataclasses.replace(op, fields={**op.fields, "out_scale": 0.0}, dims=dims,
-                               reference=reference, samples=samples)
+                               shapes=shapes, reference=reference, samples=samples)
 
 
 def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,

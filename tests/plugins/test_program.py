@@ -15,7 +15,7 @@ from llmc.compiler.targets import Options
 from llmc.runtime.decoding.sampling import Sampler, SamplingParams
 from llmc.runtime.engines.cuda import build_program, step_arrays
 from llmc.runtime.manifest import Target, read_manifest
-from llmc.runtime.schedule import read_schedule
+from llmc.runtime.schedule import Schedule, read_schedule
 from llmc.runtime.step import LAST, Memory, SamplingState, Step
 
 T, L, B = -1, -2, -3  # num_tokens, num_logits, batch
@@ -81,6 +81,38 @@ def test_what_is_compiled_is_taken(extension, family, options, tmp_path):
     manifest = llmc.compile(hf, tmp_path / "case", target="cuda", **options)
     for rank in range(manifest.tp_size):
         build(extension, manifest, schedules_of(tmp_path / "case", rank))
+
+
+def test_codes_are_taken_where_who_makes_and_who_reads_them_say_so(extension, tmp_path):
+    hf = families.save(families.tiny_model("llama", intermediate_size=192), tmp_path / "hf")
+    static = families.to_static_fp8(hf, tmp_path / "static", {"_proj": 0.003})
+    manifest = llmc.compile(static, tmp_path / "case", target="cuda", dtype="float16")
+    schedule, = schedules_of(tmp_path / "case")
+    build(extension, manifest, [schedule])
+    codes = [number for number, tensor in enumerate(schedule.tensors)
+             if (tensor.kind, tensor.dtype) == ("value", "float8_e4m3fn")]
+    assert len(codes) == 5
+    for number in codes:
+        for dtype in ("float16", "float32", "int64"):
+            tensors = [*schedule.tensors]
+            tensors[number] = tensors[number].model_copy(update={"dtype": dtype})
+            refused(extension, manifest, schedule.model_copy(update={"tensors": tuple(tensors)}))
+    for place, node in enumerate(schedule.nodes):
+        for field, value in (("out_scale", 0.0), ("x_dtype", ""), ("activation_scale", 0.0)):
+            if not node.fields.get(field) or (field == "activation_scale"
+                                              and not node.fields.get("x_dtype")):
+                continue
+            nodes = [*schedule.nodes]
+            nodes[place] = node.model_copy(update={"fields": {**node.fields, field: value}})
+            refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
+
+
+def refused(extension, manifest, schedule):
+    """By the engine, and where it is read."""
+    with pytest.raises(extension.CudaError):
+        build(extension, manifest, [schedule])
+    with pytest.raises(ValueError):
+        Schedule.model_validate_json(schedule.model_dump_json())
 
 
 @pytest.mark.thorough
