@@ -1,11 +1,12 @@
 """A hybrid of linear and full attention on one GPU, beside transformers, in turn.
 
-    python bench/hybrids_gpu.py WORK_DIR
+    python bench/hybrids_gpu.py WORK_DIR [--alone]
 
 A model of Qwen3.5-4B's shape with random weights in bfloat16: three of four layers keep a state.
 Milliseconds are medians of whole calls by the host's clock, tokens chosen. transformers runs with
 the kernels for linear attention that are installed (`fla`, `causal_conv1d`), else with its own
-PyTorch code. `limit` is what the weights read, or the multiplications by them, would take alone.
+PyTorch code; `--alone` leaves it out but for its logits. `limit` is what the weights read, or the
+multiplications by them, would take alone.
 Before the table: where a decode step's time goes.
 """
 
@@ -58,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
     hf, case = arguments.work / "hybrid", arguments.work / "hybrid-case"
@@ -85,18 +87,20 @@ def main() -> None:
         print("microseconds of a decode step (kernels):")
         for batch, inputs, _ in ROWS[:3]:
             print(gpu.breakdown(llm, batch, inputs), flush=True)
-        sides = {"llmc": gpu.ours(llm), "transformers": Peer(model)}
-        print("\n| batch, in, out | ms of | llmc | transformers | transformers / llmc | limit |\n"
-              "| --- | --- | --- | --- | --- | --- |")
+        sides = {"llmc": gpu.ours(llm)}
+        if not arguments.alone:
+            sides["transformers"] = Peer(model)
+        print(f"\n| batch, in, out | ms of | {' | '.join(sides)} | of llmc's | limit |\n"
+              + "| --- " * (4 + len(sides)) + "|")
         for row in ROWS:
             batch, inputs, _ = row
             read = 2 * weights / gpu.BYTES_PER_MS
             first = max(2 * batch * (inputs * (weights - head) + head) / gpu.FLOPS_PER_MS, read)
             for (what, median, ratio), limit in zip(
                     gpu.in_turn(sides, row, arguments.runs), (first, read), strict=True):
-                print(f"| {', '.join(map(str, row))} | {what} | {median['llmc']:.3f} | "
-                      f"{median['transformers']:.3f} | {ratio['transformers']:.2f} | {limit:.3f} |",
-                      flush=True)
+                cells = [f"{time:.3f}" for time in median.values()]
+                print(f"| {', '.join(map(str, row))} | {what} | {' | '.join(cells)} | "
+                      f"{list(ratio.values())[-1]:.2f} | {limit:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,9 +166,8 @@ class _Space:
 
     def keep(self, stored: Stored) -> Stored:
         """The same form, read from the file."""
-        return Stored(stored.dtype, self._kept(stored.codes), self._kept(stored.scales),
-                      stored.zeros and self._kept(stored.zeros),
-                      activation_dtype=stored.activation_dtype)
+        return replace(stored, codes=self._kept(stored.codes), scales=self._kept(stored.scales),
+                       zeros=stored.zeros and self._kept(stored.zeros))
 
     def _kept(self, weight: Weight) -> Weight:
         start, width = self._end, weight.shape[1] * weight.dtype.itemsize

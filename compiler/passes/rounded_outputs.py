@@ -14,10 +14,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.dtypes import numpy_dtype
 from llmc.compiler.graph.rewrite import Report, Settings, consumers, fields_of, op_of, operands
-from llmc.plugins.quantization import FLOAT8
-
-_UNIT = 8  # columns of codes that kernels write at once
-_BIASES = {"distance_bias", "key_bias"}  # of attention that does not round
+from llmc.plugins.quantization import FLOAT8, ROUNDED_UNIT
 
 
 def rounded_outputs(graph: gs.Graph, settings: Settings, report: Report) -> None:
@@ -38,12 +35,9 @@ def _scale(graph: gs.Graph, node: gs.Node) -> float:
     """That of what a node makes, as all of its readers round it; 0 where they do not all, or the
     node does not.
     """
-    op = op_of(node)
-    if op is None or "out_scale" not in op.fields:
-        return 0.0
-    fields, made = fields_of(node), node.outputs[0]
-    if fields.get("gated") == 0 or fields.get("head_dim", made.shape[-1]) % _UNIT \
-            or operands(node).keys() & _BIASES:
+    op, made = op_of(node), node.outputs[0]
+    if op is None or not op.rounds(fields_of(node), frozenset(operands(node))) \
+            or made.shape[-1] % ROUNDED_UNIT:
         return 0.0
     scales = {_taken(user, made) for user in consumers(graph, made)}
     return scales.pop() if len(scales) == 1 else 0.0

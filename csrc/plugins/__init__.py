@@ -75,6 +75,7 @@ class Op:
             with a field `out_scale` has the first in float8_e4m3fn where that is above 0: numbers
             over that scale, rounded, beyond 448 times it that; one with a field `x_dtype` takes
             such an x.
+        rounds: (fields, names of the inputs present) to whether `out_scale` may be above 0.
         has_core: whether csrc has a core for it, which the engines of GPUs need.
         coreless: inputs, and fields but for their defaults, that its core does not take yet.
         core_most: of fields, the most that its core takes.
@@ -114,6 +115,7 @@ class Op:
     integer_inputs: frozenset[str] = frozenset()
     cache_inputs: frozenset[str] = frozenset()
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
+    rounds: Callable[[Fields, frozenset[str]], bool] = lambda fields, present: False
     has_core: bool = True
     coreless: frozenset[str] = frozenset()
     core_most: Mapping[str, int] = field(default_factory=dict)
@@ -263,13 +265,18 @@ class Op:
              and name not in self.made_dtypes(fields)], dtype)
 
 
+def _rename(function: onnx.FunctionProto, names: Mapping[str, str]) -> None:
+    """Call what its nodes read and make something else."""
+    for node in function.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+
+
 def _round_output(function: onnx.FunctionProto, output: str, scale: float) -> None:
     """Let an output be its numbers over a scale, in FP8."""
     import onnx
     made = f"{output}_numbers"
-    for node in function.node:
-        node.input[:] = [made if name == output else name for name in node.input]
-        node.output[:] = [made if name == output else name for name in node.output]
+    _rename(function, {output: made})
     function.node.extend([
         onnx.helper.make_node("Constant", [], [f"{made}_scale"], value_float=scale),
         onnx.helper.make_node("Div", [made, f"{made}_scale"], [f"{made}_scaled"]),
@@ -283,9 +290,7 @@ def _cast_borders(function: onnx.FunctionProto, inputs: frozenset[str], outputs:
     import onnx
     narrow = onnx.TensorProto.DataType.Value(dtype.upper())
     wide = {name: f"{name}_float32" for name in (*inputs, *outputs)}
-    for node in function.node:
-        node.input[:] = [wide.get(name, name) for name in node.input]
-        node.output[:] = [wide.get(name, name) for name in node.output]
+    _rename(function, wide)
     nodes = [onnx.helper.make_node("Cast", [name], [wide[name]], to=onnx.TensorProto.FLOAT)
              for name in function.input if name in inputs]
     nodes += function.node

@@ -64,7 +64,7 @@ FLOAT8_MOST = 448.0
 _LEAST_SCALE = 1e-30  # of activations; that of rows of zeros
 _FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
 _ROUNDING_FIELDS = {"activation_dtype": "", "activation_scale": 0.0}
-_ROUNDED_UNIT = 8  # columns of codes that kernels write at once
+ROUNDED_UNIT = 8  # columns of codes that kernels write at once
 _KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
 _INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
 
@@ -186,17 +186,9 @@ def _over(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
     return codes.astype(x.dtype)
 
 
-def can_round(sample: Sample) -> bool:
-    """Whether kernels round what gated products of it are: whole units."""
-    rows = sample.inputs["weight"].shape[0]
-    return bool(sample.fields.get("gated", 1)) and rows % (2 * _ROUNDED_UNIT) == 0
-
-
-def rounds_output(op: Op, can_round: Callable[[Sample], bool]) -> Op:
-    """`op`, which has its first output in float8_e4m3fn where the field `out_scale` is above 0.
-
-    Args:
-        can_round: whether kernels do that of a sample.
+def rounds_output(op: Op, rounds: Callable[[Fields, frozenset[str]], bool]) -> Op:
+    """`op`, which has its first output in float8_e4m3fn where the field `out_scale` is above 0:
+    whole units of it, with fields and inputs that it `rounds`.
     """
     def reference(fields: Fields, inputs: Mapping[str, Any]) -> Sequence[Any]:
         assert op.reference is not None
@@ -205,27 +197,34 @@ def rounds_output(op: Op, can_round: Callable[[Sample], bool]) -> Op:
 
     def samples(rng: np.random.Generator) -> list[Sample]:
         assert op.samples is not None
-        made = [*op.samples(rng)]
-        rounded = [Sample({**sample.fields, "out_scale": 0.0125}, sample.inputs)
-                   for sample in made if can_round(sample)]
-        return [*made, *rounded[:4]]
+        plain = [*op.samples(rng)]
+        made = [Sample({**sample.fields, "out_scale": 0.0125}, sample.inputs) for sample in plain
+                if rounds({**op.fields, **sample.fields}, frozenset(sample.inputs))
+                and _width(sample) % ROUNDED_UNIT == 0]
+        return [*plain, *made[:4]]
+
+    def _width(sample: Sample) -> int:
+        given = {name: array.shape for name, array in sample.inputs.items()}
+        return int(op.shapes(given, {**op.fields, **sample.fields})[0][-1])
 
     def dims(fields: Fields, present: frozenset[str]) -> Mapping[str, Shape]:
         assert op.dims is not None
-        if fields["out_scale"] < 0:
-            raise ValueError(f"{op.name}'s out_scale is {fields['out_scale']}, which no scale is")
+        scale = fields["out_scale"]
+        if scale < 0 or (scale and not rounds(fields, present)):
+            raise ValueError(f"{op.name} takes an out_scale above 0 where it rounds what it makes, "
+                             f"not {scale} with {sorted(present)}")
         return op.dims(fields, present)
 
     def shapes(given: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         made = op.shapes(given, fields)
         width = made[0][-1]
-        if fields.get("out_scale") and isinstance(width, int) and width % _ROUNDED_UNIT:
-            raise ValueError(f"{op.name} rounds rows of whole units of {_ROUNDED_UNIT} numbers, "
+        if fields.get("out_scale") and isinstance(width, int) and width % ROUNDED_UNIT:
+            raise ValueError(f"{op.name} rounds rows of whole units of {ROUNDED_UNIT} numbers, "
                              f"not of {width}")
         return made
 
-    return dataclasses.replace(op, fields={**op.fields, "out_scale": 0.0}, dims=dims,
-                               shapes=shapes, reference=reference, samples=samples)
+    return dataclasses.replace(op, fields={**op.fields, "out_scale": 0.0}, rounds=rounds,
+                               dims=dims, shapes=shapes, reference=reference, samples=samples)
 
 
 def dequantized(fields: Fields, weight: np.ndarray, scale: np.ndarray,

@@ -284,3 +284,18 @@ def nodes_after_optimisation(sample, target, layers, tmp_path):
     options.optimized_model_filepath = str(tmp_path / f"{layers}.onnx")
     ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return len(onnx.load(options.optimized_model_filepath).graph.node)
+
+
+@pytest.mark.parametrize(("name", "chosen", "scale", "match"), [
+    ("CausalAttention", lambda sample: "key_bias" in sample.inputs, 0.1, "where it rounds"),
+    ("NormGemm", lambda sample: not sample.fields["gated"], 0.1, "where it rounds"),
+    ("GatedMLP", lambda sample: True, -0.1, "an out_scale above 0"),
+    ("GatedMLP", lambda sample: len(sample.inputs["weight"]) == 14, 0.1, "whole units of 8"),
+])
+def test_what_is_not_rounded_takes_no_scale(name, chosen, scale, match):
+    op = plugins.registry()[name]
+    sample = next(sample for sample in op.samples(np.random.default_rng(0)) if chosen(sample))
+    shapes = {key: array.shape for key, array in sample.inputs.items()}
+    op.fit(shapes, sample.fields)
+    with pytest.raises(ValueError, match=match):
+        op.fit(shapes, {**sample.fields, "out_scale": scale})

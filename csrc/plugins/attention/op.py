@@ -658,10 +658,8 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
-def can_round(sample: Sample) -> bool:
-    """Whether kernels round what they make of it."""
-    return not sample.fields["head_dim"] % 8 and not sample.inputs.keys() & {"distance_bias",
-                                                                             "key_bias"}
+def rounds(fields: Fields, present: frozenset[str]) -> bool:
+    return not present & {"distance_bias", "key_bias"}
 
 
 OP = rounds_output(Op(
@@ -693,4 +691,4 @@ OP = rounds_output(Op(
     core_most={"head_dim": 512},
     reference=_reference,
     samples=_samples,
-), can_round)
+), rounds)

@@ -31,9 +31,9 @@ from llmc.plugins.attention.op import (
     _ints,
     _prepared,
     _scale,
-    can_round,
     check_heads,
     rotated,
+    rounds,
 )
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.quantization import rounds_output
@@ -162,4 +162,4 @@ OP = rounds_output(Op(
     core_most={"head_dim": 512},
     reference=_reference,
     samples=_samples,
-), can_round)
+), rounds)

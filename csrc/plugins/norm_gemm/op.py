@@ -13,7 +13,7 @@ import numpy as np
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.normalization import normalize
-from llmc.plugins.quantization import activations, can_round, product, quantizable, rounds_output
+from llmc.plugins.quantization import activations, product, quantizable, rounds_output
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
@@ -86,4 +86,4 @@ OP = rounds_output(quantizable(Op(
     float32_inputs=frozenset({"row_sums", "norm_weight", "norm_bias"}),
     reference=_reference,
     samples=_samples,
-), row_sums="row_sums"), can_round)
+), row_sums="row_sums"), lambda fields, present: bool(fields["gated"]))
