@@ -50,8 +50,8 @@ _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
 _TOKEN, _ALL = "token", "all"  # what has a scale of activations
 # Of activations and caches, where llmc does not round as these say.
-_UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q)_scale|"
-                     r"activation_scale|input_scale_ub)$")
+_UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
+                     r"(prob_)?output_scale|activation_scale|input_scale_ub)$")
 
 
 @dataclass(frozen=True)

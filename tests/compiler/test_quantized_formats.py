@@ -630,6 +630,19 @@ def test_an_older_tool_s_file_says_how_each_layer_was_quantised(plain_hf, tmp_pa
         assert tensors[name].stored.dtype == ("int8" if "mlp" in name else "float8_e4m3fn")
 
 
+@pytest.mark.parametrize("name", [
+    "self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale",
+    "self_attn.v_proj.output_scale", "self_attn.prob_output_scale"])
+def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, plain_hf, tmp_path):
+    """Of caches in FP8, as several tools spell them."""
+    directory, truth = write(plain_hf, tmp_path / "hf", "fp8-static", lambda tensors: tensors.update(
+        {f"model.layers.{layer}.{name}": np.array([0.03], np.float32) for layer in range(2)}))
+    read = decoded(directory)
+    assert truth.keys() < read.tensors.keys() and not any(name in own for own in read.tensors)
+    assert any(f"left out, which llmc does not round: 'model.layers.0.{name}' and 1 more" in note
+               for note in read.notes)
+
+
 def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tmp_path):
     block, row = FORMATS["fp8-block-compressed"][0], FORMATS["fp8-channel"][0]
     both = block[0] | dict(config_groups={"a": row[0]["config_groups"]["group_0"],
