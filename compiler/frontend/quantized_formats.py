@@ -403,8 +403,6 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return False  # rotations of activations, which the graph has not
     block = next((arguments["block_structure"] for arguments in weights
                   if arguments.get("strategy") == "block"), None)
-    roundings = {*map(_rounding, groups)}
-    rounding = roundings.pop() if len(roundings) == 1 else ""
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
@@ -417,10 +415,28 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
         else:
+            rounding = _rounding(_group_of(module, groups))
             if rounding == _ALL and f"{module}.input_scale" not in decoder.left:
                 decoder.take(f"{module}.input_scale", (1,), "fV")  # says that it is missing
             _float8(decoder, module, "weight_scale", block, rounding)
     return True
+
+
+def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The group of a config that a module belongs to: by its name, else by a pattern of names, else
+    by its class, as compressed-tensors looks for it; none where several groups are left.
+    """
+    if len(groups) == 1:
+        return groups[0]
+    targets = [[str(target) for target in group.get("targets") or ()] for group in groups]
+    for belongs in (lambda target: target == module,
+                    lambda target: target.startswith("re:") and re.match(target[3:], module),
+                    lambda target: target == "Linear"):
+        found = [group for group, own in zip(groups, targets, strict=True)
+                 if any(belongs(target) for target in own)]
+        if found:
+            return found[0] if len(found) == 1 else {}
+    return {}
 
 
 def _rounding(group: Mapping[str, Any]) -> str:

@@ -630,13 +630,40 @@ def test_an_older_tool_s_file_says_how_each_layer_was_quantised(plain_hf, tmp_pa
         assert tensors[name].stored.dtype == ("int8" if "mlp" in name else "float8_e4m3fn")
 
 
+def test_groups_of_a_config_say_which_layers_are_rounded(plain_hf, tmp_path):
+    """Attention by tokens, other layers by scales that are stored, but for one named weights alone;
+    as compressed-tensors tells them by targets: names, patterns of names, classes.
+    """
+    alone = "model.layers.1.mlp.down_proj"
+    kinds = {"token": FORMATS["fp8-dynamic"][0], "all": FORMATS["fp8-static"][0],
+             "none": FORMATS["fp8-tensor"][0]}
+    targets = {"none": [alone], "all": ["Linear"], "token": ["re:.*self_attn.*"]}
+    said = kinds["all"][0] | {"config_groups": {
+        name: kinds[name][0]["config_groups"]["group_0"] | {"targets": own}
+        for name, own in targets.items()}}
+
+    def kind_of(name):
+        return "token" if "self_attn" in name else "none" if name.startswith(alone) else "all"
+
+    directory, truth = write(plain_hf, tmp_path / "hf", (
+        said, lambda name, weight: kinds[kind_of(name)][1](name, weight)))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        stored = tensors[name].stored
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+        rounds = stored.activation_dtype, stored.activation_scale
+        assert rounds == {"token": ("float8_e4m3fn", 0), "none": ("", 0), "all": (
+            "float8_e4m3fn", np.float32(input_scale(name)))}[kind_of(name)], name
+
+
 @pytest.mark.parametrize("name", [
     "self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale",
     "self_attn.v_proj.output_scale", "self_attn.prob_output_scale"])
 def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, plain_hf, tmp_path):
     """Of caches in FP8, as several tools spell them."""
-    directory, truth = write(plain_hf, tmp_path / "hf", "fp8-static", lambda tensors: tensors.update(
-        {f"model.layers.{layer}.{name}": np.array([0.03], np.float32) for layer in range(2)}))
+    scales = {f"model.layers.{layer}.{name}": np.array([0.03], np.float32) for layer in range(2)}
+    directory, truth = write(plain_hf, tmp_path / "hf", "fp8-static",
+                             lambda tensors: tensors.update(scales))
     read = decoded(directory)
     assert truth.keys() < read.tensors.keys() and not any(name in own for own in read.tensors)
     assert any(f"left out, which llmc does not round: 'model.layers.0.{name}' and 1 more" in note
