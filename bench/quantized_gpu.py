@@ -9,6 +9,7 @@ that people have, but for `int4 head`. Each row: the first token and a step, med
 of 17 and of 65 tokens by the host's clock, greedy, after prompts of 128 tokens or what --static
 says, as vllm_gpu.py's; the first token of 64 × 128 is a prefill of 8,192 tokens. Behind the table:
 where a decode step's time goes, each kernel charged from the end of the one before it to its own.
+`--crowds 3` runs vllm_gpu.py's crowd so often in place of all that, in steps of 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ def case_of(stored: str, work: Path, layers: int) -> Path:
     return case
 
 
+def params(count: int) -> llmc.SamplingParams:
+    return llmc.SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+def run_crowd(llm: llmc.LLM) -> tuple[int, float]:
+    """Tokens that came out, and the seconds that they took."""
+    prompts, outputs = vllm_gpu.crowd()
+    start = time.perf_counter()
+    llm.generate(prompts, [params(count) for count in outputs])
+    return sum(outputs), time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
@@ -51,6 +64,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=vllm_gpu.SHAPE["layers"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--static", type=lambda text: text.split(","), default=CASES)
+    parser.add_argument("--crowds", type=int, default=0)
+    parser.add_argument("--max_num_batched_tokens", type=int, default=64 * 128)
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -58,13 +73,16 @@ def main() -> None:
         case = case_of(stored, arguments.work, arguments.layers)
         if arguments.compile_only:
             continue
-        with llmc.LLM(case, max_batch_size=128, verify=False, prefix_reuse=False,
-                      max_num_batched_tokens=64 * 128) as llm:
+        with llmc.LLM(case, max_batch_size=256, verify=False, prefix_reuse=False,
+                      max_num_batched_tokens=2048 if arguments.crowds
+                      else arguments.max_num_batched_tokens) as llm:
             print(f"{stored}, {arguments.layers} layers", flush=True)
-            vllm_gpu.static(
-                lambda prompts, count, llm=llm: llm.generate(
-                    prompts, llmc.SamplingParams(max_tokens=count, ignore_eos=True)),
-                arguments.rounds, arguments.static)
+            for _ in range(arguments.crowds):
+                vllm_gpu.told("crowd", *run_crowd(llm))
+            if arguments.crowds:
+                continue
+            vllm_gpu.static(lambda prompts, count, llm=llm: llm.generate(prompts, params(count)),
+                            arguments.rounds, arguments.static)
             print("\nmicroseconds of a decode step (kernels):")
             for batch in (1, 8, 16, 64):
                 print(gpu.breakdown(llm, batch, 128), flush=True)

@@ -123,10 +123,12 @@ cudaError_t float8_gemv(DType dtype, const GemvParams& params, cudaStream_t stre
 constexpr int kHopperGemmRows = 24, kHopperGemmCodes = 32, kHopperGemmPacked = 16;
 bool has_hopper_gemm(DType dtype, const GemvParams& params);
 cudaError_t hopper_gemm(DType dtype, const GemvParams& params, cudaStream_t stream);
-// Of a packed weight for more rows, and without norm. Scratch: packed_gemm_scratch() bytes. Counters:
-// kPackedGemmBlocks, zero before and after.
-constexpr int kPackedGemmBlocks = 512;
-int64_t packed_gemm_scratch(int rows);
+// Of a packed weight for more rows, and without norm, where has_packed_gemm(): for up to 256 rows, on Hopper for up to
+// kPackedGemmRows where y is of whole vectors and gates are of SiLU or GELU by tanh, what is not gated of no activation.
+// Scratch: packed_gemm_scratch() bytes. Counters: kPackedGemmBlocks, zero before and after.
+constexpr int kPackedGemmBlocks = 512, kPackedGemmRows = 1024;
+bool has_packed_gemm(DType dtype, const GemvParams& params);
+int64_t packed_gemm_scratch(int rows, int in);
 cudaError_t packed_gemm(DType dtype, const GemvParams& params, void* scratch, int32_t* counters, cudaStream_t stream);
 // T [out, in] of such a weight, of any `in` and groups that are whole; rounded to T.
 cudaError_t unpack(DType dtype, void* y, const void* weight, const Packing& packing, int out, int in,

@@ -378,8 +378,16 @@ cudaError_t run_type(const GemvParams& p, void* scratch, int32_t* counters, cuda
 
 }  // namespace
 
-int64_t packed_gemm_scratch(int rows) {
-  return static_cast<int64_t>(kPackedGemmBlocks) * 2 * kOut * tokens_of(rows) * sizeof(float);
+// Of sums, or of x as Hopper's kernel for many rows wants it: of whole stages of 16 bits.
+int64_t packed_gemm_scratch(int rows, int in) {
+  constexpr int kMostColumns = kColumns<Codes::kFour>;
+  const int64_t sums = static_cast<int64_t>(kPackedGemmBlocks) * 2 * kOut * tokens_of(rows) * sizeof(float);
+  return std::max(sums, int64_t{rows} * blocks_for(in, kMostColumns) * kMostColumns * 2);
+}
+
+bool has_packed_gemm(DType dtype, const GemvParams& p) {
+  constexpr int kAnywhere = 256;
+  return p.rows <= kAnywhere || (p.rows <= kPackedGemmRows && packs_on_hopper(dtype, p) && packs_many_on_hopper(p));
 }
 
 cudaError_t packed_gemm(DType dtype, const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream) {

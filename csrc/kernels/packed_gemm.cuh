@@ -28,8 +28,9 @@ struct Shares {
   }
 };
 
-// packed_gemm() by Hopper's own instructions, where packs_on_hopper().
+// packed_gemm() by Hopper's own instructions, where packs_on_hopper(); of more rows than 256 where packs_many_on_hopper() too.
 bool packs_on_hopper(DType dtype, const GemvParams& p);
+bool packs_many_on_hopper(const GemvParams& p);
 cudaError_t packed_gemm_on_hopper(DType dtype, const GemvParams& p, void* scratch, int32_t* counters, cudaStream_t stream);
 
 }  // namespace llmc::kernels

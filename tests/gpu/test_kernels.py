@@ -276,16 +276,19 @@ def test_linear(extension, name, rows, width, out, dtype):
     (17, 512, 64, 32), (64, 768, 96, 128), (200, 1024, 300, 128), (4, 60, 30, 12), (1, 32, 16, 32),
     (2, 14336, 36, 128), (4, 2048, 8500, 2048), (3, 896, 44, 128), (4, 14336, 72, 128),
     (7, 4096, 1100, 128), (12, 1152, 17924, 128), (16, 2080, 260, 2080), (9, 4096, 512, 256),
-    (16, 2112, 260, 2112), (6, 2304, 300, 768), (8, 1920, 68, 384)])
+    (16, 2112, 260, 2112), (6, 2304, 300, 768), (8, 1920, 68, 384),
+    (136, 2080, 1000, 2080), (256, 4096, 200, 128), (300, 576, 72, 96), (390, 14336, 80, 128),
+    (520, 1056, 40, 352), (700, 192, 2064, 64), (1024, 512, 136, 32)])
 @pytest.mark.parametrize(("stored", "brings"), [
     ("int4", ""), ("uint4", "zero"), ("uint4", "min"), ("int8", ""), ("uint8", "zero"),
     ("uint8", "min"), ("float8_e4m3fn", "")])
-@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
-                                  "NormGemm, weighted"])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasAct, plain", "GemmBiasRes", "GatedMLP",
+                                  "NormGemm", "NormGemm, weighted"])
 def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows, width, out, group,
                                           dtype, out_scale=0.0):
     rng = np.random.default_rng(4)
-    name, _, weighted = name.partition(", ")
+    name, _, more = name.partition(", ")
+    weighted, plain = more == "weighted", more == "plain"
     bits, count = CODES[stored][0], 2 * out if name == "GatedMLP" else out
     fields = {"weight_dtype": stored, "group_size": group, "in_features": width,
               "out_features": count}
@@ -302,7 +305,7 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
             .astype(np.float32)  # so that rows have a mean near 0
     if name == "GemmBiasRes":
         inputs["residual"] = rng.standard_normal((rows, out))
-    else:
+    elif not plain:
         fields["activation"] = "silu"
     if out_scale:
         fields["out_scale"] = out_scale
@@ -325,7 +328,8 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("rows", "width", "out"), [
     (24, 4096, 1100), (100, 2048, 2000), (12, 14336, 2048), (60, 4096, 6144),  # by clusters
-    (20, 5120, 17924), (6, 5120, 17924), (11, 5120, 17924)])  # by all blocks, evenly
+    (20, 5120, 17924), (6, 5120, 17924), (11, 5120, 17924),  # by all blocks, evenly
+    (150, 2048, 17920), (260, 1024, 17920), (450, 8192, 1024)])  # whole, and by clusters
 @pytest.mark.parametrize(("stored", "name"), [("int4", "GatedMLP"), ("int8", "GemmBiasRes")])
 def test_tiles_of_packed_weights_are_shared_out(extension, name, stored, rows, width, out, dtype):
     test_linear_of_a_weight_in_fewer_bits(extension, name, stored, "", rows, width,
@@ -408,13 +412,14 @@ def test_linear_of_activations_in_fp8_by_fixed_scales(extension, name, more, row
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3, 4, 8, 16, 40, 300])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 16, 40, 200, 300, 2000])
 @pytest.mark.parametrize(("stored", "brings"), [("int4", ""), ("uint4", "zero"), ("int8", ""),
                                                 ("float8_e4m3fn", "")])
 def test_a_gate_of_a_weight_in_fewer_bits_rounds_what_it_lets_through(extension, stored, brings,
                                                                       rows, dtype):
+    # Some are too large for FP8; of many rows few, since tolerances are of what is left of them.
     test_linear_of_a_weight_in_fewer_bits(extension, "GatedMLP", stored, brings, rows, 1024, 1408,
-                                          128, dtype, out_scale=0.001)
+                                          128, dtype, out_scale=0.001 if rows < 100 else 0.02)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

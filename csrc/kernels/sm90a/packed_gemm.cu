@@ -1,10 +1,11 @@
-// packed_gemm() on Hopper's tensor cores. A tile is kOut rows of the weight (gated: half as many gates and their ups) for
-// kTokens rows of x. kGroups warpgroups multiply: codes become numbers of 16 bits in registers, as the tensor core's first
+// packed_gemm() on Hopper's tensor cores. A tile is kOut<kTokens> rows of the weight (gated: half as many gates and their ups)
+// for kTokens rows of x. kGroups warpgroups multiply: codes become numbers of 16 bits in registers, as the tensor core's first
 // operand, while it multiplies those before; x is its second, from shared memory. Of 16 rows of an operand the first 8 are
 // from the low half of the tile and the others from the high half, so that a thread has gates and their ups. One warp copies
 // weights, one x, and two, a stage each, bring what has come of x into the order in which codes give their columns
 // (packed.cuh): of a stage's columns thread t has a quarter, of which it takes eight that follow one another for two
-// products, in pairs, where the tensor core wants one pair of every eight.
+// products, in pairs, where the tensor core wants one pair of every eight. Of more than 128 rows x is brought into it once, by
+// a kernel before.
 //
 // Tiles that one block has whole go from the registers to y. Where there are few, the blocks of a cluster share a tile's
 // columns, and each sums up some of its outputs from what all have in shared memory. Where tiles do not fill all
@@ -24,25 +25,35 @@ namespace {
 using namespace device;
 using namespace sm90a;
 
-constexpr int kOut = 256, kRowBytes = 64;             // rows of the weight in a tile; bytes of a row in a stage
+constexpr int kRowBytes = 64;                         // of a row of the weight in a stage
 constexpr int kOperandRows = 32;                      // of either half, that an operand of 64 rows has
 constexpr int kLine = 64;                             // columns that a row of x has in shared memory
 constexpr int kPitch = kOperandRows + 4;              // floats from one row of x to the next, of sums that leave
 constexpr uint32_t kMost = 232448;                    // bytes of shared memory
-constexpr int kClusterPitch = kOut + 4;               // floats from one row of x to the next, of sums that a cluster adds up
 constexpr int kMostParts = 8;                         // of a tile, in a cluster
 constexpr int kFewTokens = 32;  // for which it is sums of a stage that are scaled, in place of numbers
 constexpr int kArranging = 2;   // warps that bring x into its order
-// What it costs in stages that a cluster adds up its parts, and that blocks do which leave them in memory.
-constexpr int kClusterCost = 3, kSharesCost = 16;
+// What it costs in stages that a cluster adds up its parts, and that blocks do which leave them in memory; of many rows that
+// each round of clusters does.
+constexpr int kClusterCost = 3, kSharesCost = 16, kManyClusterCost = 10;
 
-// Warpgroups that multiply, and operands that each has of a tile: more sums leave room for fewer threads.
+// Whether x comes as it is to lie, made so by a kernel before: of so many rows there is no time for it between the products.
+template <int kTokens>
+constexpr bool kComesArranged = kTokens > 128;
+// Rows of the weight in a tile; warpgroups that multiply, and operands that each has of it: more sums leave room for fewer
+// threads.
+template <int kTokens>
+constexpr int kOut = kTokens > 128 ? 128 : 256;
 template <int kTokens>
 constexpr int kGroups = kTokens > 64 ? 2 : 4;
 template <int kTokens>
-constexpr int kOperands = kOut / 2 / kOperandRows / kGroups<kTokens>;
+constexpr int kOperands = kOut<kTokens> / 2 / kOperandRows / kGroups<kTokens>;
 template <int kTokens>
-constexpr int kPart = std::min(kTokens, 16);  // rows of x that leave at once
+constexpr int kBox = kComesArranged<kTokens> ? 64 : kTokens;  // rows of x that are copied at once
+template <int kTokens>
+constexpr int kPart = kTokens > 128 ? 8 : std::min(kTokens, 16);  // rows of x that leave at once
+template <int kTokens>
+constexpr int kClusterPitch = kOut<kTokens> + 4;  // floats from one row of x to the next, of sums that a cluster adds up
 template <int kTokens>
 constexpr int kThreads = (1 + kGroups<kTokens>) * 128;
 template <Codes kCodes>
@@ -52,15 +63,15 @@ constexpr int kColumns = kRowBytes * 8 / kBits<kCodes>;  // of a stage
 // minima; otherwise of 32 columns or more, and a stage has their scales and then their minima for every 32 of its columns.
 template <Codes kCodes, int kTokens, bool kWhole>
 struct Place {
-  static constexpr int kGroups = kWhole ? 1 : kColumns<kCodes> / 32;
+  static constexpr int kOut = kernels::kOut<kTokens>, kGroups = kWhole ? 1 : kColumns<kCodes> / 32;
   static constexpr uint32_t kWeightBytes = kOut * kRowBytes, kXBytes = kTokens * kColumns<kCodes> * 2;
   static constexpr uint32_t kScalesAt = kWeightBytes + kXBytes, kScaleBytes = kGroups * kOut * 4;
-  static constexpr uint32_t kStageBytes = kScalesAt + (kWhole ? 1 : 2) * kScaleBytes;
+  static constexpr uint32_t kStageBytes = (kScalesAt + (kWhole ? 1 : 2) * kScaleBytes + 1023) / 1024 * 1024;
   static constexpr uint32_t kSumBytes = kOut / kOperandRows * kPart<kTokens> * kPitch * 4, kRest = kSumBytes + 256 + 1024;
   static constexpr int kStages = std::min(10u, (kMost - kRest) / kStageBytes);
   static constexpr uint32_t kSumsAt = kStages * kStageBytes, kBarriersAt = kSumsAt + kSumBytes;
   static constexpr uint32_t kBytes = kSumsAt + kRest;
-  static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && 24 * kStages <= 256);
+  static_assert(kStages >= (kComesArranged<kTokens> ? 2 : 3) && kStageBytes % 1024 == 0 && 24 * kStages <= 256);
 
   uint8_t* bytes;
   uint32_t base = shared_address(bytes);
@@ -146,7 +157,7 @@ __device__ __forceinline__ void copy_weights(const Place<kCodes, kTokens, kWhole
                                              const Part& part) {
   using P = Place<kCodes, kTokens, kWhole>;
   const int groups = p.in / p.packing.group_size, all_rows = p.gated ? 2 * p.out : p.out;
-  const int tile_out = p.gated ? kOut / 2 : kOut;
+  const int tile_out = p.gated ? P::kOut / 2 : P::kOut;
   const float per_group = 1.f / p.packing.group_size;
   const bool has_minima = !kWhole && p.packing.minimum != nullptr;
   copy_all(place, part, [&](int slot, const Cursor& at) {
@@ -162,25 +173,32 @@ __device__ __forceinline__ void copy_weights(const Place<kCodes, kTokens, kWhole
       const int64_t first = static_cast<int64_t>(min(static_cast<int>(column * per_group), groups - 1)) * all_rows;
       auto copy_rows = [&](const float* from, uint32_t target) {
         copy_bytes(target, from + first + low, 4 * of_low, there);
-        if (p.gated) copy_bytes(target + kOut / 2 * 4, from + first + p.out + low, 4 * of_low, there);
+        if (p.gated) copy_bytes(target + P::kOut / 2 * 4, from + first + p.out + low, 4 * of_low, there);
       };
-      copy_rows(p.packing.scale, scales + k * kOut * 4);
-      if (has_minima) copy_rows(p.packing.minimum, scales + P::kScaleBytes + k * kOut * 4);
+      copy_rows(p.packing.scale, scales + k * P::kOut * 4);
+      if (has_minima) copy_rows(p.packing.minimum, scales + P::kScaleBytes + k * P::kOut * 4);
     }
   });
 }
 
 template <Codes kCodes, int kTokens, bool kWhole>
-__device__ __forceinline__ void copy_x(const Place<kCodes, kTokens, kWhole>& place, const Maps& maps, const Part& part) {
+__device__ __forceinline__ void copy_x(const Place<kCodes, kTokens, kWhole>& place, const Maps& maps, const Part& part,
+                                       int rows) {
   using P = Place<kCodes, kTokens, kWhole>;
   wait_for_inputs();  // of which weights are none
   copy_all(place, part, [&](int slot, const Cursor& at) {
-    const Barrier there = place.x_there(slot);
-    there.expect(P::kXBytes);
+    const Barrier there = kComesArranged<kTokens> ? place.there(slot) : place.x_there(slot);
+    constexpr int kLines = kColumns<kCodes> / kLine, kBoxRows = kBox<kTokens>;
+    // Rows behind the last box that has any are left as they are: to fill them with zeros takes longer than to copy them.
+    const int first = at.token_tile * kTokens, boxes = min(kTokens, rows - first + kBoxRows - 1) / kBoxRows;
+    there.expect(kLines * boxes * kBoxRows * kLine * 2);
 #pragma unroll
-    for (int line = 0; line < kColumns<kCodes> / kLine; ++line)
-      copy_box(place.x(slot) + line * kTokens * kLine * 2, maps.x, there, at.stage * kColumns<kCodes> + line * kLine,
-               at.token_tile * kTokens);
+    for (int line = 0; line < kLines; ++line)
+#pragma unroll
+      for (int box = 0; box < kTokens / kBoxRows; ++box)
+        if (box < boxes)
+          copy_box(place.x(slot) + (line * kTokens + box * kBoxRows) * kLine * 2, maps.x, there,
+                   at.stage * kColumns<kCodes> + line * kLine, first + box * kBoxRows);
   });
 }
 
@@ -233,12 +251,102 @@ __device__ __forceinline__ void arrange_all(const Place<kCodes, kTokens, kWhole>
     }
 }
 
+// Of 8 rows of 8 elements of 16 bits, two of which each lane has, the columns.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+// Of four lanes that follow one another, word q of lane t to word t of lane q.
+__device__ __forceinline__ void turn(uint32_t (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int k = 0; k < 4; k += 2) {
+    const uint32_t came = __shfl_xor_sync(~0u, odd ? x[k] : x[k + 1], 1);
+    (odd ? x[k] : x[k + 1]) = came;
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t came = __shfl_xor_sync(~0u, upper ? x[k] : x[k + 2], 2);
+    (upper ? x[k] : x[k + 2]) = came;
+  }
+}
+
+// A whole tile of many rows of x from the registers to y; `output`: the first of the eight of a warp, in the low half. Of a
+// residual sums are kept in two numbers of T until they meet it.
+template <typename T, int kTokens>
+__device__ __forceinline__ void put_tile(const GemvParams& p, float (&sum)[kTokens / 2], int first_token, int output,
+                                         int next_half) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float bias[2] = {};
+  if (p.bias != nullptr)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      bias[r] = to_float(static_cast<const T*>(p.bias)[min(output + g + (p.gated ? 0 : r * next_half), p.out - 1) +
+                                                       (p.gated ? r * p.out : 0)]);
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) sum[i] += bias[i / 2 % 2];
+  if (p.gated) {
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; i += 4) {
+      float gates[] = {sum[i], sum[i + 1]};
+      if (p.activation == Activation::kSilu) activate_by<Activation::kSilu>(gates);
+      else activate_by<Activation::kGeluTanh>(gates);
+      sum[i] = gates[0] * sum[i + 2], sum[i + 1] = gates[1] * sum[i + 3];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (r == 1 && p.gated) return;
+    const int column = output + r * next_half;
+#pragma unroll
+    for (int q = 0; q < kTokens / 32; ++q) {
+      uint32_t words[4], lacking[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float x = sum[4 * (4 * q + k) + 2 * r], y = sum[4 * (4 * q + k) + 2 * r + 1];
+        if (p.y_inverse == 0) {
+          const uint32_t pair = pack<T>(x, y);
+          words[k] = transposed(pair);
+          if (p.residual != nullptr) {
+            const auto kept = *reinterpret_cast<const Vec<T, 2>*>(&pair);
+            lacking[k] = transposed(pack<T>(x - to_float(kept.data[0]), y - to_float(kept.data[1])));
+          }
+        } else {
+          words[k] = transposed(Float8(x * p.y_inverse).__x | Float8(y * p.y_inverse).__x << 16);
+        }
+      }
+      turn(words);
+      if (p.residual != nullptr) turn(lacking);
+      const int token = first_token + 32 * q + 8 * t + g;
+      if (token >= p.rows || column >= p.out) continue;
+      const int64_t at = static_cast<int64_t>(token) * p.out + column;
+      if (p.y_inverse != 0) {  // even columns first
+        const uint32_t a = words[0] | words[1] << 8, b = words[2] | words[3] << 8;
+        store(reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.y) + at),
+              Vec<uint32_t, 2>{{__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)}});
+        continue;
+      }
+      auto& made = reinterpret_cast<Vec<T, 8>&>(words);
+      if (p.residual != nullptr) {
+        const auto& more = reinterpret_cast<const Vec<T, 8>&>(lacking);
+        const auto residual = load<T, 8>(static_cast<const T*>(p.residual) + at);
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+          made.data[k] = from_float<T>(to_float(made.data[k]) + to_float(more.data[k]) + to_float(residual.data[k]));
+      }
+      store(static_cast<T*>(p.y) + at, made);
+    }
+  }
+}
+
 template <typename T, Codes kCodes, int kTokens, bool kWhole>
 __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole>& place, const GemvParams& p,
                                              const Shares& shares, const Part& part, int warpgroup) {
   using P = Place<kCodes, kTokens, kWhole>;
   constexpr int kChunks = kColumns<kCodes> / 32;
   constexpr bool kScalesSums = kWhole && kTokens <= kFewTokens;
+  constexpr int kOut = P::kOut, kPitchOfAll = kClusterPitch<kTokens>;
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   const int tile_out = p.gated ? kOut / 2 : kOut, block = blockIdx.x, blocks = gridDim.x;
   const int groups = p.in / p.packing.group_size;
@@ -372,7 +480,9 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
     const int first_token = begun.token_tile * kTokens, rows = min(kTokens, p.rows - first_token);
     const int first_output = begun.out_tile * tile_out;
     const bool begins = begun.stage == 0;
-    if (end - first == shares.stages) {
+    if (kComesArranged<kTokens> && end - first == shares.stages) {
+      put_tile<T, kTokens>(p, total[0], first_token, first_output + warpgroup * kOperandRows + warp * 8, kOut / 2);
+    } else if (end - first == shares.stages) {
       // One loop, though sums are in registers: what finish() is would be fetched for each piece anew.
       constexpr int kPieces = kTokens / kPart<kTokens>;
 #pragma unroll 1
@@ -406,7 +516,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
       }
     } else if (shares.parts > 1) {
       auto* sums = reinterpret_cast<float*>(place.bytes);  // in place of stages, when all have been read
-      static_assert(kTokens * kClusterPitch * 4 <= P::kSumsAt);
+      static_assert(kTokens * kPitchOfAll * 4 <= P::kSumsAt);
       meet(1 + kGroups<kTokens>, kAll);
 #pragma unroll
       for (int m = 0; m < kOwn; ++m)
@@ -414,7 +524,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
         for (int j = 0; j < kTokens / 8; ++j)
 #pragma unroll
           for (int c = 0; c < 4; ++c)
-            sums[(8 * j + 2 * t + c % 2) * kClusterPitch + own_row + c / 2 * (kOut / 2) + m * kOperandRows] =
+            sums[(8 * j + 2 * t + c % 2) * kPitchOfAll + own_row + c / 2 * (kOut / 2) + m * kOperandRows] =
                 total[m][4 * j + c];
       arrive_at_cluster();
       wait_for_cluster();
@@ -424,7 +534,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kTokens, kWhole
       for (int of = rank * each + everybody; of < min(rows * fours, (rank + 1) * each); of += kAll) {
         const int token = of / fours, four = of % fours * 4;
         if (first_output + four >= p.out) continue;
-        const float* from = sums + token * kClusterPitch + four;
+        const float* from = sums + token * kPitchOfAll + four;
         float4 whole{}, ups{};
         auto add = [](float4& to, const float4& more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; };
 #pragma unroll 4
@@ -516,16 +626,37 @@ __global__ void __launch_bounds__(kThreads<kTokens>, 1)
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups<kTokens> == 2 ? 88 : 64));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kComesArranged<kTokens> ? 40 : kGroups<kTokens> == 2 ? 88 : 64));
     const int warp = threadIdx.x / 32;
-    if (warp > 1) arrange_all(place, part, warp - 2);
-    else if (threadIdx.x == 0) copy_weights(place, maps, p, part);
-    else if (threadIdx.x == 32) copy_x(place, maps, part);
+    if (warp > 1) {
+      if constexpr (!kComesArranged<kTokens>) arrange_all(place, part, warp - 2);
+    } else if (threadIdx.x == 0) copy_weights(place, maps, p, part);
+    else if (threadIdx.x == 32) copy_x(place, maps, part, p.rows);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGroups<kTokens> == 2 ? 208 : 104));
+    constexpr int kRegisters = kComesArranged<kTokens> ? 232 : kGroups<kTokens> == 2 ? 208 : 104;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
     multiply_all<T>(place, p, shares, part, group - 1);
   }
 #endif
+}
+
+// Rows of x as arrange_all() leaves stages of them, and zeros behind their last column. A thread takes a vector.
+template <typename T, Codes kCodes>
+__global__ void __launch_bounds__(256) arrange_kernel(T* to, const T* x, int rows, int in, int pitch) {
+  constexpr int kWords = kColumns<kCodes> / 2;  // of a stage
+  wait_for_inputs();
+  let_next_start();
+  const int vectors = pitch / 8;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  const int64_t row = at / vectors;
+  if (row >= rows) return;
+  const int vector = static_cast<int>(at - row * vectors), column = vector * 8, first = vector * 4 % kWords;
+  Vec<uint32_t, 4> words{};
+  if (column < in) words = load<uint32_t, 4>(reinterpret_cast<const uint32_t*>(x + row * in + column));
+  const int t = first / (kWords / 4), chunk = first % (kWords / 4) / 4;
+  auto* stage = reinterpret_cast<uint32_t*>(to + row * pitch + column / kColumns<kCodes> * kColumns<kCodes>);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) stage[(chunk * 2 + k / 2) * 8 + k % 2 * 4 + t] = words.data[k];
 }
 
 // How tiles are shared out: as they are, by clusters, or by all blocks evenly.
@@ -535,16 +666,20 @@ struct Form {
 };
 
 // That which takes the fewest stages one after the other, those counted that sums cost; clusters[parts] are resident at once.
+// kMany: of more than 128 rows of x blocks leave nothing in memory, and each round of clusters costs more.
+template <bool kMany>
 Form form_of(const std::array<int, kMostParts + 1>& clusters, int tiles, int stages, int places) {
   Form form{1, false};
   int64_t least = int64_t{blocks_for(tiles, places)} * stages;
   auto take = [&](Form other, int64_t cost) {
     if (cost < least) form = other, least = cost;
   };
-  take({1, true}, blocks_for(int64_t{tiles} * stages, places) + kSharesCost);
+  if (!kMany) take({1, true}, blocks_for(int64_t{tiles} * stages, places) + kSharesCost);
   for (int parts = 2; parts <= std::min(kMostParts, stages); ++parts)
-    if (clusters[parts] > 0)
-      take({parts, false}, int64_t{blocks_for(tiles, clusters[parts])} * blocks_for(stages, parts) + kClusterCost);
+    if (clusters[parts] > 0) {
+      const int64_t rounds = blocks_for(tiles, clusters[parts]);
+      take({parts, false}, rounds * blocks_for(stages, parts) + (kMany ? rounds * kManyClusterCost : kClusterCost));
+    }
   return form;
 }
 
@@ -554,18 +689,31 @@ cudaError_t run(const GemvParams& p, void* scratch, int32_t* counters, cudaStrea
   auto kernel = packed_gemm_kernel<T, kCodes, kTokens, kWhole>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
   if (error != cudaSuccess) return error;
-  const auto in = static_cast<cuuint64_t>(p.in), rows = static_cast<cuuint64_t>(p.gated ? 2 * p.out : p.out);
+  constexpr int kOut = P::kOut;
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(p.in) * kBits<kCodes> / 8, rows = p.gated ? 2 * p.out : p.out;
+  cuuint64_t in = p.in;
+  const void* x = p.x;
+  if constexpr (kComesArranged<kTokens>) {
+    const int pitch = static_cast<int>(blocks_for(p.in, kColumns<kCodes>)) * kColumns<kCodes>;
+    auto* arranged = static_cast<T*>(scratch);
+    const unsigned blocks = blocks_for(static_cast<int64_t>(p.rows) * pitch / 8, 256);
+    const cudaError_t error =
+        launch(arrange_kernel<T, kCodes>, blocks, 256, 0, stream, arranged, static_cast<const T*>(p.x), p.rows, p.in, pitch);
+    if (error != cudaSuccess) return error;
+    x = arranged, in = pitch;
+  }
   Maps maps;
-  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, {in * kBits<kCodes> / 8, rows},
-           1, {kRowBytes, static_cast<cuuint32_t>(p.gated ? kOut / 2 : kOut)}) ||
-      !map(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, p.x, {in, static_cast<cuuint64_t>(p.rows)}, 2, {kLine, kTokens}))
+  if (!map(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, p.weight, {row_bytes, rows}, 1,
+           {kRowBytes, static_cast<cuuint32_t>(p.gated ? kOut / 2 : kOut)}) ||
+      !map(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, x, {in, static_cast<cuuint64_t>(p.rows)}, 2,
+           {kLine, kBox<kTokens>}))
     return cudaErrorInvalidValue;
   const int out_tiles = static_cast<int>(blocks_for(p.out, p.gated ? kOut / 2 : kOut));
   const int tiles = out_tiles * static_cast<int>(blocks_for(p.rows, kTokens));
   const int stages = static_cast<int>(blocks_for(p.in, kColumns<kCodes>));
   static const auto clusters = resident_clusters<kMostParts>(kernel, kThreads<kTokens>, P::kBytes);
   const int places = std::min(static_cast<int>(multiprocessors()), kPackedGemmBlocks);
-  const Form form = form_of(clusters, tiles, stages, places);
+  const Form form = form_of<kComesArranged<kTokens>>(clusters, tiles, stages, places);
   const int blocks = form.parts > 1 ? tiles * form.parts : std::min(places, form.divides ? tiles * stages : tiles);
   const Shares shares{tiles, out_tiles, stages, static_cast<float*>(scratch), counters, form.divides ? 1 : stages, form.parts};
   return cudaLaunchKernelEx(Launch(blocks, kThreads<kTokens>, P::kBytes, stream, form.parts).config(), kernel, maps, p, shares);
@@ -577,7 +725,10 @@ cudaError_t of_codes(const GemvParams& p, void* scratch, int32_t* counters, cuda
          : p.rows <= 16 ? run<T, kCodes, 16, kWhole>(p, scratch, counters, stream)
          : p.rows <= 32 ? run<T, kCodes, 32, kWhole>(p, scratch, counters, stream)
          : p.rows <= 64 ? run<T, kCodes, 64, kWhole>(p, scratch, counters, stream)
-                        : run<T, kCodes, 128, kWhole>(p, scratch, counters, stream);
+         : p.rows <= 128 || !packs_many_on_hopper(p) ? run<T, kCodes, 128, kWhole>(p, scratch, counters, stream)
+         : 192 * blocks_for(p.rows, 192) < 256 * blocks_for(p.rows, 256)
+             ? run<T, kCodes, 192, kWhole>(p, scratch, counters, stream)
+             : run<T, kCodes, 256, kWhole>(p, scratch, counters, stream);
 }
 
 // Whether groups are of whole stages, and have no minima.
@@ -608,6 +759,12 @@ bool packs_on_hopper(DType dtype, const GemvParams& p) {
   return serves && (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && p.out % 4 == 0 && p.in % 32 == 0 &&
          p.packing.group_size % 32 == 0 && !p.norm && device_property<cudaDevAttrComputeCapabilityMajor>() == 9 &&
          encode() != nullptr;
+}
+
+bool packs_many_on_hopper(const GemvParams& p) {
+  const bool activates = p.gated ? p.activation == Activation::kSilu || p.activation == Activation::kGeluTanh
+                                 : p.activation == Activation::kNone;
+  return activates && p.out % 8 == 0 && lies_at(p.x, 16) && lies_at(p.y, 16) && lies_at(p.residual, 16);
 }
 
 cudaError_t packed_gemm_on_hopper(DType dtype, const GemvParams& p, void* scratch, int32_t* counters,

@@ -46,23 +46,25 @@ inline int64_t gates_workspace(const Tensor& x, int64_t out, bool gated) {
 inline int64_t rows_workspace(const Tensor& x) { return aligned(x.size() * width(x.dtype)); }
 inline int64_t scales_workspace(const Tensor& x) { return aligned(x.shape[0] * static_cast<int64_t>(sizeof(float))); }
 
-// Rows for which a weight in fewer bits may be multiplied as it is; there are many enough for it to be made numbers beyond.
-constexpr int kPackedRows = 256;
+// Rows of codes whose sums another kernel than cuBLASLt's may multiply by their scales.
+constexpr int kRescaledRows = 256;
 
 // Bytes for those, and for a weight in fewer bits as numbers, or for the kernel that takes it as it is; before them what
-// becomes of x where it is rounded, and instead of them the sums of its products.
-inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, const Quantized& quantized, bool gated) {
+// becomes of x where it is rounded, and instead of them the sums of its products. `like`: an input of y's dtype, or null.
+inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, const Quantized& quantized, bool gated,
+                                const Tensor* like = nullptr) {
   if (x.dtype == DType::kFloat8) {  // which become numbers where codes cannot be multiplied
     Tensor numbers = x;
-    numbers.dtype = DType::kFloat16;
+    numbers.dtype = like != nullptr ? like->dtype : DType::kFloat32;
     return linear_workspace(numbers, weight, quantized, gated);
   }
   const int64_t out = quantized ? quantized.out() : weight.shape[0];
+  const auto rows = static_cast<int>(std::min<int64_t>(x.shape[0], kernels::kPackedGemmRows));
   const int64_t packed = quantized ? std::max(out * quantized.in() * width(x.dtype),
-                                              kernels::packed_gemm_scratch(kPackedRows)) : 0;
+                                              kernels::packed_gemm_scratch(rows, static_cast<int>(quantized.in()))) : 0;
   const int64_t needed = gates_workspace(x, out, gated) + packed;
   if (!quantized.rounds()) return needed;
-  const int64_t sums = std::min<int64_t>(x.shape[0], kPackedRows) * out * static_cast<int64_t>(sizeof(float));
+  const int64_t sums = std::min<int64_t>(x.shape[0], kRescaledRows) * out * static_cast<int64_t>(sizeof(float));
   return rows_workspace(x) + scales_workspace(x) + std::max(needed, sums);
 }
 
@@ -155,10 +157,10 @@ inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p,
 // By cuBLASLt, or of a weight in fewer bits as it is: whichever is the faster.
 inline void gemm_of_many(const Linear& l, void* workspace, const Context& context) {
   const auto otherwise = [&] { gemm(l, workspace, context); };
-  if (l.packing.codes == kernels::Codes::kNone || l.x.dtype == DType::kFloat32 || l.x.shape[0] > kPackedRows ||
-      !has_steps(l.x, l.packing))
-    return otherwise();
   const kernels::GemvParams p = gemv_params(l);
+  if (l.packing.codes == kernels::Codes::kNone || l.x.dtype == DType::kFloat32 || !has_steps(l.x, l.packing) ||
+      !kernels::has_packed_gemm(l.x.dtype, p))
+    return otherwise();
   void* scratch = static_cast<char*>(workspace) + gates_workspace(l.x, l.out, l.gated);
   context.gemm->choose(way_shape(l.x.dtype, p, Choice::kPacked), context.stream, [&] {
     check(kernels::packed_gemm(l.x.dtype, p, scratch, context.counters, context.stream), "a GEMM of a weight in fewer bits");
@@ -266,7 +268,7 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
                                        p.rows, p.out, l.activation, l.gated, l.y_inverse}, context.stream), "scales");
   };
   const bool has_whole = context.gemm->has(whole, context.stream);
-  if (p.rows > kPackedRows || !context.gemm->has(plain, context.stream)) {
+  if (p.rows > kRescaledRows || !context.gemm->has(plain, context.stream)) {
     if (has_whole) scaled();
     return has_whole;
   }

@@ -12,7 +12,7 @@ class GemmBiasRes : public Plugin {
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    return linear_workspace(in[0], in[1], quantized_, false);
+    return linear_workspace(in[0], in[1], quantized_, false, optional(in, optional(in, 3) != nullptr ? 3 : 2));
   }
 
   void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
