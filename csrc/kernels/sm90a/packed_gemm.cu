@@ -9,8 +9,8 @@
 //
 // Tiles that one block has whole go from the registers to y. Where there are few, the blocks of a cluster share a tile's
 // columns, and each sums up some of its outputs from what all have in shared memory. Where tiles do not fill all
-// multiprocessors either way, every block that had a part sums up a part, when all have left what they have. It is always
-// in the order of the columns, so that the same x gives the same y. Reads the weight
+// multiprocessors either way, of up to 128 rows of x every block that had a part sums up a part, when all have left what they
+// have. It is always in the order of the columns, so that the same x gives the same y. Reads the weight
 // once for each kTokens rows of x, and x once for each tile, from the cache.
 #include <algorithm>
 #include <array>
@@ -272,11 +272,12 @@ __device__ __forceinline__ void turn(uint32_t (&x)[4]) {
   }
 }
 
-// A whole tile of many rows of x from the registers to y; `output`: the first of the eight of a warp, in the low half. Of a
-// residual sums are kept in two numbers of T until they meet it.
+// A whole tile of many rows of x from the registers to y; `output`: the first of the eight of a warp, in the low half. Where
+// they wait for a residual sums are two numbers of T, the first as near as T has one.
 template <typename T, int kTokens>
 __device__ __forceinline__ void put_tile(const GemvParams& p, float (&sum)[kTokens / 2], int first_token, int output,
                                          int next_half) {
+  constexpr float kMost = std::is_same_v<T, __half> ? 65504.f : 0x1.fep127f;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float bias[2] = {};
   if (p.bias != nullptr)
@@ -305,15 +306,15 @@ __device__ __forceinline__ void put_tile(const GemvParams& p, float (&sum)[kToke
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float x = sum[4 * (4 * q + k) + 2 * r], y = sum[4 * (4 * q + k) + 2 * r + 1];
-        if (p.y_inverse == 0) {
-          const uint32_t pair = pack<T>(x, y);
-          words[k] = transposed(pair);
-          if (p.residual != nullptr) {
-            const auto kept = *reinterpret_cast<const Vec<T, 2>*>(&pair);
-            lacking[k] = transposed(pack<T>(x - to_float(kept.data[0]), y - to_float(kept.data[1])));
-          }
-        } else {
+        if (p.y_inverse != 0) {
           words[k] = transposed(Float8(x * p.y_inverse).__x | Float8(y * p.y_inverse).__x << 16);
+        } else if (p.residual == nullptr) {
+          words[k] = transposed(pack<T>(x, y));
+        } else {
+          const uint32_t pair = pack<T>(fminf(fmaxf(x, -kMost), kMost), fminf(fmaxf(y, -kMost), kMost));
+          const auto kept = *reinterpret_cast<const Vec<T, 2>*>(&pair);
+          words[k] = transposed(pair);
+          lacking[k] = transposed(pack<T>(x - to_float(kept.data[0]), y - to_float(kept.data[1])));
         }
       }
       turn(words);
