@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "hqq": "HQQ",
           "aqlm": "AQLM", "modelopt": "NVIDIA ModelOpt", "nvfp4": "NVFP4",
-          "fbgemm_fp8": "FBGEMM FP8", "auto-round": "AutoRound", "quark": "AMD Quark",
-          "bitnet": "BitNet"}
+          "fbgemm_fp8": "FBGEMM FP8", "auto-round": "AutoRound", "intel/auto-round": "AutoRound",
+          "quark": "AMD Quark", "bitnet": "BitNet"}
 # Files beside config.json where older tools say it.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq",
           "hf_quant_config.json": "modelopt"}

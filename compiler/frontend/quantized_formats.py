@@ -6,6 +6,8 @@ of 32, the first code in the lowest bits:
 
     GPTQ                qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out]; in
                         version 1 a zero is stored less one; g_idx [in] says whose group a column is
+    AutoRound           GPTQ's tensors, of which version its packing_format says, or AWQ's; layers
+                        of its extra_config may have other bits and groups
     AWQ                 qweight [in, out / 8], qzeros, scales likewise; columns 0 2 4 6 1 3 5 7 of
                         eight lie in this order
     compressed-tensors  weight_packed [out, in / 8], weight_scale [out, groups], weight_zero_point
@@ -34,6 +36,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -83,13 +86,22 @@ def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, 
 
 
 def _group_sizes(said: Mapping[str, Any]) -> frozenset[int]:
-    """Those that a config names, of all layers or of each of its groups of them."""
+    """Those that a config names, of all layers, of each of its groups of them or of single ones."""
     groups = said.get("config_groups")
-    places = [said, *(group.get("weights") for group in groups.values()
-                      if isinstance(group, Mapping))] if isinstance(groups, Mapping) else [said]
+    places = [said, *_layers_of(said)]
+    if isinstance(groups, Mapping):
+        places += [group.get("weights") or {} for group in groups.values()
+                   if isinstance(group, Mapping)]
     named = [place.get(name) for place in places if isinstance(place, Mapping)
              for name in ("group_size", "q_group_size")]
     return frozenset(size for size in named if isinstance(size, int) and size > 0)
+
+
+def _layers_of(said: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What AutoRound says of layers that are quantised otherwise than most."""
+    layers = said.get("extra_config")
+    return [own for own in layers.values() if isinstance(own, Mapping)] \
+        if isinstance(layers, Mapping) else []
 
 
 class _Decoder:
@@ -222,23 +234,53 @@ def _bits(said: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
-    bits = _bits(said, "bits")
-    if bits is None:
-        return False
     form = str(said.get("checkpoint_format", "gptq"))
-    if form not in ("gptq", "gptq_v2"):
+    if _bits(said, "bits") is None or form not in ("gptq", "gptq_v2"):
         return False
-    less = form == "gptq"
-    per_word, size = 32 // bits, max(decoder.group_sizes, default=0)
+    _read_gptq(decoder, zeros_less=int(form == "gptq"))
+    return True
+
+
+def _auto_round(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    """AutoRound's own format, which is AWQ's or one of GPTQ's, as the second part of
+    `auto_round:auto_gptq` says; where nothing does, and zeros are in the middle, GPTQ's version 1.
+    """
+    for place in (said, *_layers_of(said)):
+        rounds = (place.get("act_bits") or 16) < 16 or (place.get("data_type") or "int") != "int"
+        if rounds and (place.get("bits") or 4) <= 8:
+            return False
+    tool, _, packing = str(said.get("packing_format") or said.get("backend") or "").partition(":")
+    if tool != "auto_round" and said.get("sym", True):
+        tool, packing = "auto_round", "auto_gptq"
+    packing = packing.partition(":")[0]
+    if _bits(said, "bits") is None or tool != "auto_round" or said.get("rotation_config"):
+        return False
+    if packing in ("auto_awq", "awq"):
+        return _awq(decoder, {"bits": said.get("bits", 4)})
+    if packing not in ("auto_gptq", "gptq", "gptqmodel", ""):
+        return False
+    _read_gptq(decoder, zeros_less=int(packing in ("auto_gptq", "gptq")))
+    return True
+
+
+def _read_gptq(decoder: _Decoder, zeros_less: int) -> None:
+    """`zeros_less`: how much less than they are zeros are stored. Layers may have 4 and 8 bits."""
+    size = max(decoder.group_sizes, default=0)
     for module in decoder.modules("qweight"):
         words, out_features = decoder.left[f"{module}.qweight"].shape
-        width = words * per_word
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
+        zero_words = (decoder.shape_of(f"{module}.qzeros") or (0,))[-1]
+        bits = 32 * zero_words // max(out_features, 1) or 4
+        if bits not in (4, 8):
+            raise LlmcError(f"'{module}' in '{decoder.origin}' has codes of {bits} bits; llmc "
+                            f"reads 4 and 8")
+        per_word = 32 // bits
+        width = words * per_word
         packed = decoder.take(f"{module}.qweight", (words, out_features), "i").transpose()
-        codes = _map(packed, (out_features, width), np.uint8, lambda block: _codes(block, bits))
+        codes = _map(packed, (out_features, width), np.uint8, partial(_codes, bits=bits))
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = _codes(decoder.take(f"{module}.qzeros", (groups, out_features // per_word), "i")
-                       .load(), bits).astype(np.int32) + less
+                       .load(), bits).astype(np.int32) + zeros_less
         order = decoder.left.pop(f"{module}.g_idx", None)
         step = size if size and -(-width // size) == groups else -(-width // groups)
         belongs = np.arange(width) // step if order is None else order.load().astype(np.int64)
@@ -250,7 +292,6 @@ def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
             decoder.keep(module, stored)
         else:
             _keep_ordered(decoder, module, stored, belongs)
-    return True
 
 
 def _with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> Stored:
@@ -586,5 +627,6 @@ def _fp4_codes(packed: Weight) -> Weight:
 
 
 _READERS: Mapping[str, Callable[[_Decoder, Mapping[str, Any]], bool]] = {
-    "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed,
-    "modelopt": _modelopt, "mxfp4": _mxfp4}
+    "gptq": _gptq, "awq": _awq, "auto-round": _auto_round, "intel/auto-round": _auto_round,
+    "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt,
+    "mxfp4": _mxfp4}

@@ -81,6 +81,17 @@ def gptq(bits=4, zeros="any", form="gptq", order=False, group=32, listed=True):
                 desc_act=bool(order)), make
 
 
+def auto_round(packing, made, **more):
+    """What AutoRound says of tensors in a format of others'."""
+    return {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int",
+            "sym": False, "autoround_version": "0.13.0", "packing_format": packing, **more}, made
+
+
+def by_layer(one, other, chosen):
+    """Weights whose names have `chosen` as the other makes them."""
+    return lambda name, weight: (other if chosen in name else one)[1](name, weight)
+
+
 def awq(group=32):
     def make(name, weight):
         stem, width = name.removesuffix(".weight"), weight.shape[1]
@@ -220,6 +231,12 @@ FORMATS = {
     "gptq-zero-16": (gptq(zeros="past"), "uint8"), "gptq-8-bits": (gptq(8), "uint8"),
     "gptq-v2": (gptq(form="gptq_v2"), "uint4"), "gptq-act-order": (gptq(order=True), "uint4"),
     "awq": (awq(), "uint4"),
+    "auto-round": (auto_round("auto_round:auto_gptq", gptq(listed=False)[1]), "uint4"),
+    "auto-round-symmetric": (auto_round(None, gptq(listed=False, zeros="middle")[1], sym=True,
+                                        quant_method="intel/auto-round"), "int4"),
+    "auto-round-older": (auto_round(None, gptq()[1], backend="auto_round:gptq:exllamav2"), "uint4"),
+    "auto-round-v2": (auto_round("auto_round:gptqmodel", gptq(form="gptq_v2")[1]), "uint4"),
+    "auto-round-awq": (auto_round("auto_round:auto_awq", awq()[1]), "uint4"),
     "w4a16": (pack_quantized(), "int4"), "w4a16-asymmetric": (pack_quantized(zeros="any"), "uint4"),
     "w4a16-channel": (pack_quantized(group=0), "int4"), "w8a16": (pack_quantized(8), "int8"),
     "w8a16-channel": (pack_quantized(8, "any", 0), "uint8"),
@@ -328,8 +345,8 @@ def transformers_logits(plain, truth, activations=False, scales=None):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "fp8-tensor", "fp8-block", "w8a8",
-                                  "mxfp4-blocks", "modelopt-nvfp4", "fp8-no-block"])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round", "w4a16", "fp8-tensor", "fp8-block",
+                                  "w8a8", "mxfp4-blocks", "modelopt-nvfp4", "fp8-no-block"])
 def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_hf, tmp_path,
                                                           monkeypatch):
     """Queries, keys and values have one weight, as gate and up have."""
@@ -668,6 +685,38 @@ def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, 
     assert truth.keys() < read.tensors.keys() and not any(name in own for own in read.tensors)
     assert any(f"left out, which llmc does not round: 'model.layers.0.{name}' and 1 more" in note
                for note in read.notes)
+
+
+@pytest.mark.parametrize("method", ["auto-round", "gptq"])
+def test_layers_have_4_bits_and_8_in_one_checkpoint(method, plain_hf, tmp_path):
+    """And groups of another size."""
+    four, eight = gptq(listed=False), gptq(8, group=16, listed=False)
+    more = {"bits": 8, "group_size": 16}
+    said = auto_round("auto_round:auto_gptq", None, extra_config={"model.layers.1.mlp": more})[0] \
+        if method == "auto-round" else four[0] | {"dynamic": {"+:.*layers.1.mlp.*": more}}
+    directory, truth = write(plain_hf, tmp_path / "hf",
+                             (said, by_layer(four, eight, "layers.1.mlp")))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+        assert tensors[name].stored.dtype == ("uint8" if "layers.1.mlp" in name else "uint4"), name
+
+
+@pytest.mark.parametrize("more", [
+    {"bits": 2}, {"act_bits": 8}, {"data_type": "nv_fp"}, {"packing_format": "auto_round:mlx"},
+    {"packing_format": None}, {"rotation_config": {"block_size": 32}},
+    {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 4, "act_bits": 8}}}])
+def test_what_auto_round_writes_otherwise_is_refused_by_its_name(more, plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", auto_round(
+        "auto_round:auto_gptq", gptq(listed=False)[1], **more))
+    with pytest.raises(LlmcError, match="is quantised by AutoRound"):
+        decoded(directory)
+
+
+def test_codes_of_other_bits_are_refused_by_their_layer(plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", (gptq()[0], by_layer(gptq(), gptq(2), "up")))
+    with pytest.raises(LlmcError, match="up_proj' in .* has codes of 2 bits; llmc reads 4 and 8"):
+        decoded(directory)
 
 
 def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tmp_path):
