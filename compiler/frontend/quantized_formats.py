@@ -24,6 +24,10 @@ of 32, the first code in the lowest bits:
     ModelOpt            weight in FP8, weight_scale of all or of a row, input_scale; or NVFP4's
                         numbers as weight uint8 [out, in / 2], weight_scale likewise,
                         weight_scale_2, which multiplies
+    bitsandbytes        weight int8 [out, in] with SCB [out], 127 times the scales; or NF4 and FP4:
+                        weight uint8 [out · in / 2, 1], the first code in the highest bits, of a
+                        quant_map [16] of numbers, times the absmax of each block of the weight as
+                        one row; this may be codes of a nested_quant_map likewise, and an offset
     MXFP4               numbers as NVFP4's; weight_packed with weight_scale [out, in / 32], or
                         weight_blocks uint8 [out, in / 32, 16] with weight_scales; a scale is the
                         bits of an exponent, 127 for 1. Stacks of experts have an axis more in
@@ -32,6 +36,7 @@ of 32, the first code in the lowest bits:
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +57,7 @@ _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Twice the numbers of FP4 (e2m1), as codes of int8.
 _FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
 _TOKEN, _ALL = "token", "all"  # what has a scale of activations
+_QUANT_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 # Of activations and caches, where llmc does not round as these say.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
                      r"(prob_)?output_scale|activation_scale|input_scale_ub)$")
@@ -201,6 +207,14 @@ class _Decoder:
             weight.stored, weight.dequantized = None, True
         self.made[f"{module}.weight"] = weight
 
+    def keep_numbers(self, module: str, shape: Sequence[int],
+                     rows: Callable[[int, int], np.ndarray], reason: str) -> None:
+        """Make a module's weight of what `rows` reads as float32."""
+        self.note(reason, module)
+        weight = Weight(shape, np.float32, rows, f"{module}.weight")
+        weight.dequantized = True
+        self.made[f"{module}.weight"] = weight
+
     def note(self, text: str, module: str) -> None:
         self._notes.setdefault(text, []).append(module)
 
@@ -324,11 +338,9 @@ def _keep_ordered(decoder: _Decoder, module: str, stored: Stored, belongs: np.nd
             * scales.rows(start, stop)[:, belongs]
         return numbers
 
-    decoder.note("columns are in groups of several sizes, which no kernel reads: they are read as "
-                 "float32, at four to eight times the memory", module)
-    weight = Weight(codes.shape, np.float32, rows, f"{module}.weight")
-    weight.dequantized = True
-    decoder.made[f"{module}.weight"] = weight
+    decoder.keep_numbers(module, codes.shape, rows, "columns are in groups of several sizes, which "
+                         "no kernel reads: they are read as float32, at four to eight times the "
+                         "memory")
 
 
 def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -351,6 +363,72 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         decoder.check_groups(f"{module}.scales", width, groups)
         decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
     return True
+
+
+def _bitsandbytes(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    states = [name for name in decoder.left if _QUANT_STATE.search(name)]
+    for name in states:
+        _table(decoder, _QUANT_STATE.sub("", name), decoder.left.pop(name))
+    eight = any(name.endswith(".SCB") for name in decoder.left)
+    for module in decoder.modules("SCB") if eight or not states else ():
+        rows, width = (*decoder.shape_of(f"{module}.weight"), 0, 0)[:2]
+        tensor = decoder.take(f"{module}.weight", (rows, width), "i")
+        form = decoder.left.pop(f"{module}.weight_format", None)
+        if form is not None and form.load().any():
+            raise LlmcError(f"'{module}' in '{decoder.origin}' lies as a GPU before Hopper wants "
+                            f"it; llmc reads rows: save it again with a newer bitsandbytes")
+        largest = decoder.take(f"{module}.SCB", (rows,), "fV").load().astype(np.float32)
+        _check_finite(decoder, f"{module}.SCB", largest)
+        scales = np.where(largest == 0, 1, largest) * np.float32(1 / 127)
+        decoder.keep(module, Stored("int8", _offset(tensor), Weight.of(scales[:, None])))
+    return True
+
+
+def _table(decoder: _Decoder, module: str, told: Weight) -> None:
+    """Numbers of a table, 16 of them, by blocks of a weight that is one row."""
+    name = f"{module}.weight"
+    try:
+        state = json.loads(told.load().tobytes())
+        rows, width = state["shape"]
+        size, nested = int(state["blocksize"]), int(state.get("nested_blocksize", 0))
+        offset, kind = np.float32(state.get("nested_offset", 0)), str(state["quant_type"]).upper()
+    except (ValueError, KeyError, TypeError) as error:
+        raise LlmcError(f"'{told.name}' in '{decoder.origin}' is no state of bitsandbytes: "
+                        f"{error}; the checkpoint is damaged") from error
+    blocks = -(-rows * width // size)
+    packed = decoder.left.pop(name, None)
+    if packed is None or packed.nbytes != -(-rows * width // 2):
+        raise LlmcError(f"tensor '{name}' in '{decoder.origin}' is "
+                        f"{None if packed is None else list(packed.shape)}, its state is of "
+                        f"{[rows, width]} numbers in 4 bits")
+    table = decoder.take(f"{name}.quant_map", (16,), "f").load().astype(np.float32)
+    absmax = decoder.take(f"{name}.absmax", (blocks,), "fu").load()
+    if nested:
+        levels = decoder.take(f"{name}.nested_quant_map", (256,), "f").load().astype(np.float32)
+        scales = decoder.take(f"{name}.nested_absmax", (-(-blocks // nested),), "f").load()
+        absmax = levels[absmax] * scales.astype(np.float32).repeat(nested)[:blocks] + offset
+    absmax = absmax.astype(np.float32)
+    _check_finite(decoder, f"{name}.absmax", absmax)
+
+    def numbers(start: int, stop: int) -> np.ndarray:
+        first, last = start * width, stop * width
+        begin, end = first // 2, -(-last // 2)
+        if packed.dtype.itemsize == 1 and packed.shape[1:] == (1,):
+            some = packed.rows(begin, end)[:, 0]
+        else:
+            some = packed.load().view(np.uint8).reshape(-1)[begin:end]
+        codes = np.stack([some >> 4, some & 15], -1).reshape(-1)[first % 2:][:last - first]
+        made: np.ndarray = table[codes] * absmax[np.arange(first, last) // size]
+        return made.reshape(stop - start, width)
+
+    decoder.keep_numbers(module, (rows, width), numbers, f"weights are in {kind}, which no kernel "
+                         f"reads: they are read as float32, at four to eight times the memory")
+
+
+def _check_finite(decoder: _Decoder, name: str, numbers: np.ndarray) -> None:
+    if not np.isfinite(numbers).all():
+        raise LlmcError(f"'{name}' in '{decoder.origin}' has a scale that is NaN or infinite; the "
+                        f"checkpoint is damaged")
 
 
 def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -528,11 +606,7 @@ def _packed(decoder: _Decoder, module: str) -> None:
 
 def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
     tensor = decoder.left.pop(f"{module}.weight")
-
-    def offset(values: np.ndarray) -> np.ndarray:
-        return (values.astype(np.int16) + 128).astype(np.uint8)
-
-    codes = _map(tensor, tensor.shape, np.uint8, offset)
+    codes = _offset(tensor)
     zero = decoder.left.pop(f"{module}.weight_zero_point", None)
     if zero is None or not zero.load().any():
         _with_scales(decoder, module, f"{module}.weight_scale", "int8", codes, block)
@@ -542,7 +616,13 @@ def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
         raise LlmcError(f"tensor '{module}.weight_zero_point' in '{decoder.origin}' has shape "
                         f"{list(zero.shape)}, its scales {list(wanted)}")
     _with_scales(decoder, module, f"{module}.weight_scale", "uint8", codes, None,
-                 _map(zero, zero.shape, np.uint8, offset))
+                 _offset(zero))
+
+
+def _offset(signed: Weight) -> Weight:
+    """Codes of int8 as kernels have them, 128 more."""
+    return _map(signed, signed.shape, np.uint8,
+                lambda values: (values.astype(np.int16) + 128).astype(np.uint8))
 
 
 def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -629,4 +709,5 @@ def _fp4_codes(packed: Weight) -> Weight:
 _READERS: Mapping[str, Callable[[_Decoder, Mapping[str, Any]], bool]] = {
     "gptq": _gptq, "awq": _awq, "auto-round": _auto_round, "intel/auto-round": _auto_round,
     "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt,
-    "mxfp4": _mxfp4}
+    "mxfp4": _mxfp4, **dict.fromkeys(("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
+                                     _bitsandbytes)}

@@ -174,6 +174,38 @@ def int8(zeros=False):
     return compressed("int-quantized", num_bits=8, type="int", strategy="channel"), make
 
 
+def bitsandbytes(kind, nested=False, storage=np.uint8):
+    """Numbers of a table by blocks of 64 of a weight that is one row; or LLM.int8."""
+    def make(name, weight):
+        count, stem = weight.size, name.removesuffix(".weight")
+        if kind == "int8":
+            codes = RNG.integers(-127, 128, weight.shape).astype(np.int8)
+            largest = RNG.uniform(0.1, 0.3, len(weight)).astype(np.float32)
+            codes[3], largest[3] = 0, 0
+            return {name: codes, f"{stem}.SCB": largest, f"{stem}.weight_format":
+                    np.array(0, np.uint8)}, codes * (largest * np.float32(1 / 127))[:, None]
+        table = np.sort(RNG.uniform(-1, 1, 16)).astype(np.float32)
+        codes = RNG.integers(0, 16, count).astype(np.uint8)
+        blocks, state = -(-count // 64), dict(quant_type=kind, blocksize=64, dtype="bfloat16",
+                                              shape=list(weight.shape))
+        absmax = RNG.uniform(0.05, 0.2, blocks).astype(np.float32)
+        tensors = {name: (codes[::2] << 4 | codes[1::2]).view(storage)[:, None],
+                   f"{name}.absmax": absmax, f"{name}.quant_map": table}
+        if nested:
+            levels = np.sort(RNG.uniform(-0.05, 0.05, 256)).astype(np.float32)
+            own = RNG.integers(0, 256, blocks).astype(np.uint8)
+            scales = RNG.uniform(0.5, 1, -(-blocks // 32)).astype(np.float32)
+            absmax = levels[own] * scales.repeat(32)[:blocks] + np.float32(0.11)
+            state |= dict(nested_blocksize=32, nested_dtype="float32", nested_offset=0.11)
+            tensors |= {f"{name}.absmax": own, f"{name}.nested_absmax": scales,
+                        f"{name}.nested_quant_map": levels}
+        tensors[f"{name}.quant_state.bitsandbytes__{kind}"] = np.frombuffer(
+            json.dumps(state).encode(), np.uint8).copy()
+        return tensors, (table[codes] * absmax.repeat(64)[:count]).reshape(weight.shape)
+    return dict(quant_method="bitsandbytes", load_in_8bit=kind == "int8",
+                load_in_4bit=kind != "int8", bnb_4bit_quant_type=kind), make
+
+
 def nvfp4():
     def make(name, weight):
         rows, width = weight.shape
@@ -271,6 +303,9 @@ FORMATS = {
     "modelopt-fp8-channel": (modelopt("FP8_PER_CHANNEL_PER_TOKEN"), "float8_e4m3fn"),
     "modelopt-nvfp4": (modelopt("NVFP4"), "int8"),
     "fbgemm": (float8("channel", said=dict(quant_method="fbgemm_fp8")), "float8_e4m3fn"),
+    "nf4": (bitsandbytes("nf4"), ""), "nf4-nested": (bitsandbytes("nf4", nested=True), ""),
+    "fp4-stored-wide": (bitsandbytes("fp4", storage=np.int16), ""),
+    "llm-int8": (bitsandbytes("int8"), "int8"),
     "w8a8": (int8(), "int8"), "w8a8-asymmetric": (int8(True), "uint8"), "nvfp4": (nvfp4(), "int8"),
     "mxfp4": (mxfp4(False), "int8"), "mxfp4-blocks": (mxfp4(True), "int8"),
 }
@@ -330,8 +365,7 @@ def test_numbers_are_bit_for_bit_the_format_s(kind, plain_hf, tmp_path):
         assert tensor.load().tobytes() == expected.tobytes(), name
         assert np.concatenate(list(tensor.blocks(5000))).tobytes() == expected.tobytes(), name
         assert (tensor.stored.dtype if tensor.stored else "") == FORMATS[kind][1]
-    assert any("groups of several sizes" in note for note in found.notes) \
-        == (FORMATS[kind][1] == "")
+    assert any("are read as float32" in note for note in found.notes) == (FORMATS[kind][1] == "")
 
 
 def transformers_logits(plain, truth, activations=False, scales=None):
@@ -346,7 +380,8 @@ def transformers_logits(plain, truth, activations=False, scales=None):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round", "w4a16", "fp8-tensor", "fp8-block",
-                                  "w8a8", "mxfp4-blocks", "modelopt-nvfp4", "fp8-no-block"])
+                                  "w8a8", "mxfp4-blocks", "modelopt-nvfp4", "fp8-no-block",
+                                  "llm-int8"])
 def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_hf, tmp_path,
                                                           monkeypatch):
     """Queries, keys and values have one weight, as gate and up have."""
@@ -359,6 +394,16 @@ def test_merged_and_divided_weights_keep_their_own_scales(kind, tp_size, plain_h
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {form.dtype for form in forms.values()} == {FORMATS[kind][1]}
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+@pytest.mark.parametrize(("target", "tp_size"), [("cpu", 1), ("cpu", 2), ("cuda", 1)])
+def test_numbers_of_a_table_are_a_model_s_as_others_are(target, tp_size, plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", "nf4-nested")
+    llmc.compile(directory, tmp_path / "case", tp_size=tp_size, target=target, dtype="float32")
+    assert not read_manifest(tmp_path / "case").chips[0].quantization
+    if target == "cpu":
+        with llmc.LLM(tmp_path / "case") as llm:
+            families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
 
 
 @pytest.mark.parametrize(("kind", "tp_size"), [
@@ -756,6 +801,13 @@ Q = "model.layers.1.self_attn.q_proj"
     ("awq", lambda t: t.update({f"{Q}.scales": np.ones((1, 64), np.float16)}),
      r"q_proj.qzeros' in .* is int32 \[2, 8\], expected \[1, 8\]"),
     ("modelopt-nvfp4", lambda t: t.pop(f"{Q}.weight"), "has no tensor '.*q_proj.weight'"),
+    ("nf4", lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__nf4": np.ones(
+        5, np.uint8)}), "is no state of bitsandbytes"),
+    ("nf4", lambda t: t.update({f"{Q}.weight": np.ones((9, 1), np.uint8)}),
+     r"is \[9, 1\], its state is of \[64, 64\] numbers in 4 bits"),
+    ("nf4-nested", lambda t: t.pop(f"{Q}.weight.nested_absmax"), "has no tensor '.*nested_absmax'"),
+    ("llm-int8", lambda t: t[f"{Q}.SCB"].__setitem__(5, np.nan), "a scale that is NaN"),
+    ("llm-int8", lambda t: t.update({f"{Q}.weight_format": np.array(1, np.uint8)}), "reads rows"),
     ("modelopt-nvfp4", lambda t: t.update({f"{Q}.pre_quant_scale": np.ones(64, np.float32)}),
      "pre_quant_scale"),
 ])
