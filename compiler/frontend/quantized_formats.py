@@ -370,7 +370,9 @@ def _bitsandbytes(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     for name in states:
         _table(decoder, _QUANT_STATE.sub("", name), decoder.left.pop(name))
     eight = any(name.endswith(".SCB") for name in decoder.left)
-    for module in decoder.modules("SCB") if eight or not states else ():
+    if not states and not eight:  # says that there are none
+        decoder.modules("SCB" if said.get("load_in_8bit") else "quant_state.bitsandbytes__nf4")
+    for module in decoder.modules("SCB") if eight else ():
         rows, width = (*decoder.shape_of(f"{module}.weight"), 0, 0)[:2]
         tensor = decoder.take(f"{module}.weight", (rows, width), "i")
         form = decoder.left.pop(f"{module}.weight_format", None)
@@ -389,9 +391,11 @@ def _table(decoder: _Decoder, module: str, told: Weight) -> None:
     name = f"{module}.weight"
     try:
         state = json.loads(told.load().tobytes())
-        rows, width = state["shape"]
+        rows, width = map(int, state["shape"])
         size, nested = int(state["blocksize"]), int(state.get("nested_blocksize", 0))
         offset, kind = np.float32(state.get("nested_offset", 0)), str(state["quant_type"]).upper()
+        if min(rows, width, size) < 1 or nested < 0:
+            raise ValueError(f"its sizes are {[rows, width, size, nested]}")
     except (ValueError, KeyError, TypeError) as error:
         raise LlmcError(f"'{told.name}' in '{decoder.origin}' is no state of bitsandbytes: "
                         f"{error}; the checkpoint is damaged") from error
@@ -402,7 +406,7 @@ def _table(decoder: _Decoder, module: str, told: Weight) -> None:
                         f"{None if packed is None else list(packed.shape)}, its state is of "
                         f"{[rows, width]} numbers in 4 bits")
     table = decoder.take(f"{name}.quant_map", (16,), "f").load().astype(np.float32)
-    absmax = decoder.take(f"{name}.absmax", (blocks,), "fu").load()
+    absmax = decoder.take(f"{name}.absmax", (blocks,), "u" if nested else "f").load()
     if nested:
         levels = decoder.take(f"{name}.nested_quant_map", (256,), "f").load().astype(np.float32)
         scales = decoder.take(f"{name}.nested_absmax", (-(-blocks // nested),), "f").load()
@@ -549,13 +553,21 @@ def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, 
         return groups[0]
     targets = [[str(target) for target in group.get("targets") or ()] for group in groups]
     for belongs in (lambda target: target == module,
-                    lambda target: target.startswith("re:") and re.match(target[3:], module),
+                    lambda target: target.startswith("re:") and _fits(target[3:], module),
                     lambda target: target == "Linear"):
         found = [group for group, own in zip(groups, targets, strict=True)
                  if any(belongs(target) for target in own)]
         if found:
             return found[0] if len(found) == 1 else {}
     return {}
+
+
+def _fits(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise LlmcError(f"'{pattern}' among the targets of the checkpoint's config is no pattern: "
+                        f"{error}") from error
 
 
 def _rounding(group: Mapping[str, Any]) -> str:

@@ -718,6 +718,15 @@ def test_groups_of_a_config_say_which_layers_are_rounded(plain_hf, tmp_path):
             "float8_e4m3fn", np.float32(input_scale(name)))}[kind_of(name)], name
 
 
+def test_a_target_that_is_no_pattern_is_said(plain_hf, tmp_path):
+    said, make = FORMATS["fp8-dynamic"][0]
+    group = said["config_groups"]["group_0"]
+    said = said | {"config_groups": {"a": group, "b": group | {"targets": ["re:*mlp"]}}}
+    directory, _ = write(plain_hf, tmp_path / "hf", (said, make))
+    with pytest.raises(LlmcError, match=r"'\*mlp' among the targets of .* is no pattern"):
+        decoded(directory)
+
+
 @pytest.mark.parametrize("name", [
     "self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale",
     "self_attn.v_proj.output_scale", "self_attn.prob_output_scale"])
@@ -803,6 +812,10 @@ Q = "model.layers.1.self_attn.q_proj"
     ("modelopt-nvfp4", lambda t: t.pop(f"{Q}.weight"), "has no tensor '.*q_proj.weight'"),
     ("nf4", lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__nf4": np.ones(
         5, np.uint8)}), "is no state of bitsandbytes"),
+    ("nf4", lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__nf4": np.frombuffer(
+        b'{"shape": [64, 64], "blocksize": 0, "quant_type": "nf4"}', np.uint8)}), "sizes are"),
+    ("nf4", lambda t: [t.pop(name) for name in list(t) if "quant_state" in name],
+     "no tensor that ends in '.quant_state.bitsandbytes__nf4'"),
     ("nf4", lambda t: t.update({f"{Q}.weight": np.ones((9, 1), np.uint8)}),
      r"is \[9, 1\], its state is of \[64, 64\] numbers in 4 bits"),
     ("nf4-nested", lambda t: t.pop(f"{Q}.weight.nested_absmax"), "has no tensor '.*nested_absmax'"),
@@ -812,6 +825,7 @@ Q = "model.layers.1.self_attn.q_proj"
      "pre_quant_scale"),
 ])
 def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_path):
+    """In one sentence, before anything is exported."""
     directory, _ = write(plain_hf, tmp_path / "hf", kind, change)
     with pytest.raises(LlmcError, match=said):
         llmc.compile(directory, tmp_path / "case")
