@@ -121,12 +121,6 @@ __global__ void __launch_bounds__(kDividing) divide_kernel(AttentionParams p, in
   for (int i = made + thread; i < num_parts; i += kDividing) p.parts[i] = {-1, 0, 0, 0};
 }
 
-__device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
-  uint32_t turned;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
-  return turned;
-}
-
 // A copy into shared memory that goes on beside the thread; zeros where not `there`. (Past L1, and with 256 bytes of L2
 // fetched at once, it was measured to be slower here.)
 template <typename V>
@@ -300,7 +294,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
       total[c] = total[c] * factor[c] + score[c] + score[2 + c];
     }
     if constexpr (L::kTall) {  // the sums' columns are heads, as the scores'
-      const uint32_t weights[2] = {transpose(pack<T>(score[0], score[1])), transpose(pack<T>(score[2], score[3]))};
+      const uint32_t weights[2] = {transposed(pack<T>(score[0], score[1])), transposed(pack<T>(score[2], score[3]))};
       const int key = lane % 8 + lane / 16 * 8;
 #pragma unroll
       for (int j = 0; j < kDim / 16; ++j) {
@@ -320,8 +314,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>) dec
     const float even_factor = __shfl_sync(~0u, factor[0], g / 2);
     const float odd_factor = __shfl_sync(~0u, factor[1], g / 2);
     const float old = g % 2 ? odd_factor : even_factor;
-    const uint32_t weights[4] = {transpose(pack<T>(score[0], score[1])), 0,
-                                 transpose(pack<T>(score[2], score[3])), 0};
+    const uint32_t weights[4] = {transposed(pack<T>(score[0], score[1])), 0,
+                                 transposed(pack<T>(score[2], score[3])), 0};
 #pragma unroll
     for (int j = 0; j < kHalves; ++j) {
       uint4 row[4];

@@ -33,6 +33,13 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
 }
 
+// Of 8 rows of 8 elements of 16 bits, two of which each lane has, the columns.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 // Two values as the 16-bit pair that an operand register holds.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float x, float y) {

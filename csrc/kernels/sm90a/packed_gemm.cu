@@ -251,12 +251,6 @@ __device__ __forceinline__ void arrange_all(const Place<kCodes, kTokens, kWhole>
     }
 }
 
-// Of 8 rows of 8 elements of 16 bits, two of which each lane has, the columns.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-  uint32_t result;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-  return result;
-}
 // Of four lanes that follow one another, word q of lane t to word t of lane q.
 __device__ __forceinline__ void turn(uint32_t (&x)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
