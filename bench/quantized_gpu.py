@@ -48,14 +48,6 @@ def params(count: int) -> llmc.SamplingParams:
     return llmc.SamplingParams(max_tokens=count, ignore_eos=True)
 
 
-def run_crowd(llm: llmc.LLM) -> tuple[int, float]:
-    """Tokens that came out, and the seconds that they took."""
-    prompts, outputs = vllm_gpu.crowd()
-    start = time.perf_counter()
-    llm.generate(prompts, [params(count) for count in outputs])
-    return sum(outputs), time.perf_counter() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
@@ -78,7 +70,8 @@ def main() -> None:
                       else arguments.max_num_batched_tokens) as llm:
             print(f"{stored}, {arguments.layers} layers", flush=True)
             for _ in range(arguments.crowds):
-                vllm_gpu.told("crowd", *run_crowd(llm))
+                vllm_gpu.run_crowd("crowd", lambda prompts, counts, llm=llm: llm.generate(
+                    prompts, [params(count) for count in counts]), *vllm_gpu.crowd())
             if arguments.crowds:
                 continue
             vllm_gpu.static(lambda prompts, count, llm=llm: llm.generate(prompts, params(count)),

@@ -46,8 +46,11 @@ def crowd(prefix: int = 0, seed: int = 0) -> tuple[Prompts, list[int]]:
     return [first + rng.integers(5, 128000, size).tolist() for size in inputs], outputs.tolist()
 
 
-def told(name: str, tokens: int, seconds: float) -> None:
-    print(f"| {name} | {tokens / seconds:.0f} tokens/s |", flush=True)
+def run_crowd(name: str, generate: Callable[[Prompts, list[int]], object], prompts: Prompts,
+              outputs: list[int]) -> None:
+    start = time.perf_counter()
+    generate(prompts, outputs)
+    print(f"| {name} | {sum(outputs) / (time.perf_counter() - start):.0f} tokens/s |", flush=True)
 
 
 def waits(name: str, first: list[float], between: list[float]) -> None:
@@ -119,9 +122,8 @@ def run_llmc(arguments: argparse.Namespace) -> None:
               f"{time.perf_counter() - start:.1f} s |", flush=True)
         prompts, outputs = crowd()
         for run in range(1 if name == "first load" else 3):
-            start = time.perf_counter()
-            llm.generate(prompts, [params(count) for count in outputs])
-            told(f"crowd, {name}, run {run}", sum(outputs), time.perf_counter() - start)
+            run_crowd(f"crowd, {name}, run {run}", lambda prompts, counts, llm=llm: llm.generate(
+                prompts, [params(count) for count in counts]), prompts, outputs)
         if name == "first load":
             llm.close()
     for rate in arguments.rates:
@@ -145,11 +147,9 @@ def _shared_prefix(case: Path, options: dict[str, Any], params: Callable[[int], 
 
     with llmc.LLM(case, **options) as llm:
         for run, seed in enumerate((0, 1, 2, 2)):  # the last finds all of it
-            prompts, outputs = crowd(512, seed)
-            start = time.perf_counter()
-            llm.generate(prompts, [params(count) for count in outputs])
-            told(f"crowd with a shared prefix, run {run}", sum(outputs),
-                 time.perf_counter() - start)
+            run_crowd(f"crowd with a shared prefix, run {run}",
+                      lambda prompts, counts: llm.generate(
+                          prompts, [params(count) for count in counts]), *crowd(512, seed))
         print(llm.metrics(), flush=True)
 
 
@@ -202,10 +202,10 @@ def run_vllm(arguments: argparse.Namespace) -> None:
     for run in range(4 if arguments.prefix else 3):
         if arguments.prefix:
             prompts, outputs = crowd(512, min(run, 2))  # the last finds all of it
-        start = time.perf_counter()
-        llm.generate(inputs(prompts), [params(count) for count in outputs], use_tqdm=False)
-        told(f"crowd{' with a shared prefix' * arguments.prefix}, run {run}", sum(outputs),
-             time.perf_counter() - start)
+        run_crowd(f"crowd{' with a shared prefix' * arguments.prefix}, run {run}",
+                  lambda prompts, counts: llm.generate(
+                      inputs(prompts), [params(count) for count in counts], use_tqdm=False),
+                  prompts, outputs)
     if arguments.prefix:
         return
     static(lambda prompts, count: llm.generate(inputs(prompts), params(count), use_tqdm=False),
