@@ -26,8 +26,8 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
     """Write a Hugging Face directory of a Llama of this shape with random bfloat16 weights, in
     safetensors shards of `layers_per_shard` layers each; the matrices of layers in bfloat16 too, or
     in compressed-tensors' form of `fp8`, `fp8 static` (activations are rounded by scales that are
-    stored), `fp8 weights` (they are not rounded), `int4`, or `int4 head`, where the LM head is in
-    int4 too.
+    stored), `fp8 weights` (they are not rounded), `fp8 blocks` (of 128 × 128, activations in groups
+    of 128), `int4`, or `int4 head`, where the LM head is in int4 too.
     """
     dim = hidden // heads
     config = {
@@ -115,6 +115,9 @@ _STORED: dict[str, dict[str, Any]] = {
     "fp8 static": {"weights": _FLOAT8,
                    "input_activations": {**_FLOAT8, "strategy": "tensor", "dynamic": False}},
     "fp8 weights": {"weights": _FLOAT8},
+    "fp8 blocks": {"weights": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+                   "input_activations": {**_FLOAT8, "strategy": "group", "group_size": 128,
+                                         "dynamic": True}},
     "int4": {"weights": _INT4}, "int4 head": {"weights": _INT4}}
 
 
@@ -133,8 +136,9 @@ def _packed(name: str, rows: int, width: int, stored: str, codes: torch.Tensor) 
         return {f"{name}_packed": own.view(torch.int32),
                 f"{name}_shape": torch.tensor([rows, width]),
                 f"{name}_scale": torch.full((rows, width // 128), 0.004, dtype=torch.bfloat16)}
+    scales = (-(-rows // 128), -(-width // 128)) if stored == "fp8 blocks" else (rows, 1)
     made = {name: own.view(torch.float8_e4m3fn),
-            f"{name}_scale": torch.full((rows, 1), 0.1 / 448, dtype=torch.bfloat16)}
+            f"{name}_scale": torch.full(scales, 0.1 / 448, dtype=torch.bfloat16)}
     if stored == "fp8 static":
         made[f"{name.removesuffix('.weight')}.input_scale"] = torch.tensor(0.02)
     return made

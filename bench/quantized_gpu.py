@@ -3,12 +3,14 @@
     python bench/quantized_gpu.py WORK_DIR [--stored fp8,int4,bf16] [--layers 32] [--static 1x400]
 
 `fp8` is a compressed-tensors checkpoint whose tokens are rounded as they come (FP8_DYNAMIC), `fp8
-static` one with a scale for all tokens of a layer (FP8), `fp8 weights` of weights alone, `int4` one
-of groups of 128 (W4A16), `bf16` the plain model; the LM head is in bfloat16, as in the checkpoints
-that people have, but for `int4 head`. Each row: the first token and a step, medians of runs of one,
-of 17 and of 65 tokens by the host's clock, greedy, after prompts of 128 tokens or what --static
-says, as vllm_gpu.py's; the first token of 64 × 128 is a prefill of 8,192 tokens. Behind the table:
-where a decode step's time goes, each kernel charged from the end of the one before it to its own.
+static` one with a scale for all tokens of a layer (FP8), `fp8 weights` of weights alone, `fp8
+blocks` one in blocks of 128 × 128 (FP8_BLOCK), `fp8 blocks rounded` the same with groups of tokens
+rounded as it says, `int4` one of groups of 128 (W4A16), `bf16` the plain model; the LM head is in
+bfloat16, as in the checkpoints that people have, but for `int4 head`. Each row: the first token and
+a step, medians of runs of one, of 17 and of 65 tokens by the host's clock, greedy, after prompts of
+128 tokens or what --static says, as vllm_gpu.py's; the first token of 64 × 128 is a prefill of
+8,192 tokens. Behind the table: where a decode step's time goes, each kernel charged from the end of
+the one before it to its own.
 `--crowds 3` runs vllm_gpu.py's crowd so often in place of all that, in steps of 2,048 tokens.
 """
 
@@ -30,15 +32,18 @@ LONGEST = 4096
 
 def case_of(stored: str, work: Path, layers: int) -> Path:
     """The case directory of the model in this form, made where it is not there."""
-    name = stored.replace(" ", "-")
-    case = work / f"{name}-{layers}"
+    kind = stored.removesuffix(" rounded")
+    case = work / f"{stored.replace(' ', '-')}-{layers}"
     if not case.is_dir():
         start = time.perf_counter()
-        hf = bench_model.write(work / f"{name}-{layers}-hf", layers_per_shard=8, positions=LONGEST,
-                               stored="" if stored == "bf16" else stored,
-                               **{**vllm_gpu.SHAPE, "layers": layers})
+        hf = work / f"{kind.replace(' ', '-')}-{layers}-hf"
+        if not hf.is_dir():
+            bench_model.write(hf, layers_per_shard=8, positions=LONGEST,
+                              stored="" if stored == "bf16" else kind,
+                              **{**vllm_gpu.SHAPE, "layers": layers})
         written = time.perf_counter()
-        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LONGEST)
+        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LONGEST,
+                     quantize_activations=kind != stored)
         print(f"{stored}: written in {written - start:.0f} s, compiled in "
               f"{time.perf_counter() - written:.0f} s", flush=True)
     return case

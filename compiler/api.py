@@ -20,13 +20,16 @@ from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import (
     DEQUANTIZED,
     ROUNDED,
+    ROUNDED_GROUPS,
     UNQUANTIZED_EXPERTS,
     UNROUNDED,
+    UNROUNDED_GROUPS,
     WIDENED,
 )
 from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
+from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
 from llmc.plugins.quantization import FLOAT8
 from llmc.runtime.manifest import (
@@ -81,8 +84,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         quantize_lm_head: likewise, of the LM head, and with it the embedding where the two are
             tied; none: not at all; "": int8 where the rest has 4 bits, which lose most there.
         quantize_activations: with fp8, each token of what these layers multiply is rounded to FP8
-            too, by a scale of its own; not the LM head's. Else activations stay in `dtype`, but for
-            a checkpoint that says so.
+            too, by a scale of its own; not the LM head's. Of a checkpoint in FP8 in blocks, each
+            group of a token, as its config says. Else activations stay in `dtype`, but for other
+            checkpoints that say so.
         calibrate: a UTF-8 text of at least 1024 tokens, for which what is rounded is scaled and
             corrected.
         expert_parallel: chips have whole experts of a mixture, not some columns of each.
@@ -120,6 +124,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         lowered = _calibrated(raw, options, Path(str(calibrate)), progress)
     else:
         lowered = lower(raw, options)
+    _check_rounded(lowered, options)
     _say_conversions(lowered, options, progress)
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
@@ -155,6 +160,15 @@ def _used_ops(graphs: list[gs.Graph]) -> dict[str, int]:
     return dict(sorted(used.items()))
 
 
+def _check_rounded(lowered: Lowered, options: Options) -> None:
+    """Refuse an option that has changed nothing."""
+    if options.quantize_activations and options.scheme is None \
+            and not any(ROUNDED_GROUPS in report.matches for report in lowered.reports):
+        raise LlmcError("quantize_activations is given without quantize fp8, and the checkpoint "
+                        "has no weights in blocks of FP8 by which it multiplies rounded groups; "
+                        "leave it out")
+
+
 def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> None:
     """Say which weights in fewer bits become others, here or in every step, and which stay whole.
     """
@@ -175,6 +189,11 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
         if options.target in GPU and rounded:
             progress(f"{rounded} linear layers multiply FP8 by FP8 on GPUs of compute capability "
                      f"9.0; on others both are converted to {options.dtype} as they are read")
+        if UNROUNDED_GROUPS in report.matches:
+            progress(f"what {report.matches[UNROUNDED_GROUPS]} layers multiply stays in "
+                     f"{options.dtype}, though the checkpoint rounds each group of it to FP8: "
+                     f"--quantize_activations has it so, and is faster on GPUs of compute "
+                     f"capability 9.0")
         if UNROUNDED in report.matches:
             progress(f"what the experts of {report.matches[UNROUNDED]} layers multiply stays in "
                      f"{options.dtype}, though it is said to be rounded to FP8")

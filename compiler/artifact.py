@@ -214,7 +214,9 @@ def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
             found.update((operands(node)[role.weight].name, WeightForm(
                 dtype=fields["weight_dtype"], group_size=fields["group_size"],
                 activation_dtype=fields.get("activation_dtype", ""),
-                activation_scale=fields.get("activation_scale", 0.0))) for role in op.quantized)
+                activation_scale=fields.get("activation_scale", 0.0),
+                activation_group_size=fields.get("activation_group_size", 0)))
+                for role in op.quantized)
     return dict(sorted(found.items()))
 
 

@@ -239,7 +239,9 @@ def divide(fused: Fused, options: Options) -> Lowered:
                        row_multiple=getattr(target, "ROW_MULTIPLE", 1),
                        orders_columns=getattr(target, "ORDERS_COLUMNS", False),
                        expert_dtypes=getattr(target, "EXPERT_DTYPES", ()),
-                       packs_heads=getattr(target, "PACKS_HEADS", False))
+                       packs_heads=getattr(target, "PACKS_HEADS", False),
+                       takes_blocks=getattr(target, "TAKES_BLOCKS", False),
+                       rounds_groups=options.quantize_activations)
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

@@ -27,6 +27,9 @@ _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe
                    "top_k_experts")
 _ALL_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
+_ROUNDED_ALONE = "quantize_activations is given without quantize fp8; give both, as rounded " \
+    "activations are multiplied by FP8 weights only"
+
 
 @dataclass(frozen=True)
 class About:
@@ -164,9 +167,9 @@ def _schemes(options: Options) -> str | None:
         if scheme.group_size % multiple:
             return (f"group_size {scheme.group_size} is no multiple of {multiple}, which the "
                     f"kernels of target '{options.target}' take; give 32, 64 or 128")
-    if options.quantize_activations and (options.scheme is None or options.scheme.dtype != FLOAT8):
-        return ("quantize_activations is given without quantize fp8; give both, as rounded "
-                "activations are multiplied by FP8 weights only")
+    if options.quantize_activations and (
+            options.dequantize if options.scheme is None else options.scheme.dtype != FLOAT8):
+        return _ROUNDED_ALONE
     if options.head_scheme is not None and options.scheme is None:
         return "quantize_lm_head is given without quantize; give both"
     if options.calibrated and options.scheme is None:
@@ -212,6 +215,8 @@ def _max_batch_size(options: Options) -> str | None:
 
 def _quantized_already(options: Options, about: About) -> str | None:
     method = method_of(about.config)
+    if method is None and options.quantize_activations and options.scheme is None:
+        return _ROUNDED_ALONE
     if method is None or options.scheme is None:
         return None
     return (f"'{about.name}' is quantised by {method}, whose numbers llmc keeps; leave out "

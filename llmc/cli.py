@@ -208,7 +208,8 @@ def main() -> None:
                    "--quantize, but int8 in place of 4 bits]")
 @click.option("--quantize_activations", is_flag=True,
               help="With --quantize fp8: round what these layers multiply to FP8 too, each token "
-                   "by a scale of its own.")
+                   "by a scale of its own. Of a checkpoint in FP8 in blocks that says so: each "
+                   "group of a token.")
 @click.option("--calibrate", type=click.Path(path_type=Path), default=None, metavar="TEXT",
               help="A text, on which what --quantize rounds is corrected.")
 @click.option("--target", default="cpu", help="Engine kind.")

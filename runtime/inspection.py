@@ -21,6 +21,8 @@ def _count_forms(chip: Chip) -> dict[str, int]:
             name += f", activations {form.activation_dtype}"
         if form.activation_scale:
             name += " by a fixed scale"
+        if form.activation_group_size:
+            name += f" in groups of {form.activation_group_size}"
         counts[name] = counts.get(name, 0) + 1
     return dict(sorted(counts.items()))
 

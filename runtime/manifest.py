@@ -172,15 +172,17 @@ class EncoderProgram(_Frozen):
 
 class WeightForm(_Frozen):
     """A weight matrix in fewer bits, as llmc.plugins.quantization has it: its scales are the weight
-    `<name>_scale`, its zeros or minima, where the dtype has such, `<name>_zero` or `<name>_min`.
+    `<name>_scale`, its zeros or minima, where the dtype has such, `<name>_zero` or `<name>_min`,
+    and where kernels take scales of blocks, these are `<name>_blocks`.
     `activation_dtype`: what it multiplies is rounded to that, by `activation_scale`, or where that
-    is 0 each token by a scale of its own.
+    is 0 each token by a scale of its own, or each of its groups of `activation_group_size`.
     """
 
     dtype: WeightDType
     group_size: Count
     activation_dtype: Literal["", "float8_e4m3fn"] = ""
     activation_scale: Annotated[float, Field(ge=0)] = 0.0
+    activation_group_size: Annotated[int, Field(ge=0)] = 0
 
 
 class Chip(_Frozen):

@@ -509,14 +509,16 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
 
 
-def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = None) -> None:
+def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = None,
+                 group: int = 0) -> None:
     """From now on round to FP8 what the layers' linear modules multiply, each token by a scale of
-    its own, or all by that of the module; not what the LM head does.
+    its own, or each `group` of it, or all by that of the module; not what the LM head does.
     """
     def rounded(fixed: float | None, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        x, = inputs
+        x = inputs[0].unflatten(-1, (-1, group or inputs[0].shape[-1]))
         scale = fixed or x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
-        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale,
+        codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return (codes.float() * scale).flatten(-2),
 
     for name, module in model.named_modules():
         if type(module).__name__ in ("Linear", "Conv1D") and "lm_head" not in name:

@@ -56,7 +56,7 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Twice the numbers of FP4 (e2m1), as codes of int8.
 _FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
-_TOKEN, _ALL = "token", "all"  # what has a scale of activations
+_TOKEN, _GROUP, _ALL = "token", "group", "all"  # what has a scale of activations
 _QUANT_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 # Of activations and caches, where llmc does not round as these say.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
@@ -436,8 +436,9 @@ def _check_finite(decoder: _Decoder, name: str, numbers: np.ndarray) -> None:
 
 
 def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
-    """In blocks, or with a scale for a row or for all, as FBGEMM, AutoFP8 and Mistral write it;
-    then activations are rounded, as they come where no scale of theirs is stored.
+    """In blocks, or with a scale for a row or for all, as FBGEMM, AutoFP8 and Mistral write it.
+    Activations are rounded as they come where no scale of theirs is stored, by groups of a token
+    where the weight is in blocks.
     """
     block = said.get("weight_block_size", (128, 128))
     inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
@@ -450,8 +451,8 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
 
 def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None,
             rounding: str = "") -> None:
-    """`rounding`: whether activations are rounded to FP8, each token's by a scale of its own or all
-    by one where the module has such.
+    """`rounding`: whether activations are rounded to FP8, each token's by a scale of its own, or of
+    each group of a token where the weight is in blocks; or all by one where the module has such.
     """
     name = f"{module}.weight"
     if name not in decoder.left or decoder.left[name].dtype != _FP8:
@@ -470,7 +471,7 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
             raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
                             f"activations is; the checkpoint is damaged")
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
-                 activation_dtype=FLOAT8 if fixed or rounding == _TOKEN else "",
+                 activation_dtype=FLOAT8 if fixed or rounding in (_TOKEN, _GROUP) else "",
                  activation_scale=scale)
 
 
@@ -481,7 +482,7 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
 
     Args:
         block: of those whose scales have two dimensions, and not a row for each row.
-        activations: of `Stored`, how they are rounded; not where there are blocks.
+        activations: of `Stored`, how they are rounded; where there are blocks, by groups.
     """
     rows, width = codes.shape
     shape = decoder.shape_of(name)
@@ -492,7 +493,9 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
         table = scales.load().repeat(size // group, 1)[:, :width // group]
         stored = Stored(dtype, codes, Weight(
             (rows, width // group), np.float32,
-            lambda start, stop: table[np.arange(start, stop) // height], name))
+            lambda start, stop: table[np.arange(start, stop) // height], name),
+            activation_dtype="" if activations.get("activation_scale") else
+            activations.get("activation_dtype", ""), rounds_groups=True)
         decoder.keep(module, stored, "" if group >= SMALLEST_GROUP else
                      "rows are no whole groups that a kernel reads: they are read as float32")
         return
@@ -571,15 +574,17 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def _rounding(group: Mapping[str, Any]) -> str:
-    """How the layers of a group of a config round their inputs to FP8 before they multiply them by
-    weights that have one scale for all columns.
-    """
-    said = group.get("input_activations")
-    if not isinstance(said, Mapping) or said.get("num_bits") != 8 or said.get("type") != "float" \
-            or (group.get("weights") or {}).get("strategy") not in ("channel", "tensor"):
+    """How the layers of a group of a config round their inputs to FP8 before they multiply them."""
+    said, of_weights = group.get("input_activations"), group.get("weights") or {}
+    if not isinstance(said, Mapping) or said.get("num_bits") != 8 or said.get("type") != "float":
         return ""
-    return {("token", True): _TOKEN, ("tensor", False): _ALL}.get(
-        (str(said.get("strategy")), bool(said.get("dynamic", False))), "")
+    how = (str(said.get("strategy")), bool(said.get("dynamic", False)))
+    if of_weights.get("strategy") == "block":
+        block = of_weights.get("block_structure") or (0, 0)
+        return _GROUP if how == ("group", True) and said.get("group_size") == block[1] else ""
+    if of_weights.get("strategy") not in ("channel", "tensor"):
+        return ""
+    return {("token", True): _TOKEN, ("tensor", False): _ALL}.get(how, "")
 
 
 def _packed(decoder: _Decoder, module: str) -> None:

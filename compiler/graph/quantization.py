@@ -17,6 +17,7 @@ import numpy as np
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import (
+    BLOCK,
     CODES,
     FLOAT8,
     FLOAT8_MOST,
@@ -24,6 +25,7 @@ from llmc.plugins.quantization import (
     MXFP4,
     MXFP4_NUMBERS,
     POWERS,
+    blocks_shape,
     pack,
 )
 
@@ -75,6 +77,8 @@ class Stored:
         order: int64 [in], which column of the matrix each column of `codes` is; None: the same.
         activation_dtype: what the activations that it multiplies are rounded to, if that is said.
         activation_scale: of all of these; 0: of each token its own.
+        rounds_groups: whether each group of a token has one instead, and only whoever asks for it
+            has activations rounded.
     """
 
     dtype: str
@@ -85,6 +89,7 @@ class Stored:
     order: np.ndarray | None = None
     activation_dtype: str = ""
     activation_scale: float = 0.0
+    rounds_groups: bool = False
 
     @property
     def bits(self) -> int:
@@ -118,6 +123,20 @@ class Stored:
         if self.order is not None:
             numbers[:, self.order] = numbers.copy()
         return numbers
+
+    def block_scales(self) -> np.ndarray | None:
+        """The scales of blocks of BLOCK × BLOCK, as llmc.plugins.quantization has weight_blocks;
+        None where there are none.
+        """
+        if self.dtype != FLOAT8 or self.group_size != BLOCK:
+            return None
+        scales = self.scales.load()
+        firsts = scales[::BLOCK]
+        if not np.array_equal(firsts.repeat(BLOCK, 0)[:len(scales)], scales):
+            return None
+        made = np.zeros(blocks_shape(*scales.shape), np.float32)
+        made[:, :scales.shape[1]] = firsts
+        return made
 
     def take_rows(self, index: np.ndarray) -> Stored:
         """Rows `index`, in that order."""
@@ -201,7 +220,8 @@ class Stored:
             found = [weight for weight in weights if weight is not None]
             return Weight.concat(found) if found else None
 
-        rounded = {(part.activation_dtype, part.activation_scale) for part in parts}
+        rounded = {(part.activation_dtype, part.activation_scale, part.rounds_groups)
+                   for part in parts}
         return Stored(parts[0].dtype, Weight.concat([part.codes for part in parts]),
                       Weight.concat([part.scales for part in parts]),
                       stacked([part.zeros for part in parts]),

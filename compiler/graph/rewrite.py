@@ -64,6 +64,9 @@ class Settings:
         orders_columns: whether the target brings activations in an order of columns.
         expert_dtypes: of weights in fewer bits, those that the target's kernels of experts take.
         packs_heads: whether it makes heads' matrices of weights in fewer bits.
+        takes_blocks: whether its kernels take scales of blocks, too.
+        rounds_groups: whether activations are rounded by groups of columns where a checkpoint
+            says so.
     """
 
     max_seq_len: int
@@ -83,6 +86,8 @@ class Settings:
     orders_columns: bool = True
     expert_dtypes: tuple[str, ...] = ()
     packs_heads: bool = False
+    takes_blocks: bool = False
+    rounds_groups: bool = False
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""

@@ -118,7 +118,8 @@ def _form(part: _Part) -> tuple[object, ...]:
     stored = values_of(operands(part.gemm)["weight"]).stored
     return () if stored is None else (
         stored.dtype, stored.group_size, stored.zeros is None, stored.minima is None,
-        None if stored.order is None else stored.order.tobytes(), stored.activation_dtype)
+        None if stored.order is None else stored.order.tobytes(), stored.activation_dtype,
+        stored.rounds_groups)
 
 
 def _width(part: _Part) -> int:

@@ -3,7 +3,7 @@
 Given:   GemmBiasAct(x, W), W float32 [out, in], with the form that its checkpoint stores it in, or
          a scheme to round it to
 Result:  GemmBiasAct(x, codes, weight_scale, weight_zero; weight_dtype, group_size, in_features,
-         out_features, activation_dtype, activation_scale)
+         out_features, activation_dtype, activation_scale, activation_group_size)
 
 Given:   an op of matrices for each head, [heads, out, in], of the rows of one weight
 Result:  HeadMatrices(codes, weight_scale, weight_zero; …) in their place
@@ -45,6 +45,7 @@ from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
 DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
+ROUNDED_GROUPS, UNROUNDED_GROUPS = "activations rounded in groups", "activations not rounded"
 UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
 WIDENED = "MXFP4 as int8"
 UNQUANTIZED_HEADS = "matrices of heads read as numbers"
@@ -73,7 +74,7 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
             settings.scheme if is_rounded(node) else None
         known = _forms(node, weights, scheme, settings, report, made)
         if known is not None:
-            _store(owner, node, known, report)
+            _store(owner, node, known, settings, report)
 
 
 def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, settings: Settings,
@@ -132,7 +133,8 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     return [stored.regrouped(size) for stored in found]
 
 
-def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], report: Report) -> None:
+def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Settings,
+           report: Report) -> None:
     """Give a node its weights as they are stored."""
     op, given = op_of(node), operands(node)
     assert op is not None
@@ -154,12 +156,34 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], report: Repor
         node.attrs["inner_features"] = known[1].values.shape[-1]
     else:
         node.attrs["out_features"] = shape[0]
-    if is_op(node, EXPERTS) and any(own.stored.activation_dtype for own in known):
+    said = [own.stored for own in known if own.stored.activation_dtype]
+    if not said:
+        return
+    if any(own.rounds_groups for own in said) and not settings.rounds_groups:
+        report.count(UNROUNDED_GROUPS)
+    elif is_op(node, EXPERTS):
         report.count(UNROUNDED)
-    if op.quantized[0].rounds and stored.activation_dtype:
-        node.attrs.update(activation_dtype=stored.activation_dtype,
-                          activation_scale=stored.activation_scale)
-        report.count(ROUNDED)
+    elif op.quantized[0].rounds:
+        _round(node, known[0], settings, report)
+
+
+def _round(node: gs.Node, own: _Made, settings: Settings, report: Report) -> None:
+    """Have a node round what it multiplies, as its weight's form says."""
+    op, stored = op_of(node), own.stored
+    assert op is not None
+    node.attrs.update(activation_dtype=stored.activation_dtype,
+                      activation_scale=stored.activation_scale,
+                      activation_group_size=stored.group_size if stored.rounds_groups else 0)
+    report.count(ROUNDED)
+    if not stored.rounds_groups:
+        return
+    report.count(ROUNDED_GROUPS)
+    blocks = stored.block_scales() if settings.takes_blocks else None
+    if blocks is not None:
+        role = op.quantized[0].blocks
+        name = f"{own.weight.name}_blocks"
+        node.inputs = arranged(op, operands(node) | {
+            role: gs.Constant(name, Weight.of(blocks, name))})
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:

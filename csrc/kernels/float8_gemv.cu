@@ -10,6 +10,9 @@
 // Of up to kRoundedRows rows each block makes the codes and scales itself, of x in T, while its first weights are under
 // way: no kernel lies between this one and the one that makes x, so these weights are read while that one still runs.
 // A block reads x once, and a norm's weight twice; its codes stay in shared memory.
+//
+// Grouped, a chunk is a group of x and of the weight's blocks: its sums are scaled before they are added to the others. A tile's
+// rows are of one block, or its gates of one and its ups of another.
 #include "gemv.cuh"
 #include "packed.cuh"
 
@@ -44,9 +47,10 @@ __device__ __forceinline__ void widen_unit(uint32_t (&pairs)[4], const uint4& ve
   widen_float8(pairs[2], pairs[3], unit == 0 ? vector.y : vector.w);
 }
 
-// Codes of x in rows that are in + kPad bytes apart, and scales, each row by some of the warps: those that norm_kernel
-// (rowwise.cu) makes, but for the order of its sum. Waits for x. `measured`: shared, of each warp.
-template <typename T, int kWarps>
+// Codes of x in rows that are in + kPad bytes apart, and scales [p.rows], or of groups [in / kBlock, kRoundedRows], each row by
+// some of the warps: those that norm_kernel (rowwise.cu) makes, but for the order of its sum. Waits for x. `measured`: shared,
+// of each warp.
+template <typename T, int kWarps, bool kGrouped>
 __device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, float* scales, float2* measured) {
   constexpr int kHeld = 64 / kWarps;  // vectors of x that a thread has in registers: all of them, up to 16,384 numbers
   const int warps = kWarps >> (p.rows > 2 ? 2 : p.rows > 1);  // of a row
@@ -104,12 +108,24 @@ __device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, 
   for (int w = 0; w < kWarps; ++w)
     if (w >= row * warps && w < (row + 1) * warps) all = {all.x + measured[w].x, fmaxf(all.y, measured[w].y)};
   const float scale = p.norm ? rsqrtf(all.x / p.in + p.epsilon) : 1.f;
-  const float step = p.fixed_scale > 0 ? p.fixed_scale : fmaxf(all.y * scale / kFloat8Most, kLeastScale);
-  const float inverse = scale / step;
-  if (own == 0 && row < p.rows) scales[row] = step;
+  auto step_of = [&](float most) { return fmaxf(most * scale / kFloat8Most, kLeastScale); };
+  const float step = p.fixed_scale > 0 ? p.fixed_scale : step_of(all.y);
+  float inverse = scale / step;
+  if (!kGrouped && own == 0 && row < p.rows) scales[row] = step;
   for (int batch = batches - 1; batch >= 0; --batch) {  // the last is still held
     if (batch != batches - 1) hold(batch);
     for_each(batch, [&](int vector, const float (&)[8], const float (&gained)[8]) {
+      if constexpr (kGrouped) {  // the work of half a warp
+        float most_of = 0;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) most_of = fmaxf(most_of, fabsf(gained[k]));
+#pragma unroll
+        for (int mask = 1; mask < kBlock / 8; mask *= 2)
+          most_of = fmaxf(most_of, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most_of, mask));
+        const float own_step = step_of(most_of);
+        inverse = scale / own_step;
+        if (vector % (kBlock / 8) == 0) scales[vector / (kBlock / 8) * kRoundedRows + row] = own_step;
+      }
       auto pair_of = [&](int k) -> uint32_t {
         return __nv_cvt_float2_to_fp8x2({gained[k] * inverse, gained[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
       };
@@ -119,15 +135,16 @@ __device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, 
   }
 }
 
-// kM: tiles at once. kTiles: groups of 8 rows of x. kRounds: x is T, and codes are made of it here.
-template <typename T, int kWarps, int kM, int kTiles, bool kRounds>
+// kM: tiles at once. kTiles: groups of 8 rows of x. kRounds: x is T, and codes are made of it here. kGrouped: see above.
+template <typename T, int kWarps, int kM, int kTiles, bool kRounds, bool kGrouped>
 __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
     float8_gemv_kernel(GemvParams p) {
   static_assert(!kRounds || kTiles == 1);
+  static_assert(kChunk == kBlock);
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // of the weight, that a thread has
   constexpr int kStages = stages(kWarps), kSums = kRounds ? kRoundedRows : kTiles * 8;  // of a row of the weight
   constexpr bool kAhead = kTiles < 4;  // there are registers for it
-  // [kStages][kVectors][kRows][kThreads], then codes [p.rows][p.in + kPad]. Where the ring began 16 bytes behind a
+  // [kStages][kVectors][kRows][kThreads], then codes [p.rows][p.in + kPad], and scales of groups. Where the ring began 16 bytes behind a
   // multiple of 32, the size of a sector of memory, a step took 11 % longer.
   extern __shared__ __align__(32) uint4 ring[];
   __shared__ float partial[kM][kWarps][16][kSums + 1];
@@ -179,6 +196,7 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
   // What a tile's sums are multiplied by and added to is in L1 when these are there.
   const int outputs = height * kM;
   auto bring_scales = [&](int tile) {
+    if (kGrouped) return;
     const int output = tile * outputs + threadIdx.x;
     if (static_cast<int>(threadIdx.x) >= outputs || output >= p.out) return;
     bring(p.packing.scale + output);
@@ -189,12 +207,16 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
     if (p.residual != nullptr && row < p.rows && output < p.out)
       bring(static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.out + output);
   };
+  const float* x_scales = p.x_scale;  // of groups
+  const int x_pitch = kRounds ? kRoundedRows : scale_pitch(p.rows);
   if constexpr (kRounds) {
-    __shared__ float scales[kRoundedRows];
+    __shared__ float of_rows[kRoundedRows];
     __shared__ float2 of_warps[kWarps];
+    float* const scales = kGrouped ? reinterpret_cast<float*>(made + p.rows * (p.in + kPad)) : of_rows;
     bring_scales(blockIdx.x);
-    make_codes<T, kWarps>(p, made, scales, of_warps);
-    p.x_scale = scales;
+    make_codes<T, kWarps, kGrouped>(p, made, scales, of_warps);
+    if (kGrouped) x_scales = scales;
+    else p.x_scale = scales;
     __syncthreads();
   } else {
     wait_for_inputs();
@@ -219,11 +241,38 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
   if (kAhead && !kRounds) load_next(begin);
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
-    float total[kM][kTiles][4] = {};
+    float total[kM][kTiles][4] = {}, sums[kM][kTiles][4];
+    const float* blocks[kM][2];  // of the rows of both halves of a tile
+    if constexpr (kGrouped)
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int low = min((tile * kM + m) * height, p.out - 1);
+          blocks[m][half] = p.packing.blocks + (p.gated && half == 1 ? p.out + low : low) / kBlock * blocks_pitch(p.in);
+        }
     if (kRounds && turn > 0) bring_scales(tile);
     if (kRounds) bring_residual(tile);
     for (int chunk = 0; chunk < chunks; ++chunk) {
       if (!kAhead && !kRounds) load_next(begin + chunk * kChunk);
+      float of_weight[kM][2], of_x[kTiles][2];
+      if constexpr (kGrouped) {
+        const int group = min(begin / kBlock + chunk, p.in / kBlock - 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m) of_weight[m][half] = __ldg(blocks[m][half] + group);
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) of_x[n][half] = x_scales[group * x_pitch + min(n * 8 + 2 * t + half, p.rows - 1)];
+        }
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) sums[m][n][c] = 0;
+      }
+      auto& added = kGrouped ? sums : total;
       uint4 x[kVectors][kTiles];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v)
@@ -257,11 +306,19 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
               for (int k = 0; k < 4; k += 2) {
                 const auto &low = pairs[2 * m], &high = pairs[2 * m + 1];
                 const uint32_t a[4] = {low[k], high[k], low[k + 1], high[k + 1]};
-                multiply<__half>(total[m][n], a, b[k], b[k + 1]);
+                multiply<__half>(added[m][n], a, b[k], b[k + 1]);
               }
           }
         }
       }
+      if constexpr (kGrouped)
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+              total[m][n][c] = fmaf(sums[m][n][c], of_weight[m][c / 2] * of_x[n][c % 2], total[m][n][c]);
       copy_chunk();
     }
     if (turn > 0) __syncthreads();  // partial may still be read
@@ -282,14 +339,16 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
 // What a block has of shared memory beside its partial sums.
 template <int kWarps, int kM, bool kRounds>
 size_t shared_of(const GemvParams& p) {
-  return kRing<kWarps, kM> + (kRounds ? static_cast<size_t>(p.rows) * (p.in + kPad) : 0);
+  if (!kRounds) return kRing<kWarps, kM>;
+  const size_t scales = p.grouped ? p.in / kBlock * kRoundedRows * sizeof(float) : 0;
+  return kRing<kWarps, kM> + static_cast<size_t>(p.rows) * (p.in + kPad) + scales;
 }
 
 // As many blocks as are resident at once.
-template <typename T, int kWarps, int kM, int kTiles, bool kRounds = false>
-cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
+template <typename T, int kWarps, int kM, int kTiles, bool kRounds, bool kGrouped>
+cudaError_t run_groups(const GemvParams& p, cudaStream_t stream) {
   const size_t shared = shared_of<kWarps, kM, kRounds>(p);
-  const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kRounds>;
+  const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kRounds, kGrouped>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
@@ -299,6 +358,12 @@ cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
   const int tiles = static_cast<int>(blocks_for(p.out, (p.gated ? 8 : 16) * kM));
   const int resident = std::max(blocks, 1) * static_cast<int>(multiprocessors());
   return launch(kernel, std::min(tiles, resident), kWarps * 32, shared, stream, p);
+}
+
+template <typename T, int kWarps, int kM, int kTiles, bool kRounds = false>
+cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
+  return p.grouped ? run_groups<T, kWarps, kM, kTiles, kRounds, true>(p, stream)
+                   : run_groups<T, kWarps, kM, kTiles, kRounds, false>(p, stream);
 }
 
 // Two tiles at once where there are enough for all multiprocessors, and room for their sums.
@@ -328,16 +393,22 @@ cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
 
 }  // namespace
 
+// Whether its scales are for whole rows, or of blocks that a tile's rows share.
+static bool has_scales(const GemvParams& p) {
+  return p.grouped ? p.packing.blocks != nullptr && p.in % kBlock == 0 && (!p.gated || p.out % 8 == 0)
+                   : p.packing.group_size == p.in;
+}
+
 bool has_rounding_gemv(const GemvParams& p) {
   const size_t shared = has_long_rows(p) ? shared_of<16, 1, true>(p) : shared_of<8, 2, true>(p), beside = 8192;
-  return p.rows <= kRoundedRows && p.in % kColumns == 0 && p.packing.codes == Codes::kFloat8 &&
-         p.packing.group_size == p.in && p.row_sums == nullptr &&
+  return p.rows <= kRoundedRows && p.in % kColumns == 0 && p.packing.codes == Codes::kFloat8 && has_scales(p) &&
+         p.row_sums == nullptr &&
          lies_at(p.norm_weight, sizeof(Vec<float, 8>)) &&
          shared + beside <= static_cast<size_t>(device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
 }
 
 cudaError_t float8_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
-  if (p.rows > kFloat8GemvRows || p.in % kColumns != 0 || p.packing.group_size != p.in) return cudaErrorInvalidValue;
+  if (p.rows > kFloat8GemvRows || p.in % kColumns != 0 || !has_scales(p)) return cudaErrorInvalidValue;
   if (p.x_scale == nullptr ? !has_rounding_gemv(p) : p.norm) return cudaErrorInvalidValue;
   if (dtype == DType::kFloat16) return run_type<__half>(p, stream);
   if (dtype == DType::kBFloat16) return run_type<__nv_bfloat16>(p, stream);

@@ -71,7 +71,7 @@ __device__ __forceinline__ void scale_output(const GemvParams& p, float& value, 
     value *= scale;
     up *= scale;
   }
-  if (p.x_scale != nullptr) {
+  if (p.x_scale != nullptr && !p.grouped) {
     value *= p.x_scale[row] * p.packing.scale[output];
     if (gated) up *= p.x_scale[row] * p.packing.scale[p.out + output];
   }

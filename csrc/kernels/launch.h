@@ -27,7 +27,12 @@ struct Packing {
   const uint8_t* zero = nullptr;     // null: 8 of kFour, 128 of kEight, unless there is a minimum
   const float* minimum = nullptr;
   int group_size = 0;
+  const float* blocks = nullptr;  // of kFloat8 in groups of kBlock: scales of kBlock rows, blocks_pitch() apart; or null
 };
+constexpr int kBlock = 128;
+__host__ __device__ constexpr int blocks_pitch(int in) { return (in / kBlock + 3) / 4 * 4; }
+// What is rounded by groups of kBlock columns has scales [in / kBlock, scale_pitch()], each a column of them.
+__host__ __device__ constexpr int scale_pitch(int rows) { return (rows + 3) / 4 * 4; }
 
 // y[t] = table[ids[t] - vocab_start] * scale + positions[position_ids[t]]; rows outside a table are zero.
 // table T [rows, hidden], or packed; positions T [position_rows, hidden] or null.
@@ -49,9 +54,10 @@ constexpr int kNormHidden = 32768;  // the longest row
 // sum = x + residual (if there is one); y = norm(sum) * weight + bias. x, residual, y, sum are
 // T [rows, hidden]; weight and bias float32 [hidden] or null; LayerNorm if centred, else RMSNorm; if plain, none.
 // Where there are groups, weight is [groups, hidden], and row r's is row r % groups.
-// Rounded: each row to FP8 (e4m3) with fixed_scale, or where that is 0 a scale of its own, max|row| / 448. y has the numbers that
-// come of it; where codes is there, it has them instead, uint8 [rows, hidden] in the order in which a packed weight's
-// columns lie, and scale, [rows] or null, what they are codes of: for 16-bit T, and hidden in a multiple of 8.
+// Rounded: each row to FP8 (e4m3) with fixed_scale, or where that is 0 a scale of its own, max|row| / 448; with rounded_group,
+// 32, 64 or 128 columns, each group with its own. y has the numbers that come of it; where codes is there, it has them
+// instead, uint8 [rows, hidden] in the order in which a packed weight's columns lie, and scale what they are codes of, [rows]
+// or null, or of groups [hidden / rounded_group, scale_pitch(rows)]: for 16-bit T, and hidden in a multiple of 8.
 struct NormParams {
   void* y;
   void* sum;
@@ -66,6 +72,7 @@ struct NormParams {
   uint8_t* codes = nullptr;
   float* scale = nullptr;
   float fixed_scale = 0;
+  int rounded_group = 0;
   int groups = 1;
   // Where a row is `groups` rows of another tensor's, activation(gate) [rows / groups, groups * hidden] T, in rows that are
   // gate_pitch apart: what y, or with gate_first x, is multiplied by. None, silu or sigmoid; not rounded.
@@ -98,6 +105,7 @@ struct GemvParams {
   Packing packing = {};
   const float* x_scale = nullptr;  // [rows] of x in FP8
   float fixed_scale = 0;           // of what is rounded here, or 0: each row's own
+  bool grouped = false;            // x_scale, or what is rounded here, is of groups of kBlock columns
   float y_inverse = 0;             // one over the scale of y in FP8, or 0: it is T
 };
 cudaError_t gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
@@ -114,7 +122,7 @@ bool has_integer_gemv(const GemvParams& params);
 cudaError_t integer_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // The same of a weight in FP8 with a scale for each row, and of x in FP8 as `norm` makes it: codes [rows, in] and x_scale; `in`
 // in a multiple of 64, compute capability 8.9 or more. Without x_scale, where has_rounding_gemv(), of x in T: it makes
-// codes and scales itself, of rows that are normed first with `norm`.
+// codes and scales itself, of rows that are normed first with `norm`. `grouped`: of a weight in blocks, and of x in groups.
 constexpr int kFloat8GemvRows = 32;
 bool has_rounding_gemv(const GemvParams& params);
 cudaError_t float8_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);

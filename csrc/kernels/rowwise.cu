@@ -171,12 +171,22 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       measured = block_sum_and_max<kThreads>(0, biased, pairs);
       scale = 1;
     }
-    const float step = p.fixed_scale > 0 ? p.fixed_scale : fmaxf(measured.y * scale / kFloat8Most, kLeastScale);
-    const float inverse = scale / step;
-    if (p.scale != nullptr && thread == 0) p.scale[row] = step;
+    auto step_of = [&](float most) { return fmaxf(most * scale / kFloat8Most, kLeastScale); };
+    float step = p.fixed_scale > 0 ? p.fixed_scale : step_of(measured.y), inverse = scale / step;
+    if (p.scale != nullptr && p.rounded_group == 0 && thread == 0) p.scale[row] = step;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int i = (turn * kThreads + thread) * kWidth;
+      if (p.rounded_group > 0) {  // the work of threads side by side
+        float most = 0;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) most = fmaxf(most, fabsf(value[turn][k]));
+        for (int mask = 1; mask < p.rounded_group / kWidth; mask *= 2)
+          most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+        step = step_of(most), inverse = scale / step;
+        if (p.scale != nullptr && i < p.hidden && i % p.rounded_group == 0)
+          p.scale[i / p.rounded_group * scale_pitch(p.rows) + row] = step;
+      }
       if (i >= p.hidden) continue;
       Vec<T, kWidth> numbers;
       Vec<uint8_t, kWidth> codes;
@@ -393,6 +403,9 @@ cudaError_t norm(DType dtype, const NormParams& p, cudaStream_t stream) {
           : norm_of_width<T, 1, of.value>(p, stream);
     };
     if (p.codes != nullptr && (kVec<T> != 8 || p.hidden % 8 != 0)) return cudaErrorInvalidValue;
+    const int group = p.rounded_group;
+    if (group != 0 && (group < 32 || group > kBlock || (group & (group - 1)) != 0 || p.hidden % group != 0))
+      return cudaErrorInvalidValue;
     if (p.gate != nullptr) {
       if (p.rounded) return cudaErrorInvalidValue;
       return run(std::integral_constant<NormOf, NormOf::kGated>());

@@ -176,7 +176,8 @@ class Op:
         if not self.quantized or not fields["weight_dtype"]:
             return frozenset()
         return frozenset({name for role in self.quantized
-                          for name in (role.weight, role.scale, role.zero, role.minimum) if name})
+                          for name in (role.weight, role.scale, role.zero, role.minimum,
+                                       role.blocks) if name})
 
     def made_dtypes(self, fields: Fields) -> Mapping[str, str]:
         """The outputs that have a dtype of their own, where `fields` are these."""

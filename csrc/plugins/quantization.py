@@ -21,14 +21,19 @@ the scale and the zero of its group, or code · scale + minimum. How it lies in 
                    of uint8: uint8 [out, in / group_size].
     weight_min     of uint4 and uint8: float32 [out, in / group_size], in place of zeros. GGUF has
                    such weights. A kernel adds the minimum times the sum of x's group.
+    weight_blocks  of float8_e4m3fn in groups of 128: the same scales of blocks of 128 rows again,
+                   float32 [ceil(out / 128), groups], the groups padded to whole fours. For
+                   kernels that multiply whole blocks; others go by weight_scale.
 
 Activations may be rounded too, by the field `activation_dtype`:
 
     ""             x is multiplied as it is.
     float8_e4m3fn  with a weight of that dtype: each row of what is multiplied (of NormGemm behind
                    its norm) becomes numbers of float8_e4m3fn times a scale: `activation_scale`, or
-                   where that is 0 the largest of the row over 448. However many rows there are,
-                   and whatever multiplies them. Beyond 448 times the scale they are that.
+                   where that is 0 the largest of the row over 448; with an
+                   `activation_group_size`, which is the weight's group_size, the largest of each
+                   group of a row. However many rows there are, and whatever multiplies them.
+                   Beyond 448 times the scale they are that.
 
 A scale for a whole row is a group_size of `in`. Blocks of 128 × 128 are groups of 128 whose scales
 are repeated down the rows. This is also what com.microsoft.MatMulNBits reads, as it lies.
@@ -63,7 +68,8 @@ FLOAT8 = "float8_e4m3fn"
 FLOAT8_MOST = 448.0
 _LEAST_SCALE = 1e-30  # of activations; that of rows of zeros
 _FIELDS = {"weight_dtype": "", "group_size": 0, "in_features": 0, "out_features": 0}
-_ROUNDING_FIELDS = {"activation_dtype": "", "activation_scale": 0.0}
+_ROUNDING_FIELDS = {"activation_dtype": "", "activation_scale": 0.0, "activation_group_size": 0}
+BLOCK = 128  # rows, and columns, of weight_blocks
 ROUNDED_UNIT = 8  # columns of codes that kernels write at once
 _KERNEL_BLOCKS = (256, 128, 64, 32, 16)  # of MatMulNBits on a CPU
 _INT8_DOT_PRODUCTS = 4  # of MatMulNBits's accuracy levels
@@ -77,7 +83,8 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
     `activations`; and where it `takes_rounded`, x may come in float8_e4m3fn, as the field `x_dtype`
     then says, numbers that are to be multiplied by `activation_scale`.
     """
-    role = Quantized(weight, row_sums=row_sums, rounds=rounds)
+    role = Quantized(weight, row_sums=row_sums, rounds=rounds,
+                     blocks="weight_blocks" if rounds else "")
 
     def dims(fields: Fields, present: frozenset[str]) -> Mapping[str, Shape]:
         assert op.dims is not None and op.samples is not None and op.reference is not None
@@ -86,14 +93,18 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
         rows, columns = known[weight]
         if not fields["weight_dtype"]:
             return {**known, role.scale: (rows, "groups"), role.zero: (rows, "zeros"),
-                    role.minimum: (rows, "groups")}
+                    role.minimum: (rows, "groups"), **blocks_of("blocks", "block_groups")}
         per_byte, groups = _per_byte(fields), fields["in_features"] // fields["group_size"]
         known = {name: tuple(fields["in_features"] if dim == columns else dim for dim in shape)
                  for name, shape in known.items()}
         packed = -(-groups // per_byte)
         return {**known, weight: (rows, fields["in_features"] // per_byte),
                 role.scale: (rows, groups), role.zero: (rows, packed),
-                role.minimum: (rows, groups)}
+                role.minimum: (rows, groups),
+                **blocks_of(*blocks_shape(fields["out_features"], groups))}
+
+    def blocks_of(*shape: int | str) -> dict[str, Shape]:
+        return {role.blocks: shape} if role.blocks else {}
 
     def shapes(given: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
         if not fields["weight_dtype"]:
@@ -128,17 +139,28 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
             if takes_rounded:
                 made.append(Sample({**made[-1].fields, "x_dtype": FLOAT8},
                                    {**sample.inputs, "x": _over(sample.inputs["x"], 0.0037137)}))
+        for size, brings in ((48, ""), (BLOCK, "blocks")) if rounds else ():
+            sample = _quantized_sample(rng, plain[size % len(plain)], weight, FLOAT8, size, brings)
+            made.append(Sample({**sample.fields, "activation_dtype": FLOAT8,
+                                "activation_group_size": size}, sample.inputs))
         return made
 
     return dataclasses.replace(
-        op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?", f"{role.minimum}?"),
+        op, inputs=(*op.inputs, f"{role.scale}?", f"{role.zero}?", f"{role.minimum}?",
+                    *([f"{role.blocks}?"] if role.blocks else ())),
         fields={**op.fields, **_FIELDS, **(_ROUNDING_FIELDS if rounds else {}),
                 **({"x_dtype": ""} if takes_rounded else {})},
         choices={**op.choices, "weight_dtype": ("", *LINEAR_DTYPES),
                  **({"activation_dtype": ("", FLOAT8)} if rounds else {}),
                  **({"x_dtype": ("", FLOAT8)} if takes_rounded else {})},
-        float32_inputs=op.float32_inputs | {role.scale, role.minimum}, quantized=(role,),
+        float32_inputs=op.float32_inputs | {role.scale, role.minimum} | {*blocks_of()},
+        quantized=(role,),
         dims=dims, shapes=shapes, reference=reference, samples=samples)
+
+
+def blocks_shape(out: int, groups: int) -> tuple[int, int]:
+    """Of weight_blocks."""
+    return -(-out // BLOCK), -(-groups // 4) * 4
 
 
 def _per_byte(fields: Fields) -> int:
@@ -164,6 +186,13 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     if scale < 0 or (scale and not fields["activation_dtype"]):
         raise ValueError(f"{op.name} takes an activation_scale above 0 with an activation_dtype, "
                          f"not {scale} with {fields['activation_dtype']!r}")
+    if "weight_blocks" in present and (dtype, size) != (FLOAT8, BLOCK):
+        raise ValueError(f"{op.name} takes weight_blocks with weight_dtype {FLOAT8} in groups of "
+                         f"{BLOCK} only")
+    own = fields.get("activation_group_size", 0)
+    if own and (own != size or not fields["activation_dtype"] or scale):
+        raise ValueError(f"{op.name} takes an activation_group_size that is the weight's, with an "
+                         f"activation_dtype and no activation_scale, not {own}")
     if fields.get("x_dtype") and not scale:
         raise ValueError(f"{op.name} takes an x_dtype with an activation_scale above 0")
 
@@ -173,10 +202,12 @@ def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
     x = x.astype(np.float64)
     if not fields["activation_dtype"]:
         return x
+    size = fields["activation_group_size"] or x.shape[-1]
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // max(size, 1), size)
     scale = fields["activation_scale"] or \
-        np.maximum(np.abs(x).max(-1, keepdims=True, initial=0) / FLOAT8_MOST, _LEAST_SCALE)
-    numbers: np.ndarray = (x if fields.get("x_dtype") else _over(x, scale)) * scale
-    return numbers
+        np.maximum(np.abs(groups).max(-1, keepdims=True, initial=0) / FLOAT8_MOST, _LEAST_SCALE)
+    numbers: np.ndarray = (groups if fields.get("x_dtype") else _over(groups, scale)) * scale
+    return numbers.reshape(x.shape)
 
 
 def _over(x: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
@@ -354,6 +385,12 @@ def _rounded(fields: Fields, x: str) -> tuple[list[str], str]:
     if fields.get("x_dtype"):
         return [f"x_scale = Constant<value_floats=[{fields['activation_scale']!r}]>()",
                 f"x_numbers = Cast<to=1>({x})", "x_rounded = Mul(x_numbers, x_scale)"], "x_rounded"
+    size, before, behind, rounded = fields["activation_group_size"], [], [], "x_rounded"
+    if size:
+        before = [f"x_each = Constant<value_ints=[-1, {size}]>()",
+                  f"x_groups = Reshape({x}, x_each)"]
+        behind = [f"x_shape = Shape({x})", "x_whole = Reshape(x_rounded, x_shape)"]
+        x, rounded = "x_groups", "x_whole"
     scale = [f"x_scale = Constant<value_floats=[{fields['activation_scale']!r}]>()"] \
         if fields["activation_scale"] else [
             f"x_most = Constant<value_floats=[{FLOAT8_MOST}]>()",
@@ -361,9 +398,9 @@ def _rounded(fields: Fields, x: str) -> tuple[list[str], str]:
             "x_last = Constant<value_ints=[-1]>()",
             f"x_sizes = Abs({x})", "x_largest = ReduceMax<keepdims=1>(x_sizes, x_last)",
             "x_steps = Div(x_largest, x_most)", "x_scale = Max(x_steps, x_least)"]
-    return [*scale, f"x_scaled = Div({x}, x_scale)",
+    return [*before, *scale, f"x_scaled = Div({x}, x_scale)",
             "x_codes = Cast<to=17>(x_scaled)", "x_numbers = Cast<to=1>(x_codes)",
-            "x_rounded = Mul(x_numbers, x_scale)"], "x_rounded"
+            "x_rounded = Mul(x_numbers, x_scale)", *behind], rounded
 
 
 def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") -> str:
@@ -429,7 +466,7 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
     """A sample with a weight of random codes in place of its own. x is a number of 64ths with one
     of 127 in each block of 16, so that a body may round it to 8 bits.
     """
-    bits, width = CODES[dtype][0], 96
+    bits, width = CODES[dtype][0], 3 * BLOCK if brings == "blocks" else 96
     height = plain.inputs[weight].shape[0]
     groups = width // group_size
     fields = {**plain.fields, "weight_dtype": dtype, "group_size": group_size,
@@ -443,6 +480,10 @@ def _quantized_sample(rng: np.random.Generator, plain: Sample, weight: str, dtyp
     if brings == "zero":
         inputs["weight_zero"] = pack(
             rng.integers(0, 2 ** bits, (height, groups), dtype=np.uint8), bits)
+    elif brings == "blocks":
+        inputs["weight_scale"] = inputs["weight_scale"][::BLOCK].repeat(BLOCK, 0)[:height]
+        blocks = inputs["weight_blocks"] = np.zeros(blocks_shape(height, groups), np.float32)
+        blocks[:, :groups] = inputs["weight_scale"][::BLOCK]
     elif brings == "min":
         inputs["weight_min"] = rng.uniform(-0.3, 0.1, (height, groups)).astype(np.float32)
     for name, array in plain.inputs.items():

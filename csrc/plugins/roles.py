@@ -185,6 +185,7 @@ class Quantized:
         scale: the input of its groups' scales.
         zero: the input of its groups' zeros.
         minimum: the input of its groups' minima, in place of zeros; "": it has none.
+        blocks: the input of the scales of its blocks, once more; "": it has none.
         row_sums: the input of the sums of its rows, as numbers; "": there is none.
         rounds: whether the field `activation_dtype` may have what the weight multiplies rounded.
     """
@@ -193,6 +194,7 @@ class Quantized:
     scale: str = "weight_scale"
     zero: str = "weight_zero"
     minimum: str = "weight_min"
+    blocks: str = ""
     row_sums: str = ""
     rounds: bool = False
 

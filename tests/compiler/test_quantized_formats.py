@@ -368,13 +368,13 @@ def test_numbers_are_bit_for_bit_the_format_s(kind, plain_hf, tmp_path):
     assert any("are read as float32" in note for note in found.notes) == (FORMATS[kind][1] == "")
 
 
-def transformers_logits(plain, truth, activations=False, scales=None):
+def transformers_logits(plain, truth, activations=False, scales=None, group=0):
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     state = model.state_dict()
     state.update({name: torch.tensor(array.astype(np.float32)) for name, array in truth.items()})
     model.load_state_dict(state)
     if activations:
-        families.round_tokens(model, scales)
+        families.round_tokens(model, scales, group)
     return families.reference_logits(model, TOKENS)
 
 
@@ -494,6 +494,72 @@ def test_tokens_are_rounded_where_a_checkpoint_says_that_each_is_as_it_comes(
     if target == "cuda":
         found, = (report.matches for report in manifest.passes if report.name == "norm_gemm")
         assert found == {"norm-gemm": 5}
+
+
+GROUPED = dict(num_bits=8, type="float", strategy="group", group_size=32, dynamic=True)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("kind", [
+    float8("block", "weight_scale_inv", dict(quant_method="fp8", weight_block_size=[32, 32],
+                                             activation_scheme="dynamic"), side=32),
+    float8("block", side=32, activations=GROUPED)], ids=["transformers", "compressed-tensors"])
+def test_groups_are_rounded_where_a_checkpoint_says_so_and_it_is_asked_for(
+        kind, tp_size, target, tmp_path):
+    plain = families.save(families.tiny_model(
+        "llama", intermediate_size=192, num_hidden_layers=2), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", kind)
+
+    def logits(case, **options):
+        said = []
+        manifest = llmc.compile(directory, case, target=target, tp_size=tp_size,
+                                progress=said.append, **options)
+        forms = manifest.chips[0].quantization.values()
+        if target == "cuda":
+            found = Interpreters(case).compute(STEP)
+        else:
+            with llmc.LLM(case) as llm:
+                found = llm.logits(TOKENS)
+        return found, {form.activation_group_size for form in forms}, " ".join(said)
+
+    found, groups, said = logits(tmp_path / "as_it_is")
+    families.assert_close(found, transformers_logits(plain, truth), 1e-5)
+    assert groups == {0} and "--quantize_activations has it so" in said
+    found, groups, said = logits(tmp_path / "rounded", quantize_activations=True)
+    families.assert_close(found, transformers_logits(plain, truth, True, group=32), FLIPPED)
+    assert groups == {32} and "--quantize_activations" not in said
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (float8("block", side=32), "no weights in blocks of FP8"),
+    (float8("block", side=32, activations={**GROUPED, "group_size": 64}), "no weights in blocks"),
+    (float8("block", side=32, activations={**GROUPED, "dynamic": False}), "no weights in blocks"),
+    ("w4a16", "no weights in blocks"), ("fp8-channel", "no weights in blocks")])
+def test_activations_that_a_checkpoint_does_not_round_are_not(kind, said, plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", kind)
+    with pytest.raises(llmc.LlmcError, match=said):
+        llmc.compile(directory, tmp_path / "case", quantize_activations=True)
+    with pytest.raises(llmc.LlmcError, match="without quantize fp8"):
+        llmc.compile(directory, tmp_path / "case", quantize_activations=True, quantize="none")
+    assert not (tmp_path / "case").exists()
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_whole_blocks_have_their_scales_once_more_where_kernels_take_them(target, tmp_path):
+    plain = families.save(families.tiny_model(
+        "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64), tmp_path / "plain")
+    kind = float8("block", "weight_scale_inv", dict(quant_method="fp8"), side=128)
+    directory, _ = write(plain, tmp_path / "hf", kind)
+    llmc.compile(directory, tmp_path / "case", target=target, quantize_activations=True)
+    weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    blocks = {name: array for name, array in weights.items() if name.endswith("_blocks")}
+    assert len(blocks) == (4 if target == "cuda" else 0)
+    for name, array in blocks.items():
+        scales = weights[name.removesuffix("_blocks") + "_scale"]
+        assert (array[:, :scales.shape[1]].repeat(128, 0)[:len(scales)] == scales).all()
+        assert not array[:, scales.shape[1]:].any() and array.shape[1] % 4 == 0
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])

@@ -21,7 +21,7 @@ from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.attention.op import _sample
 from llmc.plugins.bidirectional_attention.op import _sample as bidirectional_sample
 from llmc.plugins.cached_attention.op import _reading
-from llmc.plugins.quantization import CODES, dequantized, pack
+from llmc.plugins.quantization import BLOCK, CODES, blocks_shape, dequantized, pack
 
 # Of the reference's largest value, for one rounding of inputs and outputs to the dtype.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -409,6 +409,29 @@ def test_linear_of_activations_in_fp8_by_fixed_scales(extension, name, more, row
                                                       group, dtype):
     firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=4)]
     check(extension, *linear_of_fp8(name, rows, width, out, group, **more), dtype, firsts, FLOAT8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "out", "group"), [
+    (1, 4096, 512, 128), (2, 14336, 136, 128), (3, 896, 72, 128), (4, 2048, 4296, 128),
+    (5, 640, 192, 128), (8, 1152, 9088, 128), (16, 8320, 200, 128), (17, 1024, 64, 128),
+    (30, 384, 48, 128), (32, 2176, 4480, 128), (33, 512, 256, 128), (64, 14336, 128, 128),
+    (130, 512, 1000, 128), (256, 2048, 96, 128), (301, 1024, 264, 128), (1027, 256, 384, 128),
+    (2050, 384, 136, 128), (7, 512, 37, 128), (2, 192, 40, 64), (40, 96, 64, 32)])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm",
+                                  "NormGemm, gated", "NormGemm, RMS", "NormGemm, RMS, gated"])
+def test_linear_of_activations_in_fp8_by_groups(extension, name, rows, width, out, group, dtype):
+    """Rounded by a GEMV, or before; then by a GEMV, Hopper's kernel or cuBLASLt, of blocks; or by
+    the numbers that codes stand for.
+    """
+    op, fields, inputs = linear_of_fp8(name, rows, width, out, group, activation_group_size=group)
+    if group == BLOCK:
+        scale, groups = inputs["weight_scale"][::BLOCK], width // group
+        inputs["weight_scale"] = scale.repeat(BLOCK, 0)[:fields["out_features"]]
+        inputs["weight_blocks"] = np.zeros(blocks_shape(fields["out_features"], groups), np.float32)
+        inputs["weight_blocks"][:, :groups] = scale
+    firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=3)]
+    check(extension, op, fields, inputs, dtype, firsts, FLOAT8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

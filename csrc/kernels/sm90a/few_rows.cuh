@@ -125,7 +125,7 @@ class Outputs {
     begin_ = part.rank * share + threadIdx.x, end_ = min(p.rows * kFours, (part.rank + 1) * share);
     for_each([&](int token, int output) {
       if (p.residual != nullptr) device::bring(static_cast<const T*>(p.residual) + static_cast<int64_t>(token) * p.out + output);
-      if (p.x_scale == nullptr) return;
+      if (p.x_scale == nullptr || p.grouped) return;
       device::bring(p.x_scale + token);
 #pragma unroll
       for (int m = 0; m < kOperands; ++m) device::bring(p.packing.scale + m * p.out + output);

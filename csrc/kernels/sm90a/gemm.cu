@@ -2,6 +2,9 @@
 // from shared memory. A stage is 16 KB of the weight: 128 bytes of 64 gates and of their ups, or 256 of 64 rows. Reads the
 // weight once, and x once for each tile, from the cache.
 //
+// Grouped, 128 columns are a group of x and of the weight's blocks, whose sums are scaled before they are added to the others;
+// a tile's rows are of one block, and its ups of one.
+//
 // A norm costs nothing, as in gemv.cu: mean and deviation come from the x that is there for the products.
 #include "../hopper_gemm.cuh"
 #include "few_rows.cuh"
@@ -29,7 +32,56 @@ struct Maps {
   CUtensorMap weights, x;
 };
 
-template <typename T, typename E, int kTokens, bool kGated>
+// Sums of codes, each group's scaled: see Product for who has which.
+template <int kTokens, bool kGated>
+__device__ __forceinline__ void add_groups(const typename Stage<Float8, kTokens, kGated>::In& room, const GemvParams& p,
+                                           const Part& part, int tile, int& slot, int& parity,
+                                           float (&total)[kGated ? 2 : 1][kTokens / 2]) {
+  using S = Stage<Float8, kTokens, kGated>;
+  const int t = threadIdx.x % 4, pitch = scale_pitch(p.rows), groups = p.in / kBlock;
+  for (int stage = part.begin; stage < part.end; ++stage) {
+    float2 of_x[S::kLines][kTokens / 8];
+    float of_weight[S::kLines][S::kOperands];
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line) {
+      const int group = min(stage * S::kLines + line, groups - 1);  // beyond the last there are zeros
+#pragma unroll
+      for (int i = 0; i < kTokens / 8; ++i)
+        of_x[line][i] = *reinterpret_cast<const float2*>(p.x_scale + group * pitch + min(i * 8 + 2 * t, pitch - 2));
+#pragma unroll
+      for (int m = 0; m < S::kOperands; ++m)
+        of_weight[line][m] = __ldg(p.packing.blocks + (m * p.out + tile * kRows) / kBlock * blocks_pitch(p.in) + group);
+    }
+    room.there(slot).wait(parity);
+    const uint64_t weights = by_rows(room.stage(slot)), x = by_rows(room.stage(slot) + S::kXAt);
+    float sum[S::kLines][S::kOperands][kTokens / 2];
+    begin_products();
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line)
+#pragma unroll
+      for (int step = 0; step < kLineBytes / kStepBytes; ++step)
+#pragma unroll
+        for (int m = 0; m < S::kOperands; ++m)
+          Product<Float8, kTokens>::of_shared(sum[line][m],
+                                              weights + ((line + m) * S::kWeightBytes + step * kStepBytes) / 16,
+                                              x + (line * S::kXBytes + step * kStepBytes) / 16, step > 0);
+    end_products();
+    wait_for_products<0>();
+    if (threadIdx.x % 32 == 0) room.read(slot).arrive();
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line)
+#pragma unroll
+      for (int m = 0; m < S::kOperands; ++m)
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) {
+          const float2& pair = of_x[line][i / 4];
+          total[m][i] = fmaf(sum[line][m][i], of_weight[line][m] * (i % 2 == 0 ? pair.x : pair.y), total[m][i]);
+        }
+    if (++slot == S::In::kStages) slot = 0, parity ^= 1;
+  }
+}
+
+template <typename T, typename E, int kTokens, bool kGated, bool kGrouped>
 __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kGated>::In& room, const GemvParams& p,
                                              const Part& part) {
   using S = Stage<E, kTokens, kGated>;
@@ -45,6 +97,7 @@ __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kG
     float sum[S::kOperands][kTokens / 2] = {}, total[S::kOperands][kTokens / 2] = {};
     const bool measures = p.norm && tile == part.first;
     const Outputs<T, S::kOperands, kTokens, kMultiplying> outputs(p, part, tile);
+    if constexpr (kGrouped) add_groups<kTokens, kGated>(room, p, part, tile, slot, parity, total);
     auto add_sums = [&] {
 #pragma unroll
       for (int m = 0; m < S::kOperands; ++m)
@@ -52,7 +105,7 @@ __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kG
         for (int i = 0; i < kTokens / 2; ++i) total[m][i] += sum[m][i], sum[m][i] = 0;
     };
     int last = -1;
-    for (int stage = part.begin; stage < part.end; ++stage) {
+    for (int stage = kGrouped ? part.end : part.begin; stage < part.end; ++stage) {
       room.there(slot).wait(parity);
       const uint64_t weights = by_rows(room.stage(slot)), x = by_rows(room.stage(slot) + S::kXAt);
       begin_products();
@@ -86,8 +139,8 @@ __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kG
       if (++slot == S::In::kStages) slot = 0, parity ^= 1;
     }
     wait_for_products<0>();
-    if (thread % 32 == 0) room.read(last).arrive();
-    add_sums();
+    if (!kGrouped && thread % 32 == 0) room.read(last).arrive();
+    if (!kGrouped) add_sums();
     if (part.parts == 1) room.meet();  // sums may still be read
     if (measures) {
 #pragma unroll
@@ -111,7 +164,7 @@ __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kG
   room.leave(part.parts);
 }
 
-template <typename T, typename E, int kTokens, bool kGated>
+template <typename T, typename E, int kTokens, bool kGated, bool kGrouped>
 __global__ void __launch_bounds__(kMultiplying + 64, kResident)
     gemm_kernel(const __grid_constant__ Maps maps, GemvParams p, int tiles, int stages, int parts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -121,7 +174,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
   const Part part(tiles, stages, parts);
   room.begin();
   if (threadIdx.x < kMultiplying) {
-    multiply_all<T, E, kTokens, kGated>(room, p, part);
+    multiply_all<T, E, kTokens, kGated, kGrouped>(room, p, part);
   } else if (threadIdx.x == kMultiplying) {
     copy_all</*kOfWeight=*/true>(room, part, [&](int slot, int tile, int stage) {
       const Barrier there = room.there(slot);
@@ -145,7 +198,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
 #endif
 }
 
-template <typename T, typename E, int kTokens, bool kGated>
+template <typename T, typename E, int kTokens, bool kGated, bool kGrouped>
 cudaError_t run(const GemvParams& p, cudaStream_t stream) {
   using S = Stage<E, kTokens, kGated>;
   constexpr int kWidth = sizeof(E);
@@ -157,25 +210,26 @@ cudaError_t run(const GemvParams& p, cudaStream_t stream) {
       !map(maps.x, kType, kTurned, p.x, {in, static_cast<cuuint64_t>(p.rows)}, kWidth, {kLineBytes / kWidth, kTokens}))
     return cudaErrorInvalidValue;
   const int stages = static_cast<int>(blocks_for(p.in, S::kColumns));
-  return launch_shared<gemm_kernel<T, E, kTokens, kGated>, typename S::In>(stages, maps, p, stream);
+  return launch_shared<gemm_kernel<T, E, kTokens, kGated, kGrouped>, typename S::In>(stages, maps, p, stream);
 }
 
-template <typename T, typename E, int kTokens>
+template <typename T, typename E, int kTokens, bool kGrouped>
 cudaError_t of_rows(const GemvParams& p, cudaStream_t stream) {
-  return p.gated ? run<T, E, kTokens, true>(p, stream) : run<T, E, kTokens, false>(p, stream);
+  return p.gated ? run<T, E, kTokens, true, kGrouped>(p, stream) : run<T, E, kTokens, false, kGrouped>(p, stream);
 }
 
-template <typename T, typename E>
+template <typename T, typename E, bool kGrouped = false>
 cudaError_t of_weight(const GemvParams& p, cudaStream_t stream) {
-  return p.rows <= 8    ? of_rows<T, E, 8>(p, stream)
-         : p.rows <= 16 ? of_rows<T, E, 16>(p, stream)
-                        : of_rows<T, E, 32>(p, stream);
+  return p.rows <= 8    ? of_rows<T, E, 8, kGrouped>(p, stream)
+         : p.rows <= 16 ? of_rows<T, E, 16, kGrouped>(p, stream)
+                        : of_rows<T, E, 32, kGrouped>(p, stream);
 }
 
 template <typename T>
 cudaError_t of_type(const GemvParams& p, cudaStream_t stream) {
   if (p.packing.codes == Codes::kFour) return packed_rows_gemm<T>(p, stream);
-  return p.x_scale != nullptr ? of_weight<T, Float8>(p, stream) : of_weight<T, T>(p, stream);
+  if (p.x_scale == nullptr) return of_weight<T, T>(p, stream);
+  return p.grouped ? of_weight<T, Float8, true>(p, stream) : of_weight<T, Float8>(p, stream);
 }
 
 }  // namespace
@@ -188,7 +242,9 @@ bool has_hopper_gemm(DType dtype, const GemvParams& p) {
   switch (p.packing.codes) {
     case Codes::kNone: return p.rows <= kHopperGemmRows && p.in % 8 == 0 && p.norm_weight == nullptr;
     case Codes::kFloat8:
-      return p.rows <= kHopperGemmCodes && p.in % 16 == 0 && p.packing.group_size == p.in && p.x_scale != nullptr && !p.norm;
+      return p.rows <= kHopperGemmCodes && p.x_scale != nullptr && !p.norm &&
+             (p.grouped ? p.packing.blocks != nullptr && p.in % kBlock == 0 && (!p.gated || p.out % kRows == 0)
+                        : p.in % 16 == 0 && p.packing.group_size == p.in);
     case Codes::kFour: return has_packed_rows_gemm(p);
     default: return false;
   }

@@ -37,9 +37,10 @@ struct Gemm::Plan {
 namespace {
 
 // Which products there are, where algorithms are known by shape: of the dtype's numbers, or of FP8, scaled or not.
-enum Kind : int { kNumbers = 0, kSums = 16, kScaled = 32 };
+enum Kind : int { kNumbers = 0, kSums = 16, kScaled = 32, kOfBlocks = 48 };
 Kind kind_of(const Float8Scales* float8) {
-  return float8 == nullptr ? kNumbers : float8->x == nullptr ? kSums : kScaled;
+  if (float8 == nullptr) return kNumbers;
+  return float8->x == nullptr ? kSums : float8->of_blocks ? kOfBlocks : kScaled;
 }
 
 template <typename Attribute>
@@ -47,13 +48,17 @@ void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t name, co
   check(cublasLtMatmulDescSetAttribute(operation, name, &value, sizeof value), "a GEMM");
 }
 
-// How FP8 is multiplied: with the tensor core's own sums, as is fastest, and scales that are vectors.
-void describe_float8(cublasLtMatmulDesc_t operation, bool scaled, cudaDataType_t bias) {
-  set(operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1});
+// How FP8 is multiplied: with the tensor core's own sums, as is fastest, and scales that are vectors; or where each sum of
+// kBlock columns is scaled, in float32.
+void describe_float8(cublasLtMatmulDesc_t operation, Kind kind, cudaDataType_t bias) {
+  set(operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{kind != kOfBlocks});
   set(operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias);
-  if (!scaled) return;
-  set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
-  set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+  if (kind == kSums) return;
+  const bool blocks = kind == kOfBlocks;
+  set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
+      blocks ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+  set(operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
+      blocks ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
 }
 
 // Where a product finds what may lie elsewhere the next time.
@@ -205,7 +210,7 @@ Gemm::Plan& Gemm::plan_of(const Product& p, cudaStream_t stream) {
   check(cublasLtMatmulDescCreate(&made->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "a GEMM");
   set(made->operation, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   set(made->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-  if (p.float8 != nullptr) describe_float8(made->operation, p.float8->x != nullptr, type);
+  if (p.float8 != nullptr) describe_float8(made->operation, kind_of(p.float8), type);
   point_to(made->operation, p.bias, p.float8);
   check(cublasLtMatrixLayoutCreate(&made->weight, multiplied, p.in, p.out, p.in), "a GEMM");
   check(cublasLtMatrixLayoutCreate(&made->x, multiplied, p.in, p.rows, p.in), "a GEMM");

@@ -28,6 +28,7 @@ struct Rows {
   const float* weight = nullptr;
   const float* bias = nullptr;
   float fixed_scale = 0;  // of what is rounded; 0: a row's own
+  int rounded_group = 0;  // columns of what is rounded that have a scale of their own; 0: the row
 };
 
 // Whether the kernels for few rows can serve: 16-bit types, rows of whole 16-byte vectors.
@@ -45,6 +46,16 @@ inline int64_t gates_workspace(const Tensor& x, int64_t out, bool gated) {
 // Bytes for what becomes of rows of x before they are multiplied; and for their scales.
 inline int64_t rows_workspace(const Tensor& x) { return aligned(x.size() * width(x.dtype)); }
 inline int64_t scales_workspace(const Tensor& x) { return aligned(x.shape[0] * static_cast<int64_t>(sizeof(float))); }
+
+// The same of x whose groups have scales, and whose rows are whole fours.
+inline Tensor in_fours(const Tensor& x) {
+  Tensor more = x;
+  more.shape[0] = kernels::scale_pitch(static_cast<int>(x.shape[0]));
+  return more;
+}
+inline int64_t group_scales_workspace(const Tensor& x) {
+  return aligned(in_fours(x).size() / kernels::kBlock * static_cast<int64_t>(sizeof(float)));
+}
 
 // Rows of codes whose sums another kernel than cuBLASLt's may multiply by their scales.
 constexpr int kRescaledRows = 256;
@@ -64,6 +75,11 @@ inline int64_t linear_workspace(const Tensor& x, const Tensor& weight, const Qua
                                               kernels::packed_gemm_scratch(rows, static_cast<int>(quantized.in()))) : 0;
   const int64_t needed = gates_workspace(x, out, gated) + packed;
   if (!quantized.rounds()) return needed;
+  if (quantized.activation_group() != 0) {
+    const Tensor fours = in_fours(x);
+    const int64_t made = aligned(fours.shape[0] * out * width(x.dtype));
+    return rows_workspace(fours) + group_scales_workspace(x) + std::max(needed, made);
+  }
   const int64_t sums = std::min<int64_t>(x.shape[0], kRescaledRows) * out * static_cast<int64_t>(sizeof(float));
   return rows_workspace(x) + scales_workspace(x) + std::max(needed, sums);
 }
@@ -144,13 +160,14 @@ inline bool has_gemv(const Tensor& x, const kernels::Packing& packing) {
 }
 
 // The choices between two ways: a kernel for few rows, or one for many; of the former a GEMV, or Hopper's; a GEMV that rounds,
-// or rows that are rounded first; a packed weight as it is, or as numbers; the scales of codes by cuBLASLt, or behind it.
-enum class Choice : int64_t { kPacked = 8, kScales = 128, kFew = 256, kHopper = 1024, kRounding = 2048 };
+// or rows that are rounded first; a packed weight as it is, or as numbers; the scales of codes by cuBLASLt, or behind it;
+// codes, or the numbers that they stand for.
+enum class Choice : int64_t { kPacked = 8, kScales = 128, kFew = 256, kHopper = 1024, kRounding = 2048, kCodes = 4096 };
 
 // What a choice depends on.
 inline std::vector<int64_t> way_shape(DType dtype, const kernels::GemvParams& p, Choice choice) {
   const int64_t kind = p.gated + 2 * p.norm + 4 * (p.residual != nullptr) + static_cast<int64_t>(choice) +
-                       16 * static_cast<int64_t>(p.packing.codes) + 512 * (p.norm_weight != nullptr);
+                       16 * static_cast<int64_t>(p.packing.codes) + 512 * (p.norm_weight != nullptr) + 8192 * p.grouped;
   return {static_cast<int64_t>(dtype), p.in, p.out, kind, p.rows};
 }
 
@@ -206,6 +223,7 @@ inline void make_rows(const Tensor& x, const Rows& rows, void* y, uint8_t* codes
   p.codes = codes;
   p.scale = scale;
   p.fixed_scale = rows.fixed_scale;
+  p.rounded_group = rows.rounded_group;
   norm(x.dtype, p, "rows of activations", context.stream);
 }
 
@@ -233,16 +251,17 @@ inline void linear_of_made(const Linear& l, const Rows& rows, void* workspace, c
   linear(with_rows(l, made), static_cast<char*>(workspace) + rows_workspace(l.x), context);
 }
 
-// Whether this GPU and cuBLASLt multiply codes of FP8 with a scale for each row of both.
-inline bool can_multiply_codes(const Linear& l) {
+// Whether this GPU and cuBLASLt multiply codes of FP8, with a scale for each row of both, or of groups and blocks.
+inline bool can_multiply_codes(const Linear& l, bool grouped = false) {
   static const int major = [] {  // all of a process's devices are alike
     int device = 0, found = 0;
     check(cudaGetDevice(&device), "asking for the device");
     check(cudaDeviceGetAttribute(&found, cudaDevAttrComputeCapabilityMajor, device), "asking for the compute capability");
     return found;
   }();
-  return major == 9 && l.x.dtype != DType::kFloat32 && l.packing.group_size == l.x.shape[1] && l.x.shape[1] % 16 == 0 &&
-         l.out % 8 == 0;
+  const bool has_scales = grouped ? l.packing.blocks != nullptr
+                                  : l.packing.group_size == l.x.shape[1] && l.x.shape[1] % 16 == 0;
+  return major == 9 && l.x.dtype != DType::kFloat32 && has_scales && l.out % 8 == 0;
 }
 
 // By cuBLASLt of codes and their scales; false where it has no such product. It has few kernels that multiply by scales, and
@@ -277,14 +296,38 @@ inline bool codes_gemm(const Linear& l, const uint8_t* codes, const float* scale
   return true;
 }
 
+// The same of codes whose groups have scales, and of a weight in blocks. It takes whole fours of rows, so of others y is made
+// elsewhere, and a residual added to it afterwards.
+inline bool blocks_gemm(const Linear& l, const uint8_t* codes, const float* scale, void* workspace, const Context& context) {
+  const kernels::GemvParams p = gemv_params(l);
+  const Float8Scales scales{scale, p.packing.blocks, true};
+  const int rows = kernels::scale_pitch(p.rows);
+  const bool elsewhere = l.gated || rows != p.rows;
+  const Product product{l.x.dtype, elsewhere ? workspace : p.y, codes, p.weight, p.bias, elsewhere ? nullptr : p.residual, rows,
+                        p.in, l.out, l.gated ? Activation::kNone : l.activation, &scales};
+  if (!context.gemm->has(product, context.stream)) return false;
+  const bool activated = context.gemm->run(product, context.stream);
+  if (l.gated) {
+    gate_halves(l, workspace, context);
+    return true;
+  }
+  if (!activated) check(kernels::activate(l.x.dtype, product.y, l.y.size(), l.activation, context.stream), "an activation");
+  if (elsewhere)
+    check(kernels::elementwise(l.x.dtype, kernels::Elementwise::kAdd, p.y, {{workspace, p.residual}, {}}, l.y.size(), l.out,
+                               context.stream), "rows of y");
+  return true;
+}
+
 // Of codes and their scales: by kernels for few rows, or by cuBLASLt, or `otherwise` where it has no such product.
-inline void linear_of_codes(const Linear& l, const uint8_t* codes, const float* scale, void* workspace, const Context& context,
-                            const Gemm::Way& otherwise) {
+inline void linear_of_codes(const Linear& l, const uint8_t* codes, const float* scale, bool grouped, void* workspace,
+                            const Context& context, const Gemm::Way& otherwise) {
   kernels::GemvParams p = gemv_params(l);
   p.x = codes;
   p.x_scale = scale;
+  p.grouped = grouped;
   choose_few(l.x.dtype, p, l.x.shape[0] <= kernels::kFloat8GemvRows && l.x.shape[1] % 64 == 0, context, [&] {
-    if (!codes_gemm(l, codes, scale, workspace, context)) otherwise();
+    const auto gemm = grouped ? blocks_gemm : codes_gemm;
+    if (!gemm(l, codes, scale, workspace, context)) otherwise();
   });
 }
 
@@ -292,19 +335,24 @@ inline void linear_of_codes(const Linear& l, const uint8_t* codes, const float* 
 // itself, where it can: for one and two rows of 576 to 14,336 columns and 512 to 8,192 outputs that took less time than the
 // norm's kernel and another GEMV, or 1 % more, and so did a Llama's step for up to four rows (on an H100).
 inline void linear_of_rounded(const Linear& l, const Rows& rows, void* workspace, const Context& context) {
-  if (!can_multiply_codes(l)) return linear_of_made(l, rows, workspace, context);
+  const bool grouped = rows.rounded_group != 0;
+  const auto of_numbers = [&] { linear_of_made(l, rows, workspace, context); };
+  if (!can_multiply_codes(l, grouped)) return of_numbers();
   auto* codes = static_cast<uint8_t*>(workspace);
-  auto* scale = reinterpret_cast<float*>(codes + rows_workspace(l.x));
-  void* rest = codes + rows_workspace(l.x) + scales_workspace(l.x);
+  auto* scale = reinterpret_cast<float*>(codes + rows_workspace(grouped ? in_fours(l.x) : l.x));
+  void* rest = reinterpret_cast<char*>(scale) + (grouped ? group_scales_workspace(l.x) : scales_workspace(l.x));
   kernels::GemvParams p = gemv_params(l);
   p.norm = rows.normed;
   p.epsilon = rows.epsilon;
   p.norm_weight = rows.weight;
   p.fixed_scale = rows.fixed_scale;
+  p.grouped = grouped;
   const auto of_made = [&] {
     make_rows(l.x, rows, nullptr, codes, scale, context);
-    linear_of_codes(l, codes, scale, rest, context, [&] { linear_of_made(l, rows, workspace, context); });
+    linear_of_codes(l, codes, scale, grouped, rest, context, of_numbers);
   };
+  if (grouped && p.rows > kernels::kFloat8GemvRows && p.rows <= kernels::kPackedGemmRows)
+    return context.gemm->choose(way_shape(l.x.dtype, p, Choice::kCodes), context.stream, of_made, of_numbers);
   if (rows.centred || rows.bias != nullptr || !kernels::has_rounding_gemv(p)) return of_made();
   context.gemm->choose(way_shape(l.x.dtype, p, Choice::kRounding), context.stream, [&] {
     check(kernels::float8_gemv(l.x.dtype, p, context.stream), "a GEMV of FP8");
@@ -325,7 +373,7 @@ inline void linear_of_given(const Linear& l, float scale, void* workspace, const
     linear(with_rows(l, numbers), static_cast<char*>(workspace) + rows_workspace(l.x), context);
   };
   if (!can_multiply_codes(l)) return of_numbers();
-  linear_of_codes(l, codes, scales, static_cast<char*>(workspace) + rows_workspace(l.x), context, of_numbers);
+  linear_of_codes(l, codes, scales, false, static_cast<char*>(workspace) + rows_workspace(l.x), context, of_numbers);
 }
 
 // Of x as it is, or rounded where the op says so, or before it.
@@ -339,6 +387,7 @@ inline void linear(const Linear& l, const Quantized& quantized, void* workspace,
   Rows rows;
   rows.rounded = true;
   rows.fixed_scale = quantized.activation_scale();
+  rows.rounded_group = quantized.activation_group();
   linear_of_rounded(l, rows, workspace, context);
 }
 

@@ -88,14 +88,17 @@ void expect(const std::string& what, const Dims& given, const Dims& wanted);
 // Likewise where a dimension is known to be smaller than another.
 void expect_at_least(const std::string& what, const Dim& given, const Dim& wanted);
 
-// What a GEMM of FP8 codes multiplies its sums by, float32: a scale for each row of x, and of the weight; or nothing.
+// What a GEMM of FP8 codes multiplies its sums by, float32: a scale for each row of x, and of the weight; or for each group
+// of kBlock columns of x, and block of the weight; or nothing.
 struct Float8Scales {
   const float* x = nullptr;
   const float* weight = nullptr;
+  bool of_blocks = false;
 };
 
 // y [rows, out] = act(x [rows, in] · weight [out, in]ᵀ + bias) + residual. With `float8`, x and weight are codes of FP8
-// (e4m3) and y is their scaled product: on GPUs of compute capability 9, `in` a multiple of 16, `out` of 8.
+// (e4m3) and y is their scaled product: on GPUs of compute capability 9, `in` a multiple of 16, `out` of 8, and of blocks the
+// rows of 4.
 struct Product {
   DType dtype;
   void* y;

@@ -22,6 +22,11 @@ Quantized::Quantized(const Fields& fields, size_t first)
   if (fields.count("activation_scale") != 0) activation_scale_ = real(fields, "activation_scale");
   if (activation_scale_ < 0 || (activation_scale_ > 0 && !rounds_))
     throw Error("activation_scale is above 0 and with an activation_dtype, or 0");
+  if (fields.count("activation_group_size") != 0) activation_group_ = integer(fields, "activation_group_size");
+  if (activation_group_ != 0 && (activation_group_ != packing_.group_size || !rounds_ || activation_scale_ > 0))
+    throw Error("an activation_group_size is that of the weight, with an activation_dtype and without an activation_scale");
+  if (activation_group_ != 0 && activation_group_ != 32 && activation_group_ != 64 && activation_group_ != kernels::kBlock)
+    throw Error("activations are rounded in groups of 32, 64 or 128, not of " + std::to_string(activation_group_));
   if (fields.count("x_dtype") != 0 && !std::get<std::string>(fields.at("x_dtype")).empty() && activation_scale_ == 0)
     throw Error("x of an x_dtype needs an activation_scale");
   if (rounds_ && in_ > kernels::kNormHidden)
@@ -45,6 +50,11 @@ Dims Quantized::matrix(const std::vector<Dims>& in, size_t weight) const {
   expect("weight_scale", *scale, {out_, groups});
   if (zero != nullptr) expect("weight_zero", *zero, {out_, (groups + per_byte - 1) / per_byte});
   if (minimum != nullptr) expect("weight_min", *minimum, {out_, groups});
+  if (const Dims* blocks = optional(in, first_ + 3)) {
+    if (packing_.codes != kernels::Codes::kFloat8 || packing_.group_size != kernels::kBlock)
+      throw Error("an op takes weight_blocks with weight_dtype float8_e4m3fn in groups of 128 only");
+    expect("weight_blocks", *blocks, {(out_ + kernels::kBlock - 1) / kernels::kBlock, kernels::blocks_pitch(in_)});
+  }
   return {out_, in_};
 }
 
@@ -54,6 +64,7 @@ kernels::Packing Quantized::packing(const std::vector<Tensor>& in) const {
   made.scale = static_cast<const float*>(in[first_].data);
   if (const Tensor* zero = optional(in, first_ + 1)) made.zero = static_cast<const uint8_t*>(zero->data);
   if (const Tensor* minimum = optional(in, first_ + 2)) made.minimum = static_cast<const float*>(minimum->data);
+  if (const Tensor* blocks = optional(in, first_ + 3)) made.blocks = static_cast<const float*>(blocks->data);
   return made;
 }
 

@@ -18,9 +18,15 @@ inline Fields quantizable_fields(Fields fields) {
 }
 
 // Those of an op whose rows of x may be rounded, too; and may come so, "x: x_dtype".
+inline std::vector<Port> rounding_ports(std::vector<Port> ports) {
+  ports = quantizable_ports(std::move(ports));
+  ports.emplace_back("weight_blocks?: float32");
+  return ports;
+}
 inline Fields rounding_fields(Fields fields) {
   fields["activation_dtype"] = std::string("");
   fields["activation_scale"] = 0.0;
+  fields["activation_group_size"] = int64_t{0};
   return quantizable_fields(std::move(fields));
 }
 inline Fields taking_fields(Fields fields) {
@@ -41,8 +47,10 @@ class Quantized {
   void prepare(const std::vector<Tensor>& in, size_t weight, std::set<const void*>& done, cudaStream_t stream) const;
   int out() const { return out_; }
   int in() const { return in_; }
-  // Whether rows of x are rounded to FP8, here or before, with activation_scale(), or where that is 0 a scale each.
+  // Whether rows of x are rounded to FP8, here or before, with activation_scale(), or where that is 0 a scale each, or for
+  // each of their groups of activation_group() columns.
   bool rounds() const { return rounds_; }
+  int activation_group() const { return activation_group_; }
   float activation_scale() const { return activation_scale_; }
   // Rows of the weight, whatever its form.
   int rows(const Tensor& weight) const { return *this ? out_ : static_cast<int>(weight.shape[0]); }
@@ -54,6 +62,7 @@ class Quantized {
   size_t first_;
   bool rounds_ = false;
   float activation_scale_ = 0;
+  int activation_group_ = 0;
 };
 
 }  // namespace llmc

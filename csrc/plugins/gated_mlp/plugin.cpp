@@ -34,7 +34,7 @@ class GatedMLP : public Plugin {
 }  // namespace
 
 void register_gated_mlp() {
-  register_plugin({"GatedMLP", 1, quantizable_ports({"x", "weight: weight_dtype", "bias?"}), {"y: out_scale"},
+  register_plugin({"GatedMLP", 1, rounding_ports({"x", "weight: weight_dtype", "bias?"}), {"y: out_scale"},
                    rounding_fields({{"activation", std::string("silu")}, {"out_scale", 0.0}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GatedMLP>(fields);

@@ -33,7 +33,7 @@ class GemmBiasAct : public Plugin {
 }  // namespace
 
 void register_gemm_bias_act() {
-  register_plugin({"GemmBiasAct", 1, quantizable_ports({"x: x_dtype", "weight: weight_dtype", "bias?"}), {"y"},
+  register_plugin({"GemmBiasAct", 1, rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?"}), {"y"},
                    taking_fields({{"activation", std::string("none")}}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GemmBiasAct>(fields);

@@ -32,7 +32,7 @@ class GemmBiasRes : public Plugin {
 }  // namespace
 
 void register_gemm_bias_res() {
-  register_plugin({"GemmBiasRes", 1, quantizable_ports({"x: x_dtype", "weight: weight_dtype", "bias?", "residual?"}), {"y"},
+  register_plugin({"GemmBiasRes", 1, rounding_ports({"x: x_dtype", "weight: weight_dtype", "bias?", "residual?"}), {"y"},
                    taking_fields({}), {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<GemmBiasRes>(fields);

@@ -39,7 +39,7 @@ class NormGemm : public Plugin {
     const Linear whole{x, in[1], packing, quantized_.rows(in[1]), optional(in, 2), nullptr, out[0], activation_, gated_,
                        out_inverse_};
     const Rows rows{true, centred_, quantized_.rounds(), epsilon_, floats(optional(in, 4)), floats(optional(in, 5)),
-                    quantized_.activation_scale()};
+                    quantized_.activation_scale(), quantized_.activation_group()};
     if (rows.rounded) return linear_of_rounded(whole, rows, workspace, context);
     kernels::GemvParams p = gemv_params(whole);
     p.norm = true;
@@ -68,7 +68,7 @@ class NormGemm : public Plugin {
 }  // namespace
 
 void register_norm_gemm() {
-  register_plugin({"NormGemm", 2, quantizable_ports({"x", "weight: weight_dtype", "bias?", "row_sums?: float32",
+  register_plugin({"NormGemm", 2, rounding_ports({"x", "weight: weight_dtype", "bias?", "row_sums?: float32",
                                                    "norm_weight?: float32", "norm_bias?: float32"}), {"y: out_scale"},
                    rounding_fields({{"centred", int64_t{0}}, {"epsilon", 1e-6}, {"activation", std::string("none")},
                                    {"gated", int64_t{0}}, {"out_scale", 0.0}}), {},
