@@ -1,8 +1,8 @@
 """One layer's experts on one GPU, in bfloat16: microseconds by the kernels for few tokens, by those
 for many, by torch's grouped GEMM between a sort and a sum, as transformers has it; and by llmc's
-kernels for few and for many of weights in int4 and MXFP4.
+kernels for few and for many of weights in fewer bits, in --forms.
 
-    python bench/experts_gpu.py
+    python bench/experts_gpu.py [--forms int4,mxfp4] [--shapes Qwen3-30B-A3B,…]
 
 Each is a mean of launches in a row, torch's in a CUDA graph; tokens choose their experts at random.
 The limit is the weights that were chosen, read at COPY bytes per second, or the operations at RATE.
@@ -10,6 +10,7 @@ The limit is the weights that were chosen, read at COPY bytes per second, or the
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import bench_model
 import torch
 
+from llmc.plugins.quantization import CODES
 from llmc.runtime.engines.cuda import extension
 
 # num_experts, top_k, hidden, inner
@@ -47,8 +49,11 @@ def packed(dtype: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor],
     """Random codes in place of weights, their scales, and the fields that say what they are."""
     hidden, inner = (weight.shape[-1] for weight in weights)
     size = 32 if dtype == "mxfp4" else math.gcd(hidden, inner, 128)
-    made = [torch.randint(0, 256, (*weight.shape[:2], weight.shape[2] // 2), dtype=torch.uint8,
-                          device="cuda") for weight in weights]
+    per_byte = 8 // CODES[dtype][0]
+    made = [torch.randint(0, 256, (*weight.shape[:2], weight.shape[2] // per_byte),
+                          dtype=torch.uint8, device="cuda") for weight in weights]
+    if dtype == "float8_e4m3fn":
+        made = [codes & 0xBF for codes in made]  # none is a NaN
     for weight in weights:
         shape = (*weight.shape[:2], weight.shape[2] // size)
         made.append(torch.full(shape, 120, dtype=torch.uint8, device="cuda") if dtype == "mxfp4"
@@ -91,16 +96,23 @@ def graphed(work: Callable[[], None]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forms", type=lambda text: text.split(","), default=["int4", "mxfp4"])
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=[*SHAPES])
+    parser.add_argument("--tokens", type=lambda text: [*map(int, text.split(","))], default=TOKENS)
+    arguments = parser.parse_args()
     print(bench_model.environment("torch"), torch.cuda.get_device_name(), flush=True)
     torch.manual_seed(0)
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    for name, (num_experts, top_k, hidden, inner) in SHAPES.items():
+    for name in arguments.shapes:
+        num_experts, top_k, hidden, inner = SHAPES[name]
         gate_up = torch.randn(num_experts, 2 * inner, hidden, **kind) / hidden**0.5
         down = torch.randn(num_experts, hidden, inner, **kind) / inner**0.5
-        fewer = [packed(dtype, [gate_up, down]) for dtype in ("int4", "mxfp4")]
-        print(f"\n{name}\n\n| tokens | limit | few | many | torch | int4, few | many "
-              "| MXFP4, few | many |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-        for count in TOKENS:
+        fewer = [packed(dtype, [gate_up, down]) for dtype in arguments.forms]
+        columns = ["tokens", "limit", "few", "many", "torch",
+                   *(f"{form}, {way}" for form in arguments.forms for way in ("few", "many"))]
+        print(f"\n{name}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+        for count in arguments.tokens:
             experts = torch.rand(count, num_experts, device="cuda").topk(top_k).indices
             given = [torch.randn(count, hidden, **kind), experts,
                      torch.rand(count, top_k, device="cuda"), gate_up, down]

@@ -156,6 +156,8 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
         node.attrs["inner_features"] = known[1].values.shape[-1]
     else:
         node.attrs["out_features"] = shape[0]
+    if op.quantized[0].blocks and settings.takes_blocks:
+        _give_blocks(node, known[0])
     said = [own.stored for own in known if own.stored.activation_dtype]
     if not said:
         return
@@ -164,26 +166,26 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
     elif is_op(node, EXPERTS):
         report.count(UNROUNDED)
     elif op.quantized[0].rounds:
-        _round(node, known[0], settings, report)
+        _round(node, stored, report)
 
 
-def _round(node: gs.Node, own: _Made, settings: Settings, report: Report) -> None:
+def _round(node: gs.Node, stored: Stored, report: Report) -> None:
     """Have a node round what it multiplies, as its weight's form says."""
-    op, stored = op_of(node), own.stored
-    assert op is not None
     node.attrs.update(activation_dtype=stored.activation_dtype,
                       activation_scale=stored.activation_scale,
                       activation_group_size=stored.group_size if stored.rounds_groups else 0)
     report.count(ROUNDED)
-    if not stored.rounds_groups:
-        return
-    report.count(ROUNDED_GROUPS)
-    blocks = stored.block_scales() if settings.takes_blocks else None
-    if blocks is not None:
-        role = op.quantized[0].blocks
+    if stored.rounds_groups:
+        report.count(ROUNDED_GROUPS)
+
+
+def _give_blocks(node: gs.Node, own: _Made) -> None:
+    """Give a node the scales of its weight's blocks, if it is in such."""
+    op, blocks = op_of(node), own.stored.block_scales()
+    if op is not None and blocks is not None:
         name = f"{own.weight.name}_blocks"
         node.inputs = arranged(op, operands(node) | {
-            role: gs.Constant(name, Weight.of(blocks, name))})
+            op.quantized[0].blocks: gs.Constant(name, Weight.of(blocks, name))})
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:

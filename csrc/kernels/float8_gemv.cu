@@ -11,6 +11,10 @@
 // way: no kernel lies between this one and the one that makes x, so these weights are read while that one still runs.
 // A block reads x once, and a norm's weight twice; its codes stay in shared memory.
 //
+// Of as many rows x may stay numbers: float16 in shared memory, over a power of two for each row, or group, so that none is
+// too large: what is 2^-26 of the largest or more is kept to 11 bits or more. So a weight of FP8 alone, with x in bfloat16, takes
+// an instruction for a pair as well, not five.
+//
 // Grouped, a chunk is a group of x and of the weight's blocks: its sums are scaled before they are added to the others. A tile's
 // rows are of one block, or its gates of one and its ups of another.
 #include "gemv.cuh"
@@ -47,11 +51,23 @@ __device__ __forceinline__ void widen_unit(uint32_t (&pairs)[4], const uint4& ve
   widen_float8(pairs[2], pairs[3], unit == 0 ? vector.y : vector.w);
 }
 
-// Codes of x in rows that are in + kPad bytes apart, and scales [p.rows], or of groups [in / kBlock, kRoundedRows], each row by
-// some of the warps: those that norm_kernel (rowwise.cu) makes, but for the order of its sum. Waits for x. `measured`: shared,
-// of each warp.
-template <typename T, int kWarps, bool kGrouped>
-__device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, float* scales, float2* measured) {
+// What x is: codes with their scales; T, of which codes are made here; or T, which stays numbers.
+enum class X { kCodes, kRounded, kNumbers };
+template <X kX>
+constexpr int kWidth = kX == X::kNumbers ? 2 : 1;  // bytes of what is made of one
+template <X kX>
+__host__ __device__ __forceinline__ int row_bytes(const GemvParams& p) { return p.in * kWidth<kX> + kPad; }
+
+// What numbers up to `most` are divided by, so that they are below 2^15: a power of two, 2^-100 or more.
+__device__ __forceinline__ float power_step(float most) {
+  return __uint_as_float(max(static_cast<int>(__float_as_uint(most) & 0x7f800000u) - (14 << 23), 27 << 23));
+}
+
+// Codes of x, or float16, in rows that are row_bytes() apart, and scales [p.rows], or of groups [in / kBlock, kRoundedRows], each
+// row by some of the warps: codes are those that norm_kernel (rowwise.cu) makes, but for the order of its sum. Waits for x.
+// `measured`: shared, of each warp.
+template <typename T, int kWarps, X kX, bool kGrouped>
+__device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float* scales, float2* measured) {
   constexpr int kHeld = 64 / kWarps;  // vectors of x that a thread has in registers: all of them, up to 16,384 numbers
   const int warps = kWarps >> (p.rows > 2 ? 2 : p.rows > 1);  // of a row
   const int warp = threadIdx.x / 32, row = warp / warps;
@@ -108,7 +124,9 @@ __device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, 
   for (int w = 0; w < kWarps; ++w)
     if (w >= row * warps && w < (row + 1) * warps) all = {all.x + measured[w].x, fmaxf(all.y, measured[w].y)};
   const float scale = p.norm ? rsqrtf(all.x / p.in + p.epsilon) : 1.f;
-  auto step_of = [&](float most) { return fmaxf(most * scale / kFloat8Most, kLeastScale); };
+  auto step_of = [&](float most) {
+    return kX == X::kNumbers ? power_step(most * scale) : fmaxf(most * scale / kFloat8Most, kLeastScale);
+  };
   const float step = p.fixed_scale > 0 ? p.fixed_scale : step_of(all.y);
   float inverse = scale / step;
   if (!kGrouped && own == 0 && row < p.rows) scales[row] = step;
@@ -126,25 +144,31 @@ __device__ __forceinline__ void make_codes(const GemvParams& p, uint8_t* codes, 
         inverse = scale / own_step;
         if (vector % (kBlock / 8) == 0) scales[vector / (kBlock / 8) * kRoundedRows + row] = own_step;
       }
-      auto pair_of = [&](int k) -> uint32_t {
-        return __nv_cvt_float2_to_fp8x2({gained[k] * inverse, gained[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
-      };
-      *reinterpret_cast<uint2*>(codes + row * (p.in + kPad) + 8 * vector) =  // see place_of()
-          make_uint2(pair_of(0) | pair_of(4) << 16, pair_of(1) | pair_of(5) << 16);
+      uint8_t* const to = made + row * row_bytes<kX>(p) + 8 * kWidth<kX> * vector;  // see place_of()
+      if constexpr (kX == X::kNumbers) {
+        auto pair_of = [&](int k) { return pack<__half>(gained[k] * inverse, gained[k + 2] * inverse); };
+        *reinterpret_cast<uint4*>(to) = make_uint4(pair_of(0), pair_of(4), pair_of(1), pair_of(5));
+      } else {
+        auto pair_of = [&](int k) -> uint32_t {
+          return __nv_cvt_float2_to_fp8x2({gained[k] * inverse, gained[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
+        };
+        *reinterpret_cast<uint2*>(to) = make_uint2(pair_of(0) | pair_of(4) << 16, pair_of(1) | pair_of(5) << 16);
+      }
     });
   }
 }
 
-// kM: tiles at once. kTiles: groups of 8 rows of x. kRounds: x is T, and codes are made of it here. kGrouped: see above.
-template <typename T, int kWarps, int kM, int kTiles, bool kRounds, bool kGrouped>
-__global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
+// kM: tiles at once. kTiles: groups of 8 rows of x. kGrouped: see above.
+template <typename T, int kWarps, int kM, int kTiles, X kX, bool kGrouped>
+__global__ void __launch_bounds__(kWarps * 32, kX != X::kCodes ? 2 : (kM * kTiles == 1 ? 24 : 16) / kWarps)
     float8_gemv_kernel(GemvParams p) {
-  static_assert(!kRounds || kTiles == 1);
+  constexpr bool kMakes = kX != X::kCodes;
+  static_assert(!kMakes || kTiles == 1);
   static_assert(kChunk == kBlock);
   constexpr int kThreads = kWarps * 32, kRows = 2 * kM;  // of the weight, that a thread has
-  constexpr int kStages = stages(kWarps), kSums = kRounds ? kRoundedRows : kTiles * 8;  // of a row of the weight
+  constexpr int kStages = stages(kWarps), kSums = kMakes ? kRoundedRows : kTiles * 8;  // of a row of the weight
   constexpr bool kAhead = kTiles < 4;  // there are registers for it
-  // [kStages][kVectors][kRows][kThreads], then codes [p.rows][p.in + kPad], and scales of groups. Where the ring began 16 bytes behind a
+  // [kStages][kVectors][kRows][kThreads], then what is made of x, and scales of its groups. Where the ring began 16 bytes behind a
   // multiple of 32, the size of a sector of memory, a step took 11 % longer.
   extern __shared__ __align__(32) uint4 ring[];
   __shared__ float partial[kM][kWarps][16][kSums + 1];
@@ -208,13 +232,13 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
       bring(static_cast<const T*>(p.residual) + static_cast<int64_t>(row) * p.out + output);
   };
   const float* x_scales = p.x_scale;  // of groups
-  const int x_pitch = kRounds ? kRoundedRows : scale_pitch(p.rows);
-  if constexpr (kRounds) {
+  const int x_pitch = kMakes ? kRoundedRows : scale_pitch(p.rows);
+  if constexpr (kMakes) {
     __shared__ float of_rows[kRoundedRows];
     __shared__ float2 of_warps[kWarps];
-    float* const scales = kGrouped ? reinterpret_cast<float*>(made + p.rows * (p.in + kPad)) : of_rows;
+    float* const scales = kGrouped ? reinterpret_cast<float*>(made + p.rows * row_bytes<kX>(p)) : of_rows;
     bring_scales(blockIdx.x);
-    make_codes<T, kWarps, kGrouped>(p, made, scales, of_warps);
+    make_x<T, kWarps, kX, kGrouped>(p, made, scales, of_warps);
     if (kGrouped) x_scales = scales;
     else p.x_scale = scales;
     __syncthreads();
@@ -228,7 +252,7 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
     of_row[n] = static_cast<const uint8_t*>(p.x) + static_cast<int64_t>(min(n * 8 + g, p.rows - 1)) * p.in + 16 * t;
-  const uint8_t* const of_made = made + min(g, p.rows - 1) * (p.in + kPad) + 16 * t;
+  const uint8_t* const of_made = made + min(g, p.rows - 1) * row_bytes<kX>(p) + 16 * kWidth<kX> * t;
   uint4 next[kVectors][kTiles];  // of x, a chunk ahead
   auto load_next = [&](int column) {
 #pragma unroll
@@ -238,7 +262,7 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
         next[v][n] = column + kColumns * v < p.in ? *reinterpret_cast<const uint4*>(of_row[n] + column + kColumns * v)
                                                   : make_uint4(0, 0, 0, 0);
   };
-  if (kAhead && !kRounds) load_next(begin);
+  if (kAhead && !kMakes) load_next(begin);
   int slot = 0, turn = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     float total[kM][kTiles][4] = {}, sums[kM][kTiles][4];
@@ -251,10 +275,10 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
           const int low = min((tile * kM + m) * height, p.out - 1);
           blocks[m][half] = p.packing.blocks + (p.gated && half == 1 ? p.out + low : low) / kBlock * blocks_pitch(p.in);
         }
-    if (kRounds && turn > 0) bring_scales(tile);
-    if (kRounds) bring_residual(tile);
+    if (kMakes && turn > 0) bring_scales(tile);
+    if (kMakes) bring_residual(tile);
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (!kAhead && !kRounds) load_next(begin + chunk * kChunk);
+      if (!kAhead && !kMakes) load_next(begin + chunk * kChunk);
       float of_weight[kM][2], of_x[kTiles][2];
       if constexpr (kGrouped) {
         const int group = min(begin / kBlock + chunk, p.in / kBlock - 1);
@@ -273,16 +297,17 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
             for (int c = 0; c < 4; ++c) sums[m][n][c] = 0;
       }
       auto& added = kGrouped ? sums : total;
-      uint4 x[kVectors][kTiles];
+      uint4 x[kVectors][kTiles][kWidth<kX>];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v)
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const int column = begin + chunk * kChunk + kColumns * v;  // beyond the last the weights are 0
-          if constexpr (kRounds) x[v][n] = *reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0));
-          else x[v][n] = next[v][n];
+          const auto* from = reinterpret_cast<const uint4*>(of_made + (column < p.in ? column : 0) * kWidth<kX>);
+#pragma unroll
+          for (int i = 0; i < kWidth<kX>; ++i) x[v][n][i] = kMakes ? from[i] : next[v][n];
         }
-      if (kAhead && !kRounds) load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
+      if (kAhead && !kMakes) load_next(chunk + 1 < chunks ? begin + (chunk + 1) * kChunk : begin);
       wait_for_group<kStages - 1>();
       const uint4* from = ring + slot * kVectors * kRows * kThreads + threadIdx.x;
       slot = slot + 1 == kStages ? 0 : slot + 1;
@@ -299,7 +324,12 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
             uint32_t b[4];
-            widen_unit(b, x[v][n], unit);
+            if constexpr (kX == X::kNumbers) {
+              const uint4& numbers = x[v][n][unit];
+              b[0] = numbers.x, b[1] = numbers.y, b[2] = numbers.z, b[3] = numbers.w;
+            } else {
+              widen_unit(b, x[v][n][0], unit);
+            }
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -337,18 +367,18 @@ __global__ void __launch_bounds__(kWarps * 32, kRounds ? 2 : (kM * kTiles == 1 ?
 }
 
 // What a block has of shared memory beside its partial sums.
-template <int kWarps, int kM, bool kRounds>
+template <int kWarps, int kM, X kX>
 size_t shared_of(const GemvParams& p) {
-  if (!kRounds) return kRing<kWarps, kM>;
+  if (kX == X::kCodes) return kRing<kWarps, kM>;
   const size_t scales = p.grouped ? p.in / kBlock * kRoundedRows * sizeof(float) : 0;
-  return kRing<kWarps, kM> + static_cast<size_t>(p.rows) * (p.in + kPad) + scales;
+  return kRing<kWarps, kM> + static_cast<size_t>(p.rows) * row_bytes<kX>(p) + scales;
 }
 
 // As many blocks as are resident at once.
-template <typename T, int kWarps, int kM, int kTiles, bool kRounds, bool kGrouped>
+template <typename T, int kWarps, int kM, int kTiles, X kX, bool kGrouped>
 cudaError_t run_groups(const GemvParams& p, cudaStream_t stream) {
-  const size_t shared = shared_of<kWarps, kM, kRounds>(p);
-  const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kRounds, kGrouped>;
+  const size_t shared = shared_of<kWarps, kM, kX>(p);
+  const auto kernel = float8_gemv_kernel<T, kWarps, kM, kTiles, kX, kGrouped>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
@@ -360,10 +390,10 @@ cudaError_t run_groups(const GemvParams& p, cudaStream_t stream) {
   return launch(kernel, std::min(tiles, resident), kWarps * 32, shared, stream, p);
 }
 
-template <typename T, int kWarps, int kM, int kTiles, bool kRounds = false>
+template <typename T, int kWarps, int kM, int kTiles, X kX = X::kCodes>
 cudaError_t run_tiles(const GemvParams& p, cudaStream_t stream) {
-  return p.grouped ? run_groups<T, kWarps, kM, kTiles, kRounds, true>(p, stream)
-                   : run_groups<T, kWarps, kM, kTiles, kRounds, false>(p, stream);
+  return p.grouped ? run_groups<T, kWarps, kM, kTiles, kX, true>(p, stream)
+                   : run_groups<T, kWarps, kM, kTiles, kX, false>(p, stream);
 }
 
 // Two tiles at once where there are enough for all multiprocessors, and room for their sums.
@@ -380,14 +410,14 @@ cudaError_t run_rows(const GemvParams& p, cudaStream_t stream) {
 // 0.8 us more (H100).
 bool has_long_rows(const GemvParams& p) { return p.in > 6144; }
 
-template <typename T>
-cudaError_t run_rounding(const GemvParams& p, cudaStream_t stream) {
-  return has_long_rows(p) ? run_tiles<T, 16, 1, 1, true>(p, stream) : run_tiles<T, 8, 2, 1, true>(p, stream);
+template <typename T, X kX>
+cudaError_t run_making(const GemvParams& p, cudaStream_t stream) {
+  return has_long_rows(p) ? run_tiles<T, 16, 1, 1, kX>(p, stream) : run_tiles<T, 8, 2, 1, kX>(p, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
-  if (p.x_scale == nullptr) return run_rounding<T>(p, stream);
+  if (p.x_scale == nullptr) return run_making<T, X::kRounded>(p, stream);
   return p.rows > 16 ? run_rows<T, 4>(p, stream) : p.rows > 8 ? run_rows<T, 2>(p, stream) : run_rows<T, 1>(p, stream);
 }
 
@@ -399,12 +429,34 @@ static bool has_scales(const GemvParams& p) {
                    : p.packing.group_size == p.in;
 }
 
-bool has_rounding_gemv(const GemvParams& p) {
-  const size_t shared = has_long_rows(p) ? shared_of<16, 1, true>(p) : shared_of<8, 2, true>(p), beside = 8192;
+template <X kX>
+static bool can_make(const GemvParams& p) {
+  const size_t shared = has_long_rows(p) ? shared_of<16, 1, kX>(p) : shared_of<8, 2, kX>(p), beside = 8192;
   return p.rows <= kRoundedRows && p.in % kColumns == 0 && p.packing.codes == Codes::kFloat8 && has_scales(p) &&
          p.row_sums == nullptr &&
          lies_at(p.norm_weight, sizeof(Vec<float, 8>)) &&
          shared + beside <= static_cast<size_t>(device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+}
+
+bool has_rounding_gemv(const GemvParams& p) { return can_make<X::kRounded>(p); }
+
+// A weight in blocks is read by them, if it has such.
+static GemvParams by_blocks(const GemvParams& p) {
+  GemvParams made = p;
+  made.grouped = p.packing.blocks != nullptr;
+  return made;
+}
+
+bool has_float16_gemv(const GemvParams& p) {
+  return p.x_scale == nullptr && can_make<X::kNumbers>(by_blocks(p)) &&
+         device_property<cudaDevAttrComputeCapabilityMajor>() == 9;
+}
+
+cudaError_t float16_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
+  if (!has_float16_gemv(p)) return cudaErrorInvalidValue;
+  if (dtype == DType::kFloat16) return run_making<__half, X::kNumbers>(by_blocks(p), stream);
+  if (dtype == DType::kBFloat16) return run_making<__nv_bfloat16, X::kNumbers>(by_blocks(p), stream);
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t float8_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {

@@ -87,7 +87,7 @@ cudaError_t norm(DType dtype, const NormParams& params, cudaStream_t stream);
 // [rows, out] T or null. Gated: weight [2 · out, in], y = act(gate) * up. At most kGemvRows rows, in a
 // multiple of 8, 16-bit types. With `norm`, x is normed first, without weight and bias; where row_sums is
 // there (float32, the sum of each row of weight) its mean is taken off. A norm_weight is integer_gemv()'s alone, and
-// float8_gemv()'s, without row_sums.
+// float8_gemv()'s and float16_gemv()'s, without row_sums.
 constexpr int kGemvRows = 16;
 struct GemvParams {
   void* y;
@@ -126,6 +126,10 @@ cudaError_t integer_gemv(DType dtype, const GemvParams& params, cudaStream_t str
 constexpr int kFloat8GemvRows = 32;
 bool has_rounding_gemv(const GemvParams& params);
 cudaError_t float8_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
+// The same of x in T that stays numbers, which packed_gemv() takes where it has_float16_gemv(): on Hopper, for few rows, which
+// are normed first with `norm`.
+bool has_float16_gemv(const GemvParams& params);
+cudaError_t float16_gemv(DType dtype, const GemvParams& params, cudaStream_t stream);
 // The same for some more rows, where has_hopper_gemm(): of a weight of 16 bits, in FP8 with x in FP8 as above, or in 4 bits,
 // where it takes a norm_weight too, but no row_sums.
 constexpr int kHopperGemmRows = 24, kHopperGemmCodes = 32, kHopperGemmPacked = 16;

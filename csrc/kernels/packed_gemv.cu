@@ -380,6 +380,7 @@ __global__ void __launch_bounds__(256) unpack_kernel(T* y, const uint8_t* weight
 
 cudaError_t packed_gemv(DType dtype, const GemvParams& p, cudaStream_t stream) {
   if (has_integer_gemv(p)) return integer_gemv(dtype, p, stream);
+  if (has_float16_gemv(p)) return float16_gemv(dtype, p, stream);
   const int group = p.packing.group_size;
   if (p.rows > kGemvRows || p.in % 32 != 0 || group < 32 || group % 32 != 0 || p.in % group != 0)
     return cudaErrorInvalidValue;

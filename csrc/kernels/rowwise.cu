@@ -280,42 +280,59 @@ __global__ void activate_kernel(T* x, int64_t count, Activation activation) {
     x[i] = from_float<T>(device::activate(to_float(x[i]), activation));
 }
 
-template <typename T>
-__global__ void elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
+// kWidth elements a thread and turn, of one row.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(256) elementwise_kernel(Elementwise op, T* y, Operands operands, int64_t count, int width) {
   wait_for_inputs();
   let_next_start();
-  auto read = [&](int which, int64_t i) {
-    const void* from = operands.data[which];
-    const Operand is = operands.is[which];
-    if (from == nullptr) return 0.f;
-    if (is == Operand::kNumber) return *static_cast<const float*>(from);
-    if (is == Operand::kRow) return static_cast<const float*>(from)[i % width];
-    return to_float(static_cast<const T*>(from)[is == Operand::kColumn ? i / width : i]);
-  };
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const float x = read(0, i), z = read(1, i);
-    float value = 0;
-    switch (op) {
-      case Elementwise::kAdd: value = x + z; break;
-      case Elementwise::kSub: value = x - z; break;
-      case Elementwise::kMul: value = x * z; break;
-      case Elementwise::kDiv: value = x / z; break;
-      case Elementwise::kMin: value = fminf(x, z); break;
-      case Elementwise::kMax: value = fmaxf(x, z); break;
-      case Elementwise::kTanh: value = tanhf(x); break;
-      case Elementwise::kExp: value = expf(x); break;
-      case Elementwise::kSigmoid: value = 1.f / (1.f + expf(-x)); break;
-      case Elementwise::kNeg: value = -x; break;
-      case Elementwise::kSoftplus: value = device::softplus(x); break;
-      case Elementwise::kElu: value = x > 0 ? x : expm1f(x); break;
-      case Elementwise::kGreater: value = x > z; break;
-      case Elementwise::kLess: value = x < z; break;
-      case Elementwise::kWhere: value = x != 0 ? z : read(2, i); break;
-      case Elementwise::kGelu: value = device::activate(x, Activation::kGelu); break;
-      case Elementwise::kGeluTanh: value = device::activate(x, Activation::kGeluTanh); break;
+  for (int64_t i = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * kWidth; i < count;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x * kWidth) {
+    float x[3][kWidth] = {};
+#pragma unroll
+    for (int which = 0; which < 3; ++which) {
+      const void* from = operands.data[which];
+      const Operand is = operands.is[which];
+      if (from == nullptr) continue;
+      if (is == Operand::kRow || (is == Operand::kWhole && std::is_same_v<T, float>)) {
+        const auto own = load<float, kWidth>(static_cast<const float*>(from) + (is == Operand::kRow ? i % width : i));
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) x[which][k] = own.data[k];
+      } else if (is == Operand::kWhole) {
+        const auto own = load<T, kWidth>(static_cast<const T*>(from) + i);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) x[which][k] = to_float(own.data[k]);
+      } else {
+        const float own = is == Operand::kNumber ? *static_cast<const float*>(from)
+                                                 : to_float(static_cast<const T*>(from)[i / width]);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) x[which][k] = own;
+      }
     }
-    y[i] = from_float<T>(value);
+    Vec<T, kWidth> out;
+    auto each = [&](auto&& f) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) out.data[k] = from_float<T>(f(x[0][k], x[1][k], x[2][k]));
+    };
+    switch (op) {
+      case Elementwise::kAdd: each([](float a, float b, float) { return a + b; }); break;
+      case Elementwise::kSub: each([](float a, float b, float) { return a - b; }); break;
+      case Elementwise::kMul: each([](float a, float b, float) { return a * b; }); break;
+      case Elementwise::kDiv: each([](float a, float b, float) { return a / b; }); break;
+      case Elementwise::kMin: each([](float a, float b, float) { return fminf(a, b); }); break;
+      case Elementwise::kMax: each([](float a, float b, float) { return fmaxf(a, b); }); break;
+      case Elementwise::kTanh: each([](float a, float, float) { return tanhf(a); }); break;
+      case Elementwise::kExp: each([](float a, float, float) { return expf(a); }); break;
+      case Elementwise::kSigmoid: each([](float a, float, float) { return 1.f / (1.f + expf(-a)); }); break;
+      case Elementwise::kNeg: each([](float a, float, float) { return -a; }); break;
+      case Elementwise::kSoftplus: each([](float a, float, float) { return device::softplus(a); }); break;
+      case Elementwise::kElu: each([](float a, float, float) { return a > 0 ? a : expm1f(a); }); break;
+      case Elementwise::kGreater: each([](float a, float b, float) { return a > b ? 1.f : 0.f; }); break;
+      case Elementwise::kLess: each([](float a, float b, float) { return a < b ? 1.f : 0.f; }); break;
+      case Elementwise::kWhere: each([](float a, float b, float c) { return a != 0 ? b : c; }); break;
+      case Elementwise::kGelu: each([](float a, float, float) { return device::activate(a, Activation::kGelu); }); break;
+      case Elementwise::kGeluTanh: each([](float a, float, float) { return device::activate(a, Activation::kGeluTanh); }); break;
+    }
+    store(y + i, out);
   }
 }
 
@@ -446,8 +463,17 @@ cudaError_t elementwise(DType dtype, Elementwise op, void* y, const Operands& op
                         cudaStream_t stream) {
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    return launch(elementwise_kernel<T>, min(blocks_for(count, 256), 4096u), 256, 0, stream, op,
-                  static_cast<T*>(y), operands, count, width);
+    bool whole = width % kVec<T> == 0 && lies_at(y, sizeof(Vec<T, kVec<T>>));
+    for (int i = 0; i < 3; ++i) {
+      const bool row = operands.is[i] == Operand::kRow;
+      if (row || operands.is[i] == Operand::kWhole)
+        whole = whole && lies_at(operands.data[i], (row ? sizeof(float) : sizeof(T)) * kVec<T>);
+    }
+    const auto run = [&](auto kernel, int each) {
+      return launch(kernel, min(blocks_for(count / each, 256), 4096u), 256, 0, stream, op, static_cast<T*>(y), operands, count,
+                    width);
+    };
+    return whole ? run(elementwise_kernel<T, kVec<T>>, kVec<T>) : run(elementwise_kernel<T, 1>, 1);
   });
 }
 

@@ -426,12 +426,41 @@ def test_linear_of_activations_in_fp8_by_groups(extension, name, rows, width, ou
     """
     op, fields, inputs = linear_of_fp8(name, rows, width, out, group, activation_group_size=group)
     if group == BLOCK:
-        scale, groups = inputs["weight_scale"][::BLOCK], width // group
-        inputs["weight_scale"] = scale.repeat(BLOCK, 0)[:fields["out_features"]]
-        inputs["weight_blocks"] = np.zeros(blocks_shape(fields["out_features"], groups), np.float32)
-        inputs["weight_blocks"][:, :groups] = scale
+        in_blocks(fields, inputs)
     firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=3)]
     check(extension, op, fields, inputs, dtype, firsts, FLOAT8)
+
+
+def in_blocks(fields, inputs):
+    scale, rows = inputs["weight_scale"][::BLOCK], fields["out_features"]
+    inputs["weight_scale"] = scale.repeat(BLOCK, 0)[:rows]
+    inputs["weight_blocks"] = np.zeros(blocks_shape(rows, scale.shape[1]), np.float32)
+    inputs["weight_blocks"][:, :scale.shape[1]] = scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 1e-7, 1e7])
+@pytest.mark.parametrize(("rows", "width", "out", "group"), [
+    (1, 4096, 512, 128), (2, 14336, 136, 128), (3, 896, 72, 128), (4, 2048, 4296, 128),
+    (7, 512, 37, 128), (40, 640, 192, 128), (1, 4096, 1100, 4096), (2, 14336, 40, 14336),
+    (3, 576, 200, 576), (4, 64, 4232, 64), (4, 8256, 200, 8256)])
+@pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasRes", "GatedMLP", "NormGemm, RMS",
+                                  "NormGemm, RMS, gated"])
+def test_linear_of_a_weight_in_fp8_alone(extension, name, rows, width, out, group, size, dtype):
+    """Few rows as float16, none of whose numbers is too large for it."""
+    if dtype == "float16" and size != 1:
+        pytest.skip("float16 has no such numbers")
+    op, fields, inputs = linear_of_fp8(name, rows, width, out, group, activation_dtype="")
+    inputs["x"] *= size
+    inputs["bias"] *= size
+    if name == "GemmBiasRes":
+        inputs["residual"] *= size
+    if name == "GatedMLP":
+        fields["activation"] = "relu"
+    if group == BLOCK:
+        in_blocks(fields, inputs)
+    firsts = [()] if dtype == "float32" else [*itertools.product([True, False], repeat=2)]
+    check(extension, op, fields, inputs, dtype, firsts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -127,6 +127,28 @@ def test_logits_of_activations_in_fp8_by_fixed_scales(extension, family, backend
         assert np.median(found) < lost + effect and found.max() < 5 * (lost + effect), dtype
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_logits_of_blocks_of_fp8(extension, family, tmp_path):
+    """Activations as they are, or in groups that are rounded."""
+    model = families.tiny_model(family, max_position_embeddings=512, hidden_size=256, head_dim=64,
+                                num_attention_heads=4, num_key_value_heads=2, intermediate_size=384)
+    hf = families.save(model, tmp_path / "hf")
+    blocks = families.to_block_fp8(hf, tmp_path / "blocks")
+
+    def compiled(hf, dtype, **options):
+        return compile_to(tmp_path, hf, dtype, "", name=hf.name, **options)
+
+    alone = truth(compiled(blocks, "float32"))
+    right = truth(compiled(blocks, "float32", quantize_activations=True))
+    plain, effect = truth(compiled(hf, "float32")), np.median(far(alone, right))
+    for dtype in ("float16", "bfloat16"):
+        lost = far(on_gpu(compiled(hf, dtype)), plain)
+        assert off(on_gpu(compiled(blocks, dtype)), alone) < 3 * lost.max(), dtype
+        found = far(on_gpu(compiled(blocks, dtype, quantize_activations=True)), right)
+        assert np.median(found) < np.median(lost) + effect, dtype
+        assert found.max() < 5 * (np.median(lost) + effect), dtype
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_activations_in_fp8(extension, family, tmp_path):
     """An activation between two numbers of FP8 may go to either, and then others of its token in

@@ -51,7 +51,8 @@ class NormGemm : public Plugin {
     if (rows.weight == nullptr && rows.bias == nullptr)
       return choose_few(x.dtype, p, has_gemv(x, packing), context, [&] { norm_then_gemm(whole, rows, workspace, context); });
     if (centred_ || rows.bias != nullptr) return made();
-    choose_few(x.dtype, p, can_gemv(x) && kernels::has_integer_gemv(p), context, made);
+    const bool norms = kernels::has_integer_gemv(p) || kernels::has_float16_gemv(p);
+    choose_few(x.dtype, p, can_gemv(x) && norms, context, made);
   }
 
  private:
