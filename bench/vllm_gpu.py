@@ -180,7 +180,7 @@ def run_vllm(arguments: argparse.Namespace) -> None:
     else:
         options |= dict(model=_described(arguments.work), load_format="dummy", dtype="bfloat16",
                         skip_tokenizer_init=True, attention_backend="FLASH_ATTN",
-                        enable_flashinfer_autotune=False)
+                        enable_flashinfer_autotune=False, quantization=arguments.quantization)
 
     def params(count: int) -> Any:
         return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True,
@@ -260,6 +260,8 @@ def main() -> None:
     parser.add_argument("--static_tokens", type=int, default=8192,
                         help="llmc: max_num_batched_tokens of the static batches.")
     parser.add_argument("--prefix", action="store_true", help="The shared prefix alone.")
+    parser.add_argument("--quantization",
+                        help="vllm: how it stores weights; fp8: with a scale a tensor.")
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
