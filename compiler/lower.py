@@ -241,7 +241,8 @@ def divide(fused: Fused, options: Options) -> Lowered:
                        expert_dtypes=getattr(target, "EXPERT_DTYPES", ()),
                        packs_heads=getattr(target, "PACKS_HEADS", False),
                        takes_blocks=getattr(target, "TAKES_BLOCKS", False),
-                       rounds_groups=options.quantize_activations)
+                       rounds_groups=options.quantize_activations,
+                       rounded_groups=getattr(target, "ROUNDED_GROUPS", ()))
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, options.target, reports)

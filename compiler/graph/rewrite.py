@@ -67,6 +67,7 @@ class Settings:
         takes_blocks: whether its kernels take scales of blocks, too.
         rounds_groups: whether activations are rounded by groups of columns where a checkpoint
             says so.
+        rounded_groups: the sizes that its kernels round; none: all.
     """
 
     max_seq_len: int
@@ -88,6 +89,7 @@ class Settings:
     packs_heads: bool = False
     takes_blocks: bool = False
     rounds_groups: bool = False
+    rounded_groups: tuple[int, ...] = ()
 
     def reads(self, stored: Stored) -> bool:
         """Whether a form is one that the target's kernels read."""

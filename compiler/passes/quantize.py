@@ -166,11 +166,16 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
     elif is_op(node, EXPERTS):
         report.count(UNROUNDED)
     elif op.quantized[0].rounds:
-        _round(node, stored, report)
+        _round(node, stored, settings, report)
 
 
-def _round(node: gs.Node, stored: Stored, report: Report) -> None:
+def _round(node: gs.Node, stored: Stored, settings: Settings, report: Report) -> None:
     """Have a node round what it multiplies, as its weight's form says."""
+    sizes = settings.rounded_groups
+    if stored.rounds_groups and sizes and stored.group_size not in sizes:
+        raise LlmcError(f"'{stored.codes.name}' is multiplied by groups of {stored.group_size} "
+                        f"numbers, and the target's kernels round groups of "
+                        f"{', '.join(map(str, sizes))}; leave out --quantize_activations")
     node.attrs.update(activation_dtype=stored.activation_dtype,
                       activation_scale=stored.activation_scale,
                       activation_group_size=stored.group_size if stored.rounds_groups else 0)

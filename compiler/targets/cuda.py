@@ -58,6 +58,7 @@ WEIGHT_DTYPES = ("int8", "int4", "uint4", "float8_e4m3fn")
 GROUP_MULTIPLE = 32  # of columns, which csrc/kernels/packed_gemv.cu takes at once
 EXPERT_DTYPES = ("int4", "uint4", "int8", "uint8", "float8_e4m3fn", "mxfp4")
 TAKES_BLOCKS = True
+ROUNDED_GROUPS = (32, 64, 128)  # of activations
 # What the engine reads and what ONNX Runtime does; of a model, and of an encoder.
 _FILES = ((SCHEDULE_NAME, "graph.onnx"), (ENCODER_SCHEDULE_NAME, "encoder.onnx"))
 _ALIGNMENT = 16

@@ -52,6 +52,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = cuda.KV_DTYPES
 WEIGHT_DTYPES = cuda.WEIGHT_DTYPES
 GROUP_MULTIPLE = cuda.GROUP_MULTIPLE
+ROUNDED_GROUPS = cuda.ROUNDED_GROUPS
 ROW_MULTIPLE = kernel_order.ROW_MULTIPLE
 EXPERT_DTYPES = cuda.EXPERT_DTYPES  # of rows in whole words: the other weight has groups of them
 # What the parser reads, what Polygraphy does, and what is built; of a model, and of an encoder.

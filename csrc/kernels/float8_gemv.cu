@@ -12,7 +12,7 @@
 // A block reads x once, and a norm's weight twice; its codes stay in shared memory.
 //
 // Of as many rows x may stay numbers: float16 in shared memory, over a power of two for each row, or group, so that none is
-// too large: what is 2^-26 of the largest or more is kept to 11 bits or more. So a weight of FP8 alone, with x in bfloat16, takes
+// too large: what is 2^-28 of the largest or more is kept to 11 bits or more. So a weight of FP8 alone, with x in bfloat16, takes
 // an instruction for a pair as well, not five.
 //
 // Grouped, a chunk is a group of x and of the weight's blocks: its sums are scaled before they are added to the others. A tile's
@@ -421,16 +421,14 @@ cudaError_t run_type(const GemvParams& p, cudaStream_t stream) {
   return p.rows > 16 ? run_rows<T, 4>(p, stream) : p.rows > 8 ? run_rows<T, 2>(p, stream) : run_rows<T, 1>(p, stream);
 }
 
-}  // namespace
-
 // Whether its scales are for whole rows, or of blocks that a tile's rows share.
-static bool has_scales(const GemvParams& p) {
+bool has_scales(const GemvParams& p) {
   return p.grouped ? p.packing.blocks != nullptr && p.in % kBlock == 0 && (!p.gated || p.out % 8 == 0)
                    : p.packing.group_size == p.in;
 }
 
 template <X kX>
-static bool can_make(const GemvParams& p) {
+bool can_make(const GemvParams& p) {
   const size_t shared = has_long_rows(p) ? shared_of<16, 1, kX>(p) : shared_of<8, 2, kX>(p), beside = 8192;
   return p.rows <= kRoundedRows && p.in % kColumns == 0 && p.packing.codes == Codes::kFloat8 && has_scales(p) &&
          p.row_sums == nullptr &&
@@ -438,14 +436,16 @@ static bool can_make(const GemvParams& p) {
          shared + beside <= static_cast<size_t>(device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
 }
 
-bool has_rounding_gemv(const GemvParams& p) { return can_make<X::kRounded>(p); }
-
 // A weight in blocks is read by them, if it has such.
-static GemvParams by_blocks(const GemvParams& p) {
+GemvParams by_blocks(const GemvParams& p) {
   GemvParams made = p;
   made.grouped = p.packing.blocks != nullptr;
   return made;
 }
+
+}  // namespace
+
+bool has_rounding_gemv(const GemvParams& p) { return can_make<X::kRounded>(p); }
 
 bool has_float16_gemv(const GemvParams& p) {
   return p.x_scale == nullptr && can_make<X::kNumbers>(by_blocks(p)) &&

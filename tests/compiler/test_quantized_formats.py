@@ -545,6 +545,16 @@ def test_activations_that_a_checkpoint_does_not_round_are_not(kind, said, plain_
     assert not (tmp_path / "case").exists()
 
 
+def test_groups_that_kernels_do_not_round_are_refused(tmp_path):
+    plain = families.save(families.tiny_model(
+        "llama", hidden_size=96, intermediate_size=192, num_hidden_layers=1), tmp_path / "plain")
+    directory, _ = write(plain, tmp_path / "hf", float8("block", "weight_scale_inv", dict(
+        quant_method="fp8", weight_block_size=[96, 96]), side=96))
+    llmc.compile(directory, tmp_path / "cpu", quantize_activations=True)
+    with pytest.raises(llmc.LlmcError, match=r"groups of 96 .* round groups of 32, 64, 128"):
+        llmc.compile(directory, tmp_path / "case", target="cuda", quantize_activations=True)
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_whole_blocks_have_their_scales_once_more_where_kernels_take_them(target, tmp_path):
     plain = families.save(families.tiny_model(
