@@ -24,6 +24,7 @@ from llmc.compiler.passes.quantize import (
     UNQUANTIZED_EXPERTS,
     UNROUNDED,
     UNROUNDED_GROUPS,
+    UNROUNDED_HEADS,
     WIDENED,
 )
 from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options
@@ -197,6 +198,10 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
         if UNROUNDED in report.matches:
             progress(f"what the experts of {report.matches[UNROUNDED]} layers multiply stays in "
                      f"{options.dtype}, though it is said to be rounded to FP8")
+        if UNROUNDED_HEADS in report.matches:
+            progress(f"what {report.matches[UNROUNDED_HEADS]} matrices of heads multiply, latent "
+                     f"attention's, stays in {options.dtype}, though it is said to be rounded to "
+                     f"FP8")
         count = report.matches.get(DEQUANTIZED, 0)
         if count:
             progress(f"the {options.target} target has no kernels for {count} of the checkpoint's "

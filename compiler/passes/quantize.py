@@ -49,6 +49,7 @@ ROUNDED_GROUPS, UNROUNDED_GROUPS = "activations rounded in groups", "activations
 UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
 WIDENED = "MXFP4 as int8"
 UNQUANTIZED_HEADS = "matrices of heads read as numbers"
+UNROUNDED_HEADS = "what matrices of heads multiply not rounded"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 _MOST_OF_EXPERTS = 128  # of QMoE's groups, and of those that have been run on GPUs
 
@@ -199,6 +200,10 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
         values = tensor._values if isinstance(tensor, gs.Constant) else None
         if not isinstance(values, HeadMatrices):
             continue
+        said = values.matrix.stored
+        if said is not None and said.activation_dtype and (
+                settings.rounds_groups or not said.rounds_groups):
+            report.count(UNROUNDED_HEADS)
         if not settings.packs_heads:
             report.count(UNQUANTIZED_HEADS)
             continue
