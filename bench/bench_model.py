@@ -248,6 +248,34 @@ def as_mixtral(llama: Path, directory: Path, num_experts: int = 4, spread: float
     return directory
 
 
+def in_blocks(source: Path, directory: Path, size: int = 128) -> Path:
+    """A checkpoint with its layers' linear weights rounded to FP8 in blocks of size × size, as
+    DeepSeek's and Qwen's are.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [size, size],
+                                     "activation_scheme": "dynamic", "fmt": "e4m3"}
+    (directory / "config.json").write_text(json.dumps(config))
+    for path in source.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            shutil.copy(path, directory)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        rows, width = tensor.shape
+        padded = torch.nn.functional.pad(tensor.float(), (0, -width % size, 0, -rows % size))
+        blocks = padded.unflatten(1, (-1, size)).unflatten(0, (-1, size))
+        scales = blocks.abs().amax((1, 3)).clamp(min=1e-12) / 448
+        codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name] = codes.flatten(2).flatten(0, 1)[:rows, :width].contiguous()
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
 def environment(*packages: str) -> str:
     """The date, the machine and the versions, in one line."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}"

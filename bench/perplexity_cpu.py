@@ -76,6 +76,11 @@ def compile_all(hf: Path, gguf: Path, work: Path) -> Iterator[tuple[str, Path]]:
 
     for name, options in OWN.items():
         yield made(name, hf, **options)
+    blocks = work / "blocks"
+    if not blocks.is_dir():
+        bench_model.in_blocks(hf, blocks)
+    yield made("fp8, blocks of 128", blocks)
+    yield made("fp8, blocks of 128; activations fp8, in groups", blocks, quantize_activations=True)
     yield made("Q4_1 of the file", gguf)
     text = write_text(made("float32", hf)[1], work / "text.txt")
     for name, half in CALIBRATED:

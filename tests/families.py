@@ -611,26 +611,3 @@ def to_static_fp8(hf: Path, directory: Path, scales: Mapping[str, float]) -> Pat
                                       "input_activations": form}}}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
-
-
-def to_block_fp8(hf: Path, directory: Path, size: int = 128) -> Path:
-    """A checkpoint with its layers' linear weights in blocks of FP8, as DeepSeek's and Qwen's."""
-    tensors = {}
-    for name, tensor in load_file(hf / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor
-            continue
-        scales = np.zeros([-(-length // size) for length in tensor.shape], np.float32)
-        for i, j in np.ndindex(*scales.shape):
-            block = tensor[i * size:(i + 1) * size, j * size:(j + 1) * size]
-            scales[i, j] = np.abs(block).max() / 448
-        full = scales.repeat(size, 0).repeat(size, 1)[:tensor.shape[0], :tensor.shape[1]]
-        tensors |= {name: (tensor / full).astype(ml_dtypes.float8_e4m3fn),
-                    f"{name}_scale_inv": scales}
-    directory.mkdir()
-    save_file(tensors, directory / "model.safetensors")
-    config = json.loads((hf / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [size, size],
-                                     "activation_scheme": "dynamic", "fmt": "e4m3"}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory

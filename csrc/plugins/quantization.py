@@ -139,7 +139,7 @@ def quantizable(op: Op, weight: str = "weight", row_sums: str = "", rounds: bool
             if takes_rounded:
                 made.append(Sample({**made[-1].fields, "x_dtype": FLOAT8},
                                    {**sample.inputs, "x": _over(sample.inputs["x"], 0.0037137)}))
-        for size, brings in ((48, ""), (BLOCK, "blocks")) if rounds else ():
+        for size, brings in ((32, ""), (BLOCK, "blocks")) if rounds else ():
             sample = _quantized_sample(rng, plain[size % len(plain)], weight, FLOAT8, size, brings)
             made.append(Sample({**sample.fields, "activation_dtype": FLOAT8,
                                 "activation_group_size": size}, sample.inputs))

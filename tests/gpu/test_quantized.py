@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import bench_model
 import families
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_logits_of_blocks_of_fp8(extension, family, tmp_path):
     model = families.tiny_model(family, max_position_embeddings=512, hidden_size=256, head_dim=64,
                                 num_attention_heads=4, num_key_value_heads=2, intermediate_size=384)
     hf = families.save(model, tmp_path / "hf")
-    blocks = families.to_block_fp8(hf, tmp_path / "blocks")
+    blocks = bench_model.in_blocks(hf, tmp_path / "blocks")
 
     def compiled(hf, dtype, **options):
         return compile_to(tmp_path, hf, dtype, "", name=hf.name, **options)

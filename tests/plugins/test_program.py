@@ -323,7 +323,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, 99], [y]), "there is no tensor 99"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, -2], [y]), "there is no tensor -2"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x], [y]), "needs the input 'weight'"),
-    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w, -1, w, w, w, w], [y]), "7 inputs"),
+    (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w, -1, w, w, w, w, w], [y]), "8 inputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], []), "0 outputs"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [-1]), "needs the output 'y'"),
     (lambda p, x, y, w: p.add_node("GemmBiasAct", {}, [x, w], [w]), "'y', is no value"),
