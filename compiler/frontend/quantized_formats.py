@@ -491,11 +491,12 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
         scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
         group = math.gcd(size, width)
         table = scales.load().repeat(size // group, 1)[:, :width // group]
+        rounded = "" if activations.get("activation_scale") else \
+            activations.get("activation_dtype", "")
         stored = Stored(dtype, codes, Weight(
             (rows, width // group), np.float32,
             lambda start, stop: table[np.arange(start, stop) // height], name),
-            activation_dtype="" if activations.get("activation_scale") else
-            activations.get("activation_dtype", ""), rounds_groups=True)
+            activation_dtype=rounded, rounds_groups=bool(rounded))
         decoder.keep(module, stored, "" if group >= SMALLEST_GROUP else
                      "rows are no whole groups that a kernel reads: they are read as float32")
         return

@@ -159,19 +159,17 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
         node.attrs["out_features"] = shape[0]
     if op.quantized[0].blocks and settings.takes_blocks:
         _give_blocks(node, known[0])
-    said = [own.stored for own in known if own.stored.activation_dtype]
-    if not said:
-        return
-    if any(own.rounds_groups for own in said) and not settings.rounds_groups:
-        report.count(UNROUNDED_GROUPS)
-    elif is_op(node, EXPERTS):
+    if is_op(node, EXPERTS) and any(own.stored.activation_dtype for own in known):
         report.count(UNROUNDED)
-    elif op.quantized[0].rounds:
+    if op.quantized[0].rounds and stored.activation_dtype:
         _round(node, stored, settings, report)
 
 
 def _round(node: gs.Node, stored: Stored, settings: Settings, report: Report) -> None:
     """Have a node round what it multiplies, as its weight's form says."""
+    if stored.rounds_groups and not settings.rounds_groups:
+        report.count(UNROUNDED_GROUPS)
+        return
     sizes = settings.rounded_groups
     if stored.rounds_groups and sizes and stored.group_size not in sizes:
         raise LlmcError(f"'{stored.codes.name}' is multiplied by groups of {stored.group_size} "

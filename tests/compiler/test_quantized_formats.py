@@ -460,18 +460,6 @@ def test_that_matrices_of_heads_multiply_what_is_not_rounded_is_said(kind, optio
     assert any("what 4 matrices of heads multiply" in text for text in said) == says
 
 
-@pytest.mark.parametrize(("kind", "options", "says"), [
-    ("fp8-dynamic", {}, True), ("fp8-default-block", {}, False),
-    ("fp8-default-block", {"quantize_activations": True}, True), ("fp8-channel", {}, False)])
-def test_that_matrices_of_heads_multiply_what_is_not_rounded_is_said(kind, options, says, tmp_path):
-    plain = families.save(families.tiny_model("deepseek_v3", kv_lora_rank=64, num_hidden_layers=2),
-                          tmp_path / "plain")
-    directory, _ = write(plain, tmp_path / "hf", kind)
-    said = []
-    llmc.compile(directory, tmp_path / "case", progress=said.append, **options)
-    assert any("what 4 matrices of heads multiply" in text for text in said) == says
-
-
 @pytest.mark.parametrize(("family", "kind"), [
     ("mamba2", "gptq"), ("mamba2", "fp8-dynamic"), ("lfm2", "w4a16"), ("lfm2", "fp8-channel")])
 def test_products_of_one_norm_are_one_in_codes_too(family, kind, tmp_path):
