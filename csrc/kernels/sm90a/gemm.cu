@@ -32,6 +32,23 @@ struct Maps {
   CUtensorMap weights, x;
 };
 
+// Enqueues the products of a stage's lines: added to sums_of(line, operand), or in place of what is there.
+template <typename E, int kTokens, bool kGated, bool kAdds, typename SumsOf>
+__device__ __forceinline__ void enqueue_stage(const typename Stage<E, kTokens, kGated>::In& room, int slot, SumsOf&& sums_of) {
+  using S = Stage<E, kTokens, kGated>;
+  const uint64_t weights = by_rows(room.stage(slot)), x = by_rows(room.stage(slot) + S::kXAt);
+  begin_products();
+#pragma unroll
+  for (int line = 0; line < S::kLines; ++line)
+#pragma unroll
+    for (int step = 0; step < kLineBytes / kStepBytes; ++step)
+#pragma unroll
+      for (int m = 0; m < S::kOperands; ++m)
+        Product<E, kTokens>::of_shared(sums_of(line, m), weights + ((line + m) * S::kWeightBytes + step * kStepBytes) / 16,
+                                       x + (line * S::kXBytes + step * kStepBytes) / 16, kAdds || step > 0);
+  end_products();
+}
+
 // Sums of codes, each group's scaled: see Product for who has which.
 template <int kTokens, bool kGated>
 __device__ __forceinline__ void add_groups(const typename Stage<Float8, kTokens, kGated>::In& room, const GemvParams& p,
@@ -53,19 +70,8 @@ __device__ __forceinline__ void add_groups(const typename Stage<Float8, kTokens,
         of_weight[line][m] = __ldg(p.packing.blocks + (m * p.out + tile * kRows) / kBlock * blocks_pitch(p.in) + group);
     }
     room.there(slot).wait(parity);
-    const uint64_t weights = by_rows(room.stage(slot)), x = by_rows(room.stage(slot) + S::kXAt);
     float sum[S::kLines][S::kOperands][kTokens / 2];
-    begin_products();
-#pragma unroll
-    for (int line = 0; line < S::kLines; ++line)
-#pragma unroll
-      for (int step = 0; step < kLineBytes / kStepBytes; ++step)
-#pragma unroll
-        for (int m = 0; m < S::kOperands; ++m)
-          Product<Float8, kTokens>::of_shared(sum[line][m],
-                                              weights + ((line + m) * S::kWeightBytes + step * kStepBytes) / 16,
-                                              x + (line * S::kXBytes + step * kStepBytes) / 16, step > 0);
-    end_products();
+    enqueue_stage<Float8, kTokens, kGated, false>(room, slot, [&](int line, int m) -> auto& { return sum[line][m]; });
     wait_for_products<0>();
     if (threadIdx.x % 32 == 0) room.read(slot).arrive();
 #pragma unroll
@@ -107,17 +113,7 @@ __device__ __forceinline__ void multiply_all(const typename Stage<E, kTokens, kG
     int last = -1;
     for (int stage = kGrouped ? part.end : part.begin; stage < part.end; ++stage) {
       room.there(slot).wait(parity);
-      const uint64_t weights = by_rows(room.stage(slot)), x = by_rows(room.stage(slot) + S::kXAt);
-      begin_products();
-#pragma unroll
-      for (int line = 0; line < S::kLines; ++line)
-#pragma unroll
-        for (int step = 0; step < kLineBytes / kStepBytes; ++step)
-#pragma unroll
-          for (int m = 0; m < S::kOperands; ++m)
-            Product<E, kTokens>::of_shared(sum[m], weights + ((line + m) * S::kWeightBytes + step * kStepBytes) / 16,
-                                           x + (line * S::kXBytes + step * kStepBytes) / 16, 1);
-      end_products();
+      enqueue_stage<E, kTokens, kGated, true>(room, slot, [&](int, int m) -> auto& { return sum[m]; });
       if constexpr (kIsExact)
         if (measures && thread < kTokens * 8)
 #pragma unroll
