@@ -4,6 +4,7 @@ beyond their tensors, and steps that point out of what there is. No GPU is neede
 import itertools
 from dataclasses import replace
 
+import bench_model
 import families
 import numpy as np
 import pytest
@@ -105,6 +106,26 @@ def test_codes_are_taken_where_who_makes_and_who_reads_them_say_so(extension, tm
             nodes = [*schedule.nodes]
             nodes[place] = node.model_copy(update={"fields": {**node.fields, field: value}})
             refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
+
+
+def test_blocks_of_fp8_are_taken_where_what_they_multiply_is_rounded_alike(extension, tmp_path):
+    hf = families.save(families.tiny_model(
+        "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1), tmp_path / "hf")
+    blocks = bench_model.in_blocks(hf, tmp_path / "blocks")
+    manifest = llmc.compile(blocks, tmp_path / "case", target="cuda", dtype="float16",
+                            quantize_activations=True)
+    schedule, = schedules_of(tmp_path / "case")
+    build(extension, manifest, [schedule])
+    places = [place for place, node in enumerate(schedule.nodes)
+              if node.fields.get("activation_group_size") == 128]
+    assert len(places) == 4
+    for place, (field, value) in itertools.product(places, (
+            ("activation_group_size", 64), ("activation_dtype", ""), ("activation_scale", 0.5),
+            ("group_size", 64), ("weight_dtype", "int8"))):
+        nodes = [*schedule.nodes]
+        nodes[place] = nodes[place].model_copy(
+            update={"fields": {**nodes[place].fields, field: value}})
+        refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
 
 
 def refused(extension, manifest, schedule):
