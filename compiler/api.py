@@ -19,6 +19,7 @@ from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import (
     DEQUANTIZED,
+    MULTIPLIED,
     ROUNDED,
     ROUNDED_GROUPS,
     UNQUANTIZED_EXPERTS,
@@ -183,13 +184,17 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
                      f"of {report.matches[WIDENED]} layers")
     for report in lowered.reports if not options.dequantize else ():
         of_float8 = sum(count for name, count in report.matches.items() if name.startswith(FLOAT8))
-        rounded = report.matches.get(ROUNDED, 0)
+        rounded, codes = (report.matches.get(name, 0) for name in (ROUNDED, MULTIPLIED))
         if options.target in GPU and of_float8 > rounded:
             progress(f"weights in FP8 are converted to {options.dtype} as they are read, on GPUs "
                      f"that multiply FP8 too")
-        if options.target in GPU and rounded:
-            progress(f"{rounded} linear layers multiply FP8 by FP8 on GPUs of compute capability "
+        if options.target in GPU and codes:
+            progress(f"{codes} linear layers multiply FP8 by FP8 on GPUs of compute capability "
                      f"9.0; on others both are converted to {options.dtype} as they are read")
+        if options.target in GPU and rounded > codes:
+            progress(f"what {rounded - codes} linear layers multiply is rounded to FP8, and "
+                     f"multiplied in {options.dtype}: their weights' scales are neither of rows "
+                     f"nor of blocks that the target's kernels take")
         if UNROUNDED_GROUPS in report.matches:
             progress(f"what {report.matches[UNROUNDED_GROUPS]} layers multiply stays in "
                      f"{options.dtype}, though the checkpoint rounds each group of it to FP8: "

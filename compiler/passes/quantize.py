@@ -45,6 +45,7 @@ from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
 DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
+MULTIPLIED = "codes of FP8 multiplied by such"
 ROUNDED_GROUPS, UNROUNDED_GROUPS = "activations rounded in groups", "activations not rounded"
 UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
 WIDENED = "MXFP4 as int8"
@@ -157,15 +158,16 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
         node.attrs["inner_features"] = known[1].values.shape[-1]
     else:
         node.attrs["out_features"] = shape[0]
-    if op.quantized[0].blocks and settings.takes_blocks:
-        _give_blocks(node, known[0])
+    has_blocks = bool(op.quantized[0].blocks) and settings.takes_blocks \
+        and _give_blocks(node, known[0])
     if is_op(node, EXPERTS) and any(own.stored.activation_dtype for own in known):
         report.count(UNROUNDED)
     if op.quantized[0].rounds and stored.activation_dtype:
-        _round(node, stored, settings, report)
+        _round(node, stored, has_blocks, settings, report)
 
 
-def _round(node: gs.Node, stored: Stored, settings: Settings, report: Report) -> None:
+def _round(node: gs.Node, stored: Stored, has_blocks: bool, settings: Settings,
+           report: Report) -> None:
     """Have a node round what it multiplies, as its weight's form says."""
     if stored.rounds_groups and not settings.rounds_groups:
         report.count(UNROUNDED_GROUPS)
@@ -181,15 +183,19 @@ def _round(node: gs.Node, stored: Stored, settings: Settings, report: Report) ->
     report.count(ROUNDED)
     if stored.rounds_groups:
         report.count(ROUNDED_GROUPS)
+    if has_blocks if stored.rounds_groups else stored.scales.shape[1] == 1:
+        report.count(MULTIPLIED)
 
 
-def _give_blocks(node: gs.Node, own: _Made) -> None:
-    """Give a node the scales of its weight's blocks, if it is in such."""
+def _give_blocks(node: gs.Node, own: _Made) -> bool:
+    """Give a node the scales of its weight's blocks; whether it is in such."""
     op, blocks = op_of(node), own.stored.block_scales()
-    if op is not None and blocks is not None:
-        name = f"{own.weight.name}_blocks"
-        node.inputs = arranged(op, operands(node) | {
-            op.quantized[0].blocks: gs.Constant(name, Weight.of(blocks, name))})
+    if op is None or blocks is None:
+        return False
+    name = f"{own.weight.name}_blocks"
+    node.inputs = arranged(op, operands(node) | {
+        op.quantized[0].blocks: gs.Constant(name, Weight.of(blocks, name))})
+    return True
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:

@@ -315,6 +315,12 @@ def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(ti
     assert sum(counts.values()) - rounds == 1  # the LM head
     assert any(f"{rounds} linear layers multiply FP8 by FP8 on GPUs of compute capability 9.0" in
                text for text in said)
+    said.clear()
+    whole = families.save(families.tiny_model("llama", intermediate_size=96), tmp_path / "whole")
+    llmc.compile(whole, tmp_path / "groups", target="cuda", dtype="bfloat16", quantize="fp8",
+                 quantize_activations=True, group_size=32, progress=said.append)
+    assert any("linear layers multiply is rounded to FP8, and multiplied in bfloat16" in text
+               for text in said) and not any("multiply FP8 by FP8" in text for text in said)
 
 
 @pytest.mark.parametrize(("options", "said"), [

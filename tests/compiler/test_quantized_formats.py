@@ -574,10 +574,13 @@ def test_whole_blocks_have_their_scales_once_more_where_kernels_take_them(target
         num_key_value_heads=2, head_dim=64), tmp_path / "plain")
     kind = float8("block", "weight_scale_inv", dict(quant_method="fp8"), side=128)
     directory, _ = write(plain, tmp_path / "hf", kind)
-    llmc.compile(directory, tmp_path / "case", target=target, quantize_activations=True)
+    said = []
+    llmc.compile(directory, tmp_path / "case", target=target, quantize_activations=True,
+                 progress=said.append)
     weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
     blocks = {name: array for name, array in weights.items() if name.endswith("_blocks")}
     assert len(blocks) == (4 if target == "cuda" else 0)
+    assert any("4 linear layers multiply FP8 by FP8" in text for text in said) == bool(blocks)
     for name, array in blocks.items():
         scales = weights[name.removesuffix("_blocks") + "_scale"]
         assert (array[:, :scales.shape[1]].repeat(128, 0)[:len(scales)] == scales).all()
