@@ -56,7 +56,7 @@ _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where columns 0 to 7 lie
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Twice the numbers of FP4 (e2m1), as codes of int8.
 _FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
-_TOKEN, _GROUP, _ALL = "token", "group", "all"  # what has a scale of activations
+_TOKEN, _ALL = "token", "all"  # what has a scale of activations
 _QUANT_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 # Of activations and caches, where llmc does not round as these say.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
@@ -471,7 +471,7 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
             raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
                             f"activations is; the checkpoint is damaged")
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
-                 activation_dtype=FLOAT8 if fixed or rounding in (_TOKEN, _GROUP) else "",
+                 activation_dtype=FLOAT8 if fixed or rounding == _TOKEN else "",
                  activation_scale=scale)
 
 
@@ -575,14 +575,16 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def _rounding(group: Mapping[str, Any]) -> str:
-    """How the layers of a group of a config round their inputs to FP8 before they multiply them."""
+    """How the layers of a group of a config round their inputs to FP8 before they multiply them:
+    tokens as they come, which is by groups where weights are in blocks, or all alike.
+    """
     said, of_weights = group.get("input_activations"), group.get("weights") or {}
     if not isinstance(said, Mapping) or said.get("num_bits") != 8 or said.get("type") != "float":
         return ""
     how = (str(said.get("strategy")), bool(said.get("dynamic", False)))
     if of_weights.get("strategy") == "block":
         block = of_weights.get("block_structure") or (0, 0)
-        return _GROUP if how == ("group", True) and said.get("group_size") == block[1] else ""
+        return _TOKEN if how == ("group", True) and said.get("group_size") == block[1] else ""
     if of_weights.get("strategy") not in ("channel", "tensor"):
         return ""
     return {("token", True): _TOKEN, ("tensor", False): _ALL}.get(how, "")

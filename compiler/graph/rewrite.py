@@ -98,6 +98,10 @@ class Settings:
             and stored.codes.shape[0] % self.row_multiple == 0 \
             and (self.orders_columns or stored.order is None)
 
+    def rounds(self, stored: Stored) -> bool:
+        """Whether what a form multiplies is rounded where its checkpoint says so."""
+        return self.rounds_groups or not stored.rounds_groups
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -106,7 +106,8 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     if len(kept) < len(weights):
         return None
     for values, stored, name in zip(weights, kept, names, strict=True):
-        made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape))
+        blocks = _blocks(stored, name) if settings.takes_blocks and len(weights) == 1 else None
+        made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape), blocks)
     return [made[id(values)] for values in weights]
 
 
@@ -148,7 +149,8 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
             given[role.row_sums] = _row_sums(own.stored, given[role.row_sums].name)
         given |= {role.weight: own.weight, role.scale: own.scale}
         given |= {name: tensor for name, tensor in ((role.zero, own.zero),
-                                                    (role.minimum, own.minimum)) if name and tensor}
+                                                    (role.minimum, own.minimum),
+                                                    (role.blocks, own.blocks)) if name and tensor}
         report.count(f"{own.stored.dtype}, groups of {own.stored.group_size}")
     node.inputs = arranged(op, given)
     shape = known[0].values.shape
@@ -158,18 +160,16 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
         node.attrs["inner_features"] = known[1].values.shape[-1]
     else:
         node.attrs["out_features"] = shape[0]
-    has_blocks = bool(op.quantized[0].blocks) and settings.takes_blocks \
-        and _give_blocks(node, known[0])
     if is_op(node, EXPERTS) and any(own.stored.activation_dtype for own in known):
         report.count(UNROUNDED)
     if op.quantized[0].rounds and stored.activation_dtype:
-        _round(node, stored, has_blocks, settings, report)
+        _round(node, known[0], settings, report)
 
 
-def _round(node: gs.Node, stored: Stored, has_blocks: bool, settings: Settings,
-           report: Report) -> None:
+def _round(node: gs.Node, own: _Made, settings: Settings, report: Report) -> None:
     """Have a node round what it multiplies, as its weight's form says."""
-    if stored.rounds_groups and not settings.rounds_groups:
+    stored = own.stored
+    if not settings.rounds(stored):
         report.count(UNROUNDED_GROUPS)
         return
     sizes = settings.rounded_groups
@@ -183,19 +183,8 @@ def _round(node: gs.Node, stored: Stored, has_blocks: bool, settings: Settings,
     report.count(ROUNDED)
     if stored.rounds_groups:
         report.count(ROUNDED_GROUPS)
-    if has_blocks if stored.rounds_groups else stored.scales.shape[1] == 1:
+    if own.blocks is not None if stored.rounds_groups else stored.scales.shape[1] == 1:
         report.count(MULTIPLIED)
-
-
-def _give_blocks(node: gs.Node, own: _Made) -> bool:
-    """Give a node the scales of its weight's blocks; whether it is in such."""
-    op, blocks = op_of(node), own.stored.block_scales()
-    if op is None or blocks is None:
-        return False
-    name = f"{own.weight.name}_blocks"
-    node.inputs = arranged(op, operands(node) | {
-        op.quantized[0].blocks: gs.Constant(name, Weight.of(blocks, name))})
-    return True
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:
@@ -205,8 +194,7 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
         if not isinstance(values, HeadMatrices):
             continue
         said = values.matrix.stored
-        if said is not None and said.activation_dtype and (
-                settings.rounds_groups or not said.rounds_groups):
+        if said is not None and said.activation_dtype and settings.rounds(said):
             report.count(UNROUNDED_HEADS)
         if not settings.packs_heads:
             report.count(UNQUANTIZED_HEADS)
@@ -269,6 +257,7 @@ class _Made:
     scale: gs.Constant
     zero: gs.Constant | None
     minimum: gs.Constant | None
+    blocks: gs.Constant | None
 
 
 def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
@@ -312,6 +301,13 @@ def _row_sums(stored: Stored, name: str) -> gs.Constant:
     """Of the numbers that codes stand for."""
     ones = np.ones(stored.codes.shape[1], np.float32)
     return gs.Constant(name, Weight.of(stored.weight(name).dot(ones), name))
+
+
+def _blocks(stored: Stored, name: str) -> gs.Constant | None:
+    """The scales of a weight's blocks, if it is in such."""
+    scales = stored.block_scales()
+    return None if scales is None else gs.Constant(f"{name}_blocks",
+                                                   Weight.of(scales, f"{name}_blocks"))
 
 
 def _constants(stored: Stored, name: str, shape: Sequence[int]) -> \

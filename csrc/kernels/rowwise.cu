@@ -293,8 +293,8 @@ __global__ void __launch_bounds__(256) elementwise_kernel(Elementwise op, T* y, 
       const void* from = operands.data[which];
       const Operand is = operands.is[which];
       if (from == nullptr) continue;
-      if (is == Operand::kRow || (is == Operand::kWhole && std::is_same_v<T, float>)) {
-        const auto own = load<float, kWidth>(static_cast<const float*>(from) + (is == Operand::kRow ? i % width : i));
+      if (is == Operand::kRow) {
+        const auto own = load<float, kWidth>(static_cast<const float*>(from) + i % width);
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) x[which][k] = own.data[k];
       } else if (is == Operand::kWhole) {

@@ -557,6 +557,18 @@ def test_activations_that_a_checkpoint_does_not_round_are_not(kind, said, plain_
     assert not (tmp_path / "case").exists()
 
 
+def test_layers_that_share_a_weight_share_the_scales_of_its_blocks(tmp_path):
+    plain = families.save(families.tiny_model(
+        "zamba2", hidden_size=128, attention_head_dim=64, mamba_headdim=32, intermediate_size=256),
+        tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", "fp8-default-block")
+    llmc.compile(directory, tmp_path / "case", target="cuda")
+    families.assert_close(Interpreters(tmp_path / "case").ranks[0].run(TOKENS, 0),
+                          transformers_logits(plain, truth), 1e-5)
+    names = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    assert any(name.endswith("_blocks") for name in names)
+
+
 def test_groups_that_kernels_do_not_round_are_refused(tmp_path):
     plain = families.save(families.tiny_model(
         "llama", hidden_size=96, intermediate_size=192, num_hidden_layers=1), tmp_path / "plain")
