@@ -1,8 +1,9 @@
 """One layer's experts on one GPU, in bfloat16: microseconds by the kernels for few tokens, by those
 for many, by torch's grouped GEMM between a sort and a sum, as transformers has it; and by llmc's
-kernels for few and for many of weights in fewer bits, in --forms.
+kernels for few and for many of weights in fewer bits, in --forms. "float8_e4m3fn rounded" rounds
+what it multiplies to FP8, in groups.
 
-    python bench/experts_gpu.py [--forms int4,mxfp4] [--shapes Qwen3-30B-A3B,…]
+    python bench/experts_gpu.py [--forms "int4,mxfp4,…"] [--shapes Qwen3-30B-A3B,…]
 
 Each is a mean of launches in a row, torch's in a CUDA graph; tokens choose their experts at random.
 The limit is the weights that were chosen, read at COPY bytes per second, or the operations at RATE.
@@ -45,8 +46,9 @@ def ours(given: list[torch.Tensor], y: torch.Tensor, few: bool,
     return taken * 1e3
 
 
-def packed(dtype: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def packed(form: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Random codes in place of weights, their scales, and the fields that say what they are."""
+    dtype, _, rounded = form.partition(" ")
     hidden, inner = (weight.shape[-1] for weight in weights)
     size = 32 if dtype == "mxfp4" else math.gcd(hidden, inner, 128)
     per_byte = 8 // CODES[dtype][0]
@@ -59,7 +61,8 @@ def packed(dtype: str, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor],
         made.append(torch.full(shape, 120, dtype=torch.uint8, device="cuda") if dtype == "mxfp4"
                     else torch.full(shape, 0.01, device="cuda"))
     return made, {"weight_dtype": dtype, "group_size": size, "in_features": hidden,
-                  "inner_features": inner}
+                  "inner_features": inner, "activation_dtype": dtype if rounded else "",
+                  "activation_group_size": size if rounded else 0}
 
 
 def grouped(given: list[torch.Tensor], y: torch.Tensor) -> None:

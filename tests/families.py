@@ -511,19 +511,35 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
 
 def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = None,
                  group: int = 0) -> None:
-    """From now on round to FP8 what the layers' linear modules multiply, each token by a scale of
-    its own, or each `group` of it, or all by that of the module; not what the LM head does.
+    """From now on round to FP8 what the layers' linear modules and experts multiply, each token by
+    a scale of its own, or each `group` of it, or all by that of the module, and then not what
+    experts do; nor what the LM head does.
     """
-    def rounded(fixed: float | None, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        x = inputs[0].unflatten(-1, (-1, group or inputs[0].shape[-1]))
+    def rounded(x: torch.Tensor, fixed: float | None = None) -> torch.Tensor:
+        x = x.unflatten(-1, (-1, group or x.shape[-1]))
         scale = fixed or x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
         codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return (codes.float() * scale).flatten(-2),
+        return (codes.float() * scale).flatten(-2)
+
+    class Products(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.nn.functional.linear:
+                args = rounded(args[0]), *args[1:]
+            return function(*args, **(kwargs or {}))
+
+    def rounding(forward):
+        def wrapped(*inputs, **named):
+            with Products():
+                return forward(*inputs, **named)
+        return wrapped
 
     for name, module in model.named_modules():
         if type(module).__name__ in ("Linear", "Conv1D") and "lm_head" not in name:
             own = None if scales is None else scales[name]
-            module.register_forward_pre_hook(lambda _, inputs, own=own: rounded(own, inputs))
+            module.register_forward_pre_hook(lambda _, inputs, own=own: (rounded(inputs[0], own),))
+        elif scales is None and getattr(getattr(module, "down_proj", None), "ndim", 0) == 3:
+            module.config._experts_implementation = "eager"
+            module.forward = rounding(module.forward)
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -40,7 +40,7 @@ from llmc.compiler.passes.packing import head_weight
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.head_matrices.op import OP as HEAD_MATRICES
-from llmc.plugins.quantization import CODES, MXFP4, MXFP4_GROUP
+from llmc.plugins.quantization import BLOCK, CODES, MXFP4, MXFP4_GROUP
 from llmc.plugins.roles import ByVocabulary
 from llmc.plugins.route.op import OP as ROUTE
 
@@ -51,6 +51,7 @@ UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of exp
 WIDENED = "MXFP4 as int8"
 UNQUANTIZED_HEADS = "matrices of heads read as numbers"
 UNROUNDED_HEADS = "what matrices of heads multiply not rounded"
+UNROUNDED_NUMBERS = "what weights that are read as numbers multiply not rounded"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 _MOST_OF_EXPERTS = 128  # of QMoE's groups, and of those that have been run on GPUs
 
@@ -99,6 +100,9 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
             report.refuse(node, stored)
             if values.dequantized or values.stored is not None:
                 report.count(DEQUANTIZED)
+            said = values.stored
+            if len(weights) == 1 and said and said.activation_dtype and settings.rounds(said):
+                report.count(UNROUNDED_NUMBERS)
     if is_op(node, EXPERTS) and scheme is not None \
             and not all(isinstance(stored, Stored) for stored in found):
         report.count(UNQUANTIZED_EXPERTS)
@@ -131,8 +135,16 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     if any(stored.minima is not None or stored.order is not None for stored in found):
         why = why or "minima of groups, or columns in an order of their own"
     if why:
+        if any(stored.activation_dtype and settings.rounds(stored) for stored in found):
+            report.count(UNROUNDED)
         return [NoMatch(f"experts have {why}, so they are read as numbers", stored.codes.name)
                 for stored in found]
+    said = {(s.activation_dtype, s.activation_scale, s.rounds_groups) for s in found}
+    if len(said) > 1 or any(s.activation_scale or (s.rounds_groups and s.group_size != size)
+                            for s in found):
+        report.count(UNROUNDED)
+        found = [replace(stored, activation_dtype="", activation_scale=0.0, rounds_groups=False)
+                 for stored in found]
     return [stored.regrouped(size) for stored in found]
 
 
@@ -160,15 +172,13 @@ def _store(owner: gs.Graph, node: gs.Node, known: Sequence[_Made], settings: Set
         node.attrs["inner_features"] = known[1].values.shape[-1]
     else:
         node.attrs["out_features"] = shape[0]
-    if is_op(node, EXPERTS) and any(own.stored.activation_dtype for own in known):
-        report.count(UNROUNDED)
     if op.quantized[0].rounds and stored.activation_dtype:
-        _round(node, known[0], settings, report)
+        _round(node, known, settings, report)
 
 
-def _round(node: gs.Node, own: _Made, settings: Settings, report: Report) -> None:
-    """Have a node round what it multiplies, as its weight's form says."""
-    stored = own.stored
+def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Report) -> None:
+    """Have a node round what it multiplies, as its weights' form says."""
+    stored, of_experts = known[0].stored, len(known) > 1
     if not settings.rounds(stored):
         report.count(UNROUNDED_GROUPS)
         return
@@ -178,13 +188,16 @@ def _round(node: gs.Node, own: _Made, settings: Settings, report: Report) -> Non
                         f"numbers, and the target's kernels round groups of "
                         f"{', '.join(map(str, sizes))}; leave out --quantize_activations")
     node.attrs.update(activation_dtype=stored.activation_dtype,
-                      activation_scale=stored.activation_scale,
                       activation_group_size=stored.group_size if stored.rounds_groups else 0)
-    report.count(ROUNDED)
-    if stored.rounds_groups:
-        report.count(ROUNDED_GROUPS)
-    if own.blocks is not None if stored.rounds_groups else stored.scales.shape[1] == 1:
-        report.count(MULTIPLIED)
+    if not of_experts:
+        node.attrs["activation_scale"] = stored.activation_scale
+    for own in known:
+        report.count(ROUNDED)
+        if stored.rounds_groups:
+            report.count(ROUNDED_GROUPS)
+        if stored.group_size == BLOCK if of_experts else own.blocks is not None \
+                if stored.rounds_groups else stored.scales.shape[1] == 1:
+            report.count(MULTIPLIED)
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:

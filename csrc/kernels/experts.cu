@@ -103,8 +103,11 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pai
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kSortRounds; ++i)
-    if (expert[i] >= 0) pairs.order[own[warp][expert[i]] + rank[i]] = first + 32 * i;
+  for (int i = 0; i < kSortRounds; ++i) {
+    const int pair = first + 32 * i, place = expert[i] >= 0 ? own[warp][expert[i]] + rank[i] : -1;
+    if (place >= 0) pairs.order[place] = pair;
+    if (pair < p.num_tokens * p.top_k) pairs.places[pair] = place;
+  }
 }
 
 // y[token] = residual + the sum over its choices, in their order, of score · made. A vector per thread; reads `made` once,
@@ -145,6 +148,86 @@ __global__ void combine_kernel(ExpertsParams p, Pairs pairs) {
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) sum[c] += to_float(residual.data[c]);
   store_floats(static_cast<T*>(p.y) + place, sum);
+}
+
+// Rows of x as codes; where there are places, a row to each of `copies` of them. At most as many rows as `end` says. Half a warp
+// takes a group of columns, or a block the whole row. Reads x once, or twice.
+template <typename T, bool kWhole>
+__global__ void __launch_bounds__(128) round_kernel(RoundedRows to, const T* x, const int32_t* places, const int32_t* end,
+                                                    int rows, int width, int copies) {
+  constexpr int kUnit = 8, kHalf = kBlock / kUnit;
+  __shared__ float partial[4];
+  wait_for_inputs();
+  let_next_start();
+  const int64_t part = kWhole ? blockIdx.x : int64_t{blockIdx.x} * (128 / kHalf) + threadIdx.x / kHalf;
+  const int row = static_cast<int>(part / to.groups), group = static_cast<int>(part % to.groups);
+  if (row >= (end != nullptr ? *end : rows)) return;
+  const T* from = x + int64_t{row} * width;
+  float numbers[kUnit];
+  // Calls f with each row that this one becomes.
+  auto for_each = [&](auto&& f) {
+    if (places == nullptr) return f(row);
+    for (int i = 0; i < copies; ++i) {
+      const int place = places[row * copies + i];
+      if (place >= 0) f(place);
+    }
+  };
+  auto measure = [&](int unit) {
+    const auto own = load<T, kUnit>(from + unit * kUnit);
+#pragma unroll
+    for (int k = 0; k < kUnit; ++k) numbers[k] = to_float(own.data[k]);
+    return most_of(numbers);
+  };
+  auto put = [&](int unit, float inverse) {
+    const uint2 codes = unit_of_codes(numbers, inverse);
+    for_each([&](int place) {
+      auto* words = reinterpret_cast<uint32_t*>(to.codes + int64_t{place} * width) + unit / 4 * 8 + unit % 4;
+      words[0] = codes.x, words[4] = codes.y;
+    });
+  };
+  if constexpr (kWhole) {
+    float most = 0;
+    for (int unit = threadIdx.x; unit < width / kUnit; unit += 128) most = fmaxf(most, measure(unit));
+    most = most_of_warp(most);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = most;
+    __syncthreads();
+    const float step = step_of_codes(fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
+    if (threadIdx.x == 0) for_each([&](int place) { to.scales[place] = step; });
+    for (int unit = threadIdx.x; unit < width / kUnit; unit += 128) measure(unit), put(unit, 1 / step);
+  } else {
+    const int unit = group * kHalf + threadIdx.x % kHalf;
+    const float step = step_of_codes(most_of_half_warp(measure(unit)));
+    if (threadIdx.x % kHalf == 0) for_each([&](int place) { to.scales[int64_t{group} * to.pitch + place] = step; });
+    put(unit, 1 / step);
+  }
+}
+
+template <typename T>
+cudaError_t round_to_codes(const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
+  const int made = p.num_tokens * p.top_k, rows = down ? made : p.num_tokens, width = down ? p.inner : p.hidden;
+  const RoundedRows to = rounded_rows(p, pairs, down);
+  const int32_t *places = down ? nullptr : pairs.places, *end = down ? pairs.starts + p.num_experts : nullptr;
+  const bool whole = p.rounded_group == 0;
+  const unsigned blocks = whole ? rows : blocks_for(int64_t{rows} * to.groups, 128 / (kBlock / 8));
+  return launch(whole ? round_kernel<T, true> : round_kernel<T, false>, blocks, 128, 0, stream, to,
+                static_cast<const T*>(down ? pairs.inner : p.x), places, end, rows, width, p.top_k);
+}
+
+// The same as numbers of T, of any width.
+cudaError_t round_to_numbers(DType dtype, const ExpertsParams& p, const Pairs& pairs, bool down, cudaStream_t stream) {
+  NormParams norm{};
+  norm.y = down ? pairs.inner : pairs.rounded, norm.x = down ? pairs.inner : p.x;
+  norm.rows = down ? p.num_tokens * p.top_k : p.num_tokens, norm.hidden = down ? p.inner : p.hidden;
+  norm.plain = norm.rounded = true;
+  norm.rounded_group = p.rounded_group;
+  return kernels::norm(dtype, norm, stream);
+}
+
+cudaError_t round(DType dtype, const ExpertsParams& p, const Pairs& pairs, Rounding rounding, bool down, cudaStream_t stream) {
+  if (!p.rounded || rounding == Rounding::kInKernel) return cudaSuccess;
+  if (rounding == Rounding::kNumbers) return round_to_numbers(dtype, p, pairs, down, stream);
+  return dtype == DType::kFloat16 ? round_to_codes<__half>(p, pairs, down, stream)
+                                  : round_to_codes<__nv_bfloat16>(p, pairs, down, stream);
 }
 
 constexpr int kPlainPairs = 32, kPlainOut = 32, kPlainIn = 32;
@@ -214,7 +297,8 @@ bool down_tiled(const ExpertsParams& p) {
 template <typename T>
 cudaError_t plain_experts(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const unsigned blocks = 4 * multiprocessors();
-  const cudaError_t error = launch(plain_kernel<T, false>, blocks, 256, 0, stream, p, pairs, up_tiled(p));
+  cudaError_t error = launch(plain_kernel<T, false>, blocks, 256, 0, stream, p, pairs, up_tiled(p));
+  if (error == cudaSuccess) error = round_inner(kDType<T>, p, pairs, Rounding::kNumbers, stream);
   return error != cudaSuccess ? error : launch(plain_kernel<T, true>, blocks, 256, 0, stream, p, pairs, down_tiled(p));
 }
 
@@ -227,7 +311,9 @@ cudaError_t combine(const ExpertsParams& p, const Pairs& pairs, cudaStream_t str
 }
 
 // Places in scratch, and its size.
-int64_t place(DType dtype, int64_t pairs, int num_experts, int hidden, int inner, void* scratch, Pairs* made) {
+int64_t place(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded, void* scratch,
+              Pairs* made) {
+  const int64_t pairs = static_cast<int64_t>(num_tokens) * top_k;
   int64_t bytes = 0;
   auto take = [&](int64_t count, int width) {
     void* at = static_cast<char*>(scratch) + bytes;
@@ -236,26 +322,41 @@ int64_t place(DType dtype, int64_t pairs, int num_experts, int hidden, int inner
   };
   const int width = dtype == DType::kFloat32 ? 4 : 2;
   auto* order = static_cast<int32_t*>(take(pairs, 4));
+  auto* places = static_cast<int32_t*>(take(pairs, 4));
   auto* starts = static_cast<int32_t*>(take(num_experts + 1, 4));
   auto* counts = static_cast<int32_t*>(take(pairs > kSortPairs ? blocks_for(pairs, kSortPairs) * num_experts : 0, 4));
   void* rows = take(pairs * inner, width);
-  *made = {order, starts, counts, rows, take(pairs * hidden, width)};
+  void* of_pairs = take(pairs * hidden, width);
+  const int64_t numbers = int64_t{num_tokens} * hidden * width;
+  const int64_t codes = pairs * inner + int64_t{scale_pitch(static_cast<int>(pairs))} * (inner / kBlock + 1) * 4;
+  *made = {order, places, starts, counts, rows, of_pairs, take(rounded ? std::max(numbers, codes) : 0, 1)};
   return bytes;
 }
 
 }  // namespace
 
-int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner) {
+int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded) {
   Pairs pairs;
-  return place(dtype, static_cast<int64_t>(num_tokens) * top_k, num_experts, hidden, inner, nullptr, &pairs);
+  return place(dtype, num_tokens, top_k, num_experts, hidden, inner, rounded, nullptr, &pairs);
 }
 
-cudaError_t experts(DType dtype, const ExpertsParams& p, ExpertsWay way, cudaStream_t stream) {
+bool multiplies_codes(const ExpertsParams& p) {
+  auto whole = [](const ExpertsPacking& packing) { return packing.codes == Codes::kFloat8 && packing.group_size == kBlock; };
+  return p.rounded && (p.rounded_group == 0 || p.rounded_group == kBlock) && whole(p.gate_up_packing) && whole(p.down_packing) &&
+         up_tiled(p) && down_tiled(p) && device_property<cudaDevAttrComputeCapabilityMajor>() == 9;
+}
+
+cudaError_t round_inner(DType dtype, const ExpertsParams& p, const Pairs& pairs, Rounding rounding, cudaStream_t stream) {
+  return round(dtype, p, pairs, rounding, /*down=*/true, stream);
+}
+
+cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsWay way, cudaStream_t stream) {
+  ExpertsParams p = given;
   const bool packed = p.gate_up_packing.codes != Codes::kNone;
   if (p.num_experts > kMostExperts || (packed && way != ExpertsWay::kPlain && !(up_tiled(p) && down_tiled(p))))
     return cudaErrorInvalidValue;
   Pairs pairs;
-  place(dtype, static_cast<int64_t>(p.num_tokens) * p.top_k, p.num_experts, p.hidden, p.inner, p.scratch, &pairs);
+  place(dtype, p.num_tokens, p.top_k, p.num_experts, p.hidden, p.inner, p.rounded, p.scratch, &pairs);
   cudaError_t error = cudaSuccess;
   if (p.num_tokens > 1 && way != ExpertsWay::kFew) {
     const unsigned blocks = blocks_for(static_cast<int64_t>(p.num_tokens) * p.top_k, kSortPairs);
@@ -263,6 +364,13 @@ cudaError_t experts(DType dtype, const ExpertsParams& p, ExpertsWay way, cudaStr
     if (error == cudaSuccess) error = launch(sort_kernel, blocks, kSortThreads, 0, stream, p, pairs);
     if (error != cudaSuccess) return error;
   }
+  const Rounding rounding = way == ExpertsWay::kPlain || !multiplies_codes(p) ? Rounding::kNumbers
+                            : way == ExpertsWay::kFew                         ? Rounding::kInKernel
+                            : serves_experts_on_hopper(p)                     ? Rounding::kCodes
+                                                                              : Rounding::kNumbers;
+  error = round(dtype, p, pairs, rounding, /*down=*/false, stream);
+  if (error != cudaSuccess) return error;
+  if (p.rounded && rounding == Rounding::kNumbers) p.x = pairs.rounded;
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     error = way == ExpertsWay::kPlain ? plain_experts<T>(p, pairs, stream)

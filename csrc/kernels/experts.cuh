@@ -41,11 +41,30 @@ __device__ __forceinline__ int zero_at(const uint8_t* zeros, int64_t row, int gr
 // In scratch.
 struct Pairs {
   int32_t* order;   // [num_tokens * top_k]: the pair at each place
+  int32_t* places;  // [num_tokens * top_k]: the place of each pair; -1: none, its expert is not here
   int32_t* starts;  // [num_experts + 1]: the place where each expert's begin
   int32_t* counts;  // [blocks that sort, num_experts], where these are more than one
   void* inner;      // T [num_tokens * top_k, inner], by place
   void* made;       // T [num_tokens * top_k, hidden], by pair; what no expert here makes is not written
+  void* rounded;    // of x and then of `inner`, where it is rounded: T, or RoundedRows
 };
+
+// Rows of codes of FP8. Of 32 columns the first words of their four units come first, then the second ones, as packed codes
+// have them. A scale for each kBlock columns, [width / kBlock, pitch()], or with groups() 1 for each row.
+struct RoundedRows {
+  uint8_t* codes;
+  float* scales;
+  int pitch, groups;
+
+  __host__ __device__ RoundedRows(void* at, int rows, int width, int group)
+      : codes(static_cast<uint8_t*>(at)), scales(reinterpret_cast<float*>(codes + int64_t{rows} * width)),
+        pitch(kernels::scale_pitch(rows)), groups(group == 0 ? 1 : width / group) {}
+};
+
+// What a product multiplies, by place, where that is codes.
+__host__ __device__ inline RoundedRows rounded_rows(const ExpertsParams& p, const Pairs& pairs, bool down) {
+  return {down ? pairs.rounded : pairs.made, p.num_tokens * p.top_k, down ? p.inner : p.hidden, p.rounded_group};
+}
 
 // Which of the experts that are here a pair goes to; -1: none.
 __device__ __forceinline__ int expert_of(const ExpertsParams& p, int pair) {
@@ -221,6 +240,18 @@ __device__ __forceinline__ void finish_made(const ExpertsParams& p, const Pairs&
 }  // namespace llmc::device
 
 namespace llmc::kernels {
+
+// Whether a Hopper's kernels, those for few tokens and its own for many, multiply codes of FP8 by such.
+bool multiplies_codes(const ExpertsParams& params);
+// Rounds what lies between the products, where that is to be rounded: in place to numbers; to codes of pairs that are sorted; or
+// not, since the next kernel does.
+enum class Rounding { kNumbers, kCodes, kInKernel };
+cudaError_t round_inner(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, Rounding rounding,
+                        cudaStream_t stream);
+template <typename T>
+constexpr DType kDType = std::is_same_v<T, float>    ? DType::kFloat32
+                         : std::is_same_v<T, __half> ? DType::kFloat16
+                                                     : DType::kBFloat16;
 
 // Both products for pairs that are sorted, on tensor cores: for few pairs of an expert, and for many.
 cudaError_t few_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);

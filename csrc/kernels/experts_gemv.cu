@@ -6,7 +6,9 @@
 // the time, past L1, where x stays. What a thread copies is what it reads back, as the tensor core wants it: of weights of
 // 16 bits 16 bytes of rows g and g + 8, of packed ones a vector of the tile (experts.cuh), with which the scales of the
 // chunk come. A gate and what it gates are rows that follow one another, so the same tile. The tensor core sums up a step
-// of at most one group of columns; the group's scale multiplies that sum, in float32, so nothing is rounded but x and y.
+// of at most one group of columns; the group's scale multiplies that sum, in float32, so nothing is rounded but x and y. Where x
+// is rounded to FP8 a block makes codes of its rows for itself, in shared memory, while weights are under way; and both become
+// float16, in which they are exact, by an instruction for a pair.
 //
 // Which experts were chosen each block finds out by itself: it counts all pairs in shared memory and lists the groups. So
 // nothing runs before these two kernels, and of the second product weights are under way before the first has ended.
@@ -28,6 +30,7 @@ constexpr int kUnroll = 4;  // steps in a chunk
 constexpr int kStages = 2;  // chunks under way
 constexpr int kRarePairs = 4;      // of an expert on average: groups of 8 are enough
 constexpr int kFewestPairs = 128;  // that take little shared memory
+constexpr int kRoundedPairs = 4;   // of a group, where a block makes codes of x
 constexpr int kSummedPairs = 32, kSummedWarps = 16;  // of summed_kernel: at most; in a block
 
 // A group in a word: its expert, its first place in the order of pairs, and how many they are.
@@ -137,20 +140,78 @@ constexpr int kScaleBytes = kCodes == Codes::kNone ? 0 : kCodes == Codes::kMxfp4
 template <Codes kCodes>
 constexpr int kSlotBytes = kUnroll * kVectors<kCodes> * 512 + kScaleBytes<kCodes>;
 
-// kTiles: 8 pairs each in a group. kSmall: groups have 32 columns. kZeros: they have zeros.
-template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall, bool kZeros>
+// How groups of packed weights are: of 32 columns; with zeros; of kBlock, for x that is rounded.
+enum class Grouping { kPlain, kSmall, kZeros, kSmallAndZeros, kRounded };
+
+// Bytes of the list of groups and of the order of pairs; these, of few, have as much room as of many.
+__host__ __device__ __forceinline__ int order_bytes(int pairs) {
+  return 6 * (pairs <= kFewestPairs ? kFewestPairs : kFewExpertPairs);
+}
+
+// Rows of x of a group as codes, whose columns lie as those of packed codes, and their scales: in shared memory.
+template <typename T, int kWarps>
+struct RoundedX {
+  static constexpr int kPad = 32;  // bytes between rows, which then share no banks
+  uint8_t* at;                     // scales [width / kBlock][kRoundedPairs], then rows of codes
+  int width, group;
+
+  __host__ __device__ static constexpr int bytes(int rows, int width) {
+    return width / kBlock * kRoundedPairs * 4 + rows * (width + kPad);
+  }
+  __device__ uint8_t* row(int row) const { return at + bytes(row, width); }
+  __device__ float& scale(int row, int group) const {
+    return reinterpret_cast<float*>(at)[(this->group == 0 ? 0 : group) * kRoundedPairs + row];
+  }
+
+  // By all threads of the block; who reads it waits for them.
+  __device__ __forceinline__ void make(int row, const T* x) const {
+    constexpr int kThreads = kWarps * 32, kUnit = 8, kHalf = kBlock / kUnit;
+    __shared__ float of_warps[kWarps];
+    float numbers[kUnit];
+    auto measure = [&](int unit) {
+      const auto own = load<T, kUnit>(x + unit * kUnit);
+#pragma unroll
+      for (int k = 0; k < kUnit; ++k) numbers[k] = to_float(own.data[k]);
+      return most_of(numbers);
+    };
+    float whole = 0;
+    if (group == 0) {
+      for (int unit = threadIdx.x; unit < width / kUnit; unit += kThreads) whole = fmaxf(whole, measure(unit));
+      whole = most_of_warp(whole);
+      if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = whole;
+      __syncthreads();
+      for (float other : of_warps) whole = fmaxf(whole, other);
+      __syncthreads();  // before the next row's
+    }
+    for (int unit = threadIdx.x; unit < width / kUnit; unit += kThreads) {
+      const float own = measure(unit), step = step_of_codes(group == 0 ? whole : most_of_half_warp(own));
+      if (group == 0 ? unit == 0 : unit % kHalf == 0) scale(row, unit / kHalf) = step;
+      *reinterpret_cast<uint2*>(this->row(row) + unit * kUnit) = unit_of_codes(numbers, 1 / step);
+    }
+  }
+};
+
+// kTiles: 8 pairs each in a group.
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, Grouping kGrouping>
 __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps) experts_gemv_kernel(const __grid_constant__ ExpertsParams p,
                                                                    const __grid_constant__ Pairs pairs) {
-  constexpr bool kPacked = kCodes != Codes::kNone;
-  constexpr int kThreads = kWarps * 32, kPairs = kTiles * 8, kRows = kExpertsRows;
+  constexpr bool kPacked = kCodes != Codes::kNone, kRounded = kGrouping == Grouping::kRounded;
+  constexpr bool kSmall = kGrouping == Grouping::kSmall || kGrouping == Grouping::kSmallAndZeros;
+  constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
+  using Number = std::conditional_t<kRounded, __half, T>;  // of both operands
+  constexpr int kThreads = kWarps * 32, kPairs = kRounded ? kRoundedPairs : kTiles * 8, kRows = kExpertsRows;
   constexpr int kStep = kExpertsStep<kCodes>, kParts = kStep / 32;  // columns
   constexpr int kAhead = kTiles == 1 ? kUnroll : 1;                 // steps whose x is read before their weights are there
-  extern __shared__ uint4 shared[];  // rings of kStages slots of each warp; then the list of groups, and the order of pairs
-  __shared__ float partial[2][kWarps][kRows][kPairs + 1];
+  // Rings of kStages slots of each warp; then the list of groups, and the order of pairs; then x, where it is rounded.
+  extern __shared__ uint4 shared[];
+  __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   char* ring = reinterpret_cast<char*>(shared) + warp * kStages * kSlotBytes<kCodes>;
   auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kWarps * kStages * kSlotBytes<kCodes>);
   auto* order = reinterpret_cast<uint16_t*>(list + p.num_tokens * p.top_k);
+  const RoundedX<T, kWarps> rounded{reinterpret_cast<uint8_t*>(shared) + kWarps * kStages * kSlotBytes<kCodes> +
+                                        order_bytes(p.num_tokens * p.top_k),
+                                    kDown ? p.inner : p.hidden, p.rounded_group};
   if (!kDown) {
     wait_for_inputs();
     let_next_start();
@@ -226,18 +287,31 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     const Group group = group_of(list[tile / out_tiles]);
     const int first_row = tile % out_tiles * kRows;
+    // Pairs behind the last repeat it, and lead to columns that are not written.
+    auto row_of_x = [&](int of_group) {
+      const int pair = order[group.first + min(of_group, group.count - 1)];
+      return kDown ? pair : pair / p.top_k;
+    };
     const T* x[kTiles];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      // Pairs behind the last repeat it, and lead to columns that are not written.
-      const int pair = order[group.first + min(n * 8 + g, group.count - 1)];
-      x[n] = product.x + static_cast<int64_t>(kDown ? pair : pair / p.top_k) * product.in + 8 * t;
+    for (int n = 0; n < kTiles; ++n)
+      x[n] = product.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * product.in + 8 * t;
+    if constexpr (kRounded) {
+      if (kDown || p.num_tokens > 1 || turn == 0)
+        for (int row = 0; row < group.count; ++row)
+          rounded.make(row, product.x + static_cast<int64_t>(row_of_x(row)) * product.in);
+      __syncthreads();
     }
+    const int last_row = group.count - 1;
     float sum[kTiles][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int first = begin + chunk * kUnroll;
       auto x_of = [&](int n, int column) {
-        return kPacked || column + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
+        if constexpr (kRounded) {
+          return *reinterpret_cast<const uint2*>(rounded.row(min(g, last_row)) + column + 8 * t);
+        } else {
+          return kPacked || column + 8 * t < product.in ? *reinterpret_cast<const uint4*>(x[n] + column) : zero;
+        }
       };
       const char* from = ring + slot;
       const uint4* vectors = reinterpret_cast<const uint4*>(from) + lane;
@@ -251,13 +325,15 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
         wait_for_group<kStages - 1>();
         multiply_chunk<T, 32>(sum, vectors, b);
       } else {
-        uint4 x_here[kAhead][kParts][kTiles];
+        std::conditional_t<kRounded, uint2, uint4> x_here[kAhead][kParts][kTiles];
         auto read_x = [&](int u) {
 #pragma unroll
           for (int part = 0; part < kParts; ++part)
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-              x_here[u % kAhead][part][n] = first + u < end ? x_of(n, (first + u) * kStep + part * 32) : zero;
+            for (int n = 0; n < kTiles; ++n) {
+              x_here[u % kAhead][part][n] = {};
+              if (first + u < end) x_here[u % kAhead][part][n] = x_of(n, (first + u) * kStep + part * 32);
+            }
         };
 #pragma unroll
         for (int u = 0; u < kAhead; ++u) read_x(u);
@@ -285,7 +361,10 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
               }
               low_offset = offset_of<T, kCodes>(zeros[0]), high_offset = offset_of<T, kCodes>(zeros[1]);
             }
-            if constexpr (kBits<kCodes> == 4) {
+            if constexpr (kRounded) {
+              widen_float8(low[0], low[1], codes.x), widen_float8(low[2], low[3], codes.y);
+              widen_float8(high[0], high[1], codes.z), widen_float8(high[2], high[3], codes.w);
+            } else if constexpr (kBits<kCodes> == 4) {
               numbers_of<T, kCodes>(low, make_uint2(part == 0 ? codes.x : codes.y, 0), low_offset);
               numbers_of<T, kCodes>(high, make_uint2(part == 0 ? codes.z : codes.w, 0), high_offset);
             } else {
@@ -295,8 +374,14 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
             const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-              multiply<T>(own[n], even, b[part][n].x, b[part][n].y);
-              multiply<T>(own[n], odd, b[part][n].z, b[part][n].w);
+              uint4 numbers{};
+              if constexpr (kRounded) {
+                widen_float8(numbers.x, numbers.y, b[part][n].x), widen_float8(numbers.z, numbers.w, b[part][n].y);
+              } else {
+                numbers = b[part][n];
+              }
+              multiply<Number>(own[n], even, numbers.x, numbers.y);
+              multiply<Number>(own[n], odd, numbers.z, numbers.w);
             }
             if (!kSmall && part + 1 < kParts) continue;
             const char* row = from + kUnroll * 512 + (of_group - first_group) * kScaleRow<kCodes>;
@@ -308,9 +393,17 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
               scales[0] = reinterpret_cast<const float*>(row)[g], scales[1] = reinterpret_cast<const float*>(row)[g + 8];
             }
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n)
+            for (int n = 0; n < kTiles; ++n) {
+              float of_x[2] = {1, 1};
+              if constexpr (kRounded)
 #pragma unroll
-              for (int c = 0; c < 4; ++c) sum[n][c] = fmaf(own[n][c], scales[c / 2], sum[n][c]), own[n][c] = 0;
+                for (int i = 0; i < 2; ++i) of_x[i] = rounded.scale(min(2 * t + i, last_row), of_group);
+#pragma unroll
+              for (int c = 0; c < 4; ++c) {
+                const float scale = kRounded ? scales[c / 2] * of_x[c % 2] : scales[c / 2];
+                sum[n][c] = fmaf(own[n][c], scale, sum[n][c]), own[n][c] = 0;
+              }
+            }
           }
         }
         __syncwarp();  // they have been read
@@ -471,35 +564,35 @@ __global__ void __launch_bounds__(kSummedWarps * 32, 1) summed_kernel(const __gr
 }
 
 // As many blocks as are resident at once.
-template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, bool kSmall, bool kZeros>
+template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, Grouping kGrouping>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kRing = kWarps * kStages * kSlotBytes<kCodes>;
   static_assert(kRing >= 8 * kMostExperts);
-  const int pairs_here = p.num_tokens * p.top_k, shared = kRing + 6 * (pairs_here <= kFewestPairs ? kFewestPairs : kFewExpertPairs);
-  auto kernel = experts_gemv_kernel<T, kCodes, kWarps, kTiles, kDown, kSmall, kZeros>;
+  const int pairs_here = p.num_tokens * p.top_k;
+  auto shared_bytes = [](int pairs, int tokens, int width) {
+    const int rounded = kGrouping == Grouping::kRounded ? RoundedX<T, kWarps>::bytes(std::min(tokens, kRoundedPairs), width) : 0;
+    return kRing + order_bytes(pairs) + rounded;
+  };
+  const int shared = shared_bytes(pairs_here, p.num_tokens, kDown ? p.inner : p.hidden);
+  auto kernel = experts_gemv_kernel<T, kCodes, kWarps, kTiles, kDown, kGrouping>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 kRing + 6 * kFewExpertPairs);
+                                                 shared_bytes(kFewExpertPairs, kRoundedPairs, kNormHidden));
   if (error != cudaSuccess) return error;
-  static const std::pair<int, int> residents = [kernel] {
-    int few = 0, many = 0;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&few, kernel, kWarps * 32, kRing + 6 * kFewestPairs);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&many, kernel, kWarps * 32, kRing + 6 * kFewExpertPairs);
-    const int all = static_cast<int>(multiprocessors());
-    return std::pair(std::max(few, 1) * all, std::max(many, 1) * all);
-  }();
-  const int64_t resident = pairs_here <= kFewestPairs ? residents.first : residents.second;
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, shared);
+  const int64_t resident = int64_t{std::max(blocks, 1)} * multiprocessors();
   const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k * blocks_for(Product<T>(p, pairs, kDown).out, kExpertsRows);
   return launch(kernel, static_cast<unsigned>(std::min(tiles, resident)), kWarps * 32, shared, stream, p, pairs);
 }
 
 // As many warps as have steps to take, and no more than have their rings in shared memory beside the rest.
-template <typename T, Codes kCodes, int kTiles, bool kDown, bool kSmall, bool kZeros>
+template <typename T, Codes kCodes, int kTiles, bool kDown, Grouping kGrouping>
 cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   constexpr int kRest = 32 << 10;
   const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kStages * kSlotBytes<kCodes> + kRest;
   const unsigned steps = blocks_for(kDown ? p.inner : p.hidden, kExpertsStep<kCodes>);
-  if (steps > 16 && room) return run_tiles<T, kCodes, 8, kTiles, kDown, kSmall, kZeros>(p, pairs, stream);
-  return run_tiles<T, kCodes, 4, kTiles, kDown, kSmall, kZeros>(p, pairs, stream);
+  if (steps > 16 && room) return run_tiles<T, kCodes, 8, kTiles, kDown, kGrouping>(p, pairs, stream);
+  return run_tiles<T, kCodes, 4, kTiles, kDown, kGrouping>(p, pairs, stream);
 }
 
 constexpr int kSummedRing = kSummedWarps * kStages * kSlotBytes<Codes::kNone>;
@@ -513,32 +606,36 @@ cudaError_t run_summed(const ExpertsParams& p, const Pairs& pairs, cudaStream_t 
   return launch(summed_kernel<T>, std::min(tiles, multiprocessors()), kSummedWarps * 32, kSummedRing, stream, p, pairs);
 }
 
-template <typename T, Codes kCodes, int kTiles, bool kSmall, bool kZeros>
+template <typename T, Codes kCodes, int kTiles, Grouping kGrouping>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const cudaError_t error = run_warps<T, kCodes, kTiles, false, kSmall, kZeros>(p, pairs, stream);
+  cudaError_t error = run_warps<T, kCodes, kTiles, false, kGrouping>(p, pairs, stream);
+  if (error == cudaSuccess)
+    error = round_inner(kDType<T>, p, pairs, kGrouping == Grouping::kRounded ? Rounding::kInKernel : Rounding::kNumbers, stream);
   if (error != cudaSuccess) return error;
   if (sums_choices(p)) return run_summed<T>(p, pairs, stream);
-  return run_warps<T, kCodes, kTiles, true, kSmall, kZeros>(p, pairs, stream);
+  return run_warps<T, kCodes, kTiles, true, kGrouping>(p, pairs, stream);
 }
 
-template <typename T, Codes kCodes, bool kSmall, bool kZeros>
+template <typename T, Codes kCodes, Grouping kGrouping>
 cudaError_t run_pairs(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const bool rare = p.num_tokens <= 8 || p.num_tokens * p.top_k <= kRarePairs * p.num_experts;
-  return rare ? run_both<T, kCodes, 1, kSmall, kZeros>(p, pairs, stream) : run_both<T, kCodes, 2, kSmall, kZeros>(p, pairs, stream);
+  return rare ? run_both<T, kCodes, 1, kGrouping>(p, pairs, stream) : run_both<T, kCodes, 2, kGrouping>(p, pairs, stream);
 }
 
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const ExpertsPacking& packing = p.gate_up_packing;
-  if (packing.codes == Codes::kNone) return run_pairs<T, Codes::kNone, false, false>(p, pairs, stream);
+  if (packing.codes == Codes::kNone) return run_pairs<T, Codes::kNone, Grouping::kPlain>(p, pairs, stream);
+  if (multiplies_codes(p)) return run_both<T, Codes::kFloat8, 1, Grouping::kRounded>(p, pairs, stream);
   return with_expert_codes(packing.codes, [&](auto codes) {
     constexpr Codes kCodes = codes.value;
     const bool small = packing.group_size == 32;
-    if constexpr (kCodes == Codes::kMxfp4) return run_pairs<T, kCodes, true, false>(p, pairs, stream);
+    if constexpr (kCodes == Codes::kMxfp4) return run_pairs<T, kCodes, Grouping::kSmall>(p, pairs, stream);
     if constexpr (kCodes == Codes::kFour || kCodes == Codes::kEight)
       if (packing.zero != nullptr)
-        return small ? run_pairs<T, kCodes, true, true>(p, pairs, stream) : run_pairs<T, kCodes, false, true>(p, pairs, stream);
-    return small ? run_pairs<T, kCodes, true, false>(p, pairs, stream) : run_pairs<T, kCodes, false, false>(p, pairs, stream);
+        return small ? run_pairs<T, kCodes, Grouping::kSmallAndZeros>(p, pairs, stream)
+                     : run_pairs<T, kCodes, Grouping::kZeros>(p, pairs, stream);
+    return small ? run_pairs<T, kCodes, Grouping::kSmall>(p, pairs, stream) : run_pairs<T, kCodes, Grouping::kPlain>(p, pairs, stream);
   });
 }
 

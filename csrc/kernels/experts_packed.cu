@@ -162,7 +162,8 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
 
 template <typename T, Codes kCodes, bool kZeros>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const cudaError_t error = run_tiles<T, kCodes, false, kZeros>(p, pairs, stream);
+  cudaError_t error = run_tiles<T, kCodes, false, kZeros>(p, pairs, stream);
+  if (error == cudaSuccess) error = round_inner(kDType<T>, p, pairs, Rounding::kNumbers, stream);
   return error != cudaSuccess ? error : run_tiles<T, kCodes, true, kZeros>(p, pairs, stream);
 }
 

@@ -35,16 +35,6 @@ constexpr int kPad = 64;  // bytes between rows of codes: rows side by side do n
 template <int kWarps, int kM>
 constexpr size_t kRing = sizeof(uint4) * stages(kWarps) * kVectors * 2 * kM * kWarps * 32;
 
-// Four numbers of FP8 as two pairs of float16.
-__device__ __forceinline__ void widen_float8(uint32_t& low, uint32_t& high, uint32_t codes) {
-#if __CUDA_ARCH__ >= 890
-  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
-      : "=r"(low), "=r"(high) : "r"(codes));
-#else
-  low = high = codes;  // where nothing launches it
-#endif
-}
-
 // A unit of 8 numbers as pairs.
 __device__ __forceinline__ void widen_unit(uint32_t (&pairs)[4], const uint4& vector, int unit) {
   widen_float8(pairs[0], pairs[1], unit == 0 ? vector.x : vector.z);
@@ -112,11 +102,10 @@ __device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float
     for_each(batch, [&](int, const float (&numbers)[8], const float (&gained)[8]) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) squares += numbers[k] * numbers[k];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) most = fmaxf(most, fabsf(gained[k]));
+      most = fmaxf(most, most_of(gained));
     });
   }
-  const float2 of_warp{warp_sum(squares), __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)))};
+  const float2 of_warp{warp_sum(squares), most_of_warp(most)};
   if (threadIdx.x % 32 == 0) measured[warp] = of_warp;
   __syncthreads();
   float2 all{};
@@ -125,7 +114,7 @@ __device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float
     if (w >= row * warps && w < (row + 1) * warps) all = {all.x + measured[w].x, fmaxf(all.y, measured[w].y)};
   const float scale = p.norm ? rsqrtf(all.x / p.in + p.epsilon) : 1.f;
   auto step_of = [&](float most) {
-    return kX == X::kNumbers ? power_step(most * scale) : fmaxf(most * scale / kFloat8Most, kLeastScale);
+    return kX == X::kNumbers ? power_step(most * scale) : step_of_codes(most * scale);
   };
   const float step = p.fixed_scale > 0 ? p.fixed_scale : step_of(all.y);
   float inverse = scale / step;
@@ -134,13 +123,7 @@ __device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float
     if (batch != batches - 1) hold(batch);
     for_each(batch, [&](int vector, const float (&)[8], const float (&gained)[8]) {
       if constexpr (kGrouped) {  // the work of half a warp
-        float most_of = 0;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) most_of = fmaxf(most_of, fabsf(gained[k]));
-#pragma unroll
-        for (int mask = 1; mask < kBlock / 8; mask *= 2)
-          most_of = fmaxf(most_of, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most_of, mask));
-        const float own_step = step_of(most_of);
+        const float own_step = step_of(most_of_half_warp(most_of(gained)));
         inverse = scale / own_step;
         if (vector % (kBlock / 8) == 0) scales[vector / (kBlock / 8) * kRoundedRows + row] = own_step;
       }
@@ -149,10 +132,7 @@ __device__ __forceinline__ void make_x(const GemvParams& p, uint8_t* made, float
         auto pair_of = [&](int k) { return pack<__half>(gained[k] * inverse, gained[k + 2] * inverse); };
         *reinterpret_cast<uint4*>(to) = make_uint4(pair_of(0), pair_of(4), pair_of(1), pair_of(5));
       } else {
-        auto pair_of = [&](int k) -> uint32_t {
-          return __nv_cvt_float2_to_fp8x2({gained[k] * inverse, gained[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
-        };
-        *reinterpret_cast<uint2*>(to) = make_uint2(pair_of(0) | pair_of(4) << 16, pair_of(1) | pair_of(5) << 16);
+        *reinterpret_cast<uint2*>(to) = unit_of_codes(gained, inverse);
       }
     });
   }

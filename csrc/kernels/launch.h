@@ -222,7 +222,8 @@ cudaError_t pack_experts(void* weight, void* scale, void* spare, Codes codes, in
                          int in, cudaStream_t stream);
 
 // The sums of experts; see csrc/plugins/experts/op.py for the contract. An expert that is not from first_expert on among
-// num_experts adds nothing.
+// num_experts adds nothing. Rounded, what both products multiply becomes numbers of FP8 (e4m3) times a scale, max|…| / 448, of
+// rounded_group columns, or where that is 0 of the row; of float32 too.
 struct ExpertsParams {
   void* y;                   // T [num_tokens, hidden]
   const void* x;             // T [num_tokens, hidden]
@@ -238,6 +239,8 @@ struct ExpertsParams {
   Activation activation;
   float alpha, limit, up_offset;
   bool gated, scale_input, narrow;
+  bool rounded = false;
+  int rounded_group = 0;
   ExpertsPacking gate_up_packing = {}, down_packing = {};
 };
 // Few tokens, which wait for weights; many, in tiles of the tensor core; or any, of any sizes and dtype. The first two
@@ -247,7 +250,7 @@ enum class ExpertsWay { kFew, kMany, kPlain };
 cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsWay way, cudaStream_t stream);
 // Whether this GPU is a Hopper, whose kernel for many tokens is the faster one from few tokens on; of weights of 16 bits.
 bool serves_experts_on_hopper(const ExpertsParams& params);
-int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner);
+int64_t experts_scratch(DType dtype, int num_tokens, int top_k, int num_experts, int hidden, int inner, bool rounded);
 
 // y = act(sums · x_scale · weight_scale + bias) + residual, of what FP8 codes come to: sums float32 [rows, out], x_scale
 // [rows], weight_scale [out]; bias [out] and residual [rows, out] T or null. Gated: sums, weight_scale and bias are 2 · out

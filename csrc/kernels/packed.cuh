@@ -118,6 +118,47 @@ __device__ __forceinline__ void pairs_of(uint32_t (&pairs)[kPlanes][4], uint2 wo
   }
 }
 
+// Four numbers of FP8 as two pairs of float16.
+__device__ __forceinline__ void widen_float8(uint32_t& low, uint32_t& high, uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+      : "=r"(low), "=r"(high) : "r"(codes));
+#else
+  low = high = codes;  // where nothing launches it
+#endif
+}
+
+// Of rows that are rounded to FP8: the largest number, and the least scale, that of rows of zeros.
+constexpr float kFloat8Most = 448, kLeastScale = 1e-30f;
+
+// 8 numbers times `inverse` as codes of FP8, in the order of a unit: see place_of().
+__device__ __forceinline__ uint2 unit_of_codes(const float (&numbers)[8], float inverse) {
+  auto pair_of = [&](int k) -> uint32_t {
+    return __nv_cvt_float2_to_fp8x2({numbers[k] * inverse, numbers[k + 2] * inverse}, __NV_SATFINITE, __NV_E4M3);
+  };
+  return make_uint2(pair_of(0) | pair_of(4) << 16, pair_of(1) | pair_of(5) << 16);
+}
+
+// The largest of these, without their signs.
+__device__ __forceinline__ float most_of(const float (&numbers)[8]) {
+  float most = 0;
+#pragma unroll
+  for (float number : numbers) most = fmaxf(most, fabsf(number));
+  return most;
+}
+// The largest of what the threads of half a warp have, which is all there.
+__device__ __forceinline__ float most_of_half_warp(float most) {
+#pragma unroll
+  for (int mask = 1; mask < 16; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most, mask));
+  return most;
+}
+__device__ __forceinline__ float most_of_warp(float most) {  // none is negative
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+}
+
+// What codes of FP8 of numbers up to `most` are multiplied by.
+__device__ __forceinline__ float step_of_codes(float most) { return fmaxf(most / kFloat8Most, kLeastScale); }
+
 // Brings the line that p is in to the cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
@@ -163,9 +204,6 @@ __device__ __forceinline__ float number_at(const Packing& p, const uint8_t* code
   const int64_t at = static_cast<int64_t>(group) * out + row;
   return fmaf(number, p.scale[at], p.minimum != nullptr ? p.minimum[at] : 0.f);
 }
-
-// Of rows that are rounded to FP8: the largest number, and the least scale, that of rows of zeros.
-constexpr float kFloat8Most = 448, kLeastScale = 1e-30f;
 
 // Calls f with a constant of Codes.
 template <typename F>

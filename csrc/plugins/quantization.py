@@ -204,7 +204,7 @@ def activations(fields: Fields, x: np.ndarray) -> np.ndarray:
         return x
     size = fields["activation_group_size"] or x.shape[-1]
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // max(size, 1), size)
-    scale = fields["activation_scale"] or \
+    scale = fields.get("activation_scale") or \
         np.maximum(np.abs(groups).max(-1, keepdims=True, initial=0) / FLOAT8_MOST, _LEAST_SCALE)
     numbers: np.ndarray = (groups if fields.get("x_dtype") else _over(groups, scale)) * scale
     return numbers.reshape(x.shape)
@@ -378,34 +378,39 @@ def dequantize(fields: Fields, present: frozenset[str], made: str, weight: str =
     return "\n".join(lines)
 
 
-def _rounded(fields: Fields, x: str) -> tuple[list[str], str]:
-    """ONNX text for the rows that are multiplied, and their name."""
+def rounded(fields: Fields, x: str, own: str = "x") -> tuple[list[str], str]:
+    """ONNX text for the rows that are multiplied, and their name, which begins with `own` where
+    they are not x as it is.
+    """
     if not fields["activation_dtype"]:
         return [], x
+    fixed, made = fields.get("activation_scale", 0.0), f"{own}_rounded"
     if fields.get("x_dtype"):
-        return [f"x_scale = Constant<value_floats=[{fields['activation_scale']!r}]>()",
-                f"x_numbers = Cast<to=1>({x})", "x_rounded = Mul(x_numbers, x_scale)"], "x_rounded"
-    size, before, behind, rounded = fields["activation_group_size"], [], [], "x_rounded"
+        return [f"{own}_scale = Constant<value_floats=[{fixed!r}]>()",
+                f"{own}_numbers = Cast<to=1>({x})", f"{made} = Mul({own}_numbers, {own}_scale)"], \
+            made
+    size, before, behind = fields["activation_group_size"], [], []
     if size:
-        before = [f"x_each = Constant<value_ints=[-1, {size}]>()",
-                  f"x_groups = Reshape({x}, x_each)"]
-        behind = [f"x_shape = Shape({x})", "x_whole = Reshape(x_rounded, x_shape)"]
-        x, rounded = "x_groups", "x_whole"
-    scale = [f"x_scale = Constant<value_floats=[{fields['activation_scale']!r}]>()"] \
-        if fields["activation_scale"] else [
-            f"x_most = Constant<value_floats=[{FLOAT8_MOST}]>()",
-            f"x_least = Constant<value_floats=[{_LEAST_SCALE!r}]>()",
-            "x_last = Constant<value_ints=[-1]>()",
-            f"x_sizes = Abs({x})", "x_largest = ReduceMax<keepdims=1>(x_sizes, x_last)",
-            "x_steps = Div(x_largest, x_most)", "x_scale = Max(x_steps, x_least)"]
-    return [*before, *scale, f"x_scaled = Div({x}, x_scale)",
-            "x_codes = Cast<to=17>(x_scaled)", "x_numbers = Cast<to=1>(x_codes)",
-            "x_rounded = Mul(x_numbers, x_scale)", *behind], rounded
+        before = [f"{own}_each = Constant<value_ints=[-1, {size}]>()",
+                  f"{own}_groups = Reshape({x}, {own}_each)"]
+        behind = [f"{own}_shape = Shape({x})", f"{own}_whole = Reshape({made}, {own}_shape)"]
+        x = f"{own}_groups"
+    scale = [f"{own}_scale = Constant<value_floats=[{fixed!r}]>()"] if fixed else [
+        f"{own}_most = Constant<value_floats=[{FLOAT8_MOST}]>()",
+        f"{own}_least = Constant<value_floats=[{_LEAST_SCALE!r}]>()",
+        f"{own}_last = Constant<value_ints=[-1]>()",
+        f"{own}_sizes = Abs({x})",
+        f"{own}_largest = ReduceMax<keepdims=1>({own}_sizes, {own}_last)",
+        f"{own}_steps = Div({own}_largest, {own}_most)",
+        f"{own}_scale = Max({own}_steps, {own}_least)"]
+    return [*before, *scale, f"{own}_scaled = Div({x}, {own}_scale)",
+            f"{own}_codes = Cast<to=17>({own}_scaled)", f"{own}_numbers = Cast<to=1>({own}_codes)",
+            f"{made} = Mul({own}_numbers, {own}_scale)", *behind], f"{own}_whole" if size else made
 
 
 def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") -> str:
     """ONNX text for `made` = x · weightᵀ, however the weight is stored; of standard ops."""
-    lines, x = _rounded(fields, x)
+    lines, x = rounded(fields, x)
     matrix = "weight"
     if fields["weight_dtype"]:
         matrix = "matrix"
@@ -424,7 +429,7 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
     dtype, size = fields["weight_dtype"], fields["group_size"]
     width, height = fields["in_features"], fields["out_features"]
     if not dtype or dtype == FLOAT8:  # which is folded to float32 when it is loaded
-        lines, x = _rounded(fields, x)
+        lines, x = rounded(fields, x)
         lines += [dequantize(fields, present, "matrix")] if dtype else []
         operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
         return "\n".join([*lines, f"{made} = Gemm<transB=1>({operands})"])

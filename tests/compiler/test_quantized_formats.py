@@ -438,14 +438,62 @@ def test_a_scale_of_activations_that_is_missing_or_several_is_refused(value, pla
         llmc.compile(directory, tmp_path / "case")
 
 
-@pytest.mark.parametrize("kind", ["fp8-static", "fp8-dynamic"])
-def test_that_experts_activations_are_not_rounded_is_said(kind, tmp_path):
+IN_BLOCKS = dict(quant_method="fp8", weight_block_size=[32, 32], activation_scheme="dynamic")
+
+
+@pytest.mark.parametrize(("kind", "tp_size", "rounds"), [
+    ("fp8-dynamic", 1, True), ("blocks", 1, True), ("blocks", 2, True),
+    ("blocks", 2, False)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_what_experts_multiply_is_rounded_where_a_checkpoint_says_so(
+        family, kind, tp_size, rounds, tmp_path):
+    """Of blocks, where that is asked for."""
+    blocks = kind == "blocks"
+    if blocks:
+        kind = float8("block", "weight_scale_inv", IN_BLOCKS, side=32)
+    sizes = {} if family == "mixtral" else {"moe_intermediate_size": 128}
     plain = families.save(families.tiny_model(
-        "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
+        family, num_hidden_layers=2, intermediate_size=128, **sizes), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", kind)
+    said = []
+    manifest = llmc.compile(directory, tmp_path / "case", target="cuda", tp_size=tp_size,
+                            progress=said.append, quantize_activations=blocks and rounds)
+    forms = {(form.activation_dtype, form.activation_group_size)
+             for name, form in manifest.chips[0].quantization.items() if "experts" in name}
+    assert forms == {("float8_e4m3fn" if rounds else "", 32 if blocks and rounds else 0)}
+    assert any("--quantize_activations has it so" in text for text in said) != rounds
+    expected = transformers_logits(write_numbers(plain, truth, tmp_path / "numbers"), {}, rounds,
+                                   group=32 if blocks else 0)
+    families.assert_close(Interpreters(tmp_path / "case").compute(STEP), expected,
+                          FLIPPED if rounds else 1e-5)
+
+
+def test_that_what_numbers_multiply_is_not_rounded_is_said(tmp_path):
+    """A rank's columns of the projection behind attention are no group that a kernel reads."""
+    plain = families.save(families.tiny_model("llama", num_hidden_layers=2, intermediate_size=128),
+                          tmp_path / "plain")
+    directory, _ = write(plain, tmp_path / "hf", float8("block", "weight_scale_inv", IN_BLOCKS,
+                                                        side=32))
+    for tp_size in (2, 4):
+        said = []
+        llmc.compile(directory, tmp_path / f"tp{tp_size}", target="cuda", tp_size=tp_size,
+                     progress=said.append, quantize_activations=True)
+        assert any("what 2 linear layers multiply stays in float32, though" in text
+                   for text in said) == (tp_size == 4)
+
+
+@pytest.mark.parametrize(("kind", "target", "options", "says"), [
+    ("fp8-static", "cuda", {}, True), ("fp8-dynamic", "cpu", {}, True),
+    ("fp8-dynamic", "cuda", {}, False), ("fp8-default-block", "cpu", {}, False),
+    ("fp8-default-block", "cpu", {"quantize_activations": True}, True)])
+def test_that_what_experts_multiply_is_not_rounded_is_said(kind, target, options, says, tmp_path):
+    """By fixed scales, and where their weights are read as numbers."""
+    plain = families.save(families.tiny_model(
+        "qwen3_moe", moe_intermediate_size=64, num_hidden_layers=2), tmp_path / "plain")
     directory, _ = write(plain, tmp_path / "hf", kind)
     said = []
-    llmc.compile(directory, tmp_path / "case", target="cuda", progress=said.append)
-    assert any("the experts of 2 layers multiply stays in float32, though" in text for text in said)
+    llmc.compile(directory, tmp_path / "case", target=target, progress=said.append, **options)
+    assert any("the experts of 2 layers multiply stays in" in text for text in said) == says
 
 
 @pytest.mark.parametrize(("kind", "options", "says"), [

@@ -38,18 +38,21 @@ def check_codes(codes, expected, tolerance):
     assert (error == 0).mean() > 0.6
 
 
-def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
+def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0, unlike=None):
     """Run the kernel on what the dtype makes of the inputs, and compare. Attention takes sequences
     of one token that come first by themselves, and also as prompts; and prompts by the library too,
     where it serves them. `firsts`: which of two ways each choice falls on, instead of timing. An
     output of a dtype of its own is exact, or as in float32. `least`: the least tolerance. What an
     op takes from among the columns of wider rows lies there too, in whole vectors and not.
+    `unlike`: fields whose reference is further away.
     """
     fields = op.complete(fields)
     tensors = tensors_of(op, fields, inputs, dtype)
-    expected = op.reference(fields, {
+    arrays = {
         name: tensor.double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
-        for name, tensor in tensors.items()})
+        for name, tensor in tensors.items()}
+    expected = op.reference(fields, arrays)
+    others = () if unlike is None else op.reference(op.complete(unlike), arrays)
     ways, filled = [(0, 0, 0)] * len(firsts), None
     if op.attention is not None and op.cache_inputs:
         new = np.diff(inputs["cu_seqlens"])
@@ -100,6 +103,8 @@ def check(extension, op, fields, inputs, dtype, firsts=((),), least=0.0):
             allowed = max(TOLERANCE.get(kind, 0), least) * np.abs(array).max(initial=0)
             assert not error.size or error.max() <= allowed, \
                 f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)} of {error.shape}"
+            for other in others:
+                assert np.square(error).mean() < np.square(other - array).mean() / 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -584,11 +589,11 @@ def experts_of(rng, tokens, hidden, inner, num_experts, top_k, biased=False, fav
     return {"top_k": top_k, **fields}, inputs
 
 
-def check_experts(extension, fields, inputs, dtype):
+def check_experts(extension, fields, inputs, dtype, **more):
     """By the kernels for few tokens and by those for many, where these serve."""
     ways = dtype != "float32" and not any(size % 8 for size in inputs["down"].shape[1:])
     check(extension, plugins.registry()["Experts"], fields, inputs, dtype,
-          ((True,), (False,)) if ways else ((),))
+          ((True,), (False,)) if ways else ((),), **more)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -661,6 +666,27 @@ def test_experts_in_fewer_bits(extension, tokens, hidden, inner, num_experts, to
     fields, inputs = packed_experts(rng, stored, group_size, *experts_of(
         rng, tokens, hidden, inner, num_experts, top_k, **more))
     check_experts(extension, fields, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group_size", "rounded"), [(128, 128), (128, 0), (64, 64), (32, 0)])
+@pytest.mark.parametrize(("tokens", "hidden", "inner", "num_experts", "top_k", "more"), [
+    (1, 2048, 768, 12, 8, {}), (16, 384, 128, 5, 2, {"favoured": 1, "biased": True}),
+    (300, 256, 384, 5, 2, {"biased": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}),
+    (7, 128, 128, 3, 8, {"others": 11, "biased": True}), (40, 128, 256, 60, 8, {}),
+    (9, 128, 128, 6, 2, {"scale_input": 1, "gated": 0, "activation": "relu2"}),
+    (3, 128, 128, 6, 2, {"residual": True, "biased": True}), (2, 1152, 640, 64, 7, {"others": 9}),
+    (700, 384, 256, 3, 2, {"favoured": 1, "others": 2}), (60, 640, 128, 8, 4, {}),
+])
+def test_experts_that_round_what_they_multiply(extension, tokens, hidden, inner, num_experts, top_k,
+                                               more, group_size, rounded, dtype):
+    rng = np.random.default_rng(tokens)
+    fields, inputs = packed_experts(rng, "float8_e4m3fn", group_size, *experts_of(
+        rng, tokens, hidden, inner, num_experts, top_k, **more))
+    # What lies between falls on the other side of two codes' middle now and then.
+    check_experts(extension, fields | {"activation_dtype": "float8_e4m3fn",
+                                       "activation_group_size": rounded}, inputs, dtype,
+                  least=5e-2, unlike=fields)
 
 
 @pytest.mark.parametrize(("stored", "group_size", "hidden", "inner"), [

@@ -150,6 +150,30 @@ def test_logits_of_blocks_of_fp8(extension, family, tmp_path):
         assert found.max() < 5 * (np.median(lost) + effect), dtype
 
 
+@pytest.mark.parametrize("form", ["blocks", "tokens"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_mixtures_that_round_what_they_multiply(extension, family, form, tmp_path):
+    """In groups, and by tokens' own scales."""
+    model = families.tiny_model(
+        family, max_position_embeddings=512, hidden_size=256, head_dim=64, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=384, moe_intermediate_size=128)
+    hf = families.save(model, tmp_path / "hf")
+    given = bench_model.in_blocks(hf, tmp_path / "blocks") if form == "blocks" else hf
+
+    def compiled(hf, dtype, quantize="", **options):
+        return compile_to(tmp_path, hf, dtype, quantize, name=hf.name, **options)
+
+    def rounded(dtype):
+        return compiled(given, dtype, "" if form == "blocks" else "fp8", quantize_activations=True)
+
+    right, plain = truth(rounded("float32")), truth(compiled(hf, "float32", "none"))
+    alone = truth(compiled(given, "float32", "" if form == "blocks" else "fp8"))
+    effect = np.median(far(alone, right))
+    for dtype in ("float16", "bfloat16"):
+        lost = np.median(far(on_gpu(compiled(hf, dtype, "none")), plain))
+        assert np.median(far(on_gpu(rounded(dtype)), right)) < lost + effect, dtype
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_activations_in_fp8(extension, family, tmp_path):
     """An activation between two numbers of FP8 may go to either, and then others of its token in

@@ -7,6 +7,9 @@
 // Packed weights come as they lie (experts.cuh), a thread's codes of 16 rows as one vector: they become numbers of 16 bits in
 // registers, times their scale, and are the first operand from there while the tensor core multiplies those before. x then
 // lies in the order in which codes give their columns, and gates and their ups are rows that follow one another.
+//
+// Codes of FP8 are the first operand as they lie where x is rounded, codes too: 128 columns a stage, whose sums are multiplied by
+// both scales before they are added to the others.
 #include <algorithm>
 
 #include "../experts.cuh"
@@ -19,8 +22,9 @@ namespace {
 using namespace device;
 using namespace sm90a;
 
-constexpr int kLine = 64;  // columns of a stage
-constexpr uint32_t kLineBytes = 2 * kLine;
+constexpr uint32_t kLineBytes = 128;  // of a row of x, in a stage
+template <bool kRounded>
+constexpr int kColumns = kRounded ? 128 : 64;  // of a stage
 constexpr int kPart = 16;  // pairs that leave at once
 constexpr int kPitch = 9;  // vectors from one to the next: 64 rows' numbers, and what keeps banks apart
 
@@ -28,14 +32,18 @@ template <Codes kCodes>
 constexpr bool kPacked = kCodes != Codes::kNone;
 
 // Where in shared memory things lie, in bytes from a multiple of 1,024 on. Of packed weights a stage has 16 rows' codes side
-// by side, and their scales, of one or two groups.
-template <Codes kCodes, int kGroups, int kPairs, int kStages>
+// by side, and their scales, of one or two groups; where x is rounded, of one, and the scales of x.
+template <Codes kCodes, bool kRounded, int kGroups, int kPairs, int kStages>
 struct Place {
-  static constexpr int kRows = kGroups * 128, kThreads = (1 + kGroups) * 128;
-  static constexpr uint32_t kTileBytes = kPacked<kCodes> ? kExpertsRows * kLine * kBits<kCodes> / 8 : kExpertsRows * kLineBytes;
-  static constexpr uint32_t kWeightBytes = kRows / kExpertsRows * kTileBytes;
-  static constexpr uint32_t kScalesAt = kWeightBytes + kPairs * kLineBytes, kTileScales = 2 * kScaleRow<kCodes>;
-  static constexpr uint32_t kScaleBytes = kPacked<kCodes> ? (kRows / kExpertsRows * kTileScales + 1023) / 1024 * 1024 : 0;
+  static constexpr int kRows = kGroups * 128, kThreads = (1 + kGroups) * 128, kTiles = kRows / kExpertsRows;
+  static constexpr uint32_t kTileBytes =
+      kExpertsRows * (kPacked<kCodes> ? kColumns<kRounded> * kBits<kCodes> / 8 : kLineBytes);
+  static constexpr uint32_t kWeightBytes = kTiles * kTileBytes;
+  static constexpr uint32_t kScalesAt = kWeightBytes + kPairs * kLineBytes;
+  static constexpr uint32_t kXScalesAt = kScalesAt + kTiles * kScaleRow<kCodes>, kXScales = kPairs + 4;  // from a whole four on
+  static constexpr uint32_t kXScaleBytes = kRounded ? kXScales * 4 : 0;
+  static constexpr uint32_t kScaleBytes =
+      !kPacked<kCodes> ? 0 : (kTiles * kScaleRow<kCodes> * (kRounded ? 1 : 2) + kXScaleBytes + 1023) / 1024 * 1024;
   static constexpr uint32_t kStageBytes = kScalesAt + kScaleBytes;
   static constexpr uint32_t kOutAt = kStages * kStageBytes, kOutBytes = 4 * kPart * kPitch * 16;
   static constexpr uint32_t kPairsAt = kOutAt + kGroups * kOutBytes, kBarriersAt = kPairsAt + kGroups * kPairs * 4;
@@ -54,6 +62,7 @@ struct Place {
   __device__ const uint8_t* scales(int slot, int tile, int groups) const {
     return bytes + slot * kStageBytes + kScalesAt + tile * groups * kScaleRow<kCodes>;
   }
+  __device__ uint32_t x_scales(int slot) const { return weights(slot) + kXScalesAt; }
   // [2 parts][2 operands][kPart][kPitch]: what leaves.
   __device__ uint4* out(int group) const { return reinterpret_cast<uint4*>(bytes + kOutAt + group * kOutBytes); }
   __device__ int* pairs(int group) const { return reinterpret_cast<int*>(bytes + kPairsAt) + group * kPairs; }
@@ -94,17 +103,19 @@ struct Tiles {
 };
 
 struct Maps {
-  CUtensorMap weights, x, scales;
+  CUtensorMap weights, x, scales, x_scales;
 };
 
-// Groups of columns whose scales a stage has.
-__host__ __device__ __forceinline__ int groups_of_stage(const ExpertsPacking& packing) { return packing.group_size < kLine ? 2 : 1; }
+// Groups of columns whose scales a stage has, where x is not rounded or groups have as many columns.
+__host__ __device__ __forceinline__ int groups_of_stage(const ExpertsPacking& packing) {
+  return packing.group_size < kColumns<false> ? 2 : 1;
+}
 
-template <bool kDown, Codes kCodes, int kGroups, int kPairs, int kStages>
-__device__ __forceinline__ void copy_all(const Place<kCodes, kGroups, kPairs, kStages>& place, const Maps& maps,
-                                         const ExpertsParams& p, const Pairs& pairs, Tiles tiles, int count,
-                                         int stages) {
-  using P = Place<kCodes, kGroups, kPairs, kStages>;
+template <bool kDown, Codes kCodes, bool kRounded, int kGroups, int kPairs, int kStages>
+__device__ __forceinline__ void copy_all(const Place<kCodes, kRounded, kGroups, kPairs, kStages>& place, const Maps& maps,
+                                         const ExpertsParams& p, Tiles tiles, int count, int stages) {
+  using P = Place<kCodes, kRounded, kGroups, kPairs, kStages>;
+  constexpr int kLine = kColumns<kRounded>;
   const int lane = threadIdx.x % 32;
   auto copy_weights = [&](const Tile& tile, int slot, int stage) {
     const Barrier there = place.there(slot);
@@ -112,10 +123,10 @@ __device__ __forceinline__ void copy_all(const Place<kCodes, kGroups, kPairs, kS
     if constexpr (kPacked<kCodes>) {
       const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
       const int own_tiles = (kDown ? p.hidden : p.gated ? 2 * p.inner : p.inner) / kExpertsRows;
-      const int first = tile.expert * own_tiles + tile.out_tile * (P::kRows / kExpertsRows);
-      const int groups = groups_of_stage(packing), scales = P::kRows / kExpertsRows * groups * kScaleRow<kCodes>;
-      there.expect(P::kWeightBytes + rows * kLineBytes + scales);
-      copy_box(place.weights(slot), maps.weights, there, stage * (P::kTileBytes / 4), first);
+      const int first = tile.expert * own_tiles + tile.out_tile * P::kTiles;
+      const int scales = P::kTiles * groups_of_stage(packing) * kScaleRow<kCodes>;
+      there.expect(P::kWeightBytes + rows * kLineBytes + scales + P::kXScaleBytes);
+      copy_box(place.weights(slot), maps.weights, there, stage * (P::kTileBytes / 8), first);
       copy_box(place.weights(slot) + P::kScalesAt, maps.scales, there,
                stage * kLine / packing.group_size * kExpertsRows, first);
       return;
@@ -150,6 +161,8 @@ __device__ __forceinline__ void copy_all(const Place<kCodes, kGroups, kPairs, kS
       const uint32_t to = place.x(turn.slot);
       if (lane * kPart < tile.count)
         copy_box(to + lane * kPart * kLineBytes, maps.x, there, stage * kLine, tile.first + lane * kPart);
+      if (kRounded && lane == 31)  // of whole rows all stages have the same scales
+        copy_box(place.x_scales(turn.slot), maps.x_scales, there, tile.first & ~3, p.rounded_group == 0 ? 0 : stage);
     }
   }
 }
@@ -213,10 +226,12 @@ __device__ __forceinline__ void operands_of(uint32_t (&made)[8], const uint4& co
   }
 }
 
-template <typename T, bool kDown, Codes kCodes, int kGroups, int kPairs, int kStages>
-__device__ __forceinline__ void multiply_all(const Place<kCodes, kGroups, kPairs, kStages>& place, const ExpertsParams& p,
-                                             const Pairs& pairs, Tiles tiles, int count, int stages, int group) {
-  using P = Place<kCodes, kGroups, kPairs, kStages>;
+template <typename T, bool kDown, Codes kCodes, bool kRounded, int kGroups, int kPairs, int kStages>
+__device__ __forceinline__ void multiply_all(const Place<kCodes, kRounded, kGroups, kPairs, kStages>& place,
+                                             const ExpertsParams& p, const Pairs& pairs, Tiles tiles, int count, int stages,
+                                             int group) {
+  using P = Place<kCodes, kRounded, kGroups, kPairs, kStages>;
+  constexpr int kLine = kColumns<kRounded>;
   const device::Product<T> product(p, pairs, kDown);
   const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
   const bool paired = !kDown && p.gated;
@@ -319,15 +334,62 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kGroups, kPairs
       wait_for_products<0>();
       if (lane == 0) place.read(last.slot).arrive();
     };
+    auto multiply_codes = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value, kAtOnce = kWidth <= 64 ? 2 : 1;  // operands whose sums a thread has room for
+      const int lane = thread % 32, own_tile = group * 4 + warp;
+      for (int stage = 0; stage < stages; ++stage, turn.go_on()) {
+        place.there(turn.slot).wait(turn.round & 1);
+        const uint64_t x = by_rows(place.x(turn.slot));
+        const uint32_t x_scales = place.x_scales(turn.slot) + (tile.first % 4 + 2 * t) * 4;
+#pragma unroll
+        for (int first = 0; first < 2; first += kAtOnce) {
+          uint4 codes[kAtOnce][kLine / 32];
+          float sum[kAtOnce][kWidth / 2], scales[kAtOnce][2];
+#pragma unroll
+          for (int m = 0; m < kAtOnce; ++m) {
+            const int of = (first + m) * kGroups * 4 + own_tile;
+#pragma unroll
+            for (int v = 0; v < kLine / 32; ++v) codes[m][v] = place.codes(turn.slot, of)[v * 32 + lane];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) scales[m][r] = reinterpret_cast<const float*>(place.scales(turn.slot, of, 1))[g + 8 * r];
+          }
+          begin_products();
+#pragma unroll
+          for (int m = 0; m < kAtOnce; ++m)
+#pragma unroll
+            for (int v = 0; v < kLine / 32; ++v)
+              sm90a::Product<Float8, kWidth>::of_registers(
+                  sum[m], {codes[m][v].x, codes[m][v].z, codes[m][v].y, codes[m][v].w}, x + v * 32 / 16, v > 0);
+          end_products();
+          wait_for_products<0>();
+#pragma unroll
+          for (int j = 0; j < kWidth / 8; ++j) {
+            float of_x[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              of_x[i] = __uint_as_float(load_shared<1>(x_scales + (8 * j + i) * 4).data[0]);
+#pragma unroll
+            for (int m = 0; m < kAtOnce; ++m)
+#pragma unroll
+              for (int i = 0; i < 4; ++i)
+                c[first + m][4 * j + i] = fmaf(sum[m][4 * j + i], scales[m][i / 2] * of_x[i % 2],
+                                               c[first + m][4 * j + i]);
+          }
+        }
+        if (lane == 0) place.read(turn.slot).arrive();
+      }
+    };
     const int parts = (tile.count + kPart - 1) / kPart;
     auto choose = [&](auto self, auto width) {
       constexpr int kWidth = decltype(width)::value;
       if (kWidth == kPairs || parts * kPart <= kWidth) {
-        if constexpr (kPacked<kCodes>) multiply_packed(width);
+        if constexpr (kRounded) multiply_codes(width);
+        else if constexpr (kPacked<kCodes>) multiply_packed(width);
         else multiply(width);
         return;
       }
-      if constexpr (kWidth < kPairs) self(self, std::integral_constant<int, kPacked<kCodes> ? 2 * kWidth : kWidth + kPart>());
+      constexpr int kNext = !kPacked<kCodes> ? kWidth + kPart : 2 * kWidth < kPairs ? 2 * kWidth : kPairs;
+      if constexpr (kWidth < kPairs) self(self, std::integral_constant<int, kNext>());
     };
     choose(choose, std::integral_constant<int, kPart>());
 
@@ -414,19 +476,20 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kGroups, kPairs
         T* target = kDown ? static_cast<T*>(pairs.made) + static_cast<int64_t>(own_pairs[pair]) * p.hidden
                           : static_cast<T*>(pairs.inner) + static_cast<int64_t>(tile.first + pair) * p.inner;
         const uint4* from = to + (m * kPart + thread / 8) * kPitch;
-        *reinterpret_cast<uint4*>(target + column) = !kDown && kPacked<kCodes> ? turned_vector(from, vector) : from[vector];
+        constexpr bool kTurned = !kDown && kPacked<kCodes> && !kRounded;
+        *reinterpret_cast<uint4*>(target + column) = kTurned ? turned_vector(from, vector) : from[vector];
       }
     }
     meet();  // before what leaves next
   }
 }
 
-template <typename T, bool kDown, Codes kCodes, int kGroups, int kPairs, int kStages, int kBlocks>
+template <typename T, bool kDown, Codes kCodes, bool kRounded, int kGroups, int kPairs, int kStages, int kBlocks>
 __global__ void __launch_bounds__((1 + kGroups) * 128, kBlocks)
     grouped_kernel(const __grid_constant__ Maps maps, const __grid_constant__ ExpertsParams p,
                    const __grid_constant__ Pairs pairs) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using P = Place<kCodes, kGroups, kPairs, kStages>;
+  using P = Place<kCodes, kRounded, kGroups, kPairs, kStages>;
   extern __shared__ uint8_t raw[];
   __shared__ int before[kMostExperts + 1];
   const P place{raw + (-shared_address(raw) & 1023)};
@@ -442,12 +505,13 @@ __global__ void __launch_bounds__((1 + kGroups) * 128, kBlocks)
     let_next_start();
   }
   const device::Product<T> product(p, pairs, kDown);
-  const int out_tiles = (product.out + P::kRows - 1) / P::kRows, stages = (product.in + kLine - 1) / kLine;
+  const int out_tiles = (product.out + P::kRows - 1) / P::kRows;
+  const int stages = (product.in + kColumns<kRounded> - 1) / kColumns<kRounded>;
   const int count = Groups(p, pairs, before, kPairs).template count<P::kThreads>() * out_tiles;
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be one for a warp
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x < 32) copy_all<kDown>(place, maps, p, pairs, Tiles{pairs, before, out_tiles}, count, stages);
+    if (threadIdx.x < 32) copy_all<kDown>(place, maps, p, Tiles{pairs, before, out_tiles}, count, stages);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGroups == 1 ? 216 : 232));
     if (kDown) {
@@ -459,39 +523,54 @@ __global__ void __launch_bounds__((1 + kGroups) * 128, kBlocks)
 #endif
 }
 
-// Rows of x by place, where `made` will be: a block for each.
+// Rows of x by place, where `made` will be: a block for each token.
 template <bool kTurned>
 __global__ void __launch_bounds__(128) sort_x_kernel(ExpertsParams p, Pairs pairs) {
   wait_for_inputs();
   let_next_start();
-  const int place = blockIdx.x, vectors = p.hidden / 8;
-  if (place >= pairs.starts[p.num_experts]) return;
-  const uint4* from = static_cast<const uint4*>(p.x) + static_cast<int64_t>(pairs.order[place] / p.top_k) * vectors;
-  uint4* to = static_cast<uint4*>(pairs.made) + static_cast<int64_t>(place) * vectors;
-  for (int i = threadIdx.x; i < vectors; i += 128) to[i] = kTurned ? turned_vector(from + i / 8 * 8, i % 8) : from[i];
+  const int vectors = p.hidden / 8, first = blockIdx.x * p.top_k;
+  const uint4* from = static_cast<const uint4*>(p.x) + static_cast<int64_t>(blockIdx.x) * vectors;
+  for (int i = threadIdx.x; i < vectors; i += 128) {
+    const uint4 vector = kTurned ? turned_vector(from + i / 8 * 8, i % 8) : from[i];
+    for (int choice = 0; choice < p.top_k; ++choice) {
+      const int place = pairs.places[first + choice];
+      if (place >= 0) static_cast<uint4*>(pairs.made)[static_cast<int64_t>(place) * vectors + i] = vector;
+    }
+  }
 }
 
-template <typename T, bool kDown, Codes kCodes, int kGroups, int kPairs, int kStages, int kBlocks>
+template <typename T, bool kDown, Codes kCodes, bool kRounded, int kGroups, int kPairs, int kStages, int kBlocks>
 cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  using P = Place<kCodes, kGroups, kPairs, kStages>;
-  auto kernel = grouped_kernel<T, kDown, kCodes, kGroups, kPairs, kStages, kBlocks>;
+  using P = Place<kCodes, kRounded, kGroups, kPairs, kStages>;
+  constexpr int kLine = kColumns<kRounded>;
+  auto kernel = grouped_kernel<T, kDown, kCodes, kRounded, kGroups, kPairs, kStages, kBlocks>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kBytes);
   if (error != cudaSuccess) return error;
   const device::Product<T> product(p, pairs, kDown);
   const cuuint64_t in = product.in, pairs_count = static_cast<cuuint64_t>(p.num_tokens) * p.top_k;
   const cuuint64_t of_each = !kDown && p.gated ? 2 : 1, experts = p.num_experts;
   Maps maps;
-  bool made = map<2>(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, kDown ? product.x : pairs.made, {in, pairs_count},
-                     sizeof(T), {kLine, kPart});
+  bool made;
+  if constexpr (kRounded) {
+    const RoundedRows x = rounded_rows(p, pairs, kDown);
+    const auto pitch = static_cast<cuuint64_t>(x.pitch), groups = static_cast<cuuint64_t>(x.groups);
+    made = map<2>(maps.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, x.codes, {in, pairs_count}, 1,
+                  {kLine, kPart}) &&
+           map<2>(maps.x_scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE, x.scales, {pitch, groups}, 4,
+                  {P::kXScales, 1});
+  } else {
+    made = map<2>(maps.x, kMapType<T>, CU_TENSOR_MAP_SWIZZLE_128B, kDown ? product.x : pairs.made, {in, pairs_count}, sizeof(T),
+                  {kLine, kPart});
+  }
   if constexpr (kPacked<kCodes>) {
-    constexpr cuuint32_t kTiles = P::kRows / kExpertsRows;
+    constexpr cuuint32_t kTiles = P::kTiles;
     const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
     const cuuint64_t tiles = experts * (product.out / kExpertsRows), groups = in / packing.group_size;
     const cuuint32_t scales = groups_of_stage(packing) * kExpertsRows;
     constexpr bool kBytes = kCodes == Codes::kMxfp4;
     made = made &&
-           map<2>(maps.weights, CU_TENSOR_MAP_DATA_TYPE_UINT32, CU_TENSOR_MAP_SWIZZLE_NONE, product.weight,
-                  {in / kLine * (P::kTileBytes / 4), tiles}, 4, {P::kTileBytes / 4, kTiles}) &&
+           map<2>(maps.weights, CU_TENSOR_MAP_DATA_TYPE_INT64, CU_TENSOR_MAP_SWIZZLE_NONE, product.weight,
+                  {in / kLine * (P::kTileBytes / 8), tiles}, 8, {P::kTileBytes / 8, kTiles}) &&
            map<2>(maps.scales, kBytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
                   CU_TENSOR_MAP_SWIZZLE_NONE, packing.scale, {groups * kExpertsRows, tiles}, kBytes ? 1 : 4, {scales, kTiles});
   } else {
@@ -504,34 +583,40 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   return launch(kernel, static_cast<unsigned>(std::min(tiles, places)), P::kThreads, P::kBytes, stream, maps, p, pairs);
 }
 
-template <typename T, Codes kCodes, int kGroups, int kPairs, int kStages, int kBlocks>
+template <typename T, Codes kCodes, bool kRounded, int kGroups, int kPairs, int kStages, int kBlocks>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  cudaError_t error = launch(sort_x_kernel<kPacked<kCodes>>, p.num_tokens * p.top_k, 128, 0, stream, p, pairs);
-  if (error == cudaSuccess) error = run_tiles<T, false, kCodes, kGroups, kPairs, kStages, kBlocks>(p, pairs, stream);
-  return error != cudaSuccess ? error : run_tiles<T, true, kCodes, kGroups, kPairs, kStages, kBlocks>(p, pairs, stream);
+  cudaError_t error = cudaSuccess;
+  if constexpr (!kRounded) error = launch(sort_x_kernel<kPacked<kCodes>>, p.num_tokens, 128, 0, stream, p, pairs);
+  if (error == cudaSuccess) error = run_tiles<T, false, kCodes, kRounded, kGroups, kPairs, kStages, kBlocks>(p, pairs, stream);
+  if (error == cudaSuccess)
+    error = round_inner(kDType<T>, p, pairs, kRounded ? Rounding::kCodes : Rounding::kNumbers, stream);
+  return error != cudaSuccess ? error : run_tiles<T, true, kCodes, kRounded, kGroups, kPairs, kStages, kBlocks>(p, pairs, stream);
 }
 
 // By how many pairs an expert has on average: a group of its tile, which is multiplied at once, should have room for most.
 template <typename T>
 cudaError_t run_type(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const int64_t each = static_cast<int64_t>(p.num_tokens) * p.top_k / p.num_experts;
+  if (multiplies_codes(p))
+    return each <= 32 ? run_both<T, Codes::kFloat8, true, 1, 64, 3, 2>(p, pairs, stream)
+                      : run_both<T, Codes::kFloat8, true, 2, 96, 4, 1>(p, pairs, stream);
   if (p.gate_up_packing.codes != Codes::kNone)
     return with_expert_codes(p.gate_up_packing.codes, [&](auto codes) {
       constexpr Codes kCodes = codes.value;
       constexpr bool kFour = kBits<kCodes> == 4;
-      return each <= 32 ? run_both<T, kCodes, 1, 64, kFour ? 7 : 5, 2>(p, pairs, stream)
-                        : run_both<T, kCodes, 2, 128, kFour ? 6 : 5, 1>(p, pairs, stream);
+      return each <= 32 ? run_both<T, kCodes, false, 1, 64, kFour ? 7 : 5, 2>(p, pairs, stream)
+                        : run_both<T, kCodes, false, 2, 128, kFour ? 6 : 5, 1>(p, pairs, stream);
     });
-  if (each <= 32) return run_both<T, Codes::kNone, 1, 64, 4, 2>(p, pairs, stream);
-  if (each <= 160) return run_both<T, Codes::kNone, 2, 144, 4, 1>(p, pairs, stream);
-  return run_both<T, Codes::kNone, 2, 128, 4, 1>(p, pairs, stream);
+  if (each <= 32) return run_both<T, Codes::kNone, false, 1, 64, 4, 2>(p, pairs, stream);
+  if (each <= 160) return run_both<T, Codes::kNone, false, 2, 144, 4, 1>(p, pairs, stream);
+  return run_both<T, Codes::kNone, false, 2, 128, 4, 1>(p, pairs, stream);
 }
 
 }  // namespace
 
 bool serves_experts_on_hopper(const ExpertsParams& p) {
   const bool packed = p.gate_up_packing.codes != Codes::kNone;
-  if (packed && (p.hidden % kLine != 0 || p.inner % kLine != 0)) return false;
+  if (packed && (p.hidden % kColumns<false> != 0 || p.inner % kColumns<false> != 0)) return false;
   return p.num_tokens > 1 && device_property<cudaDevAttrComputeCapabilityMajor>() == 9 && encode() != nullptr;
 }
 

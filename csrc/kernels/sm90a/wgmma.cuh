@@ -132,7 +132,7 @@ __device__ __forceinline__ void wait_for_products() {
 // column 8 j + t % 4 · 2 + i. of_shared: c = a · bᵀ, or c += where it adds; a [64, 16] and b [N, 16] in shared memory,
 // both by rows, and of FP8 [64, 32] and [N, 32]. of_registers: c += a · b; of a [64, 16] a thread holds what it holds of 16
 // columns of a c, in pairs (of row r and half h of the columns pair 2 h + r); b [16, N] in shared memory by columns, or
-// [N, 16] by rows.
+// [N, 16] by rows. Of FP8 likewise, in fours of 32 columns; c = or c += a · bᵀ.
 template <typename T, int N>
 struct Product;
 
@@ -201,7 +201,7 @@ struct Product;
                    : OPERANDS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kByColumns}));     \
     }                                                                                                              \
   };
-#define FLOAT8_PRODUCT(N, I0, I1, I2)                                                                              \
+#define FLOAT8_PRODUCT(N, I0, I1, I2, I3, I4, I5)                                                                  \
   template <>                                                                                                      \
   struct Product<device::Float8, N> {                                                                              \
     static __device__ __forceinline__ void of_shared(float (&c)[N / 2], uint64_t a, uint64_t b, int adds) {        \
@@ -209,6 +209,13 @@ struct Product;
                    "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT_##N "}, " I0 ", " I1          \
                    ", p, 1, 1;\n}"                                                                                 \
                    : OPERANDS_##N : "l"(a), "l"(b), "r"(adds));                                                    \
+    }                                                                                                              \
+    static __device__ __forceinline__ void of_registers(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,     \
+                                                        int adds) {                                                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " I5 ", 0;\n"                                                 \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT_##N "}, {" I0 ", " I1 ", " I2  \
+                   ", " I3 "}, " I4 ", p, 1, 1;\n}"                                                                \
+                   : OPERANDS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));                \
     }                                                                                                              \
   };
 #define PRODUCTS(N, ...) PRODUCT(__half, "f16", N, __VA_ARGS__) PRODUCT(__nv_bfloat16, "bf16", N, __VA_ARGS__)
@@ -226,8 +233,10 @@ PRODUCTS(160, "%80", "%81", "%82", "%83", "%84", "%85")
 PRODUCTS(176, "%88", "%89", "%90", "%91", "%92", "%93")
 PRODUCTS(192, "%96", "%97", "%98", "%99", "%100", "%101")
 PRODUCTS(256, "%128", "%129", "%130", "%131", "%132", "%133")
-FLOAT8_PRODUCT(8, "%4", "%5", "%6")
-FLOAT8_PRODUCT(16, "%8", "%9", "%10")
-FLOAT8_PRODUCT(32, "%16", "%17", "%18")
+FLOAT8_PRODUCT(8, "%4", "%5", "%6", "%7", "%8", "%9")
+FLOAT8_PRODUCT(16, "%8", "%9", "%10", "%11", "%12", "%13")
+FLOAT8_PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
+FLOAT8_PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
+FLOAT8_PRODUCT(96, "%48", "%49", "%50", "%51", "%52", "%53")
 
 }  // namespace llmc::sm90a

@@ -24,6 +24,10 @@ groups of one size: uint8 [num_experts, rows, …] with scales and perhaps zeros
 in_features is hidden then, inner_features inner. GPUs multiply those as codes whose groups are a
 power of two from 32 on, whose rows are whole 64s (of 8 bits 32s), and which have whole 16s of rows;
 others number by number.
+
+With an `activation_dtype`, and perhaps an `activation_group_size`, x and what lies between the
+products are rounded before they are multiplied, as llmc.plugins.quantization has it; no scale is
+fixed.
 """
 
 from collections.abc import Mapping
@@ -37,14 +41,17 @@ from llmc.plugins.quantization import (
     FLOAT8,
     MXFP4,
     MXFP4_GROUP,
+    activations,
     dequantize,
     dequantized,
     pack,
+    rounded,
 )
 from llmc.plugins.roles import ByExperts, ByInner, Quantized
 
 _QMOE_DTYPES = ("int4", "uint4", "int8", "uint8")
-_ROLES = tuple(Quantized(name, f"{name}_scale", f"{name}_zero", "") for name in ("gate_up", "down"))
+_ROLES = tuple(Quantized(name, f"{name}_scale", f"{name}_zero", "", rounds=True)
+               for name in ("gate_up", "down"))
 _INT8_DOT_PRODUCTS = 4  # of QMoE's accuracy levels
 
 
@@ -84,6 +91,8 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     biases = [f"{name}_own = Gather<axis=0>({name}, e)" if name in present else ""
               for name in ("gate_up_bias", "down_bias")]
     scaled_rows = ["column = Unsqueeze(score, last)", "rows = Mul(x_own, column)"]
+    rounding, rows = rounded(fields, "rows", "input")
+    mid_rounding, mid = rounded(fields, "mid", "between")
     loop = "\n".join(filter(None, [
         "again = Identity(condition)",
         "e = Gather<axis=0>(hit, i)",
@@ -96,10 +105,12 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         *(scaled_rows if fields["scale_input"] else ["rows = Identity(x_own)"]),
         *_own_weights(fields, present),
         *biases,
-        f"both = Gemm<transB=1>(rows, gate_up_own"
+        *rounding,
+        f"both = Gemm<transB=1>({rows}, gate_up_own"
         f"{', gate_up_bias_own' if 'gate_up_bias' in present else ''})",
         _inner(fields, present, "both"),
-        f"made = Gemm<transB=1>(mid, down_own"
+        *mid_rounding,
+        f"made = Gemm<transB=1>({mid}, down_own"
         f"{', down_bias_own' if 'down_bias' in present else ''})",
         *(["weighted = Identity(made)"] if fields["scale_input"] else
           ["column = Unsqueeze(score, last)", "weighted = Mul(made, column)"]),
@@ -244,6 +255,13 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
                        f"{name}_zero": ("experts", rows, -(-width // size // per_byte))}
     elif any(role.scale in present or role.zero in present for role in _ROLES):
         raise ValueError("Experts takes scales and zeros with weight_dtype only")
+    if fields["activation_dtype"] and fields["weight_dtype"] != FLOAT8:
+        raise ValueError(f"Experts takes activation_dtype with weight_dtype {FLOAT8} only, not "
+                         f"{fields['weight_dtype']!r}")
+    own = fields["activation_group_size"]
+    if own and (own != fields["group_size"] or not fields["activation_dtype"]):
+        raise ValueError(f"Experts takes an activation_group_size that is the weights', with an "
+                         f"activation_dtype, not {own}")
     return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
             "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, hidden),
             "down": ("experts", hidden, "inner"), "gate_up_bias": ("experts", both),
@@ -292,10 +310,10 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             continue
         score = scores[token, slot]
         row = x[token] * score if fields["scale_input"] else x[token]
-        both = wide["gate_up"][own] @ row
+        both = wide["gate_up"][own] @ activations(fields, row)
         if "gate_up_bias" in wide:
             both = both + wide["gate_up_bias"][own]
-        made = wide["down"][own] @ _inner_reference(fields, both)
+        made = wide["down"][own] @ activations(fields, _inner_reference(fields, both))
         if "down_bias" in wide:
             made = made + wide["down_bias"][own]
         y[token] += made if fields["scale_input"] else score * made
@@ -371,6 +389,9 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         packed("uint8", 16, sample(3, 5, 2, activation="gelu_tanh")),
         packed("int4", 32, sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1)),
         packed("float8_e4m3fn", 32, sample(4, 4, 2, residual=True)),
+        packed("float8_e4m3fn", 32, sample(5, 4, 2, activation_dtype=FLOAT8,
+                                           activation_group_size=32)),
+        packed("float8_e4m3fn", 16, sample(3, 4, 3, "up down", activation_dtype=FLOAT8)),
         packed("mxfp4", 32, sample(5, 4, 3, "up down", alpha=1.702, limit=1.5, up_offset=1.0)),
         packed("mxfp4", 32, sample(1, 3, 3, others=5, first_expert=2, sharded=1)),
         sample(1, 4, 2),
@@ -398,10 +419,11 @@ OP = Op(
     outputs=("y",),
     fields={"top_k": 0, "activation": "silu", "gated": 1, "alpha": 1.0, "limit": 0.0,
             "up_offset": 0.0, "scale_input": 0, "first_expert": 0, "sharded": 0,
-            "weight_dtype": "", "group_size": 0, "in_features": 0, "inner_features": 0},
+            "weight_dtype": "", "group_size": 0, "in_features": 0, "inner_features": 0,
+            "activation_dtype": "", "activation_group_size": 0},
     required=("top_k",),
     choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
-             "sharded": (0, 1), "weight_dtype": ("", *CODES)},
+             "sharded": (0, 1), "weight_dtype": ("", *CODES), "activation_dtype": ("", FLOAT8)},
     shapes=lambda shapes, fields: [shapes["x"]],
     dims=_dims,
     shard=(ByExperts(("gate_up", "down", "gate_up_bias", "down_bias"), "first_expert", "sharded"),

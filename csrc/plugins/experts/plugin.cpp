@@ -5,9 +5,9 @@
 namespace llmc {
 namespace {
 
-// Pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of packed weights, and so
-// many tokens of others.
-constexpr int64_t kFewPairs = 8, kFewPackedOnHopper = 4, kFewOnHopper = 8;
+// Pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of weights of four bits, and so
+// many tokens of others, or where these are rounded one pair for so many experts.
+constexpr int64_t kFewPairs = 8, kFewFourOnHopper = 4, kFewOnHopper = 8, kFewRoundedOnHopper = 4;
 
 // How the field weight_dtype has weights stored, and whether their groups have zeros.
 std::pair<kernels::Codes, bool> codes_of(const std::string& dtype) {
@@ -20,6 +20,8 @@ std::pair<kernels::Codes, bool> codes_of(const std::string& dtype) {
   if (found == kinds.end()) throw Error("Experts has no weight_dtype '" + dtype + "'");
   return found->second;
 }
+
+bool is_four(kernels::Codes codes) { return codes == kernels::Codes::kFour || codes == kernels::Codes::kMxfp4; }
 
 class Experts : public Plugin {
  public:
@@ -34,6 +36,13 @@ class Experts : public Plugin {
     p_.first_expert = integer(fields, "sharded") != 0 ? integer(fields, "first_expert") : 0;
     if (p_.top_k < 1) throw Error("Experts' top_k " + std::to_string(p_.top_k) + " is not 1 or more");
     std::tie(packing_.codes, zeros_) = codes_of(std::get<std::string>(fields.at("weight_dtype")));
+    const auto& rounding = std::get<std::string>(fields.at("activation_dtype"));
+    p_.rounded = !rounding.empty();
+    p_.rounded_group = integer(fields, "activation_group_size");
+    if (p_.rounded ? rounding != "float8_e4m3fn" || packing_.codes != kernels::Codes::kFloat8 : p_.rounded_group != 0)
+      throw Error("Experts takes activation_dtype float8_e4m3fn, and an activation_group_size with it, where weights are of that");
+    if (p_.rounded_group != 0 && p_.rounded_group != 32 && p_.rounded_group != 64 && p_.rounded_group != kernels::kBlock)
+      throw Error("activations are rounded in groups of 32, 64 or 128, not of " + std::to_string(p_.rounded_group));
     if (!packed()) return;
     packing_.group_size = integer(fields, "group_size");
     p_.hidden = integer(fields, "in_features");
@@ -42,6 +51,13 @@ class Experts : public Plugin {
       if (packing_.group_size < 1 || width < 1 || width % packing_.group_size != 0 || width % 2 != 0)
         throw Error("Experts' rows of " + std::to_string(width) + " are no whole groups of " +
                     std::to_string(packing_.group_size));
+    if (p_.rounded_group != 0 && p_.rounded_group != packing_.group_size)
+      throw Error("Experts' activations are rounded in groups of " + std::to_string(p_.rounded_group) +
+                  ", its weights have groups of " + std::to_string(packing_.group_size));
+    for (int width : {p_.hidden, p_.inner})
+      if (p_.rounded && width > kernels::kNormHidden)
+        throw Error("rows of " + std::to_string(width) + " activations are rounded, at most " +
+                    std::to_string(kernels::kNormHidden) + " are served");
     if (packing_.codes == kernels::Codes::kMxfp4 && packing_.group_size != kMxfp4Group)
       throw Error("Experts in mxfp4 have groups of 32, not of " + std::to_string(packing_.group_size));
   }
@@ -83,7 +99,7 @@ class Experts : public Plugin {
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const Shape& down = in[kDown].shape;
     return kernels::experts_scratch(in[0].dtype, static_cast<int>(in[0].shape[0]), p_.top_k, static_cast<int>(down[0]),
-                                    static_cast<int>(down[1]), inner_of(in));
+                                    static_cast<int>(down[1]), inner_of(in), p_.rounded);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -132,7 +148,7 @@ class Experts : public Plugin {
   static size_t scale_of(size_t stack) { return stack == kGateUp ? 7 : 9; }
 
   bool packed() const { return packing_.codes != kernels::Codes::kNone; }
-  bool four() const { return packing_.codes == kernels::Codes::kFour || packing_.codes == kernels::Codes::kMxfp4; }
+  bool four() const { return is_four(packing_.codes); }
   int inner_of(const std::vector<Tensor>& in) const { return packed() ? p_.inner : static_cast<int>(in[kDown].shape[2]); }
 
   kernels::ExpertsPacking packing(const std::vector<Tensor>& in, size_t stack) const {
@@ -153,8 +169,9 @@ class Experts : public Plugin {
     const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
     const bool few = !kernels::serves_experts_on_hopper(p)
                          ? p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts
-                     : packing.codes != kernels::Codes::kNone ? pairs <= kFewPackedOnHopper * p.num_experts
-                                                              : p.num_tokens <= kFewOnHopper;
+                     : is_four(packing.codes) ? pairs <= kFewFourOnHopper * p.num_experts
+                     : p.rounded              ? kFewRoundedOnHopper * pairs <= p.num_experts
+                                              : p.num_tokens <= kFewOnHopper;
     return pairs <= kernels::kFewExpertPairs && context.gemm->takes_first(few) ? kernels::ExpertsWay::kFew
                                                                                : kernels::ExpertsWay::kMany;
   }
@@ -175,7 +192,8 @@ void register_experts() {
                    {{"top_k", int64_t{0}}, {"activation", std::string("silu")}, {"gated", int64_t{1}}, {"alpha", 1.0},
                     {"limit", 0.0}, {"up_offset", 0.0}, {"scale_input", int64_t{0}}, {"first_expert", int64_t{0}},
                     {"sharded", int64_t{0}}, {"weight_dtype", std::string("")}, {"group_size", int64_t{0}},
-                    {"in_features", int64_t{0}}, {"inner_features", int64_t{0}}},
+                    {"in_features", int64_t{0}}, {"inner_features", int64_t{0}},
+                    {"activation_dtype", std::string("")}, {"activation_group_size", int64_t{0}}},
                    {"top_k"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> { return std::make_unique<Experts>(fields); }});
 }
