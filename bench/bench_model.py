@@ -36,19 +36,13 @@ def write(directory: str | Path, *, hidden: int, layers: int, vocab: int, interm
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 500000.0,
         "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "eos_token_id": 2, "bos_token_id": 1}
-    if stored:
-        config["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "ignore": [] if stored == "int4 head" else ["lm_head"],
-            "format": "pack-quantized" if "int4" in stored else "float-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], **_STORED[stored]}}}
     shapes = {**_attention(hidden, heads, kv_heads, dim), **_mlp("mlp", hidden, intermediate)}
     return _write_shards(Path(directory), config, shapes, layers_per_shard, stored)
 
 
 def write_mixture(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
                   heads: int, kv_heads: int, head_dim: int, experts: int, chosen: int,
-                  positions: int = 8192) -> Path:
+                  positions: int = 8192, stored: str = "") -> Path:
     """The same of a Qwen3-MoE, a shard for each layer, each expert's tensors by themselves."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": hidden,
@@ -60,10 +54,10 @@ def write_mixture(directory: str | Path, *, hidden: int, layers: int, vocab: int
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1}
     shapes = _attention(hidden, heads, kv_heads, head_dim)
     shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
-    shapes["mlp.gate.weight"] = (experts, hidden)
+    shapes[_ROUTER] = (experts, hidden)
     for expert in range(experts):
         shapes |= _mlp(f"mlp.experts.{expert}", hidden, intermediate)
-    return _write_shards(Path(directory), config, shapes, 1)
+    return _write_shards(Path(directory), config, shapes, 1, stored)
 
 
 def write_gpt_oss(directory: str | Path, *, hidden: int, layers: int, vocab: int, intermediate: int,
@@ -89,6 +83,9 @@ def write_gpt_oss(directory: str | Path, *, hidden: int, layers: int, vocab: int
         shapes[f"mlp.experts.{name}_proj_scales"] = (experts, rows, width // 32)
         shapes[f"mlp.experts.{name}_proj_bias"] = (experts, rows)
     return _write_shards(Path(directory), config, shapes, 1)
+
+
+_ROUTER = "mlp.gate.weight"  # which no form of fewer bits is of
 
 
 def _attention(hidden: int, heads: int, kv_heads: int, dim: int) -> dict[str, tuple[int, ...]]:
@@ -148,6 +145,12 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
                   layers_per_shard: int, stored: str = "") -> Path:
     """A config, and shards with tensors of these shapes for each layer, the vectors around 1."""
     root.mkdir(parents=True, exist_ok=True)
+    if stored:
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "ignore": [] if stored == "int4 head" else ["lm_head", "re:.*mlp.gate$"],
+            "format": "pack-quantized" if "int4" in stored else "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], **_STORED[stored]}}}
     (root / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     noise = torch.randn(1 << 20) * 0.02
@@ -175,7 +178,8 @@ def _write_shards(root: Path, config: dict[str, Any], shapes: dict[str, tuple[in
                 tensors[own] = torch.full(shape, 120, dtype=torch.uint8)
             else:
                 tensors.update(_packed(own, *shape, stored, codes[start:])
-                               if stored and len(shape) == 2 else {own: random(*shape)})
+                               if stored and len(shape) == 2 and name != _ROUTER
+                               else {own: random(*shape)})
         if number == 1:
             tensors["model.embed_tokens.weight"] = random(vocab, hidden)
         if number == len(shards):

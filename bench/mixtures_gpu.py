@@ -1,13 +1,14 @@
 """Mixtures of experts as whole models on one GPU, beside transformers, in turn.
 
-    python bench/mixtures_gpu.py WORK_DIR [--model qwen3-30b-a3b] [--alone]
+    python bench/mixtures_gpu.py WORK_DIR [--model qwen3-30b-a3b] [--stored "fp8 blocks"] [--alone]
 
-`qwen3-30b-a3b`: 24 of its 48 layers in bfloat16; `gpt-oss-20b`: its experts in MXFP4. Random
-weights. transformers multiplies by torch's grouped GEMM (`experts_implementation="grouped_mm"`), of
-gpt-oss in bfloat16; `--alone` leaves it out. Milliseconds are medians of whole calls by the host's
-clock, tokens chosen. `limit` is what a decode step reads at this GPU's measured speed: all weights
-outside of experts, and of experts as many as so many tokens choose if they choose evenly, as they
-are stored. Before the table: where a decode step's time goes.
+`qwen3-30b-a3b`: 24 of its 48 layers in bfloat16, or as `--stored` says, as quantized_gpu.py has it;
+`gpt-oss-20b`: its experts in MXFP4. Random weights. transformers, in bfloat16, multiplies by
+torch's grouped GEMM (`experts_implementation="grouped_mm"`); `--alone` leaves it out. Milliseconds
+are medians of whole calls by the host's clock, tokens chosen. `limit` is what a decode step reads
+at this GPU's measured speed: all weights outside of experts, and of experts as many as so many
+tokens choose if they choose evenly, as they are stored. Before the table: where a decode step's
+time goes.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 ROWS = [(1, 128, 64), (2, 128, 64), (8, 128, 64), (16, 128, 64), (64, 128, 64)]
 
 
-def limit(name: str, batch: int) -> float:
+def limit(name: str, batch: int, stored: str) -> float:
     """Milliseconds of a decode step by the bytes that it reads."""
     hidden, layers, vocab, inner, heads, kv_heads, dim, experts, chosen = (
         SHAPES[name][key] for key in ("hidden", "layers", "vocab", "intermediate", "heads",
                                       "kv_heads", "head_dim", "experts", "chosen"))
     touched = experts * (1 - (1 - chosen / experts) ** batch)
-    number = 17 / 32 if name == "gpt-oss-20b" else 2  # bytes: four bits, and eight for 32 of them
-    layer = 2 * (hidden * dim * (2 * heads + 2 * kv_heads) + experts * hidden) \
+    linear = 2.0 if stored == "bf16" else 1.0 if "fp8" in stored else 0.5  # bytes of a number
+    number = 17 / 32 if name == "gpt-oss-20b" else linear  # four bits, and eight for 32 of them
+    layer = linear * hidden * dim * (2 * heads + 2 * kv_heads) + 2 * experts * hidden \
         + touched * 3 * hidden * inner * number
     bytes_read: float = layers * layer + 2 * vocab * hidden
     return bytes_read / gpu.BYTES_PER_MS
@@ -52,24 +54,31 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--stored", default="bf16")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     name = arguments.model
-    hf, case = arguments.work / name, arguments.work / f"{name}-case"
+    stored = arguments.stored
+    kind = stored.removesuffix(" rounded")
+    hf = arguments.work / f"{name}-{kind.replace(' ', '-')}"
+    case = arguments.work / f"{name}-{stored.replace(' ', '-')}-case"
     if not case.is_dir():
         start = time.perf_counter()
+        form = {} if kind == "bf16" else {"stored": kind}
         write = bench_model.write_gpt_oss if name == "gpt-oss-20b" else bench_model.write_mixture
-        write(hf, positions=POSITIONS, **SHAPES[name])
+        if not hf.is_dir():
+            write(hf, positions=POSITIONS, **SHAPES[name], **form)
         written = time.perf_counter()
-        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=POSITIONS)
+        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=POSITIONS,
+                     quantize_activations=kind != stored)
         print(f"written in {written - start:.0f} s, compiled in "
               f"{time.perf_counter() - written:.0f} s", flush=True)
     if arguments.compile_only:
         return
-    print(name, bench_model.environment("torch", "transformers"), torch.cuda.get_device_name(),
-          "CUDA", torch.version.cuda, "\n", flush=True)
+    print(name, stored, bench_model.environment("torch", "transformers"),
+          torch.cuda.get_device_name(), "CUDA", torch.version.cuda, "\n", flush=True)
     with llmc.LLM(case, max_batch_size=64, kv_cache_tokens=64 * 640, verify=False,
                   prefix_reuse=False) as llm:
         sides = {"llmc": gpu.ours(llm)}
@@ -87,7 +96,7 @@ def main() -> None:
               + "| --- " * (5 + len(sides)) + "|")
         for row in ROWS:
             for what, median, ratio in gpu.in_turn(sides, row, arguments.runs):
-                least = limit(name, row[0]) if what == "decode step" else float("nan")
+                least = limit(name, row[0], stored) if what == "decode step" else float("nan")
                 cells = [f"{time:.3f}" for time in median.values()]
                 print(f"| {', '.join(map(str, row))} | {what} | {' | '.join(cells)} | "
                       f"{list(ratio.values())[-1]:.2f} | {least:.3f} | "
