@@ -26,7 +26,7 @@ from llmc.compiler.passes.quantize import (
     UNROUNDED,
     UNROUNDED_GROUPS,
     UNROUNDED_HEADS,
-    UNROUNDED_NUMBERS,
+    UNROUNDED_LAYERS,
     WIDENED,
 )
 from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options
@@ -208,10 +208,10 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
             progress(f"what {report.matches[UNROUNDED_HEADS]} matrices of heads multiply, latent "
                      f"attention's, stays in {options.dtype}, though it is said to be rounded to "
                      f"FP8")
-        if UNROUNDED_NUMBERS in report.matches:
-            progress(f"what {report.matches[UNROUNDED_NUMBERS]} linear layers multiply stays in "
+        if UNROUNDED_LAYERS in report.matches:
+            progress(f"what {report.matches[UNROUNDED_LAYERS]} linear layers multiply stays in "
                      f"{options.dtype}, though it is said to be rounded to FP8: their weights "
-                     f"become {options.dtype}")
+                     f"become {options.dtype}, or have parts that say it differently")
         count = report.matches.get(DEQUANTIZED, 0)
         if count:
             progress(f"the {options.target} target has no kernels for {count} of the checkpoint's "

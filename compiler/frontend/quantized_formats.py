@@ -204,7 +204,7 @@ class _Decoder:
         weight = stored.weight(f"{module}.weight")
         if dequantized:
             self.note(dequantized, module)
-            weight.stored, weight.dequantized = None, True
+            weight = weight.without_form()
         self.made[f"{module}.weight"] = weight
 
     def keep_numbers(self, module: str, shape: Sequence[int],

@@ -36,6 +36,8 @@ class Weight(LazyValues):
 
     Attributes:
         dequantized: whether its checkpoint had it in fewer bits, and `stored` was left behind.
+        unrounded: a form that was left behind, its own or a part's, and says that what is
+            multiplied is rounded.
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype | type,
@@ -46,6 +48,7 @@ class Weight(LazyValues):
         self.name = name
         self.stored = stored
         self.dequantized = False
+        self.unrounded: Stored | None = None
         self._rows = rows
         self._transposed: Weight | None = None
         self._padded: dict[int, Weight] = {}
@@ -55,8 +58,21 @@ class Weight(LazyValues):
                  rows: Callable[[int, int], np.ndarray], stored: Stored | None = None) -> Weight:
         """A weight that is made of this one."""
         made = Weight(shape, dtype, rows, self.name, stored)
-        made.dequantized = stored is None and (self.dequantized or self.stored is not None)
+        made._leave([self])
         return made
+
+    def _leave(self, sources: Sequence[Weight]) -> None:
+        """See what this weight has left behind of those that it is made of."""
+        self.dequantized = self.stored is None and any(
+            source.dequantized or source.stored is not None for source in sources)
+        if self.stored is None or not self.stored.activation_dtype:
+            self.unrounded = next((form for source in sources
+                                   for form in (source.stored, source.unrounded)
+                                   if form is not None and form.activation_dtype), None)
+
+    def without_form(self) -> Weight:
+        """The same numbers, whatever they are stored as."""
+        return self._derived(self.shape, self.dtype, self._rows)
 
     @property
     def nbytes(self) -> int:
@@ -265,8 +281,7 @@ class Weight(LazyValues):
             [weight.load() for weight in weights[start:stop]]), first.name,
             forms[0].above(forms[1:]) if len(forms) == len(weights) and len(first.shape) == 2
             else None)
-        made.dequantized = made.stored is None and (
-            bool(forms) or any(w.dequantized for w in weights))
+        made._leave(weights)
         return made
 
     @staticmethod
@@ -290,8 +305,7 @@ class Weight(LazyValues):
         made = Weight((int(offsets[-1]), *first.shape[1:]), first.dtype, rows,
                       "+".join(w.name for w in weights),
                       forms[0].above(forms[1:]) if len(forms) == len(weights) else None)
-        made.dequantized = made.stored is None and (
-            bool(forms) or any(w.dequantized for w in weights))
+        made._leave(weights)
         return made
 
 

@@ -51,7 +51,7 @@ UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of exp
 WIDENED = "MXFP4 as int8"
 UNQUANTIZED_HEADS = "matrices of heads read as numbers"
 UNROUNDED_HEADS = "what matrices of heads multiply not rounded"
-UNROUNDED_NUMBERS = "what weights that are read as numbers multiply not rounded"
+UNROUNDED_LAYERS = "what weights that have no form for it multiply not rounded"
 _MOST_GROUPED = 256  # of those with zeros or minima in MatMulNBits
 _MOST_OF_EXPERTS = 128  # of QMoE's groups, and of those that have been run on GPUs
 
@@ -100,9 +100,9 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
             report.refuse(node, stored)
             if values.dequantized or values.stored is not None:
                 report.count(DEQUANTIZED)
-            said = values.stored
-            if len(weights) == 1 and said and said.activation_dtype and settings.rounds(said):
-                report.count(UNROUNDED_NUMBERS)
+    if any(_loses_rounding(values, stored, settings)
+           for values, stored in zip(weights, found, strict=True)):
+        report.count(UNROUNDED if len(weights) > 1 else UNROUNDED_LAYERS)
     if is_op(node, EXPERTS) and scheme is not None \
             and not all(isinstance(stored, Stored) for stored in found):
         report.count(UNQUANTIZED_EXPERTS)
@@ -113,6 +113,14 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
         blocks = _blocks(stored, name) if settings.takes_blocks and len(weights) == 1 else None
         made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape), blocks)
     return [made[id(values)] for values in weights]
+
+
+def _loses_rounding(values: Weight, stored: Stored | NoMatch | None, settings: Settings) -> bool:
+    """Whether what a weight multiplies is not rounded as its checkpoint says, in this form."""
+    if isinstance(stored, Stored) and stored.activation_dtype:
+        return False
+    return any(form is not None and bool(form.activation_dtype) and settings.rounds(form)
+               for form in (values.stored, values.unrounded))
 
 
 def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
@@ -135,14 +143,11 @@ def _experts_forms(forms: Sequence[Stored | NoMatch | None], settings: Settings,
     if any(stored.minima is not None or stored.order is not None for stored in found):
         why = why or "minima of groups, or columns in an order of their own"
     if why:
-        if any(stored.activation_dtype and settings.rounds(stored) for stored in found):
-            report.count(UNROUNDED)
         return [NoMatch(f"experts have {why}, so they are read as numbers", stored.codes.name)
                 for stored in found]
     said = {(s.activation_dtype, s.activation_scale, s.rounds_groups) for s in found}
     if len(said) > 1 or any(s.activation_scale or (s.rounds_groups and s.group_size != size)
                             for s in found):
-        report.count(UNROUNDED)
         found = [replace(stored, activation_dtype="", activation_scale=0.0, rounds_groups=False)
                  for stored in found]
     return [stored.regrouped(size) for stored in found]

@@ -482,6 +482,31 @@ def test_that_what_numbers_multiply_is_not_rounded_is_said(tmp_path):
                    for text in said) == (tp_size == 4)
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["blocks", "fp8-dynamic", "fp8-static"])
+def test_that_what_unlike_parts_multiply_is_not_rounded_is_said(kind, target, tmp_path):
+    """Queries, keys and values become one weight: of parts that are numbers, or of other scales."""
+    plain = families.save(families.tiny_model("llama", num_hidden_layers=2, intermediate_size=128),
+                          tmp_path / "plain")
+
+    def change(tensors):
+        for name in [name for name in tensors if "v_proj." in name]:
+            if name.endswith("input_scale"):
+                tensors[name] = np.array(tensors[name] * 2, np.float32)
+            elif kind != "fp8-static" and name.endswith(".weight"):
+                tensors[name] = load_file(plain / "model.safetensors")[name]
+            elif kind != "fp8-static":
+                del tensors[name]
+
+    form = float8("block", "weight_scale_inv", IN_BLOCKS, side=32) if kind == "blocks" else kind
+    for name, changes in (("whole", {}), ("unlike", {"change": change})):
+        said = []
+        llmc.compile(write(plain, tmp_path / name, form, **changes)[0], tmp_path / f"{name}-case",
+                     target=target, progress=said.append, quantize_activations=kind == "blocks")
+        assert any("what 2 linear layers multiply stays in float32, though" in text
+                   for text in said) == (name == "unlike")
+
+
 @pytest.mark.parametrize(("kind", "target", "options", "says"), [
     ("fp8-static", "cuda", {}, True), ("fp8-dynamic", "cpu", {}, True),
     ("fp8-dynamic", "cuda", {}, False), ("fp8-default-block", "cpu", {}, False),
