@@ -50,7 +50,7 @@ struct Pairs {
 };
 
 // Rows of codes of FP8. Of 32 columns the first words of their four units come first, then the second ones, as packed codes
-// have them. A scale for each kBlock columns, [width / kBlock, pitch()], or with groups() 1 for each row.
+// have them. Scales [groups, pitch]: of each kBlock columns of a row, or where there is one group of each row.
 struct RoundedRows {
   uint8_t* codes;
   float* scales;
