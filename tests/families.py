@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -509,11 +510,14 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
 
 
+ROUTERS = r"(^|\.)(router|gate|wg|shared_expert_gate|router\.\w+)$"  # modules
+
+
 def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = None,
                  group: int = 0) -> None:
     """From now on round to FP8 what the layers' linear modules and experts multiply, each token by
     a scale of its own, or each `group` of it, or all by that of the module, and then not what
-    experts do; nor what the LM head does.
+    experts do; nor what routers and the LM head do.
     """
     def rounded(x: torch.Tensor, fixed: float | None = None) -> torch.Tensor:
         x = x.unflatten(-1, (-1, group or x.shape[-1]))
@@ -534,7 +538,9 @@ def round_tokens(model: torch.nn.Module, scales: Mapping[str, float] | None = No
         return wrapped
 
     for name, module in model.named_modules():
-        if type(module).__name__ in ("Linear", "Conv1D") and "lm_head" not in name:
+        if re.search(ROUTERS, name) or "lm_head" in name:
+            continue
+        if type(module).__name__ in ("Linear", "Conv1D"):
             own = None if scales is None else scales[name]
             module.register_forward_pre_hook(lambda _, inputs, own=own: (rounded(inputs[0], own),))
         elif scales is None and getattr(getattr(module, "down_proj", None), "ndim", 0) == 3:

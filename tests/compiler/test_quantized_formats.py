@@ -3,6 +3,7 @@ the bytes on disk. The decoders here take a number at a time.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -323,13 +324,23 @@ def plain_hf(tmp_path_factory):
     return families.save(model, tmp_path_factory.mktemp("plain") / "hf")
 
 
-def write(plain, directory, kind, change=lambda tensors: None):
-    """A checkpoint in this format, and its weights as numbers."""
+def is_projection(name, array):
+    return name.endswith("_proj.weight")
+
+
+def is_matrix_of_a_layer(name, array):
+    module = name.removesuffix(".weight")
+    return ".layers." in name and name != module and array.ndim == 2 \
+        and not re.search(families.ROUTERS, module)
+
+
+def write(plain, directory, kind, change=lambda tensors: None, of=is_projection):
+    """A checkpoint in this format, and its weights as numbers: those `of` a kind."""
     said, make = FORMATS[kind][0] if isinstance(kind, str) else kind
     shutil.copytree(plain, directory)
     tensors, truth = {}, {}
     for name, array in load_file(plain / "model.safetensors").items():
-        if "_proj.weight" in name:
+        if of(name, array):
             stored, truth[name] = make(name, array)
             tensors.update(stored)
         else:
@@ -438,6 +449,19 @@ def test_a_scale_of_activations_that_is_missing_or_several_is_refused(value, pla
         llmc.compile(directory, tmp_path / "case")
 
 
+def check_rounded(logits_of):
+    """Of one of a few draws of weights, logits are those expected: of another a number may lie
+    between two of FP8, and its token then go to another expert.
+    """
+    errors = []
+    for draw in range(3):
+        found, expected = logits_of(draw)
+        errors.append(np.abs(found - expected).max() / np.ptp(expected))
+        if errors[-1] < 1e-5:
+            return
+    raise AssertionError(errors)
+
+
 IN_BLOCKS = dict(quant_method="fp8", weight_block_size=[32, 32], activation_scheme="dynamic")
 
 
@@ -454,18 +478,21 @@ def test_what_experts_multiply_is_rounded_where_a_checkpoint_says_so(
     sizes = {} if family == "mixtral" else {"moe_intermediate_size": 128}
     plain = families.save(families.tiny_model(
         family, num_hidden_layers=2, intermediate_size=128, **sizes), tmp_path / "plain")
-    directory, truth = write(plain, tmp_path / "hf", kind)
-    said = []
-    manifest = llmc.compile(directory, tmp_path / "case", target="cuda", tp_size=tp_size,
-                            progress=said.append, quantize_activations=blocks and rounds)
-    forms = {(form.activation_dtype, form.activation_group_size)
-             for name, form in manifest.chips[0].quantization.items() if "experts" in name}
-    assert forms == {("float8_e4m3fn" if rounds else "", 32 if blocks and rounds else 0)}
-    assert any("--quantize_activations has it so" in text for text in said) != rounds
-    expected = transformers_logits(write_numbers(plain, truth, tmp_path / "numbers"), {}, rounds,
-                                   group=32 if blocks else 0)
-    families.assert_close(Interpreters(tmp_path / "case").compute(STEP), expected,
-                          FLIPPED if rounds else 1e-5)
+
+    def logits(draw):
+        own = tmp_path / str(draw)
+        directory, truth = write(plain, own / "hf", kind)
+        said = []
+        manifest = llmc.compile(directory, own / "case", target="cuda", tp_size=tp_size,
+                                progress=said.append, quantize_activations=blocks and rounds)
+        forms = {(form.activation_dtype, form.activation_group_size)
+                 for name, form in manifest.chips[0].quantization.items() if "experts" in name}
+        assert forms == {("float8_e4m3fn" if rounds else "", 32 if blocks and rounds else 0)}
+        assert any("--quantize_activations has it so" in text for text in said) != rounds
+        return Interpreters(own / "case").compute(STEP), transformers_logits(
+            write_numbers(plain, truth, own / "numbers"), {}, rounds, group=32 if blocks else 0)
+
+    check_rounded(logits)
 
 
 def test_that_what_numbers_multiply_is_not_rounded_is_said(tmp_path):
@@ -505,6 +532,34 @@ def test_that_what_unlike_parts_multiply_is_not_rounded_is_said(kind, target, tm
                      target=target, progress=said.append, quantize_activations=kind == "blocks")
         assert any("what 2 linear layers multiply stays in float32, though" in text
                    for text in said) == (name == "unlike")
+
+
+# Those whose checkpoints have each expert's weights by themselves.
+SEPARATE = ("qwen2_moe", "mixtral", "olmoe", "minimax_m2", "ernie4_5_moe", "dots1", "phimoe",
+            "hunyuan_v1_moe", "afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "flint", "hy_v3",
+            "laguna", "mellum", "solar_open", "lfm2_moe", "nemotron_h")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", SEPARATE)
+def test_every_mixture_rounds_what_it_multiplies(family, tmp_path):
+    planned = {**families.MIXTURES, **families.HYBRIDS}
+    sizes = planned.get(family) or families.sizes_of(family)
+    sizes = sizes | {name: 64 for name in (*sizes, "moe_intermediate_size")
+                     if "intermediate_size" in name}
+    plain = families.save(families.tiny_model(family, **sizes), tmp_path / "plain")
+    kind = float8("block", "weight_scale_inv", IN_BLOCKS, side=32)
+
+    def logits(draw):
+        own = tmp_path / str(draw)
+        directory, truth = write(plain, own / "hf", kind, of=is_matrix_of_a_layer)
+        manifest = llmc.compile(directory, own / "case", target="cuda", quantize_activations=True)
+        forms = manifest.chips[0].quantization.values()
+        assert {form.activation_group_size for form in forms} == {32}
+        return Interpreters(own / "case").compute(STEP), transformers_logits(
+            write_numbers(plain, truth, own / "numbers"), {}, True, group=32)
+
+    check_rounded(logits)
 
 
 @pytest.mark.parametrize(("kind", "target", "options", "says"), [
