@@ -13,6 +13,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,32 @@ def write_gpt_oss(directory: str | Path, *, hidden: int, layers: int, vocab: int
         shapes[f"mlp.experts.{name}_proj_scales"] = (experts, rows, width // 32)
         shapes[f"mlp.experts.{name}_proj_bias"] = (experts, rows)
     return _write_shards(Path(directory), config, shapes, 1)
+
+
+def source_of(work: Path, name: str, stored: str) -> Path:
+    """Where `compiled` has the model's directory."""
+    return work / f"{name}-{stored.removesuffix(' rounded').replace(' ', '-')}-hf"
+
+
+def compiled(work: Path, name: str, stored: str, positions: int,
+             write: Callable[[Path, str], object]) -> Path:
+    """The cuda case directory of a model in this form, `… rounded` with --quantize_activations;
+    made where it is not there. `write` makes the model's directory, in a form or "" as it is.
+    """
+    import llmc  # which vLLM's interpreter may not have
+    kind = stored.removesuffix(" rounded")
+    case = work / f"{name}-{stored.replace(' ', '-')}"
+    if not case.is_dir():
+        start = time.perf_counter()
+        hf = source_of(work, name, stored)
+        if not hf.is_dir():
+            write(hf, "" if stored == "bf16" else kind)
+        written = time.perf_counter()
+        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=positions,
+                     quantize_activations=kind != stored)
+        print(f"{stored}: written in {written - start:.0f} s, compiled in "
+              f"{time.perf_counter() - written:.0f} s", flush=True)
+    return case
 
 
 _ROUTER = "mlp.gate.weight"  # which no form of fewer bits is of

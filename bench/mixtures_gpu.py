@@ -14,7 +14,6 @@ time goes.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +60,16 @@ def main() -> None:
     arguments = parser.parse_args()
     name = arguments.model
     stored = arguments.stored
-    kind = stored.removesuffix(" rounded")
-    hf = arguments.work / f"{name}-{kind.replace(' ', '-')}"
-    case = arguments.work / f"{name}-{stored.replace(' ', '-')}-case"
-    if not case.is_dir():
-        start = time.perf_counter()
-        form = {} if kind == "bf16" else {"stored": kind}
-        write = bench_model.write_gpt_oss if name == "gpt-oss-20b" else bench_model.write_mixture
-        if not hf.is_dir():
-            write(hf, positions=POSITIONS, **SHAPES[name], **form)
-        written = time.perf_counter()
-        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=POSITIONS,
-                     quantize_activations=kind != stored)
-        print(f"written in {written - start:.0f} s, compiled in "
-              f"{time.perf_counter() - written:.0f} s", flush=True)
+    if name == "gpt-oss-20b" and stored != "bf16":
+        parser.error("gpt-oss-20b is stored in one way")
+
+    def write(hf: Path, form: str) -> None:
+        if name == "gpt-oss-20b":
+            bench_model.write_gpt_oss(hf, positions=POSITIONS, **SHAPES[name])
+        else:
+            bench_model.write_mixture(hf, positions=POSITIONS, stored=form, **SHAPES[name])
+
+    case = bench_model.compiled(arguments.work, name, stored, POSITIONS, write)
     if arguments.compile_only:
         return
     print(name, stored, bench_model.environment("torch", "transformers"),
@@ -83,7 +78,8 @@ def main() -> None:
                   prefix_reuse=False) as llm:
         sides = {"llmc": gpu.ours(llm)}
         if not arguments.alone:
-            config = AutoConfig.from_pretrained(hf)
+            config = AutoConfig.from_pretrained(
+                bench_model.source_of(arguments.work, name, stored))
             config.__dict__.pop("quantization_config", None)
             with torch.device("cuda"):
                 model = AutoModelForCausalLM.from_config(

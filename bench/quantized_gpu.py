@@ -17,7 +17,6 @@ the one before it to its own.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 import bench_model
@@ -32,21 +31,9 @@ LONGEST = 4096
 
 def case_of(stored: str, work: Path, layers: int) -> Path:
     """The case directory of the model in this form, made where it is not there."""
-    kind = stored.removesuffix(" rounded")
-    case = work / f"{stored.replace(' ', '-')}-{layers}"
-    if not case.is_dir():
-        start = time.perf_counter()
-        hf = work / f"{kind.replace(' ', '-')}-{layers}-hf"
-        if not hf.is_dir():
-            bench_model.write(hf, layers_per_shard=8, positions=LONGEST,
-                              stored="" if stored == "bf16" else kind,
-                              **{**vllm_gpu.SHAPE, "layers": layers})
-        written = time.perf_counter()
-        llmc.compile(hf, case, dtype="bfloat16", target="cuda", max_seq_len=LONGEST,
-                     quantize_activations=kind != stored)
-        print(f"{stored}: written in {written - start:.0f} s, compiled in "
-              f"{time.perf_counter() - written:.0f} s", flush=True)
-    return case
+    return bench_model.compiled(work, f"llama-{layers}", stored, LONGEST, lambda hf, form: (
+        bench_model.write(hf, layers_per_shard=8, positions=LONGEST, stored=form,
+                          **{**vllm_gpu.SHAPE, "layers": layers})))
 
 
 def params(count: int) -> llmc.SamplingParams:

@@ -200,9 +200,15 @@ def _round(node: gs.Node, known: Sequence[_Made], settings: Settings, report: Re
         report.count(ROUNDED)
         if stored.rounds_groups:
             report.count(ROUNDED_GROUPS)
-        if stored.group_size == BLOCK if of_experts else own.blocks is not None \
-                if stored.rounds_groups else stored.scales.shape[1] == 1:
+        if _is_multiplied_as_codes(own, of_experts):
             report.count(MULTIPLIED)
+
+
+def _is_multiplied_as_codes(own: _Made, of_experts: bool) -> bool:
+    """Whether kernels multiply what is rounded, and a weight in this form, as they are."""
+    if of_experts:
+        return own.stored.group_size == BLOCK
+    return own.blocks is not None if own.stored.rounds_groups else own.stored.scales.shape[1] == 1
 
 
 def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: Report) -> None:

@@ -578,9 +578,14 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  shared_bytes(kFewExpertPairs, kRoundedPairs, kNormHidden));
   if (error != cudaSuccess) return error;
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, shared);
-  const int64_t resident = int64_t{std::max(blocks, 1)} * multiprocessors();
+  auto resident_at = [kernel](int shared) {
+    int blocks = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kWarps * 32, shared);
+    return int64_t{std::max(blocks, 1)} * multiprocessors();
+  };
+  // Asked for once where no width decides.
+  static const int64_t few = resident_at(kRing + order_bytes(kFewestPairs)), many = resident_at(kRing + order_bytes(kFewExpertPairs));
+  const int64_t resident = kGrouping == Grouping::kRounded ? resident_at(shared) : pairs_here <= kFewestPairs ? few : many;
   const int64_t tiles = static_cast<int64_t>(p.num_tokens) * p.top_k * blocks_for(Product<T>(p, pairs, kDown).out, kExpertsRows);
   return launch(kernel, static_cast<unsigned>(std::min(tiles, resident)), kWarps * 32, shared, stream, p, pairs);
 }

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads) norm_kernel(N
       measured = block_sum_and_max<kThreads>(0, biased, pairs);
       scale = 1;
     }
-    auto step_of = [&](float most) { return fmaxf(most * scale / kFloat8Most, kLeastScale); };
+    auto step_of = [&](float most) { return step_of_codes(most * scale); };
     float step = p.fixed_scale > 0 ? p.fixed_scale : step_of(measured.y), inverse = scale / step;
     if (p.scale != nullptr && p.rounded_group == 0 && thread == 0) p.scale[row] = step;
 #pragma unroll

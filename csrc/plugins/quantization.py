@@ -179,9 +179,7 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     if dtype and (size < 1 or width < 1 or width % size or width % _per_byte(fields)):
         raise ValueError(f"{op.name} has in_features {width}, which are no whole groups of "
                          f"{size}")
-    if fields.get("activation_dtype") and dtype != FLOAT8:
-        raise ValueError(f"{op.name} takes activation_dtype with weight_dtype {FLOAT8} only, not "
-                         f"{dtype!r}")
+    check_rounding(op.name, fields)
     scale = fields.get("activation_scale", 0.0)
     if scale < 0 or (scale and not fields["activation_dtype"]):
         raise ValueError(f"{op.name} takes an activation_scale above 0 with an activation_dtype, "
@@ -189,12 +187,21 @@ def _check(op: Op, fields: Fields, present: frozenset[str]) -> None:
     if "weight_blocks" in present and (dtype, size) != (FLOAT8, BLOCK):
         raise ValueError(f"{op.name} takes weight_blocks with weight_dtype {FLOAT8} in groups of "
                          f"{BLOCK} only")
-    own = fields.get("activation_group_size", 0)
-    if own and (own != size or not fields["activation_dtype"] or scale):
-        raise ValueError(f"{op.name} takes an activation_group_size that is the weight's, with an "
-                         f"activation_dtype and no activation_scale, not {own}")
     if fields.get("x_dtype") and not scale:
         raise ValueError(f"{op.name} takes an x_dtype with an activation_scale above 0")
+
+
+def check_rounding(name: str, fields: Fields) -> None:
+    """Raises ValueError where the fields of an op by which activations are rounded are none that
+    go together, or not with its weights'.
+    """
+    dtype, own = fields.get("activation_dtype"), fields.get("activation_group_size", 0)
+    if dtype and fields["weight_dtype"] != FLOAT8:
+        raise ValueError(f"{name} takes activation_dtype with weight_dtype {FLOAT8} only, not "
+                         f"{fields['weight_dtype']!r}")
+    if own and (own != fields["group_size"] or not dtype or fields.get("activation_scale")):
+        raise ValueError(f"{name} takes an activation_group_size that is the weight's, with an "
+                         f"activation_dtype and no activation_scale, not {own}")
 
 
 def activations(fields: Fields, x: np.ndarray) -> np.ndarray:

@@ -475,9 +475,9 @@ def test_what_experts_multiply_is_rounded_where_a_checkpoint_says_so(
     blocks = kind == "blocks"
     if blocks:
         kind = float8("block", "weight_scale_inv", IN_BLOCKS, side=32)
-    sizes = {} if family == "mixtral" else {"moe_intermediate_size": 128}
     plain = families.save(families.tiny_model(
-        family, num_hidden_layers=2, intermediate_size=128, **sizes), tmp_path / "plain")
+        family, num_hidden_layers=2, intermediate_size=128, moe_intermediate_size=128),
+        tmp_path / "plain")
 
     def logits(draw):
         own = tmp_path / str(draw)

@@ -128,6 +128,24 @@ def test_blocks_of_fp8_are_taken_where_what_they_multiply_is_rounded_alike(exten
         refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
 
 
+def test_experts_round_what_they_multiply_as_their_weights_are(extension, tmp_path):
+    hf = families.save(families.tiny_model(
+        "qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_hidden_layers=1),
+        tmp_path / "hf")
+    blocks = bench_model.in_blocks(hf, tmp_path / "blocks")
+    manifest = llmc.compile(blocks, tmp_path / "case", target="cuda", dtype="float16",
+                            quantize_activations=True)
+    schedule, = schedules_of(tmp_path / "case")
+    build(extension, manifest, [schedule])
+    place, = (place for place, node in enumerate(schedule.nodes) if node.op == "Experts")
+    for field, value in (("activation_group_size", 64), ("activation_dtype", ""),
+                         ("group_size", 64), ("weight_dtype", "int8")):
+        nodes = [*schedule.nodes]
+        nodes[place] = nodes[place].model_copy(
+            update={"fields": {**nodes[place].fields, field: value}})
+        refused(extension, manifest, schedule.model_copy(update={"nodes": tuple(nodes)}))
+
+
 def refused(extension, manifest, schedule):
     """By the engine, and where it is read."""
     with pytest.raises(extension.CudaError):

@@ -2,6 +2,15 @@
 
 namespace llmc {
 
+void check_rounded(int group, std::initializer_list<int> widths) {
+  if (group != 0 && group != 32 && group != 64 && group != kernels::kBlock)
+    throw Error("activations are rounded in groups of 32, 64 or 128, not of " + std::to_string(group));
+  for (int width : widths)
+    if (width > kernels::kNormHidden)
+      throw Error("rows of " + std::to_string(width) + " activations are rounded, at most " +
+                  std::to_string(kernels::kNormHidden) + " are served");
+}
+
 Quantized::Quantized(const Fields& fields, size_t first)
     : zeros_(false), out_(integer(fields, "out_features")), in_(integer(fields, "in_features")), first_(first) {
   using kernels::Codes;
@@ -25,13 +34,9 @@ Quantized::Quantized(const Fields& fields, size_t first)
   if (fields.count("activation_group_size") != 0) activation_group_ = integer(fields, "activation_group_size");
   if (activation_group_ != 0 && (activation_group_ != packing_.group_size || !rounds_ || activation_scale_ > 0))
     throw Error("an activation_group_size is that of the weight, with an activation_dtype and without an activation_scale");
-  if (activation_group_ != 0 && activation_group_ != 32 && activation_group_ != 64 && activation_group_ != kernels::kBlock)
-    throw Error("activations are rounded in groups of 32, 64 or 128, not of " + std::to_string(activation_group_));
+  if (rounds_) check_rounded(activation_group_, {in_});
   if (fields.count("x_dtype") != 0 && !std::get<std::string>(fields.at("x_dtype")).empty() && activation_scale_ == 0)
     throw Error("x of an x_dtype needs an activation_scale");
-  if (rounds_ && in_ > kernels::kNormHidden)
-    throw Error("rows of " + std::to_string(in_) + " activations are rounded, at most " +
-                std::to_string(kernels::kNormHidden) + " are served");
   if (packing_.codes == Codes::kNone) return;
   const int per_byte = packing_.codes == Codes::kFour ? 2 : 1;
   if (packing_.group_size < 1 || in_ < 1 || out_ < 1 || in_ % packing_.group_size != 0 || in_ % per_byte != 0)

@@ -34,6 +34,9 @@ inline Fields taking_fields(Fields fields) {
   return rounding_fields(std::move(fields));
 }
 
+// Refuses groups, and rows of such widths, that no kernel rounds to FP8; group 0: whole rows.
+void check_rounded(int group, std::initializer_list<int> widths);
+
 // How an op's weight is stored, and whether its x is rounded. `first`: the place of weight_scale among the op's inputs.
 class Quantized {
  public:

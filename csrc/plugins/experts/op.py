@@ -42,6 +42,7 @@ from llmc.plugins.quantization import (
     MXFP4,
     MXFP4_GROUP,
     activations,
+    check_rounding,
     dequantize,
     dequantized,
     pack,
@@ -255,13 +256,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
                        f"{name}_zero": ("experts", rows, -(-width // size // per_byte))}
     elif any(role.scale in present or role.zero in present for role in _ROLES):
         raise ValueError("Experts takes scales and zeros with weight_dtype only")
-    if fields["activation_dtype"] and fields["weight_dtype"] != FLOAT8:
-        raise ValueError(f"Experts takes activation_dtype with weight_dtype {FLOAT8} only, not "
-                         f"{fields['weight_dtype']!r}")
-    own = fields["activation_group_size"]
-    if own and (own != fields["group_size"] or not fields["activation_dtype"]):
-        raise ValueError(f"Experts takes an activation_group_size that is the weights', with an "
-                         f"activation_dtype, not {own}")
+    check_rounding("Experts", fields)
     return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
             "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, hidden),
             "down": ("experts", hidden, "inner"), "gate_up_bias": ("experts", both),

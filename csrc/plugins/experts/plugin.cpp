@@ -1,6 +1,6 @@
 #include <tuple>
 
-#include "../common/plugin.h"
+#include "../common/quantized.h"
 
 namespace llmc {
 namespace {
@@ -41,8 +41,6 @@ class Experts : public Plugin {
     p_.rounded_group = integer(fields, "activation_group_size");
     if (p_.rounded ? rounding != "float8_e4m3fn" || packing_.codes != kernels::Codes::kFloat8 : p_.rounded_group != 0)
       throw Error("Experts takes activation_dtype float8_e4m3fn, and an activation_group_size with it, where weights are of that");
-    if (p_.rounded_group != 0 && p_.rounded_group != 32 && p_.rounded_group != 64 && p_.rounded_group != kernels::kBlock)
-      throw Error("activations are rounded in groups of 32, 64 or 128, not of " + std::to_string(p_.rounded_group));
     if (!packed()) return;
     packing_.group_size = integer(fields, "group_size");
     p_.hidden = integer(fields, "in_features");
@@ -54,10 +52,7 @@ class Experts : public Plugin {
     if (p_.rounded_group != 0 && p_.rounded_group != packing_.group_size)
       throw Error("Experts' activations are rounded in groups of " + std::to_string(p_.rounded_group) +
                   ", its weights have groups of " + std::to_string(packing_.group_size));
-    for (int width : {p_.hidden, p_.inner})
-      if (p_.rounded && width > kernels::kNormHidden)
-        throw Error("rows of " + std::to_string(width) + " activations are rounded, at most " +
-                    std::to_string(kernels::kNormHidden) + " are served");
+    if (p_.rounded) check_rounded(p_.rounded_group, {p_.hidden, p_.inner});
     if (packing_.codes == kernels::Codes::kMxfp4 && packing_.group_size != kMxfp4Group)
       throw Error("Experts in mxfp4 have groups of 32, not of " + std::to_string(packing_.group_size));
   }
