@@ -23,6 +23,8 @@ from llmc.plugins.quantization import CODES
 ROW_MULTIPLE = 4  # rows in one of int32
 _UNIT = 8  # codes that lie together, csrc/kernels/packed.cuh
 _TILE = 16  # rows of experts that lie together, csrc/kernels/experts.cuh
+# Of codes of MXFP4, where in half a word their three low bits begin, and the sign: likewise
+_MXFP4_PLACES = (6, 15), (0, 9), (3, 14), (11, 10)
 
 _Order = Callable[[Weight], Weight]
 
@@ -58,7 +60,8 @@ def _orders(fields: Mapping[str, Any], shape: Sequence[int]) -> tuple[_Order, _O
         return evens if width % _UNIT == 0 else _as_it_is, _turned
     if not _is_tiled(bits, fields["group_size"], height, width):
         return _as_it_is, _as_it_is
-    return partial(_each, order=partial(_in_tiles, bits=bits)), \
+    scattered = fields["weight_dtype"] == "mxfp4"
+    return partial(_each, order=partial(_in_tiles, bits=bits, scattered=scattered)), \
         partial(_each, order=_scales_in_tiles)
 
 
@@ -100,14 +103,26 @@ def _even_first(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([even, odd], -1).reshape(codes.shape)
 
 
-def _in_tiles(codes: np.ndarray, bits: int) -> np.ndarray:
+def _in_tiles(codes: np.ndarray, bits: int, scattered: bool) -> np.ndarray:
     """Packed codes [experts, out, bytes of a row] in tiles of rows, a tile in steps of columns; in
     a step thread 4 g + t has rows g and g + 8, columns from 8 t and, of 4 bits, from 32 + 8 t on.
     """
-    units = _even_first(codes, bits).view(f"u{_UNIT * bits // 8}")
+    units = _even_first(codes, bits).view(f"<u{_UNIT * bits // 8}")
+    if scattered:
+        units = _scattered(units)
     experts, height, _ = codes.shape
     parts = units.reshape(experts, height // _TILE, 2, 8, -1, _step(bits) // 32, 4)
     return np.ascontiguousarray(parts.transpose(0, 1, 4, 3, 6, 2, 5)).view(np.uint8)
+
+
+def _scattered(units: np.ndarray) -> np.ndarray:
+    """Words of 8 codes of MXFP4 with their bits where kernels look for them."""
+    made = np.zeros_like(units)
+    for place in range(_UNIT):
+        magnitude, sign = (at + place // 4 * 16 for at in _MXFP4_PLACES[place % 4])
+        code = units >> 4 * place
+        made |= (code & 7) << magnitude | (code >> 3 & 1) << sign
+    return made
 
 
 def _scales_in_tiles(scales: np.ndarray) -> np.ndarray:

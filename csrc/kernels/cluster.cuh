@@ -1,5 +1,5 @@
-// What Hopper's blocks share: barriers in shared memory that count what arrives, and clusters, whose blocks reach one another's
-// shared memory. On other GPUs it compiles to nothing.
+// What blocks share: barriers in shared memory that count what arrives; and on Hopper what copies count there, and clusters, whose
+// blocks reach one another's shared memory. On other GPUs that compiles to nothing.
 #pragma once
 
 #include "device.cuh"
@@ -21,10 +21,14 @@ struct Barrier {
   uint32_t at;
 
   __device__ __forceinline__ void init(int arrivals) const {
-    HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
   }
   __device__ __forceinline__ void arrive() const {
-    HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+    asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(at) : "memory");
+  }
+  // Arrive once this thread's copies of 16 bytes are there.
+  __device__ __forceinline__ void arrive_behind_copies() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
   }
   // Arrive, and let the phase wait for so many bytes of copies too.
   __device__ __forceinline__ void expect(uint32_t bytes) const {
@@ -32,20 +36,39 @@ struct Barrier {
   }
   // Until the phase of this parity has ended.
   __device__ __forceinline__ void wait(uint32_t parity) const {
-    HOPPER_ASM(
+#if __CUDA_ARCH__ >= 900
+#define WAIT_FOR_PHASE "try_wait"
+#else
+#define WAIT_FOR_PHASE "test_wait"
+#endif
+    asm volatile(
         "{\n.reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier." WAIT_FOR_PHASE ".parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra over;\n"
         "bra again;\n"
         "over:\n}" ::"r"(at), "r"(parity) : "memory");
+#undef WAIT_FOR_PHASE
   }
 };
+
+// A barrier of a block's, by its number: until so many threads are here.
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // What this thread has initialised, for copies and for other blocks that meet it.
 __device__ __forceinline__ void let_copies_see_barriers() {
   HOPPER_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+
+// Bytes that lie side by side to shared memory, of which the barrier counts them; addresses and counts are multiples of 16.
+__device__ __forceinline__ void copy_bytes(uint32_t target, const void* from, uint32_t bytes, Barrier barrier) {
+  HOPPER_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+             ::"r"(target), "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
+}
+// Where this thread wrote to shared memory copies may.
+__device__ __forceinline__ void let_copies_overwrite() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Of a cluster: how many blocks it has, and which this one is.
 __device__ __forceinline__ int cluster_size() {

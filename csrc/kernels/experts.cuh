@@ -167,7 +167,8 @@ __device__ __forceinline__ float number_at(const ExpertsPacking& packing, const 
     place = vector * (128 / kBit) + part * 8 + place_of(column % 8, 8);
     scale = (tile * groups + group) * kExpertsRows + of_tile;
   }
-  const uint32_t code = kBit == 4 ? weight[place / 2] >> place % 2 * 4 & 15 : weight[place];
+  uint32_t code = kBit == 4 ? weight[place / 2] >> place % 2 * 4 & 15 : weight[place];
+  if (kCodes == Codes::kMxfp4 && tiled) code = gathered(reinterpret_cast<const uint32_t*>(weight)[place / 8], place % 8);
   if constexpr (kCodes == Codes::kMxfp4)
     return number_of<kCodes>(code, 0) * power_of(static_cast<const uint8_t*>(packing.scale)[scale]);
   int zero = kMiddle<kCodes>;

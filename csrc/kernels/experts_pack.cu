@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(256) pack_kernel(uint32_t* to, const uint32_t*
     const int at = i * kBit, place = place_of(i, 8) * kBit;
     packed.data[place / 32] |= (natural.data[at / 32] >> at % 32 & ((1u << kBit) - 1)) << place % 32;
   }
+  if constexpr (kCodes == Codes::kMxfp4) packed.data[0] = scattered(packed.data[0]);
   const int tile = row / kExpertsRows, thread = row % 8 * 4 + column % 32 / 8;
   const int64_t vector = (static_cast<int64_t>(tile) * (in / kStep) + column / kStep) * 32 + thread;
   const int word = row % kExpertsRows / 8 * 2 + (kBit == 4 ? column % kStep / 32 : 0);

@@ -86,15 +86,11 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
         const int column = stage * kColumns + part * 32;
         if (column >= product.in) break;
         const int of_group = column >> shift;
-        uint32_t low[4], high[4], low_offset = 0, high_offset = 0;
-        if constexpr (kCodes == Codes::kFour || kCodes == Codes::kEight) {
-          int zeros[2] = {kMiddle<kCodes>, kMiddle<kCodes>};
-          if constexpr (kZeros) {
-            const int64_t row = of_all * kExpertsRows + g;
-            zeros[0] = zero_at<kCodes>(packing.zero, row, of_group, weight_groups);
-            zeros[1] = zero_at<kCodes>(packing.zero, row + 8, of_group, weight_groups);
-          }
-          low_offset = offset_of<T, kCodes>(zeros[0]), high_offset = offset_of<T, kCodes>(zeros[1]);
+        uint32_t low[4], high[4], low_offset = offset_of<T, kCodes>(kMiddle<kCodes>), high_offset = low_offset;
+        if constexpr (kZeros) {
+          const int64_t row = of_all * kExpertsRows + g;
+          low_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row, of_group, weight_groups));
+          high_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row + 8, of_group, weight_groups));
         }
         const uint4 codes = of_weight[kStep == 32 ? part * 32 : 0];
         if constexpr (kStep == 64) {

@@ -49,13 +49,40 @@ __device__ __forceinline__ uint32_t product_and_sum(uint32_t a, uint32_t b, uint
 // taken off then, for codes with this zero.
 template <typename T, Codes kCodes>
 __device__ __forceinline__ uint32_t offset_of(int zero) {
+  if constexpr (kCodes == Codes::kMxfp4) return 0x7e807e80;  // 2^126 twice
   if constexpr (kCodes == Codes::kEight && std::is_same_v<T, __nv_bfloat16>) return __float_as_uint(8388608.f + zero);
   const float base = (std::is_same_v<T, __half> ? 1024.f : 128.f) + zero;
   return pack<T>(base, base);
 }
 
+// Of a pair of kMxfp4 codes, in both halves of a word: where two bits of exponent and one of mantissa begin, and the sign. So
+// they are moved at once to where bfloat16 has them, of the first two pairs.
+struct Mxfp4Place {
+  int magnitude, sign;
+};
+__host__ __device__ constexpr Mxfp4Place mxfp4_place(int pair) {
+  return pair == 0 ? Mxfp4Place{6, 15} : pair == 1 ? Mxfp4Place{0, 9} : pair == 2 ? Mxfp4Place{3, 14} : Mxfp4Place{11, 10};
+}
+
+// A unit of kMxfp4 codes, in nibbles as place_of() has them, in that order of bits; and one of its codes.
+__host__ __device__ __forceinline__ uint32_t scattered(uint32_t nibbles) {
+  uint32_t made = 0;
+  for (int k = 0; k < 8; ++k) {
+    const auto [magnitude, sign] = mxfp4_place(k % 4);
+    const uint32_t code = nibbles >> 4 * k & 15;
+    made |= ((code & 7) << magnitude | (code >> 3) << sign) << k / 4 * 16;
+  }
+  return made;
+}
+__device__ __forceinline__ uint32_t gathered(uint32_t word, int place) {
+  const auto [magnitude, sign] = mxfp4_place(place % 4);
+  const uint32_t half = word >> place / 4 * 16;
+  return (half >> magnitude & 7) | (half >> sign & 1) << 3;
+}
+
 // A unit of 8 codes (of 4 bits: the first word), less their zero: pairs of columns (0, 1), (2, 3), (4, 5) and (6, 7), each
-// exact in T. Of kFloat8, the numbers that the bits stand for; of kMxfp4 these too, less kMxfp4Scale<T> times.
+// exact in T. Of kFloat8, the numbers that the bits stand for; of kMxfp4 these too, less kMxfp4Scale<T> times;
+// in bfloat16 they are multiplied by `offset`, which is what makes such bits numbers.
 template <typename T>
 constexpr float kMxfp4Scale = std::is_same_v<T, __half> ? 16384.f : 1.f;
 template <typename T, Codes kCodes>
@@ -66,11 +93,12 @@ __device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, ui
     if constexpr (kCodes == Codes::kFour) {
       pairs[k] = subtract<T>(masked(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
     } else if constexpr (kCodes == Codes::kMxfp4) {
-      // Sign, two bits of exponent and one of mantissa, moved to where T's are; float16 is wide enough to stay so small.
-      const int up = (kHalf ? 9 : 6) - 4 * k;
-      const uint32_t small = (up < 0 ? words.x >> -up : words.x << up) & (kHalf ? 0x0e000e00 : 0x01c001c0);
-      pairs[k] = masked(words.x << (12 - 4 * k), 0x80008000, small);
-      if constexpr (!kHalf) pairs[k] = product<T>(pairs[k], 0x7e807e80);
+      // As bits of T; float16 is wide enough to stay so small.
+      const auto [magnitude, sign] = mxfp4_place(k);
+      const int up = (kHalf ? 9 : 6) - magnitude;
+      const uint32_t moved = up < 0 ? words.x >> -up : words.x << up, kept = kHalf ? 0x0e000e00 : 0x01c001c0;
+      pairs[k] = up == 15 - sign ? moved & (kept | 0x80008000) : masked(words.x << (15 - sign), 0x80008000, moved & kept);
+      if constexpr (!kHalf) pairs[k] = product<T>(pairs[k], offset);
     } else if constexpr (kCodes == Codes::kFloat8) {
       // The byte as the high one of 16 bits, its exponent and mantissa moved to where T's are, then the bias made up for.
       const uint32_t high = __byte_perm(words.x, words.y, k << 4 | (k + 4) << 12) & 0xff00ff00;

@@ -221,10 +221,15 @@ def numbers_of(fields, given):
     return (numbers * scales[:, :, None]).reshape(height, width)
 
 
-def in_tiles(codes, bits):
+# Where in half a word the bits of a code of MXFP4 are, packed.cuh.
+MXFP4_BITS = (6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 14), (11, 12, 13, 10)
+
+
+def in_tiles(codes, dtype):
     """Codes [experts, out, in] as bytes in the order in which number_at() of
     csrc/kernels/experts.cuh looks for them.
     """
+    bits = CODES[dtype][0]
     experts, height, width = codes.shape
     step = 64 if bits == 4 else 32
     row, column = np.indices((height, width))
@@ -235,7 +240,13 @@ def in_tiles(codes, bits):
     assert np.array_equal(np.sort(places, None), np.arange(height * width))
     placed = np.empty((experts, height * width), np.uint8)
     placed[:, places] = codes
-    return pack(placed, bits)
+    if dtype != "mxfp4":
+        return pack(placed, bits)
+    half = np.zeros((experts, height * width // 4, 16), np.uint8)
+    for place, bits_of_code in enumerate(MXFP4_BITS):
+        for bit, at in enumerate(bits_of_code):
+            half[..., at] = placed[:, place::4] >> bit & 1
+    return np.packbits(half, axis=-1, bitorder="little")
 
 
 def scales_in_tiles(scales):
@@ -270,7 +281,7 @@ def test_experts_lie_as_their_kernels_read_them(dtype, size, hidden, inner, tile
             rng.uniform(0.5, 2, groups).astype(np.float32)
         stored = {name: pack(codes.reshape(-1, width), bits).reshape(3, rows, -1),
                   f"{name}_scale": scales}
-        lies = {name: in_tiles(codes, bits), f"{name}_scale": scales_in_tiles(scales)} \
+        lies = {name: in_tiles(codes, dtype), f"{name}_scale": scales_in_tiles(scales)} \
             if in_order else dict(stored)
         if fixed is None:
             zeros = rng.integers(0, 2 ** bits, (3 * rows, groups[-1]), np.uint8)
@@ -331,7 +342,7 @@ def test_the_parser_is_given_experts_as_kernels_read_them(builder, family, wish,
             codes = codes.reshape(*weight.shape[:2], -1)
             tiled = not family.endswith("96")
             assert carried(names[role.weight]).tobytes() == (
-                in_tiles(codes, bits) if tiled else weight).tobytes()
+                in_tiles(codes, fields["weight_dtype"]) if tiled else weight).tobytes()
             assert carried(names[role.scale]).tobytes() == (
                 scales_in_tiles(scale) if tiled else scale).tobytes()
             if role.zero in names:

@@ -310,7 +310,7 @@ __device__ __forceinline__ void multiply_all(const Place<kCodes, kRounded, kGrou
           for (int m = 0; m < 2; ++m) {
             const uint8_t* scales = place.scales(turn.slot, m * kGroups * 4 + own_tile, groups) +
                                     (part < groups ? part : 0) * kScaleRow<kCodes>;
-            uint32_t offsets[2] = {};
+            uint32_t offsets[2] = {offset_of<T, kCodes>(kMiddle<kCodes>), offset_of<T, kCodes>(kMiddle<kCodes>)};
             if constexpr (kHasZeros)
 #pragma unroll
               for (int r = 0; r < 2; ++r) offsets[r] = offset_of<T, kCodes>(has_zeros ? zeros[part][m][r] : kMiddle<kCodes>);

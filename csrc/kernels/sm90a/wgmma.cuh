@@ -12,6 +12,7 @@
 namespace llmc::sm90a {
 
 using device::Barrier;
+using device::meet;
 using device::shared_address;
 
 // Words in shared memory, by their address.
@@ -48,16 +49,7 @@ __device__ __forceinline__ void fetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Bytes that lie side by side; addresses and counts are multiples of 16.
-__device__ __forceinline__ void copy_bytes(uint32_t target, const void* from, uint32_t bytes, Barrier barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(target), "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
-}
-
-// A barrier of a block's, by its number: until so many threads are here; and to be one of these, and go on.
-__device__ __forceinline__ void meet(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+// To be one of those that meet() waits for, and go on.
 __device__ __forceinline__ void arrive_at(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -1,0 +1,173 @@
+// What the kernels of experts for few tokens share: experts_gemv.cu for weights of 16 bits, experts_packed_gemv.cu for packed
+// ones.
+//
+// A tile is 16 rows of one expert's weight, for a group of its pairs: all of them where tokens are no more than a group
+// takes, as a token's choices differ. As many blocks as fit take tiles in turn. A block's warps divide the inner
+// dimension. A gate and what it gates are rows that follow one another, so the same tile.
+//
+// Which experts were chosen each block finds out by itself: it counts all pairs in shared memory and lists the groups. So
+// nothing runs before these kernels, and of the second product weights are under way before the first has ended.
+// Reads the weights of every expert that was chosen once for each group.
+#pragma once
+
+#include <algorithm>
+
+#include "experts.cuh"
+
+namespace llmc::device {
+
+constexpr int kFewestPairs = 128;  // that take little shared memory
+
+// A group in a word: its expert, its first place in the order of pairs, and how many they are.
+constexpr int kPlaceBits = 12, kCountBits = 5;
+static_assert(kMostExperts <= 1 << (32 - kPlaceBits - kCountBits) && kFewExpertPairs <= 1 << kPlaceBits);
+__device__ __forceinline__ uint32_t word_of(const Group& group) {
+  return group.expert << (kPlaceBits + kCountBits) | group.first << kCountBits | group.count;
+}
+__device__ __forceinline__ Group group_of(uint32_t word) {
+  return {static_cast<int>(word >> (kPlaceBits + kCountBits)),
+          static_cast<int>(word >> kCountBits & ((1u << kPlaceBits) - 1)), static_cast<int>(word & ((1u << kCountBits) - 1))};
+}
+
+// The groups of `per` pairs of one expert at most, and pairs in their order: how many groups there are. `counts` is shared,
+// two for each expert; so are list and order, one for each pair.
+template <int kThreads>
+__device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint32_t* list, uint16_t* order, uint32_t* counts) {
+  __shared__ uint32_t totals[kThreads / 32];
+  const int all = p.num_tokens * p.top_k, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (all <= 32) {  // a lane for each pair, of which an expert's first has the group
+    if (warp == 0) {
+      const int expert = lane < all ? expert_of(p, lane) : -1;
+      const uint32_t alike = __match_any_sync(~0u, expert), lower = (1u << lane) - 1;
+      const int count = __popc(alike), leader = __ffs(alike) - 1;
+      const bool leads = expert >= 0 && leader == lane;
+      const uint32_t leaders = __ballot_sync(~0u, leads);
+      int first = leads ? count : 0;  // pairs of groups up to this one
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(~0u, first, distance);
+        if (lane >= distance) first += before;
+      }
+      first = __shfl_sync(~0u, first, leader) - count;
+      if (leads) list[__popc(leaders & lower)] = word_of({expert, first, count});
+      if (expert >= 0) order[first + __popc(alike & lower)] = static_cast<uint16_t>(lane);
+      const bool fits = __all_sync(~0u, expert < 0 || count <= per);
+      if (lane == 0) totals[0] = fits ? __popc(leaders) : ~0u;
+    }
+    __syncthreads();
+    if (totals[0] != ~0u) return static_cast<int>(totals[0]);
+  }
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) counts[expert] = 0;
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < all; pair += kThreads) {
+    const int expert = expert_of(p, pair);
+    if (expert >= 0) list[pair] = atomicAdd(counts + expert, 1u);  // its place among the expert's
+  }
+  __syncthreads();
+  uint32_t* before = counts + p.num_experts;
+  bool more = false;
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads)
+    more |= counts[expert] > static_cast<uint32_t>(per), before[expert] = 0;
+  if (__syncthreads_or(more)) {  // not any order: blocks must agree on which pairs are in which of an expert's groups
+    for (int begin = 0; warp == 0 && begin < all; begin += 32) {
+      const int pair = begin + lane, expert = pair < all ? expert_of(p, pair) : -1;
+      const uint32_t alike = __match_any_sync(~0u, expert);
+      const int lower = __popc(alike & ((1u << lane) - 1));
+      if (expert >= 0) list[pair] = before[expert] + lower;
+      __syncwarp();
+      if (expert >= 0 && lower == 0) before[expert] += __popc(alike);
+      __syncwarp();
+    }
+    __syncthreads();
+  }
+  // What comes before: pairs, and groups in the upper half.
+  const int each = (p.num_experts + kThreads - 1) / kThreads, begin = min(static_cast<int>(threadIdx.x) * each, p.num_experts);
+  const int end = min(begin + each, p.num_experts);
+  auto worth = [&](uint32_t pairs) { return pairs | (pairs + per - 1) / per << 16; };
+  uint32_t own = 0;
+  for (int expert = begin; expert < end; ++expert) own += worth(counts[expert]);
+  uint32_t at = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint32_t lower = __shfl_up_sync(~0u, at, distance);
+    if (lane >= distance) at += lower;
+  }
+  if (lane == 31) totals[warp] = at;
+  __syncthreads();
+  at -= own;
+  uint32_t total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w == warp) at += total;
+    total += totals[w];
+  }
+  for (int expert = begin; expert < end; ++expert) before[expert] = at, at += worth(counts[expert]);
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < all; pair += kThreads) {
+    const int expert = expert_of(p, pair);
+    if (expert >= 0) order[(before[expert] & 0xffff) + list[pair]] = static_cast<uint16_t>(pair);
+  }
+  __syncthreads();
+  for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) {
+    const int first = before[expert] & 0xffff, count = counts[expert];
+    for (int skipped = 0; skipped < count; skipped += per)
+      list[(before[expert] >> 16) + skipped / per] = word_of({expert, first + skipped, min(per, count - skipped)});
+  }
+  __syncthreads();
+  return static_cast<int>(total >> 16);
+}
+
+// Bytes of the list of groups and of the order of pairs; these, of few, have as much room as of many.
+__host__ __device__ __forceinline__ int order_bytes(int pairs) {
+  return 6 * (pairs <= kFewestPairs ? kFewestPairs : kFewExpertPairs);
+}
+
+// Takes the tiles of all groups in turn, so many at once further.
+struct TileOfGroup {
+  int group, tile, of_group;  // tiles of a group
+
+  __device__ __forceinline__ TileOfGroup(int first, int of_group) : group(0), tile(first), of_group(of_group) { settle(); }
+  __device__ __forceinline__ void advance(int tiles) { tile += tiles, settle(); }
+
+ private:
+  __device__ __forceinline__ void settle() {
+    while (tile >= of_group) tile -= of_group, ++group;
+  }
+};
+
+// Whether groups of 8 are enough.
+inline bool are_rare(const ExpertsParams& p) {
+  constexpr int kRarePairs = 4;  // of an expert on average
+  return p.num_tokens <= 8 || p.num_tokens * p.top_k <= kRarePairs * p.num_experts;
+}
+
+// As many blocks as are resident at once, of tiles of `out` rows; they have `ring` bytes of shared memory before the list of
+// groups, and behind the order of pairs `rest`, at most `most`.
+template <auto kKernel, int kThreads>
+cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, int ring, int rest, int most,
+                         cudaStream_t stream) {
+  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 ring + order_bytes(kFewExpertPairs) + most);
+  if (error != cudaSuccess) return error;
+  auto resident_at = [](int shared) {
+    int blocks = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kThreads, shared);
+    return int64_t{std::max(blocks, 1)} * multiprocessors();
+  };
+  // Asked for once where no width decides.
+  static const int64_t few = resident_at(ring + order_bytes(kFewestPairs));
+  static const int64_t many = resident_at(ring + order_bytes(kFewExpertPairs));
+  const int pairs_here = p.num_tokens * p.top_k, shared = ring + order_bytes(pairs_here) + rest;
+  const int64_t resident = most > 0 ? resident_at(shared) : pairs_here <= kFewestPairs ? few : many;
+  const int64_t tiles = static_cast<int64_t>(pairs_here) * blocks_for(out, kExpertsRows);
+  return launch(kKernel, static_cast<unsigned>(std::min(tiles, resident)), kThreads, shared, stream, p, pairs);
+}
+
+}  // namespace llmc::device
+
+namespace llmc::kernels {
+
+// few_experts() of packed weights.
+cudaError_t few_packed_experts(DType dtype, const ExpertsParams& params, const device::Pairs& pairs, cudaStream_t stream);
+
+}  // namespace llmc::kernels
