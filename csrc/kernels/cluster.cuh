@@ -1,5 +1,5 @@
-// What blocks share: barriers in shared memory that count what arrives; and on Hopper what copies count there, and clusters, whose
-// blocks reach one another's shared memory. On other GPUs that compiles to nothing.
+// What blocks share: barriers in shared memory that count what arrives; and on Hopper copies that are counted there, and clusters,
+// whose blocks reach one another's shared memory. On other GPUs these compile to nothing.
 #pragma once
 
 #include "device.cuh"
@@ -67,8 +67,8 @@ __device__ __forceinline__ void copy_bytes(uint32_t target, const void* from, ui
   HOPPER_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
              ::"r"(target), "l"(from), "r"(bytes), "r"(barrier.at) : "memory");
 }
-// Where this thread wrote to shared memory copies may.
-__device__ __forceinline__ void let_copies_overwrite() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread has written to shared memory, for the tensor core to see, and for copies to overwrite.
+__device__ __forceinline__ void fence_async_proxy() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Of a cluster: how many blocks it has, and which this one is.
 __device__ __forceinline__ int cluster_size() {

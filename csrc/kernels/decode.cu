@@ -93,12 +93,7 @@ __global__ void __launch_bounds__(kDividing) divide_kernel(AttentionParams p, in
     }
     int sums[2] = {used, used > 1 ? used : 0};
 #pragma unroll
-    for (int& sum : sums)
-#pragma unroll
-      for (int step = 1; step < 32; step <<= 1) {
-        const int before = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += before;
-      }
+    for (int& sum : sums) sum = warp_scan(sum);
     __syncthreads();
     if (lane == 31) sums_of[warp][0] = sums[0], sums_of[warp][1] = sums[1];
     __syncthreads();

@@ -105,6 +105,17 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+// The sum up to each lane of a warp, its own with it.
+template <typename Number>
+__device__ __forceinline__ Number warp_scan(Number x) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const Number other = __shfl_up_sync(~0u, x, step);
+    if (threadIdx.x % 32 >= step) x += other;
+  }
+  return x;
+}
+
 // The sum over a block of kThreads threads, in every thread. `partial` is shared, one float per warp.
 template <int kThreads>
 __device__ __forceinline__ float block_sum(float x, float* partial) {

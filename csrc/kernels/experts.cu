@@ -75,12 +75,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(ExpertsParams p, Pai
     }
     sum += all[i];
   }
-  int at = sum;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int lower = __shfl_up_sync(~0u, at, distance);
-    if (lane >= distance) at += lower;
-  }
+  int at = warp_scan(sum);
   if (lane == 31) totals[warp] = at;
   __syncthreads();
   at -= sum;

@@ -31,6 +31,15 @@ cudaError_t with_expert_codes(Codes codes, F&& f) {
   return with_codes(codes, std::forward<F>(f));
 }
 
+// What a vector's codes stand for of rows g and g + 8; of four bits, of the columns from 32 · part on.
+template <typename T, Codes kCodes>
+__device__ __forceinline__ void numbers_of_rows(uint32_t (&low)[4], uint32_t (&high)[4], const uint4& codes, int part,
+                                                uint32_t low_offset, uint32_t high_offset) {
+  const bool second = kBits<kCodes> == 4 && part == 1;
+  numbers_of<T, kCodes>(low, {second ? codes.y : codes.x, codes.y}, low_offset);
+  numbers_of<T, kCodes>(high, {second ? codes.w : codes.z, codes.w}, high_offset);
+}
+
 // The zero of a row's group.
 template <Codes kCodes>
 __device__ __forceinline__ int zero_at(const uint8_t* zeros, int64_t row, int group, int groups) {
@@ -93,12 +102,7 @@ class Groups {
     const int begin = min(static_cast<int>(threadIdx.x) * each, slots()), end = min(begin + each, slots());
     int own = 0;
     for (int slot = begin; slot < end; ++slot) own += groups_of(slot);
-    int at = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int lower = __shfl_up_sync(~0u, at, distance);
-      if (lane >= distance) at += lower;
-    }
+    int at = warp_scan(own);
     if (lane == 31) totals[warp] = at;
     __syncthreads();
     at -= own;

@@ -42,13 +42,8 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
       const int count = __popc(alike), leader = __ffs(alike) - 1;
       const bool leads = expert >= 0 && leader == lane;
       const uint32_t leaders = __ballot_sync(~0u, leads);
-      int first = leads ? count : 0;  // pairs of groups up to this one
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(~0u, first, distance);
-        if (lane >= distance) first += before;
-      }
-      first = __shfl_sync(~0u, first, leader) - count;
+      // Pairs of groups up to the leader's.
+      const int first = __shfl_sync(~0u, warp_scan(leads ? count : 0), leader) - count;
       if (leads) list[__popc(leaders & lower)] = word_of({expert, first, count});
       if (expert >= 0) order[first + __popc(alike & lower)] = static_cast<uint16_t>(lane);
       const bool fits = __all_sync(~0u, expert < 0 || count <= per);
@@ -86,12 +81,7 @@ __device__ __forceinline__ int list_groups(const ExpertsParams& p, int per, uint
   auto worth = [&](uint32_t pairs) { return pairs | (pairs + per - 1) / per << 16; };
   uint32_t own = 0;
   for (int expert = begin; expert < end; ++expert) own += worth(counts[expert]);
-  uint32_t at = own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const uint32_t lower = __shfl_up_sync(~0u, at, distance);
-    if (lane >= distance) at += lower;
-  }
+  uint32_t at = warp_scan(own);
   if (lane == 31) totals[warp] = at;
   __syncthreads();
   at -= own;
@@ -134,6 +124,29 @@ struct TileOfGroup {
     while (tile >= of_group) tile -= of_group, ++group;
   }
 };
+
+// The outputs of a tile for a group, from what each warp summed up, partial[warp][row of the tile][pair of the group]: from the
+// `begin`th on every `step`th.
+template <bool kDown, typename T, int kWarps, int kPitch>
+__device__ __forceinline__ void finish_outputs(const ExpertsParams& p, const Pairs& pairs, const Product<T>& product,
+                                               const Group& group, const uint16_t* order, int first_row,
+                                               const float (&partial)[kWarps][kExpertsRows][kPitch], int begin, int step) {
+  auto sum_of = [&](int row, int pair) {
+    float value = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) value += partial[w][row][pair];
+    return value;
+  };
+  const int paired = !kDown && p.gated ? 2 : 1, columns = kExpertsRows / paired;
+  for (int i = begin; i < columns * group.count; i += step) {
+    const int row = i % columns * paired, of_group = i / columns, pair = order[group.first + of_group];
+    if (first_row + row >= product.out) continue;
+    const float value = sum_of(row, of_group);
+    if (kDown) finish_made(p, pairs, pair, product, group.expert, first_row + row, value);
+    else finish_inner(p, pairs, pair, pair, product, group.expert, (first_row + row) / paired, value,
+                      p.gated ? sum_of(row + 1, of_group) : 0.f);
+  }
+}
 
 // Whether groups of 8 are enough.
 inline bool are_rare(const ExpertsParams& p) {

@@ -116,22 +116,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 24 : 16) / kWarps)
 #pragma unroll
       for (int c = 0; c < 4; ++c) mine[warp][g + c / 2 * 8][n * 8 + 2 * t + c % 2] = sum[n][c];
     __syncthreads();
-    auto sum_of = [&](int row, int pair) {
-      float value = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) value += mine[w][row][pair];
-      return value;
-    };
-    const int paired = !kDown && p.gated ? 2 : 1, columns = kRows / paired;
     // Each tile's outputs are the work of another warp first.
-    for (int i = (threadIdx.x + turn * 32) % kThreads; i < columns * group.count; i += kThreads) {
-      const int row = i % columns * paired, of_group = i / columns, pair = order[group.first + of_group];
-      if (first_row + row >= product.out) continue;
-      const float value = sum_of(row, of_group);
-      if (kDown) finish_made(p, pairs, pair, product, group.expert, first_row + row, value);
-      else finish_inner(p, pairs, pair, pair, product, group.expert, (first_row + row) / paired, value,
-                        p.gated ? sum_of(row + 1, of_group) : 0.f);
-    }
+    finish_outputs<kDown>(p, pairs, product, group, order, first_row, mine, (threadIdx.x + turn * 32) % kThreads, kThreads);
   }
 }
 

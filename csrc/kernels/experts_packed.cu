@@ -93,13 +93,7 @@ __global__ void __launch_bounds__(kThreads, 2) experts_packed_kernel(const __gri
           high_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row + 8, of_group, weight_groups));
         }
         const uint4 codes = of_weight[kStep == 32 ? part * 32 : 0];
-        if constexpr (kStep == 64) {
-          numbers_of<T, kCodes>(low, make_uint2(part == 0 ? codes.x : codes.y, 0), low_offset);
-          numbers_of<T, kCodes>(high, make_uint2(part == 0 ? codes.z : codes.w, 0), high_offset);
-        } else {
-          numbers_of<T, kCodes>(low, make_uint2(codes.x, codes.y), low_offset);
-          numbers_of<T, kCodes>(high, make_uint2(codes.z, codes.w), high_offset);
-        }
+        numbers_of_rows<T, kCodes>(low, high, codes, part, low_offset, high_offset);
         const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {

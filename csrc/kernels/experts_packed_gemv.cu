@@ -44,8 +44,9 @@ __device__ __forceinline__ uint32_t folded(uint8_t exponent) { return min(expone
 template <int kReaders, int kSlotBytes>
 class Stretches {
  public:
-  // By one thread, before any other calls anything; `at` has kSlotBytes for each slot, `barriers` two.
+  // `at` has kSlotBytes for each slot, `barriers` two.
   __device__ __forceinline__ Stretches(char* at, uint64_t* barriers) : at_(at), barriers_(shared_address(barriers)) {}
+  // By one thread, before any calls what follows.
   __device__ __forceinline__ void init() const {
 #if __CUDA_ARCH__ >= 900
     constexpr int kCopying = 1;  // lanes
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, (kTiles == 1 ? 27 : 18) / (
   const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
   const int out_tiles = (product.out + kRows - 1) / kRows;
   const int num_groups = list_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
-  let_copies_overwrite();
+  fence_async_proxy();
   __syncthreads();
   // The steps of a tile, of a chunk, and of a warp in a chunk.
   const int steps = product.in / kStep, chunks = (steps + Slot::kMost - 1) / Slot::kMost;
@@ -197,26 +198,12 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, (kTiles == 1 ? 27 : 18) / (
     }
     for (; at.group < num_groups; at.advance(gridDim.x), ++tiles) {
       const Group group = group_of(list[at.group]);
-      const int paired = !kDown && p.gated ? 2 : 1, columns = kRows / paired, first_row = at.tile * kRows;
-      const int bias_row = first_row + lane % kRows;  // wanted at the end
+      const int first_row = at.tile * kRows, bias_row = first_row + lane % kRows;  // wanted at the end
       if (product.bias != nullptr && bias_row < product.out)
         bring(product.bias + static_cast<int64_t>(group.expert) * product.out + bias_row);
       for (int chunk = 0; chunk < chunks; ++chunk) copy_chunk();
       summed(tiles).wait(tiles / 2 & 1);
-      auto sum_of = [&](int row, int pair) {
-        float value = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) value += partial[tiles % 2][w][row][pair];
-        return value;
-      };
-      for (int i = lane; i < columns * group.count; i += 32) {
-        const int row = i % columns * paired, of_group = i / columns, pair = order[group.first + of_group];
-        if (first_row + row >= product.out) continue;
-        const float value = sum_of(row, of_group);
-        if (kDown) finish_made(p, pairs, pair, product, group.expert, first_row + row, value);
-        else finish_inner(p, pairs, pair, pair, product, group.expert, (first_row + row) / paired, value,
-                          p.gated ? sum_of(row + 1, of_group) : 0.f);
-      }
+      finish_outputs<kDown>(p, pairs, product, group, order, first_row, partial[tiles % 2], lane, 32);
       __syncwarp();
       if (lane == 0) finished(tiles).arrive();
     }
@@ -298,12 +285,8 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, (kTiles == 1 ? 27 : 18) / (
           if constexpr (kRounded) {
             widen_float8(low[0], low[1], codes.x), widen_float8(low[2], low[3], codes.y);
             widen_float8(high[0], high[1], codes.z), widen_float8(high[2], high[3], codes.w);
-          } else if constexpr (kBits<kCodes> == 4) {
-            numbers_of<T, kCodes>(low, make_uint2(part == 0 ? codes.x : codes.y, 0), low_offset);
-            numbers_of<T, kCodes>(high, make_uint2(part == 0 ? codes.z : codes.w, 0), high_offset);
           } else {
-            numbers_of<T, kCodes>(low, make_uint2(codes.x, codes.y), low_offset);
-            numbers_of<T, kCodes>(high, make_uint2(codes.z, codes.w), high_offset);
+            numbers_of_rows<T, kCodes>(low, high, codes, part, low_offset, high_offset);
           }
           const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll

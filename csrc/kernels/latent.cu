@@ -203,12 +203,7 @@ __device__ __forceinline__ Tile tile_of(const LatentAttentionParams& p, int numb
       const int sequence = base + lane;
       const int begin = sequence < p.batch ? p.cu_seqlens[sequence] : 0;
       const int pairs = sequence < p.batch ? (p.cu_seqlens[sequence + 1] - begin) * heads : 0;
-      int stop = (pairs + kPairs - 1) / kPairs;
-#pragma unroll
-      for (int step = 1; step < 32; step <<= 1) {
-        const int other = __shfl_up_sync(~0u, stop, step);
-        if (lane >= step) stop += other;
-      }
+      const int stop = warp_scan((pairs + kPairs - 1) / kPairs);
       const unsigned found = __ballot_sync(~0u, before + stop > number);
       if (found != 0) {
         const int which = __ffs(found) - 1;

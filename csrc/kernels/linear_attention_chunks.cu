@@ -103,12 +103,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(LinearAttentionParams
         beta = device::activate(to_float(static_cast<const T*>(p.beta)[token * p.beta_pitch + head]) + beta_bias, p.beta_activation);
       betas[row] = row >= count ? 0.f : beta;
     }
-    float at = own[0] + own[1];
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const float lower = __shfl_up_sync(~0u, at, distance);
-      if (lane >= distance) at += lower;
-    }
+    const float at = warp_scan(own[0] + own[1]);
     sums[2 * lane] = at - own[1], sums[2 * lane + 1] = at;
   }
   wait_for_group<0>();

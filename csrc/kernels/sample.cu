@@ -121,17 +121,6 @@ __device__ double block_total(double x, double* shared) {
   return total;
 }
 
-// Inclusive, over the lanes of a warp.
-template <typename Number>
-__device__ __forceinline__ Number warp_scan(Number x) {
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const Number other = __shfl_up_sync(~0u, x, step);
-    if (threadIdx.x % 32 >= step) x += other;
-  }
-  return x;
-}
-
 // What is kept of a row: keys above `key`, and the first `ties` tokens that have it.
 struct Cut {
   uint32_t key;

@@ -245,7 +245,7 @@ __device__ __forceinline__ void arrange_all(const Place<kCodes, kTokens, kWhole>
     for (int slot = warp; slot < min(P::kStages, part.count - begun); slot += kArranging) {
       place.x_there(slot).wait(parity);
       arrange(place.stage(slot) + P::kWeightBytes);
-      let_products_see();
+      fence_async_proxy();
       __syncwarp();
       if (lane == 0) place.there(slot).arrive();
     }

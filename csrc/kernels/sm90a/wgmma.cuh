@@ -12,6 +12,7 @@
 namespace llmc::sm90a {
 
 using device::Barrier;
+using device::fence_async_proxy;
 using device::meet;
 using device::shared_address;
 
@@ -53,9 +54,6 @@ __device__ __forceinline__ void fetch_map(const CUtensorMap& map) {
 __device__ __forceinline__ void arrive_at(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
-// What this thread has written to shared memory, for the tensor core to see.
-__device__ __forceinline__ void let_products_see() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Clusters of so many blocks of a kernel, from two on, that are resident at once; of fewer 0.
 template <size_t kMost, typename Kernel>
