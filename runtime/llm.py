@@ -33,7 +33,7 @@ from llmc.runtime.metrics import together
 from llmc.runtime.prompts import Prompt, read_token_ids
 from llmc.runtime.replica import Room, find_devices, load_replica
 from llmc.runtime.request import Completion, Piece, Reader, Request, Searching, Token
-from llmc.runtime.scheduler import Scheduler
+from llmc.runtime.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.session import Session
 
 _MAX_BATCH_SIZE = 16
@@ -172,10 +172,11 @@ class _Loaded:
 
     def metrics(self) -> dict[str, Any]:
         """What the replicas do and have done: sequences `running` and callers `waiting`,
-        `generated_tokens`, `finished` completions, `preemptions`, prompt tokens looked up and found
-        in the cache (`cache_queries`, `cache_hits`), `cache_usage` from 0 to 1 of `num_blocks` of
-        `block_size` positions; and of the newest few thousand, p50, p90 and p99 of
-        `time_to_first_token` and `inter_token_latency` in seconds.
+        `generated_tokens`, `tokens_per_second` of the last ten seconds, `finished` completions,
+        `preemptions`, prompt tokens looked up and found in the cache when they first came
+        (`cache_queries`, `cache_hits`), `cache_usage` from 0 to 1 of `num_blocks` of `block_size`
+        positions; and of the newest few thousand, p50, p90 and p99 of `time_to_first_token` and
+        `inter_token_latency` in seconds.
         """
         return together([loop.metrics for loop in self._loops])
 
@@ -245,7 +246,7 @@ class LLM(_Loaded):
         `stream`.
         """
         requests = self._reader.requests(prompts, params)
-        return _completions(requests, self._stream(requests, priority), progress)
+        return _completions(requests, self._stream(requests, _priority(priority)), progress)
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -257,7 +258,7 @@ class LLM(_Loaded):
             prompts: one or several, each text or token ids; a batch may have unequal lengths. They
                 are what an encoder reads, where the model has one.
             params: for all prompts, or one for each; None for `SamplingParams()`.
-            priority: lower ones go first.
+            priority: from -100 to 100, lower ones go first.
             arrivals: seconds from now, at the first piece that is asked for, when each prompt
                 comes; None: all at once.
 
@@ -267,7 +268,7 @@ class LLM(_Loaded):
                 token is allowed; or a step failed.
         """
         requests = self._reader.requests(prompts, params)
-        return self._stream(requests, priority, _arrivals(arrivals, len(requests)))
+        return self._stream(requests, _priority(priority), _arrivals(arrivals, len(requests)))
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
         """float32 [num_tokens, vocab_size] for one sequence from its start; of an encoder-decoder
@@ -388,7 +389,7 @@ class AsyncLLM(_Loaded):
         to do for each.
         """
         requests = await asyncio.to_thread(self._reader.requests, prompts, params)
-        async with aclosing(self._made(requests, priority)) as all_made:
+        async with aclosing(self._made(requests, _priority(priority))) as all_made:
             async for made in all_made:
                 yield [piece for own in made for piece in self._pieces(own, all_beams)]
 
@@ -493,6 +494,13 @@ def _whole(name: str, value: object, least: int) -> int:
         raise LlmcError(f"{name} is {shown(value)}; give {error}") from None
     if read < least:
         raise LlmcError(f"{name} {read} is below {least}")
+    return read
+
+
+def _priority(value: object) -> int:
+    read = _whole("priority", value, -MOST_PRIORITY)
+    if read > MOST_PRIORITY:
+        raise LlmcError(f"priority {read} is above {MOST_PRIORITY}")
     return read
 
 

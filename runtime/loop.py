@@ -147,7 +147,10 @@ class Loop:
 
         def order() -> None:
             self._pace.came()
-            self._calls[call] = self._scheduler.add(self._sequences(call), priority)
+            try:
+                self._calls[call] = self._scheduler.add(self._sequences(call), priority)
+            except Exception as error:  # this call's own
+                call.outbox.fail(error)
 
         if call.left:
             self._tell(order)
@@ -288,9 +291,9 @@ class Loop:
         """Do what callers said since; wait until they say something, so many seconds at most."""
         with self._condition:
             self._condition.wait_for(lambda: self._orders or self._closing, wait)
-            orders, self._orders = self._orders, deque()
-            if self._closing:
+            if self._closing:  # what was said is for `_end`
                 raise LlmcError("this LLM was closed")
+            orders, self._orders = self._orders, deque()
         for order in orders:
             order()
 

@@ -14,6 +14,7 @@ from llmc.runtime.request import Token
 from llmc.runtime.scheduler import Scheduler
 
 _KEPT = 4096  # of the newest times
+_RECENT = 10.0  # seconds, of throughput
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,16 @@ class Metrics:
         self.generated = self.finished = 0
         self.first: deque[float] = deque(maxlen=_KEPT)
         self.between: deque[float] = deque(maxlen=_KEPT)
+        self._recent: deque[tuple[float, int]] = deque()  # when so many tokens came
 
     def count(self, tokens: list[Token]) -> None:
         """Completions got these."""
         now = time.monotonic()
         with self._lock:
             self.generated += len(tokens)
+            self._recent.append((now, len(tokens)))
+            while self._recent[0][0] < now - _RECENT:
+                self._recent.popleft()
             for token in tokens:
                 owner = token.owner
                 (self.between if token.number > 1 else self.first).append(now - owner.latest)
@@ -56,9 +61,12 @@ class Metrics:
         """Numbers by name, and two lists of times."""
         scheduler = self._scheduler
         blocks = scheduler.blocks
+        since = time.monotonic() - _RECENT
         with self._lock:
+            recent = sum(count for when, count in self._recent if when >= since)
             return dict(running=len(scheduler.running), waiting=scheduler.waiting,
-                        generated_tokens=self.generated, finished=self.finished,
+                        generated_tokens=self.generated, tokens_per_second=recent / _RECENT,
+                        finished=self.finished,
                         preemptions=scheduler.preemptions, cache_queries=scheduler.queries,
                         cache_hits=scheduler.hits, blocks=blocks.num_blocks,
                         block_size=blocks.block_size, free_blocks=blocks.free,

@@ -23,6 +23,7 @@ from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, Step
 
 HEAD_START = 256  # steps that a priority is before the next
+MOST_PRIORITY = 100  # and the least is as far below 0
 _LOOKED_AT = 64  # callers, for one that can enter
 _MIXED = 512  # tokens of a step that some wait for, where no prompt has waited long
 _LONG = 4  # steps
@@ -145,6 +146,7 @@ class Scheduled:
 
 
 _Row = tuple[Sequence, int]  # and how many new tokens of each of its rows
+_Entry = tuple[_Key, int, Line]
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,8 @@ class Scheduler:
         self.blocks = Blocks(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
         self.preemptions = self.queries = self.hits = 0
-        self._lines: list[tuple[_Key, int, Line]] = []  # a heap
+        self._lines: list[_Entry] = []  # a heap
+        self._aside: list[_Entry] = []  # whose first is stalled, so that nobody is behind them
         self._slots = list(range(limits.max_slots))  # a heap: the lowest are used first
         self._memory: dict[int, list[int]] = {}  # request: row and users
         self._memory_rows = list(range(limits.max_slots))
@@ -241,7 +244,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Callers of whom something waits."""
-        return sum(line.first is not None for _, _, line in self._lines)
+        return sum(line.first is not None for _, _, line in [*self._lines, *self._aside])
 
     def problem(self, prompt: int, limit: int, width: int = 1) -> str | None:
         """Why a sequence could never run."""
@@ -262,6 +265,7 @@ class Scheduler:
     def schedule(self) -> Scheduled | None:
         """The next step; None where nothing can run until something is read, or at all."""
         self._steps += 1
+        self._bring_back()
         self._make_way()
         rows: list[_Row] = []  # and how many tokens of each row
         copies: list[tuple[int, int]] = []
@@ -300,8 +304,8 @@ class Scheduler:
         waited for steps. So a prompt that comes alone stalls nobody, and of many none has to wait.
         """
         prompts = [(own.order[0], own.priority) for own, count in wanted.items() if count > 1]
-        if self._lines:
-            prompts.append((self._lines[0][0][0], self._lines[0][2].priority))
+        if first := self._next():
+            prompts.append((first.order[0], first.priority))
         waited = max((self._steps - came + priority * HEAD_START for came, priority in prompts),
                      default=0)
         if not decoding or waited > _LONG:
@@ -315,7 +319,7 @@ class Scheduler:
         left = len(sequence.prompt) - 1 - sequence.computed
         if not self.limits.keeps_states or not 0 < left < count or not any(
                 line.first is not None and line.first.request == sequence.request
-                for _, _, line in self._lines):
+                for _, _, line in [*self._lines, *self._aside]):
             return count
         return left
 
@@ -363,23 +367,42 @@ class Scheduler:
             self._arrivals += 1
             heapq.heappush(self._lines, (line.first.order, self._arrivals, line))
 
+    def _bring_back(self) -> None:
+        """Those that were set aside wait again where they may go on."""
+        aside, self._aside = self._aside, []
+        for entry in aside:
+            first = entry[2].first
+            if first is not None and first.stalled():
+                self._aside.append(entry)
+            elif first is not None:
+                heapq.heappush(self._lines, entry)
+
+    def _next(self) -> Sequence | None:
+        """The first that waits and may go on, which is that of `_lines[0]`."""
+        while self._lines:
+            first = self._lines[0][2].first
+            if first is not None and not first.stalled():
+                return first
+            entry = heapq.heappop(self._lines)
+            if first is not None:
+                self._aside.append(entry)
+        return None
+
     def _enter(self, rows: list[_Row]) -> Line | None:
         """The line whose first sequence runs from now on, and which waits no more; None where no
         one can.
         """
-        passed: list[tuple[_Key, int, Line]] = []
+        passed: list[_Entry] = []
         entered = None
-        while self._lines and len(passed) < _LOOKED_AT:
+        while len(passed) < _LOOKED_AT and (first := self._next()):
             entry = heapq.heappop(self._lines)
-            _, _, line = entry
-            if line.first is None:
+            if self._is_coming(first):
+                passed.append(entry)
                 continue
-            passed.append(entry)
-            if line.first.stalled() or self._is_coming(line.first):
-                continue
-            if self._begin(line.first, rows):
-                entered = line
-                passed.pop()
+            if self._begin(first, rows):
+                entered = entry[2]
+            else:
+                passed.append(entry)
             break
         for entry in passed:
             heapq.heappush(self._lines, entry)
@@ -404,9 +427,11 @@ class Scheduler:
             return True
         if not self._coming:
             return False
+        stalled = Counter(name for own in self.running if own.coming and own.stalled()
+                          for name in own.coming)  # nobody knows when these come
         names = self._names(sequence)
         coming = found = len(self.blocks.match(names, sequence.known))
-        while coming < len(names) and names[coming] in self._coming:
+        while coming < len(names) and self._coming[names[coming]] > stalled[names[coming]]:
             coming += 1
         size = self.blocks.block_size
         return 2 * (coming - found) * size >= max(sequence.known - found * size, 1)
@@ -429,11 +454,11 @@ class Scheduler:
         sequence.computed = min(len(table.blocks) * self.blocks.block_size, sequence.known - 1)
         if not sequence.epoch:
             sequence.cached = sequence.computed
+            self.queries += sequence.known
+            self.hits += sequence.computed
         self.blocks.grow(table, sequence.known)
         sequence.coming = names[table.named:] if self._reuse else []
         self._coming.update(sequence.coming)
-        self.queries += sequence.known
-        self.hits += sequence.computed
         if sequence.source is not None:
             own = self._memory.get(sequence.request)
             if own is None:
@@ -457,11 +482,8 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Have those of lower priority leave for the first that waits, before they get a step."""
-        while self._lines and self._lines[0][2].first is None:
-            heapq.heappop(self._lines)
-        first = self._lines[0][2].first if self._lines else None
-        if first is None or first.stalled() or \
-                all(own.priority <= first.priority for own in self.running):
+        first = self._next()
+        if first is None or all(own.priority <= first.priority for own in self.running):
             return
         found = len(self.blocks.match(self._names(first), first.known))
         lacks = self.blocks.spans(first.known) - found

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.scheduler import MOST_PRIORITY
 from llmc.server.errors import ApiError
 
 MAX_LOGPROBS = 20  # of a token, as OpenAI has it
@@ -128,7 +129,7 @@ class Generation(Body):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
     bad_words: list[str | list[int]] | None = None
-    priority: int = 0
+    priority: int = Field(0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     use_beam_search: bool = False
     length_penalty: float | None = None
     guided_json: str | dict[str, Any] | None = None

@@ -238,6 +238,31 @@ def test_nobody_starves():
     assert seen[0] < len(crowd) - HEAD_START
 
 
+def test_callers_that_wait_for_their_reader_keep_nobody_out():
+    """However many come first: those who have not begun, and those who had to give way."""
+    lazy = [wish([2] * 4, 8, arrives=1 + n // 4, stalls=range(4 + n // 4, 800)) for n in range(300)]
+    later = wish([1] * 4, 5, priority=1, arrives=100)
+    when = []
+    later.got = Watched([], lambda: when.append(sum(len(own.got) for own in lazy)))
+    expected = [own.alone() for own in lazy]
+    run([*lazy, later], Limits(60, 4, 16, 4, 512, 1), 16, 1)
+    assert when[-1] < 1000 and [own.got for own in lazy] == expected
+
+
+def test_nobody_waits_for_blocks_of_one_who_waits_for_its_reader():
+    lazy, other = wish([3] * 40, 2, stalls=range(3, 800)), wish([3] * 40, 2, arrives=6)
+    when = []
+    other.got = Watched([], lambda: when.append(len(lazy.got)))
+    run([lazy, other], Limits(40, 4, 8, 4, 512, 1), 8, 1)
+    assert when == [0, 0] and len(lazy.got) == 2
+
+
+def test_a_prompt_that_is_computed_again_is_looked_up_once():
+    wishes = [wish([n] * 8, 12) for n in range(4)]
+    scheduler, _ = run(wishes, Limits(12, 4, 16, 4, 512, 1), 16, 1)
+    assert scheduler.preemptions and scheduler.queries == 4 * 8
+
+
 class Watched(list):
     def __init__(self, own, told):
         super().__init__(own)

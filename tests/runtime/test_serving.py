@@ -215,6 +215,48 @@ def test_closing_ends_whoever_waits(case_tp1, monkeypatch):
             time.sleep(0)
 
 
+def test_closing_ends_who_came_while_a_step_ran(case_tp1, monkeypatch):
+    llm = llmc.LLM(case_tp1)
+    engine, runs, may_end = families.ranks(llm)[0], threading.Event(), threading.Event()
+    compute = engine.compute
+
+    def slowly(step):
+        runs.set()
+        may_end.wait(60)
+        return compute(step)
+
+    monkeypatch.setattr(engine, "compute", slowly)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(llm.generate, [PROMPTS[0]], tokens(30))
+        runs.wait(60)
+        late = [pool.submit(llm.generate, [PROMPTS[1]], tokens(3)),
+                pool.submit(llm.logits, PROMPTS[2])]
+        while len(llm._loops[0]._orders) < len(late):
+            time.sleep(0.01)
+        closing = pool.submit(llm.close)
+        while not llm._loops[0]._closing:
+            time.sleep(0.01)
+        may_end.set()
+        for call in (first, *late):
+            with pytest.raises(llmc.LlmcError, match="this LLM was closed"):
+                call.result(60)
+        closing.result(60)
+
+
+def test_what_cannot_begin_is_its_own_caller_s_to_know(case_tp1, alone, monkeypatch):
+    with llmc.LLM(case_tp1) as llm:
+        for priority, match in (("1", "priority is '1'; give a whole number"),
+                                (None, "priority is None"), (101, "priority 101 is above 100"),
+                                (-101, "priority -101 is below -100")):
+            with pytest.raises(llmc.LlmcError, match=match):
+                llm.generate([PROMPTS[0]], priority=priority)
+        with monkeypatch.context() as patched:
+            patched.setattr(llm._loops[0], "_completing", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([PROMPTS[0]])
+        assert llm.generate([PROMPTS[1]], tokens(30), priority=-100)[0].token_ids == alone[1]
+
+
 def test_an_event_loop_that_was_closed_stops_no_other(case_tp1, alone):
     """Though something comes for it."""
     llm = llmc.AsyncLLM(case_tp1)
@@ -267,7 +309,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
         assert len(llm.generate([[5] * 20], tokens(13))[0].token_ids) == 13
     for options, match in (
             (dict(block_size=12), "block_size 12 is no power of two"),
-            (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes .* GB, this machine has"),
+            (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes .* GB with .* machine has"),
             (dict(max_num_batched_tokens=0), "max_num_batched_tokens 0 is below 1"),
             (dict(gpu_memory_utilization=1.5), "1.5 is not above 0 and at most 1")):
         with pytest.raises(llmc.LlmcError, match=match):
@@ -279,6 +321,7 @@ def test_metrics_tell_what_was_done(case_tp1):
         llm.generate(PROMPTS[:3], tokens(4))
         metrics = llm.metrics()
         assert (metrics["finished"], metrics["generated_tokens"]) == (3, 12)
+        assert metrics["tokens_per_second"] == 1.2  # of ten seconds
         assert metrics["running"] == metrics["waiting"] == metrics["preemptions"] == 0
         for name in ("time_to_first_token", "inter_token_latency"):
             times = metrics[name]
