@@ -96,7 +96,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
         max_seq_len: positions a sequence may use, at most the model's; by default all of them for
-            target cuda, else at most 4096.
+            targets cpu and cuda, else at most 4096.
         mem_max_seq_len: tokens of a prompt that an encoder takes, chosen like max_seq_len, which
             then is the decoder's.
         max_batch_size: sequences of a step; only the tensorrt target has such a limit.

@@ -114,7 +114,8 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     if wish is None:
         rope = about.config.get("rope_scaling") or about.config.get("rope_parameters") or {}
         switches = "original_max_position_embeddings" in rope and "long_factor" in rope
-        if limit is not None and target == cuda.KIND and not about.has_encoder and not switches:
+        if limit is not None and target in (cpu.KIND, cuda.KIND) and not about.has_encoder and \
+                not switches:
             return limit
         return min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
     if about.has_encoder and about.number(keys[0]) is None:

@@ -216,7 +216,7 @@ def main() -> None:
 @click.option("--compute_capability", default=None, metavar="9.0",
               help="Of the only GPUs that may run it.  [default: any]")
 @click.option("--max_seq_len", type=int, default=None,
-              help="Positions a sequence may use.  [default: the model's, but for --target cuda at "
+              help="Positions a sequence may use.  [default: the model's; for --target tensorrt at "
                    "most 4096]")
 @click.option("--mem_max_seq_len", type=int, default=None,
               help="Tokens that an encoder takes.  [default: the model's, at most 4096]")

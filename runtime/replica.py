@@ -78,19 +78,20 @@ def token_bytes(manifest: Manifest) -> int:
 
 def cpu_limits(manifest: Manifest, room: Room) -> Limits:
     """What a replica on a CPU has room for; blocks as many as are asked for, or as a quarter of the
-    free memory holds.
+    free memory holds. What they hold lies once more in its sequences' rows.
 
     Raises:
         LlmcError: more are asked for than there is memory for.
     """
     longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest), 1)
+    rows, free = room.max_batch_size * longest, memory("MemAvailable")
     tokens = room.kv_cache_tokens
     if tokens is None:
-        tokens = min(room.max_batch_size * longest,
-                     max(memory("MemAvailable") // (_SHARE * each), longest))
-    elif tokens * each > memory("MemTotal"):
-        raise LlmcError(f"a KV cache of {tokens} tokens takes {tokens * each / 1e9:.1f} GB, this "
-                        f"machine has {memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
+        tokens = max(min(rows, max(free // (_SHARE * each), longest), free // (2 * each)), 1)
+    elif (size := (tokens + min(tokens, rows)) * each) > free:
+        raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with what its "
+                        f"sequences are computed in, this machine has {free / 1e9:.1f} GB free of "
+                        f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens")
     return Limits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
                   max_tokens=room.max_num_batched_tokens, max_slots=room.max_batch_size,
                   max_logits=MAX_LOGITS, ahead=1,

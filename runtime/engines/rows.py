@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from llmc.runtime.manifest import Chip
 from llmc.runtime.step import Limits, Step
 
 _STEPS = 16  # within about as many a block is kept
+# Linux's MAP_NORESERVE, as most positions of most rows are never used.
+_UNRESERVED = 0x4000 if sys.platform == "linux" else 0
 
 
 class _Waiting(NamedTuple):
@@ -180,7 +183,8 @@ def _zeros(shape: tuple[int, ...]) -> np.ndarray:
     huge page would be cleared for each. Blocks are written for the first time while steps wait, and
     small pages were cleared four times as fast.
     """
-    memory = mmap.mmap(-1, 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, 4 * math.prod(shape),
+                       flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.float32).reshape(shape)

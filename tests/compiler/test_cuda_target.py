@@ -307,5 +307,5 @@ def test_what_has_no_kernel_is_refused_in_one_sentence(tmp_path, monkeypatch):
 def test_all_positions_of_the_model_are_the_default_where_they_cost_nothing(tmp_path):
     hf_dir = families.save(families.tiny_model("llama", max_position_embeddings=131072),
                            tmp_path / "hf")
-    for target, length in (("cuda", 131072), ("cpu", 4096)):
-        assert llmc.compile(hf_dir, tmp_path / target, target=target).dims.max_seq_len == length
+    for target in ("cuda", "cpu"):
+        assert llmc.compile(hf_dir, tmp_path / target, target=target).dims.max_seq_len == 131072
