@@ -39,23 +39,25 @@ class GpuReplica:
             gpu_memory_utilization=room.gpu_memory_utilization,
             attention_backend=room.attention_backend)
         self._ranks: list[_Rank] = []
+        self._first: CudaEngine
         size = manifest.tp_size
+        others: dict[int, RemoteEngine] = {}
 
         def load(rank: int) -> _Rank:
             device = placements[rank].device
-            made: _Rank = RemoteEngine(case_dir, rank, device, **options) if rank else \
-                load_engine(manifest, rank, case_dir, device, **options)
+            made: _Rank
+            if rank:
+                made = others[rank] = RemoteEngine(case_dir, rank, device, **options)
+            else:
+                made = self._first = load_engine(manifest, rank, case_dir, device, **options)
             self._ranks.append(made)  # so that it is ended where another one fails
             return made
 
         try:
-            ranks = self._on_all(load, size)
-            self._ranks, first = ranks, ranks[0]
-            assert isinstance(first, CudaEngine)
-            self._first = first
-            self._others = [rank for rank in ranks if isinstance(rank, RemoteEngine)]
+            self._ranks = ranks = self._on_all(load, size)
+            self._others = [others[rank] for rank in range(1, size)]
             if size > 1:
-                name = first.unique_id()
+                name = self._first.unique_id()
                 self._on_all(lambda rank: ranks[rank].join(name, rank, size), size)
             blocks = min(self._on_all(lambda rank: ranks[rank].measure(), size))
             self._on_all(lambda rank: ranks[rank].allocate(blocks, show_progress=not rank), size)

@@ -352,10 +352,6 @@ class Target(_Frozen):
                              f"{getattr(self, min(odd))!r}")
         return self
 
-    @property
-    def on_gpus(self) -> bool:
-        return self.kind != "cpu"
-
     def require_versions(self) -> None:
         """Raises ValueError where an engine that its builder made does not say for what."""
         kind = _TARGETS[self.kind]

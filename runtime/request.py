@@ -20,7 +20,7 @@ from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode, sho
 from llmc.runtime.decoding.processing import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.manifest import Manifest
+from llmc.runtime.manifest import PAGED, Manifest
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.scheduler import Chosen
 from llmc.runtime.step import SamplingState
@@ -376,7 +376,7 @@ class Reader:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what this model, or what it runs on, cannot do."""
-        if self.manifest.target.on_gpus and (params.logprobs or 0) > MAX_LOGPROBS:
+        if self.manifest.target.kind in PAGED and (params.logprobs or 0) > MAX_LOGPROBS:
             raise LlmcError(f"logprobs {params.logprobs} exceeds {MAX_LOGPROBS}, the most where "
                             f"GPUs choose the tokens; ask for fewer, or compile with --target cpu")
         if params.stop and self.tokenizer is None:

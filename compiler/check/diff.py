@@ -76,7 +76,7 @@ from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
 from llmc.runtime.llm import LLM
-from llmc.runtime.manifest import Chip, Manifest, hash_file, read_manifest, refuse_encoder
+from llmc.runtime.manifest import PAGED, Chip, Manifest, hash_file, read_manifest, refuse_encoder
 from llmc.runtime.replica import Room
 from llmc.runtime.schedule import SCHEDULE_NAME, read_schedule
 from llmc.runtime.step import Step
@@ -132,7 +132,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     kinds = {t.name: numpy_dtype(t.dtype or np.float32) for node in raw.graph.nodes
              for t in node.outputs if not t.is_empty()}
     known = kinds.keys()
-    trace = _trace if manifest.target.on_gpus else run_chips
+    trace = _trace if manifest.target.kind in PAGED else run_chips
     compiled = trace(manifest, root, ids, known | {"logits"})
     # Whether a number near zero is above it may be either; what comes of it is compared.
     shared = [name for name, value in compiled[0].items()
