@@ -23,8 +23,8 @@ from llmc.plugins.quantization import CODES
 ROW_MULTIPLE = 4  # rows in one of int32
 _UNIT = 8  # codes that lie together, csrc/kernels/packed.cuh
 _TILE = 16  # rows of experts that lie together, csrc/kernels/experts.cuh
-# Of codes of MXFP4, where in half a word their three low bits begin, and the sign: likewise
-_MXFP4_PLACES = (6, 15), (0, 9), (3, 14), (11, 10)
+# Where the bits of the first four codes of MXFP4 in a word are; of others 16 further: likewise
+_MXFP4_BITS = (6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 1, 10, 9)
 
 _Order = Callable[[Weight], Weight]
 
@@ -119,9 +119,8 @@ def _scattered(units: np.ndarray) -> np.ndarray:
     """Words of 8 codes of MXFP4 with their bits where kernels look for them."""
     made = np.zeros_like(units)
     for place in range(_UNIT):
-        magnitude, sign = (at + place // 4 * 16 for at in _MXFP4_PLACES[place % 4])
-        code = units >> 4 * place
-        made |= (code & 7) << magnitude | (code >> 3 & 1) << sign
+        for bit, at in enumerate(_MXFP4_BITS[place % 4]):
+            made |= (units >> 4 * place + bit & 1) << (at + place // 4 * 16) % 32
     return made
 
 

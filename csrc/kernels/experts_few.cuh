@@ -1,7 +1,7 @@
 // What the kernels of experts for few tokens share: experts_gemv.cu for weights of 16 bits, experts_packed_gemv.cu for packed
 // ones.
 //
-// A tile is 16 rows of one expert's weight, for a group of its pairs: all of them where tokens are no more than a group
+// A tile is some rows of one expert's weight, for a group of its pairs: all of them where tokens are no more than a group
 // takes, as a token's choices differ. As many blocks as fit take tiles in turn. A block's warps divide the inner
 // dimension. A gate and what it gates are rows that follow one another, so the same tile.
 //
@@ -125,19 +125,19 @@ struct TileOfGroup {
   }
 };
 
-// The outputs of a tile for a group, from what each warp summed up, partial[warp][row of the tile][pair of the group]: from the
-// `begin`th on every `step`th.
-template <bool kDown, typename T, int kWarps, int kPitch>
+// The outputs of rows that follow one another for a group, from what each warp summed up, partial[warp][row][pair of the group]:
+// from the `begin`th on every `step`th.
+template <bool kDown, typename T, int kWarps, int kRows, int kPitch>
 __device__ __forceinline__ void finish_outputs(const ExpertsParams& p, const Pairs& pairs, const Product<T>& product,
                                                const Group& group, const uint16_t* order, int first_row,
-                                               const float (&partial)[kWarps][kExpertsRows][kPitch], int begin, int step) {
+                                               const float (&partial)[kWarps][kRows][kPitch], int begin, int step) {
   auto sum_of = [&](int row, int pair) {
     float value = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) value += partial[w][row][pair];
     return value;
   };
-  const int paired = !kDown && p.gated ? 2 : 1, columns = kExpertsRows / paired;
+  const int paired = !kDown && p.gated ? 2 : 1, columns = kRows / paired;
   for (int i = begin; i < columns * group.count; i += step) {
     const int row = i % columns * paired, of_group = i / columns, pair = order[group.first + of_group];
     if (first_row + row >= product.out) continue;
@@ -154,10 +154,10 @@ inline bool are_rare(const ExpertsParams& p) {
   return p.num_tokens <= 8 || p.num_tokens * p.top_k <= kRarePairs * p.num_experts;
 }
 
-// As many blocks as are resident at once, of tiles of `out` rows; they have `ring` bytes of shared memory before the list of
-// groups, and behind the order of pairs `rest`, at most `most`.
+// As many blocks as are resident at once, each of which takes `rows` of `out` rows at a time; they have `ring` bytes of shared
+// memory before the list of groups, and behind the order of pairs `rest`, at most `most`.
 template <auto kKernel, int kThreads>
-cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, int ring, int rest, int most,
+cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, int rows, int ring, int rest, int most,
                          cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  ring + order_bytes(kFewExpertPairs) + most);
@@ -172,7 +172,7 @@ cudaError_t run_resident(const ExpertsParams& p, const Pairs& pairs, int out, in
   static const int64_t many = resident_at(ring + order_bytes(kFewExpertPairs));
   const int pairs_here = p.num_tokens * p.top_k, shared = ring + order_bytes(pairs_here) + rest;
   const int64_t resident = most > 0 ? resident_at(shared) : pairs_here <= kFewestPairs ? few : many;
-  const int64_t tiles = static_cast<int64_t>(pairs_here) * blocks_for(out, kExpertsRows);
+  const int64_t tiles = static_cast<int64_t>(pairs_here) * blocks_for(out, rows);
   return launch(kKernel, static_cast<unsigned>(std::min(tiles, resident)), kThreads, shared, stream, p, pairs);
 }
 

@@ -256,8 +256,8 @@ cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
   const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 8 * kRing + kRest;
   const int out = Product<T>(p, pairs, kDown).out;
   if (blocks_for(kDown ? p.inner : p.hidden, kExpertsStep<Codes::kNone>) > 16 && room)
-    return run_resident<experts_gemv_kernel<T, 8, kTiles, kDown>, 256>(p, pairs, out, 8 * kRing, 0, 0, stream);
-  return run_resident<experts_gemv_kernel<T, 4, kTiles, kDown>, 128>(p, pairs, out, 4 * kRing, 0, 0, stream);
+    return run_resident<experts_gemv_kernel<T, 8, kTiles, kDown>, 256>(p, pairs, out, kExpertsRows, 8 * kRing, 0, 0, stream);
+  return run_resident<experts_gemv_kernel<T, 4, kTiles, kDown>, 128>(p, pairs, out, kExpertsRows, 4 * kRing, 0, 0, stream);
 }
 
 constexpr int kSummedRing = kSummedWarps * kStages * kSlotBytes;

@@ -1,8 +1,9 @@
 // The products of experts for few tokens, of packed weights: see experts_few.cuh, and experts.cuh for how these lie.
 //
-// A tile of a weight is one stretch of memory, and so are its scales. Chunks of tiles, some steps for each warp, are under way
-// to shared memory all the time, as stretches on Hopper, by 16 bytes a thread elsewhere; what has been multiplied makes room
-// for what comes kSlots later. The tensor core sums up a step of at most one group of columns; the group's scale multiplies
+// A tile of a weight is one stretch of memory, and so are its scales. A block takes kRowTiles that follow one another, which
+// share what is read of x, and what is to be done before and after. Chunks of these, some steps for each warp, are under way to
+// shared memory all the time, as stretches on Hopper, by 16 bytes a thread elsewhere; what has been multiplied makes room for
+// what comes kSlots later. The tensor core sums up a step of at most one group of columns; the group's scale multiplies
 // that sum, in float32, so nothing is rounded but x and y. Where x is rounded to FP8 a block makes codes of its rows for itself,
 // in shared memory, while weights are under way; and both become float16, in which they are exact, by an instruction for a pair.
 #include <algorithm>
@@ -16,8 +17,9 @@ namespace {
 
 using namespace device;
 
+constexpr int kRowTiles = 2;
 constexpr int kSlots = 2;         // chunks under way
-constexpr int kSteps = 6;         // of a warp in a chunk, at most
+constexpr int kSteps = 24;        // of a tile in a chunk, at most
 constexpr int kRoundedPairs = 4;  // of a group, where a block makes codes of x
 constexpr int kMultiplying = 1;   // the barrier of warps that multiply
 
@@ -26,19 +28,30 @@ enum class Grouping { kPlain, kSmall, kZeros, kSmallAndZeros, kRounded };
 template <Grouping kGrouping>
 constexpr bool kIsSmall = kGrouping == Grouping::kSmall || kGrouping == Grouping::kSmallAndZeros;
 
-// Bytes of a chunk: its vectors, and behind them the scales of its groups.
-template <Codes kCodes, int kWarps, Grouping kGrouping>
+// Bytes of a chunk: the vectors of its tiles, and behind them the scales of their groups.
+template <Codes kCodes, Grouping kGrouping>
 struct Slot {
-  static constexpr int kMost = kWarps * kSteps;  // steps
-  static constexpr int kVectors = kMost * 512;
-  static constexpr int kGroups = kMost * (kIsSmall<kGrouping> ? kExpertsStep<kCodes> / 32 : 1);
-  static constexpr int kBytes = kVectors + kGroups * kScaleRow<kCodes>;
+  static constexpr int kVectors = kSteps * 512;  // of a tile
+  static constexpr int kScales = kSteps * (kIsSmall<kGrouping> ? kExpertsStep<kCodes> / 32 : 1) * kScaleRow<kCodes>;
+  static constexpr int kBytes = kRowTiles * (kVectors + kScales);
 };
 
-// In bfloat16, which reaches as far, the exponent of a group of MXFP4 goes with what makes its codes numbers, less 2^63 times, so
-// that all from 2^-63 to 2^64 have room, greater ones being infinite; sums make up for that.
-constexpr float kUnfolded = 0x1p63f;
-__device__ __forceinline__ uint32_t folded(uint8_t exponent) { return min(exponent + 63u, 255u) * 0x00800080u; }
+// Codes of MXFP4 are multiplied as the bits that they are, which stand for small numbers (mxfp4_bits()); sums make up for that.
+// In bfloat16 they are so small that x is lifted to meet them: numbers of x beyond 2^64 become infinite, and what products with
+// a group's exponent are less than 2^-63 loses bits.
+template <typename T>
+constexpr float kMadeUp = std::is_same_v<T, __half> ? 0x1p14f : 0x1p63f;
+__device__ __forceinline__ uint4 lifted(const uint4& x) {
+  auto lift = [](uint32_t pair) { return product<__nv_bfloat16>(pair, 0x5f005f00); };  // 2^63 twice
+  return make_uint4(lift(x.x), lift(x.y), lift(x.z), lift(x.w));
+}
+
+// Stretches of memory that lie so far apart, of which each has so much room in a slot.
+struct Pieces {
+  const char* from;
+  int64_t apart;
+  int bytes, room;
+};
 
 // Stretches of memory into slots of shared memory, in turn, by one warp; others read them.
 template <int kReaders, int kSlotBytes>
@@ -55,20 +68,29 @@ class Stretches {
 #endif
     for (int slot = 0; slot < kSlots; ++slot) there(slot).init(kCopying), read(slot).init(kReaders);
   }
-  // The next chunk, by the warp that copies: two stretches, of multiples of 16 bytes, once the one before in its slot was read.
-  __device__ __forceinline__ void copy(int turn, const char* vectors, int bytes, const char* behind, int place, int more) const {
+  // The next chunk, by the warp that copies, once the one before in its slot was read: `count` of each, at most kRowTiles, whose
+  // bytes are multiples of 16.
+  __device__ __forceinline__ void copy(int turn, int count, const Pieces& vectors, const Pieces& scales) const {
     const int lane = threadIdx.x % 32;
     char* to = at_ + turn % kSlots * kSlotBytes;
     if (turn >= kSlots) read(turn).wait((turn / kSlots - 1) & 1);
+    auto each = [&](auto copy) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+        if (i < count) {
+          copy(to + i * vectors.room, vectors.from + i * vectors.apart, vectors.bytes);
+          copy(to + kRowTiles * vectors.room + i * scales.room, scales.from + i * scales.apart, scales.bytes);
+        }
+    };
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
-      there(turn).expect(bytes + more);
-      copy_bytes(shared_address(to), vectors, bytes, there(turn));
-      copy_bytes(shared_address(to + place), behind, more, there(turn));
+      there(turn).expect(count * (vectors.bytes + scales.bytes));
+      each([&](char* to, const char* from, int bytes) { copy_bytes(shared_address(to), from, bytes, there(turn)); });
     }
 #else
-    for (int i = lane * 16; i < bytes; i += 512) start_copy(reinterpret_cast<uint4*>(to + i), vectors + i, true);
-    for (int i = lane * 16; i < more; i += 512) start_copy(reinterpret_cast<uint4*>(to + place + i), behind + i, true);
+    each([&](char* to, const char* from, int bytes) {
+      for (int i = lane * 16; i < bytes; i += 512) start_copy(reinterpret_cast<uint4*>(to + i), from + i, true);
+    });
     there(turn).arrive_behind_copies();
 #endif
     __syncwarp();
@@ -136,23 +158,24 @@ struct RoundedX {
 // A block's last warp copies, and makes outputs of what others summed up; so these wait for weights alone. kTiles: 8 pairs each
 // in a group.
 template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, Grouping kGrouping>
-__global__ void __launch_bounds__((kWarps + 1) * 32, (kTiles == 1 ? 27 : 18) / (kWarps + 1))
+__global__ void __launch_bounds__((kWarps + 1) * 32, 18 / (kWarps + 1))
     experts_packed_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
   constexpr bool kRounded = kGrouping == Grouping::kRounded, kSmall = kIsSmall<kGrouping>;
   constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
-  constexpr bool kFolded = kCodes == Codes::kMxfp4 && std::is_same_v<T, __nv_bfloat16>;
+  constexpr bool kAsBits = kCodes == Codes::kMxfp4;
   using Number = std::conditional_t<kRounded, __half, T>;  // of both operands
-  using Slot = Slot<kCodes, kWarps, kGrouping>;
-  constexpr int kThreads = (kWarps + 1) * 32, kPairs = kRounded ? kRoundedPairs : kTiles * 8, kRows = kExpertsRows;
-  constexpr int kStep = kExpertsStep<kCodes>, kParts = kStep / 32;  // columns
+  using X = std::conditional_t<kRounded, uint2, uint4>;    // what a thread reads of it at once
+  using Slot = Slot<kCodes, kGrouping>;
+  constexpr int kThreads = (kWarps + 1) * 32, kPairs = kRounded ? kRoundedPairs : kTiles * 8;
+  constexpr int kRows = kRowTiles * kExpertsRows, kStep = kExpertsStep<kCodes>, kParts = kStep / 32;
   // The slots; then the list of groups, and the order of pairs; then x, where it is rounded.
   extern __shared__ uint4 shared[];
-  __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];  // of a tile and of the next
+  __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];  // of these rows and of the next
   __shared__ uint64_t barriers[2 * kSlots + 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const Stretches<kWarps, Slot::kBytes> stretches(reinterpret_cast<char*>(shared), barriers);
-  auto summed = [&](int tiles) { return Barrier{shared_address(barriers + 2 * kSlots + tiles % 2)}; };
-  auto finished = [&](int tiles) { return Barrier{shared_address(barriers + 2 * kSlots + 2 + tiles % 2)}; };
+  auto summed = [&](int turn) { return Barrier{shared_address(barriers + 2 * kSlots + turn % 2)}; };
+  auto finished = [&](int turn) { return Barrier{shared_address(barriers + 2 * kSlots + 2 + turn % 2)}; };
   auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlots * Slot::kBytes);
   auto* order = reinterpret_cast<uint16_t*>(list + p.num_tokens * p.top_k);
   if (!kDown) {
@@ -166,29 +189,34 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, (kTiles == 1 ? 27 : 18) / (
   }
   const Product<T> product(p, pairs, kDown);
   const ExpertsPacking& packing = kDown ? p.down_packing : p.gate_up_packing;
-  const int out_tiles = (product.out + kRows - 1) / kRows;
+  const int tiles = product.out / kExpertsRows;
   const int num_groups = list_groups<kThreads>(p, kPairs, list, order, reinterpret_cast<uint32_t*>(shared));
   fence_async_proxy();
   __syncthreads();
   // The steps of a tile, of a chunk, and of a warp in a chunk.
-  const int steps = product.in / kStep, chunks = (steps + Slot::kMost - 1) / Slot::kMost;
+  const int steps = product.in / kStep, chunks = (steps + kSteps - 1) / kSteps;
   const int of_chunk = (steps + chunks - 1) / chunks, share = (of_chunk + kWarps - 1) / kWarps;
   const int groups = product.in / packing.group_size, shift = kSmall ? 5 : 31 - __clz(packing.group_size);
   auto scale_group = [&](int step) { return kSmall ? step * kParts : step * kStep >> shift; };
 
-  int turn = 0, tiles = 0;
-  TileOfGroup at(blockIdx.x, out_tiles);
+  int chunk_turn = 0, turn = 0;
+  TileOfGroup at(blockIdx.x, (tiles + kRowTiles - 1) / kRowTiles);
   if (warp == kWarps) {
     TileOfGroup ahead = at;
-    int ahead_turn = 0, ahead_chunk = 0;
+    int ahead_chunk = 0;
     auto copy_chunk = [&] {
       if (ahead.group >= num_groups) return;
-      const int64_t tile = static_cast<int64_t>(group_of(list[ahead.group]).expert) * out_tiles + ahead.tile;
+      const int first_tile = ahead.tile * kRowTiles;
+      const int64_t tile = static_cast<int64_t>(group_of(list[ahead.group]).expert) * tiles + first_tile;
       const int first = ahead_chunk * of_chunk, last = min(first + of_chunk, steps);
       const int from = scale_group(first), to = scale_group(last - 1) + (kSmall ? kParts : 1);
-      stretches.copy(ahead_turn++, static_cast<const char*>(kDown ? p.down : p.gate_up) + (tile * steps + first) * 512,
-                     (last - first) * 512, static_cast<const char*>(packing.scale) + (tile * groups + from) * kScaleRow<kCodes>,
-                     Slot::kVectors, (to - from) * kScaleRow<kCodes>);
+      auto pieces = [&](const void* all, int of_tile, int begin, int end, int each, int room) {
+        return Pieces{static_cast<const char*>(all) + (tile * of_tile + begin) * each, static_cast<int64_t>(of_tile) * each,
+                      (end - begin) * each, room};
+      };
+      stretches.copy(chunk_turn++, min(kRowTiles, tiles - first_tile),
+                     pieces(kDown ? p.down : p.gate_up, steps, first, last, 512, Slot::kVectors),
+                     pieces(packing.scale, groups, from, to, kScaleRow<kCodes>, Slot::kScales));
       if (++ahead_chunk == chunks) ahead_chunk = 0, ahead.advance(gridDim.x);
     };
     for (int slot = 0; slot < kSlots; ++slot) copy_chunk();
@@ -196,16 +224,16 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, (kTiles == 1 ? 27 : 18) / (
       wait_for_inputs();
       let_next_start();
     }
-    for (; at.group < num_groups; at.advance(gridDim.x), ++tiles) {
+    for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
       const Group group = group_of(list[at.group]);
       const int first_row = at.tile * kRows, bias_row = first_row + lane % kRows;  // wanted at the end
       if (product.bias != nullptr && bias_row < product.out)
         bring(product.bias + static_cast<int64_t>(group.expert) * product.out + bias_row);
       for (int chunk = 0; chunk < chunks; ++chunk) copy_chunk();
-      summed(tiles).wait(tiles / 2 & 1);
-      finish_outputs<kDown>(p, pairs, product, group, order, first_row, partial[tiles % 2], lane, 32);
+      summed(turn).wait(turn / 2 & 1);
+      finish_outputs<kDown>(p, pairs, product, group, order, first_row, partial[turn % 2], lane, 32);
       __syncwarp();
-      if (lane == 0) finished(tiles).arrive();
+      if (lane == 0) finished(turn).arrive();
     }
     return;
   }
@@ -217,144 +245,159 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, (kTiles == 1 ? 27 : 18) / (
   const RoundedX<T, kWarps> rounded{
       reinterpret_cast<uint8_t*>(shared) + kSlots * Slot::kBytes + order_bytes(p.num_tokens * p.top_k),
       kDown ? p.inner : p.hidden, p.rounded_group};
-  for (; at.group < num_groups; at.advance(gridDim.x), ++tiles) {
+  const uint32_t per_choice = 0xffffffffu / p.top_k + 1;  // 0 where there is one
+  for (; at.group < num_groups; at.advance(gridDim.x), ++turn) {
     const Group group = group_of(list[at.group]);
-    const int last_row = group.count - 1;
+    const int last_row = group.count - 1, first_tile = at.tile * kRowTiles;
     // Pairs behind the last repeat it, and lead to columns that are not written.
-    auto row_of_x = [&](int of_group) {
-      const int pair = order[group.first + min(of_group, last_row)];
-      return kDown ? pair : pair / p.top_k;
+    auto row_of_x = [&](int of_group) -> int {
+      const uint32_t pair = order[group.first + min(of_group, last_row)];
+      return kDown || per_choice == 0 ? pair : __umulhi(pair, per_choice);
     };
-    const T* x[kTiles];
+    const char* x[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      x[n] = product.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * product.in + 8 * t;
+      x[n] = reinterpret_cast<const char*>(product.x + static_cast<int64_t>(row_of_x(n * 8 + g)) * product.in + 8 * t);
     if constexpr (kRounded) {
       meet(kMultiplying, kWarps * 32);  // the rows before may still be read
-      if (kDown || p.num_tokens > 1 || tiles == 0)
+      if (kDown || p.num_tokens > 1 || turn == 0)
         for (int row = 0; row < group.count; ++row)
           rounded.make(row, product.x + static_cast<int64_t>(row_of_x(row)) * product.in);
       meet(kMultiplying, kWarps * 32);
+      x[0] = reinterpret_cast<const char*>(rounded.row(min(g, last_row)) + 8 * t);
     }
-    float sum[kTiles][4] = {};
-    for (int chunk = 0; chunk < chunks; ++chunk, ++turn) {
+    float sum[kRowTiles][kTiles][4] = {};
+    for (int chunk = 0; chunk < chunks; ++chunk, ++chunk_turn) {
       const int first = chunk * of_chunk, begin = first + warp * share, end = min(min(begin + share, first + of_chunk), steps);
       const int first_group = scale_group(first);
-      using X = std::conditional_t<kRounded, uint2, uint4>;
-      auto read_x = [&](X (&to)[kParts][kTiles], int step) {
+      X next_x[kParts][kTiles];
+      auto read_x = [&](int step) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const int column = step * kStep + part * 32;
-            if constexpr (kRounded) to[part][n] = *reinterpret_cast<const X*>(rounded.row(min(g, last_row)) + column + 8 * t);
-            else to[part][n] = *reinterpret_cast<const X*>(x[n] + column);
-          }
+          for (int n = 0; n < kTiles; ++n)
+            next_x[part][n] = *reinterpret_cast<const X*>(x[n] + static_cast<uint64_t>(step) * (kStep / 8 * sizeof(X)) +
+                                                          part * (4 * sizeof(X)));
       };
-      X next_x[kParts][kTiles];
-      if (begin < end) read_x(next_x, begin);
-      const char* slot = stretches.wait(turn);
+      if (begin < end) read_x(begin);
+      const char* slot = stretches.wait(chunk_turn);
       const uint4* vectors = reinterpret_cast<const uint4*>(slot) + lane - first * 32;
-      uint4 next_codes{};
-      if (begin < end) next_codes = vectors[begin * 32];
+      uint4 next_codes[kRowTiles]{};
+      auto read_codes = [&](int step) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) next_codes[r] = vectors[step * 32 + r * (Slot::kVectors / 16)];
+      };
+      if (begin < end) read_codes(begin);
 #pragma unroll 2
       for (int step = begin; step < end; ++step) {
-        const uint4 codes = next_codes;
+        uint4 codes[kRowTiles];
         X here[kParts][kTiles];
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) codes[r] = next_codes[r];
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) here[part][n] = next_x[part][n];
         const int next = min(step + 1, end - 1);  // without a condition: what that brings needs registers of its own
-        read_x(next_x, next), next_codes = vectors[next * 32];
-        float own[kTiles][4] = {};
+        read_x(next), read_codes(next);
+        float own[kRowTiles][kTiles][4] = {};
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           const int of_group = scale_group(step) + (kSmall ? part : 0);
-          const char* scale = slot + Slot::kVectors + (of_group - first_group) * kScaleRow<kCodes>;
-          uint32_t low[4], high[4], low_offset = offset_of<T, kCodes>(kMiddle<kCodes>), high_offset = low_offset;
-          if constexpr (kFolded) {
-            low_offset = folded(reinterpret_cast<const uint8_t*>(scale)[g]);
-            high_offset = folded(reinterpret_cast<const uint8_t*>(scale)[g + 8]);
-          }
-          if constexpr (kZeros) {
-            const int64_t row = static_cast<int64_t>(group.expert) * product.out + at.tile * kRows + g;
-            low_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row, of_group, groups));
-            high_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row + 8, of_group, groups));
-          }
-          if constexpr (kRounded) {
-            widen_float8(low[0], low[1], codes.x), widen_float8(low[2], low[3], codes.y);
-            widen_float8(high[0], high[1], codes.z), widen_float8(high[2], high[3], codes.w);
-          } else {
-            numbers_of_rows<T, kCodes>(low, high, codes, part, low_offset, high_offset);
-          }
-          const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
+          uint4 numbers[kTiles];
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
-            uint4 numbers{};
             if constexpr (kRounded) {
-              widen_float8(numbers.x, numbers.y, here[part][n].x), widen_float8(numbers.z, numbers.w, here[part][n].y);
+              widen_float8(numbers[n].x, numbers[n].y, here[part][n].x);
+              widen_float8(numbers[n].z, numbers[n].w, here[part][n].y);
             } else {
-              numbers = here[part][n];
+              numbers[n] = kAsBits && std::is_same_v<T, __nv_bfloat16> ? lifted(here[part][n]) : here[part][n];
             }
-            auto& made = kFolded ? sum[n] : own[n];
-            multiply<Number>(made, even, numbers.x, numbers.y);
-            multiply<Number>(made, odd, numbers.z, numbers.w);
-          }
-          if (kFolded || (!kSmall && part + 1 < kParts)) continue;
-          float scales[2];
-          if constexpr (kCodes == Codes::kMxfp4) {
-            scales[0] = power_of(reinterpret_cast<const uint8_t*>(scale)[g]) * kMxfp4Scale<T>;
-            scales[1] = power_of(reinterpret_cast<const uint8_t*>(scale)[g + 8]) * kMxfp4Scale<T>;
-          } else {
-            scales[0] = reinterpret_cast<const float*>(scale)[g], scales[1] = reinterpret_cast<const float*>(scale)[g + 8];
           }
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            float of_x[2] = {1, 1};
-            if constexpr (kRounded)
+          for (int r = 0; r < kRowTiles; ++r) {
+            const char* scale =
+                slot + kRowTiles * Slot::kVectors + r * Slot::kScales + (of_group - first_group) * kScaleRow<kCodes>;
+            uint32_t low[4], high[4];
+            if constexpr (kRounded) {
+              widen_float8(low[0], low[1], codes[r].x), widen_float8(low[2], low[3], codes[r].y);
+              widen_float8(high[0], high[1], codes[r].z), widen_float8(high[2], high[3], codes[r].w);
+            } else if constexpr (kAsBits) {
+              mxfp4_bits<T>(low, part == 1 ? codes[r].y : codes[r].x);
+              mxfp4_bits<T>(high, part == 1 ? codes[r].w : codes[r].z);
+            } else {
+              uint32_t low_offset = offset_of<T, kCodes>(kMiddle<kCodes>), high_offset = low_offset;
+              if constexpr (kZeros) {
+                const int64_t tile = static_cast<int64_t>(group.expert) * tiles + min(first_tile + r, tiles - 1);
+                const int64_t row = tile * kExpertsRows + g;
+                low_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row, of_group, groups));
+                high_offset = offset_of<T, kCodes>(zero_at<kCodes>(packing.zero, row + 8, of_group, groups));
+              }
+              numbers_of_rows<T, kCodes>(low, high, codes[r], part, low_offset, high_offset);
+            }
+            const uint32_t even[4] = {low[0], high[0], low[1], high[1]}, odd[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
-              for (int i = 0; i < 2; ++i) of_x[i] = rounded.scale(min(2 * t + i, last_row), of_group);
+            for (int n = 0; n < kTiles; ++n) {
+              multiply<Number>(own[r][n], even, numbers[n].x, numbers[n].y);
+              multiply<Number>(own[r][n], odd, numbers[n].z, numbers[n].w);
+            }
+            if (!kSmall && part + 1 < kParts) continue;
+            float scales[2];
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-              const float factor = kRounded ? scales[c / 2] * of_x[c % 2] : scales[c / 2];
-              sum[n][c] = fmaf(own[n][c], factor, sum[n][c]), own[n][c] = 0;
+            for (int half = 0; half < 2; ++half) {
+              const int row = g + half * 8;
+              if constexpr (kAsBits) scales[half] = __uint_as_float(reinterpret_cast<const uint8_t*>(scale)[row] << 23);
+              else scales[half] = reinterpret_cast<const float*>(scale)[row];
+            }
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+              float of_x[2] = {1, 1};
+              if constexpr (kRounded)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) of_x[i] = rounded.scale(min(2 * t + i, last_row), of_group);
+#pragma unroll
+              for (int c = 0; c < 4; ++c) {
+                const float factor = kRounded ? scales[c / 2] * of_x[c % 2] : scales[c / 2];
+                sum[r][n][c] = fmaf(own[r][n][c], factor, sum[r][n][c]), own[r][n][c] = 0;
+              }
             }
           }
         }
       }
-      stretches.release(turn);
+      stretches.release(chunk_turn);
     }
-    finished(tiles).wait((tiles / 2 + 1) & 1);  // the tile before the last
+    finished(turn).wait((turn / 2 + 1) & 1);  // the rows before the last
 
-    auto& mine = partial[tiles % 2][warp];
+    auto& mine = partial[turn % 2][warp];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
       if (n * 8 + 2 * t <= last_row)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) mine[g + c / 2 * 8][n * 8 + 2 * t + c % 2] = kFolded ? sum[n][c] * kUnfolded : sum[n][c];
+        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+          for (int c = 0; c < 4; ++c)
+            mine[r * kExpertsRows + g + c / 2 * 8][n * 8 + 2 * t + c % 2] = kAsBits ? sum[r][n][c] * kMadeUp<T> : sum[r][n][c];
     __syncwarp();
-    if (lane == 0) summed(tiles).arrive();
+    if (lane == 0) summed(turn).arrive();
   }
 }
 
-// As many warps as have steps to take, and no more than have their slots in shared memory beside the rest.
+// As many warps as have steps to take, and no more than have shared memory beside the rest.
 template <typename T, Codes kCodes, int kTiles, bool kDown, Grouping kGrouping>
 cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  constexpr int kRest = 32 << 10;
+  constexpr int kRing = kSlots * Slot<kCodes, kGrouping>::kBytes, kRest = 64 << 10;
+  static_assert(kRing >= 8 * kMostExperts);
   const int in = kDown ? p.inner : p.hidden, out = Product<T>(p, pairs, kDown).out;
   auto run = [&](auto warps) {
-    constexpr int kWarps = warps.value, kRing = kSlots * Slot<kCodes, kWarps, kGrouping>::kBytes;
-    static_assert(kRing >= 8 * kMostExperts);
+    constexpr int kWarps = warps.value;
     using X = RoundedX<T, kWarps>;
     constexpr bool kRounded = kGrouping == Grouping::kRounded;
     return run_resident<experts_packed_gemv_kernel<T, kCodes, kWarps, kTiles, kDown, kGrouping>, (kWarps + 1) * 32>(
-        p, pairs, out, kRing, kRounded ? X::bytes(std::min(p.num_tokens, kRoundedPairs), in) : 0,
+        p, pairs, out, kRowTiles * kExpertsRows, kRing, kRounded ? X::bytes(std::min(p.num_tokens, kRoundedPairs), in) : 0,
         kRounded ? X::bytes(kRoundedPairs, kNormHidden) : 0, stream);
   };
-  constexpr int kMost = kSlots * Slot<kCodes, 8, kGrouping>::kBytes + kRest;
-  const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= kMost;
-  if (blocks_for(in, kExpertsStep<kCodes>) > 16 && room) return run(std::integral_constant<int, 8>());
+  const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= kRing + kRest;
+  if (blocks_for(in, kExpertsStep<kCodes>) > 32 && room) return run(std::integral_constant<int, 8>());
   return run(std::integral_constant<int, 4>());
 }
 

@@ -55,29 +55,42 @@ __device__ __forceinline__ uint32_t offset_of(int zero) {
   return pack<T>(base, base);
 }
 
-// Of a pair of kMxfp4 codes, in both halves of a word: where two bits of exponent and one of mantissa begin, and the sign. So
-// they are moved at once to where bfloat16 has them, of the first two pairs.
-struct Mxfp4Place {
-  int magnitude, sign;
-};
-__host__ __device__ constexpr Mxfp4Place mxfp4_place(int pair) {
-  return pair == 0 ? Mxfp4Place{6, 15} : pair == 1 ? Mxfp4Place{0, 9} : pair == 2 ? Mxfp4Place{3, 14} : Mxfp4Place{11, 10};
+// Where a bit of one of a unit's 8 kMxfp4 codes is, of those in nibbles as place_of() has them: of the second four 16 further,
+// round the word. So of three pairs all bits are brought at once to where bfloat16 has its mantissa, its exponent and its sign.
+__host__ __device__ constexpr int mxfp4_bit(int place, int bit) {
+  constexpr int kBitsOf[4][4] = {{6, 7, 8, 15}, {12, 13, 14, 21}, {2, 3, 4, 11}, {0, 1, 10, 9}};
+  return (kBitsOf[place % 4][bit] + place / 4 * 16) % 32;
 }
 
-// A unit of kMxfp4 codes, in nibbles as place_of() has them, in that order of bits; and one of its codes.
+// A unit of kMxfp4 codes in that order of bits, and one of its codes.
 __host__ __device__ __forceinline__ uint32_t scattered(uint32_t nibbles) {
   uint32_t made = 0;
-  for (int k = 0; k < 8; ++k) {
-    const auto [magnitude, sign] = mxfp4_place(k % 4);
-    const uint32_t code = nibbles >> 4 * k & 15;
-    made |= ((code & 7) << magnitude | (code >> 3) << sign) << k / 4 * 16;
-  }
+  for (int i = 0; i < 32; ++i) made |= (nibbles >> i & 1) << mxfp4_bit(i / 4, i % 4);
   return made;
 }
 __device__ __forceinline__ uint32_t gathered(uint32_t word, int place) {
-  const auto [magnitude, sign] = mxfp4_place(place % 4);
-  const uint32_t half = word >> place / 4 * 16;
-  return (half >> magnitude & 7) | (half >> sign & 1) << 3;
+  uint32_t code = 0;
+  for (int bit = 0; bit < 4; ++bit) code |= (word >> mxfp4_bit(place, bit) & 1) << bit;
+  return code;
+}
+
+// Such a unit as pairs of T of the lowest exponents: the numbers, 2^14 times less in float16, 2^126 times in bfloat16.
+template <typename T>
+__device__ __forceinline__ void mxfp4_bits(uint32_t (&pairs)[4], uint32_t word) {
+  const uint32_t round = __funnelshift_r(word, word, 6);
+  if constexpr (std::is_same_v<T, __half>) {
+    constexpr uint32_t kSigns = 0x80008000, kRest = 0x0e000e00;
+    pairs[0] = masked(word, kSigns, word << 3 & kRest);
+    pairs[1] = masked(round, kSigns, word >> 3 & kRest);
+    pairs[2] = masked(word << 4, kSigns, word << 7 & kRest);
+    pairs[3] = masked(word << 6, kSigns, masked(word << 1, 0x08000800, word << 9 & 0x06000600));
+  } else {
+    constexpr uint32_t kAll = 0x81c081c0;
+    pairs[0] = word & kAll;
+    pairs[1] = round & kAll;
+    pairs[2] = word << 4 & kAll;
+    pairs[3] = masked(word >> 2, 0x01000100, word << 6 & 0x80c080c0);
+  }
 }
 
 // A unit of 8 codes (of 4 bits: the first word), less their zero: pairs of columns (0, 1), (2, 3), (4, 5) and (6, 7), each
@@ -88,16 +101,12 @@ constexpr float kMxfp4Scale = std::is_same_v<T, __half> ? 16384.f : 1.f;
 template <typename T, Codes kCodes>
 __device__ __forceinline__ void numbers_of(uint32_t (&pairs)[4], uint2 words, uint32_t offset) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
+  if constexpr (kCodes == Codes::kMxfp4) mxfp4_bits<T>(pairs, words.x);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     if constexpr (kCodes == Codes::kFour) {
       pairs[k] = subtract<T>(masked(words.x >> 4 * k, 0x000f000f, kHalf ? 0x64006400 : 0x43004300), offset);
     } else if constexpr (kCodes == Codes::kMxfp4) {
-      // As bits of T; float16 is wide enough to stay so small.
-      const auto [magnitude, sign] = mxfp4_place(k);
-      const int up = (kHalf ? 9 : 6) - magnitude;
-      const uint32_t moved = up < 0 ? words.x >> -up : words.x << up, kept = kHalf ? 0x0e000e00 : 0x01c001c0;
-      pairs[k] = up == 15 - sign ? moved & (kept | 0x80008000) : masked(words.x << (15 - sign), 0x80008000, moved & kept);
       if constexpr (!kHalf) pairs[k] = product<T>(pairs[k], offset);
     } else if constexpr (kCodes == Codes::kFloat8) {
       // The byte as the high one of 16 bits, its exponent and mantissa moved to where T's are, then the bias made up for.

@@ -221,8 +221,9 @@ def numbers_of(fields, given):
     return (numbers * scales[:, :, None]).reshape(height, width)
 
 
-# Where in half a word the bits of a code of MXFP4 are, packed.cuh.
-MXFP4_BITS = (6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 14), (11, 12, 13, 10)
+# Where in a word the bits of its codes of MXFP4 are, packed.cuh.
+MXFP4_BITS = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 1, 10, 9),
+              (22, 23, 24, 31), (28, 29, 30, 5), (18, 19, 20, 27), (16, 17, 26, 25))
 
 
 def in_tiles(codes, dtype):
@@ -242,11 +243,11 @@ def in_tiles(codes, dtype):
     placed[:, places] = codes
     if dtype != "mxfp4":
         return pack(placed, bits)
-    half = np.zeros((experts, height * width // 4, 16), np.uint8)
+    word = np.zeros((experts, height * width // 8, 32), np.uint8)
     for place, bits_of_code in enumerate(MXFP4_BITS):
         for bit, at in enumerate(bits_of_code):
-            half[..., at] = placed[:, place::4] >> bit & 1
-    return np.packbits(half, axis=-1, bitorder="little")
+            word[..., at] = placed[:, place::8] >> bit & 1
+    return np.packbits(word, axis=-1, bitorder="little")
 
 
 def scales_in_tiles(scales):
