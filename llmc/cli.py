@@ -88,8 +88,8 @@ _LOADING: dict[str, dict[str, Any]] = {
     "kv_cache_tokens": dict(type=int, help="Positions of all blocks.  [default: what there is "
                                            "memory for]"),
     "gpu_memory_utilization": dict(default=0.9, help="Part of a GPU's memory that is used."),
-    "attention_backend": dict(help="Who computes attention, for target cuda: vanilla, llmc or "
-                                   "cudnn.  [default: the fastest]"),
+    "attention_backend": dict(help="Who computes attention, for target cuda: vanilla, llmc, "
+                                   "cudnn or fastest.  [default: fastest]"),
     "prefix_reuse": dict(default=True, is_flag=True,
                          help="Sequences that begin alike share blocks."),
     "check_step": dict(default=2, help="Steps that a GPU is given before the first one's tokens "

@@ -63,7 +63,7 @@ class _Loaded:
         prefix_reuse: sequences that begin alike share blocks.
         attention_backend: who computes attention on target cuda: `vanilla`, a plain kernel to
             compare with; `llmc`, its own kernels; `cudnn`, cuDNN for prompts and llmc for decoding.
-            None: whichever is the fastest.
+            `fastest` or None: whichever is.
 
     Raises:
         LlmcError: the case directory is missing, broken or newer; the devices do not fit; there is

@@ -143,15 +143,10 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
       // Takes the program, which is empty afterwards.
       .def("__init__",
-           [](Engine* self, Program& program, int device, const std::string& backend) {
-             static const std::map<std::string, AttentionBackend> backends = {
-                 {"", AttentionBackend::kFastest}, {"vanilla", AttentionBackend::kVanilla},
-                 {"llmc", AttentionBackend::kLlmc}, {"cudnn", AttentionBackend::kCudnn}};
-             const auto found = backends.find(backend);
-             if (found == backends.end()) throw Error("there is no attention backend '" + backend + "'");
-             new (self) Engine(std::move(program), device, found->second);
+           [](Engine* self, Program& program, int device, const std::string& attention_backend) {
+             new (self) Engine(std::move(program), device, attention_backend);
            },
-           nb::arg("program"), nb::arg("device"), nb::arg("backend") = "")
+           nb::arg("program"), nb::arg("device"), nb::arg("attention_backend"))
       .def("load_weight",
            [](Engine& self, int tensor, Array<uint8_t> data) {
              nb::gil_scoped_release release;
@@ -228,6 +223,11 @@ NB_MODULE(_cuda, m) {
 #ifdef LLMC_TENSORRT
   tensorrt::bind(m.def_submodule("tensorrt"));
 #endif
+  m.def("attention_backends", &attention_backends);
+  // Why one serves no model of this dtype with such caches; "" where it does.
+  m.def("attention_refusal", [](const std::string& name, const std::string& dtype, const std::string& cache) {
+    return make_attention_backend(name)->refusal(dtype_of(dtype), dtype_of(cache));
+  });
   // How many devices there are; where there is no driver, zero and why.
   m.def("devices", [] {
     int count = 0;

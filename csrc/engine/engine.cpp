@@ -33,17 +33,16 @@ const T* at(const char* received, int64_t offset) {
 
 }  // namespace
 
-Engine::Engine(Program program, int device, AttentionBackend backend)
-    : program_(on(device, std::move(program))), device_(device), backend_(backend), pinned_(kPinned), memory_(stream_.handle),
+Engine::Engine(Program program, int device, const std::string& attention_backend)
+    : program_(on(device, std::move(program))), device_(device), pinned_(kPinned), memory_(stream_.handle),
       graph_sizes_(sizes_up_to(program_.limits().decoding())) {
   place_tensors();
   reserve_scratch();
   gemm_ = std::make_unique<Gemm>();
-  sdpa_ = std::make_unique<Sdpa>(/*always=*/backend == AttentionBackend::kCudnn);
-  if (backend == AttentionBackend::kCudnn && !sdpa_->found()) throw Error("cuDNN is not there; install nvidia-cudnn-cu13");
+  attention_ = make_attention_backend(attention_backend);
   sampler_ = std::make_unique<Sampler>(program_.limits(), program_.vocab_size(), memory_, stream_.handle);
   gemm_->time_algorithms(false);
-  sdpa_->make_plans(false);
+  attention_->make_plans(false);
   selects_ = std::any_of(program_.nodes().begin(), program_.nodes().end(),
                          [](const Node& node) { return node.op == "Gather"; });
   synchronize();
@@ -158,8 +157,7 @@ void Engine::enqueue(const std::vector<Node>& nodes, const Step& step) {
   Context context;
   context.stream = stream_.handle;
   context.gemm = gemm_.get();
-  context.sdpa = sdpa_.get();
-  context.backend = backend_;
+  context.attention = attention_.get();
   context.counters = counters_;
   context.communicator = communicator_;
   context.decode = step.decode;
@@ -547,7 +545,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   const Sent sent = pack(packed, inputs, {}, decode ? std::vector<int32_t>{} : index, batch);
   prepare(send(packed), sent);
   gemm_->time_algorithms(decode || size == limits.max_tokens);
-  sdpa_->make_plans(true);
+  attention_->make_plans(true);
   run_model(step);
   step.prefix = decode && batch > 1;
   if (step.prefix) run_model(step);  // of no positions, which is captured for any
@@ -557,7 +555,7 @@ void Engine::warm(const std::vector<int>& lengths, bool decode) {
   }
   synchronize();
   gemm_->time_algorithms(false);
-  sdpa_->make_plans(false);
+  attention_->make_plans(false);
 }
 
 void Engine::watch(const std::vector<int>& tensors) {

@@ -24,7 +24,7 @@ class Engine {
  public:
   // Places the program's tensors but for its KV cache, and scratch for its nodes. Throws Error where a library that
   // attention is to be computed by is not there.
-  Engine(Program program, int device, AttentionBackend backend = AttentionBackend::kFastest);
+  Engine(Program program, int device, const std::string& attention_backend);
   ~Engine();
 
   // Copy a weight, all `bytes` of it, from host memory through pinned memory.
@@ -140,7 +140,6 @@ class Engine {
 
   Program program_;
   const int device_;
-  const AttentionBackend backend_;
   Stream stream_;
   PinnedBuffer pinned_;  // for weights
   DeviceMemory memory_;
@@ -151,7 +150,7 @@ class Engine {
   std::unique_ptr<Divisions> divisions_;
   void* scratch_ = nullptr;
   std::unique_ptr<Gemm> gemm_;
-  std::unique_ptr<Sdpa> sdpa_;
+  std::unique_ptr<AttentionBackend> attention_;
   std::atomic<ncclComm_t> communicator_{nullptr};
   std::atomic<bool> aborted_{false};
   std::mutex graphs_mutex_;

@@ -106,7 +106,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
              const std::vector<bool>& firsts, const std::vector<int64_t>& pitches,
              const std::vector<int>& own_from) {
   static Gemm* gemm = new Gemm;  // never freed: the driver may end before static objects do
-  static Sdpa* sdpa = new Sdpa(/*always=*/true);
+  static AttentionBackend* cudnn = longest > 0 ? make_attention_backend("cudnn").release() : nullptr;
   const auto plugin = make_plugin(name, fields);
   std::vector<Tensor> in = tensors_of(inputs);
   const std::vector<Tensor> out = tensors_of(outputs);
@@ -139,8 +139,7 @@ float run_op(const std::string& name, const Fields& fields, const std::vector<Fo
   gemm->decide(firsts);
   context.counters = static_cast<int32_t*>(counters.data);
   context.num_decode = num_decode;
-  context.sdpa = sdpa;
-  context.backend = longest > 0 ? AttentionBackend::kCudnn : AttentionBackend::kLlmc;
+  context.attention = longest > 0 ? cudnn : nullptr;
   context.longest = longest;
   context.reach = reach;
   check(cudaDeviceSynchronize(), "waiting");

@@ -325,7 +325,7 @@ void Shell::enqueue(const nvinfer1::PluginTensorDesc* input_descs,
   context.gemm = &state.gemm;
   context.counters = state.counters;
   context.communicator = static_cast<ncclComm_t>(step.communicator);
-  context.sdpa = &state.sdpa;
+  context.attention = state.attention.get();
   context.longest = step.longest;
   context.reach = step.reach;
   context.num_decode = step.num_decode;

@@ -10,7 +10,7 @@ namespace llmc::tensorrt {
 // Of one stream: what is enqueued there runs in order, and so can share scratch.
 struct StreamState {
   Gemm gemm;
-  Sdpa sdpa;
+  std::unique_ptr<AttentionBackend> attention = make_attention_backend("fastest");
   int32_t* counters = nullptr;
   std::mutex mutex;
 };

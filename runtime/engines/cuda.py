@@ -33,7 +33,6 @@ from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight
 
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 # Who computes attention: a plain kernel for comparison, our own ones, or cuDNN the prompts'.
-ATTENTION_BACKENDS = ("vanilla", "llmc", "cudnn")
 AHEAD = 2  # steps: while one runs, the next is waiting on the device and the one before is read
 INSTALL = "pip install -v ./csrc"
 _ALIGNED = 128  # max_tokens is a multiple, so that every value of the arena is aligned
@@ -106,7 +105,7 @@ class CudaEngine:
         block_size: positions of a block of the KV cache, a power of two.
         kv_cache_tokens: positions of the whole KV cache; None: as many as there is memory for.
         gpu_memory_utilization: the part of the GPU's memory that may then be in use.
-        attention_backend: one of ATTENTION_BACKENDS; None: whichever is the fastest.
+        attention_backend: one of the extension's attention_backends(); None: fastest.
 
     Raises:
         LlmcError: there is no extension, or too little memory, or a size is none.
@@ -118,7 +117,7 @@ class CudaEngine:
                  attention_backend: str | None = None) -> None:
         check_memory_options(block_size, kv_cache_tokens, gpu_memory_utilization)
         check_attention_backend(attention_backend, manifest)
-        self._backend = attention_backend or ""
+        self._backend = attention_backend or "fastest"
         cuda = extension()
         self._errors = cuda.CudaError
         self._device = device
@@ -347,16 +346,20 @@ def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
     """Raises LlmcError where there is no such backend, or it does not serve the model."""
     if wish is None:
         return
-    if wish not in ATTENTION_BACKENDS:
-        raise LlmcError(f"there is no attention_backend '{wish}'; there are "
-                        f"{', '.join(ATTENTION_BACKENDS)}")
+    cuda = extension()
+    names = cuda.attention_backends()
+    if wish not in names:
+        raise LlmcError(f"there is no attention_backend '{wish}'; there are {', '.join(names)}")
     if manifest.target.kind != "cuda":
         raise LlmcError(f"attention_backend '{wish}' is for target cuda; on target "
                         f"{manifest.target.kind} leave it out")
-    if wish == "cudnn" and (manifest.dtype == "float32" or manifest.kv_dtype != manifest.dtype):
-        raise LlmcError(f"attention_backend 'cudnn' serves float16 and bfloat16 with a KV cache of "
-                        f"the same, the model is of {manifest.dtype} with {manifest.kv_dtype}; "
-                        f"leave it out, or choose llmc")
+    try:
+        refusal = cuda.attention_refusal(wish, manifest.dtype, manifest.kv_dtype)
+    except cuda.CudaError as error:
+        raise LlmcError(f"attention_backend '{wish}': {error}") from error
+    if refusal:
+        raise LlmcError(f"attention_backend '{wish}' {refusal}, the model is of {manifest.dtype} "
+                        f"with {manifest.kv_dtype}; leave it out, or choose llmc")
 
 
 def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ transformers, and beside the samplers of the host on the engine's own logits.
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import families
 import numpy as np
@@ -16,7 +17,6 @@ from stepping import MIXED, SAMPLED, Stepper, load, sampler_of
 import llmc
 from llmc import SamplingParams
 from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.engines.cuda import ATTENTION_BACKENDS
 from llmc.runtime.engines.tuning import tuning_file
 from llmc.runtime.step import LAST, SamplingState, Step
 
@@ -355,6 +355,15 @@ def test_what_was_timed_is_kept_beside_the_case_and_not_timed_again(extension, c
         max_tokens=5))]
 
 
+# A file each, and each runs what follows.
+ATTENTION_BACKENDS = sorted(path.stem for path in Path(__file__).parents[2].glob(
+    "csrc/plugins/common/attention_backends/*.cpp"))
+
+
+def test_a_file_is_an_attention_backend(extension):
+    assert extension.attention_backends() == ATTENTION_BACKENDS != []
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_every_attention_backend_gives_these_logits(extension, compiled, backend, dtype):
@@ -369,7 +378,7 @@ def test_every_attention_backend_gives_these_logits(extension, compiled, backend
 
 
 @pytest.mark.parametrize(("backend", "match"), [
-    ("flash", "there is no attention_backend 'flash'; there are vanilla, llmc, cudnn"),
+    ("flash", "there is no attention_backend 'flash'; there are cudnn, fastest, llmc, vanilla"),
     ("cudnn", "serves float16 and bfloat16 .* the model is of float32")])
 def test_an_attention_backend_that_does_not_serve_is_refused(extension, compiled, backend, match):
     with pytest.raises(llmc.LlmcError, match=match):

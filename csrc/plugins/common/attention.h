@@ -150,10 +150,10 @@ class CachedKeysAttention : public Plugin {
       check(kernels::biased_attention(in[0].dtype, p, bias, context.stream), op_.c_str());
       return;
     }
-    if (context.backend == AttentionBackend::kVanilla) {
-      p.vanilla = true;
+    if (context.attention != nullptr && context.attention->decodes()) {
       check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
-      check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
+      if (!context.attention->run(in[0].dtype, p, context.longest, context.reach, context.stream))
+        check(kernels::attention(in[0].dtype, p, context.stream), op_.c_str());
       return;
     }
     const int decodes = context.dense && p.num_tokens == p.batch ? p.batch : std::min(context.num_decode, p.batch);
@@ -176,12 +176,10 @@ class CachedKeysAttention : public Plugin {
     if (decodes > 0) skip(p, decodes, in);
     if (context.reach > 0 && context.reach <= p.chunk) p.chunk = 0;  // one chunk, which all kernels serve
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
-    const bool asks = context.backend == AttentionBackend::kCudnn ||
-        (context.backend == AttentionBackend::kFastest && !kernels::prefills_on_hopper(in[0].dtype, p));
     kernels::AttentionParams library = p;
     if (p.out_inverse > 0) library.out = made;
-    if (context.sdpa != nullptr && asks && context.longest > 0 && !p.float8 &&
-        context.sdpa->run(in[0].dtype, library, context.longest, context.reach, context.stream)) {
+    if (context.attention != nullptr &&
+        context.attention->run(in[0].dtype, library, context.longest, context.reach, context.stream)) {
       if (p.out_inverse > 0) round_rows(in[0].dtype, made, p, context);
       return;
     }

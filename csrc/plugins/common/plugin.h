@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "../../kernels/launch.h"
-#include "sdpa.h"
+#include "attention_backend.h"
 
 namespace llmc {
 
@@ -189,8 +189,7 @@ struct Context {
   ncclComm_t communicator = nullptr;  // of the ranks that share the model; null where there is one
   bool decode = false;                // every sequence has one new token, and the logits of all are wanted in order
   int num_decode = 0;                 // the first so many sequences have one new token each
-  Sdpa* sdpa = nullptr;
-  AttentionBackend backend = AttentionBackend::kFastest;
+  AttentionBackend* attention = nullptr;  // null: llmc's kernels
   int longest = 0, reach = 0;         // new tokens, and tokens in all, of a sequence, at most; 0: not known
   bool building = false;              // TensorRT times with inputs that mean nothing
   kernels::SharedPrefix prefix{};     // of the sequences that decode, but for its results

@@ -1,4 +1,4 @@
-#include "sdpa.h"
+#include "cudnn.h"
 
 #include <dlfcn.h>
 
@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "timing.h"
+#include "../timing.h"
 
 namespace cudnn_frontend {
 void* cudnn_dlhandle = nullptr;
@@ -32,9 +32,7 @@ void check(fe::error_t status, const char* what) {
   if (status.is_bad()) throw Error(std::string(what) + ": " + status.get_message());
 }
 
-}  // namespace
-
-struct Sdpa::State {
+struct State {
   struct Plan {
     std::unique_ptr<fe::graph::Graph> graph;  // null where cuDNN has none, or a slow one
     int64_t workspace = 0;
@@ -114,20 +112,30 @@ struct Sdpa::State {
   int64_t workspace_room = 0, lengths_room = 0;
 };
 
-Sdpa::Sdpa(bool always) : state_(new State), always_(always) {
-  static void* library = fe::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
-  if (library != nullptr && fe::detail::create_handle(&state_->handle) != CUDNN_STATUS_SUCCESS)
-    state_->handle = nullptr;
-}
+class Cudnn : public AttentionBackend {
+ public:
+  explicit Cudnn(bool always) : always_(always) {
+    static void* library = fe::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
+    if (library != nullptr && fe::detail::create_handle(&state_.handle) != CUDNN_STATUS_SUCCESS) state_.handle = nullptr;
+    if (always && state_.handle == nullptr) throw Error("cuDNN is not there; install nvidia-cudnn-cu13");
+  }
+  std::string refusal(DType dtype, DType cache) const override {
+    return dtype == DType::kFloat32 || cache != dtype ? "serves float16 and bfloat16 with a KV cache of the same" : "";
+  }
+  void make_plans(bool makes) override { makes_ = makes; }
+  bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) override;
 
-Sdpa::~Sdpa() { delete state_; }
-
-bool Sdpa::found() const { return state_->handle != nullptr; }
+ private:
+  State state_;
+  const bool always_;
+  bool makes_ = true;
+};
 
 // cuDNN 9.19 writes zeros to value_cache behind a sequence's last position, up to `keys`: those must be nobody's.
-bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
-  State& s = *state_;
-  if (s.handle == nullptr || dtype == DType::kFloat32 || p.softcap > 0 || p.chunk > 0 || p.sinks != nullptr ||
+bool Cudnn::run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) {
+  State& s = state_;
+  if (s.handle == nullptr || longest <= 0 || dtype == DType::kFloat32 || p.float8 || p.softcap > 0 || p.chunk > 0 ||
+      p.sinks != nullptr ||
       static_cast<int64_t>(p.num_tokens) * p.num_heads * p.head_dim > INT32_MAX)
     return false;
   // With blocks a plan is one for all lengths that the table has room for.
@@ -168,5 +176,10 @@ bool Sdpa::run(DType dtype, const kernels::AttentionParams& p, int longest, int 
   enqueue();
   return true;
 }
+
+}  // namespace
+
+std::unique_ptr<AttentionBackend> make_cudnn(bool always) { return std::make_unique<Cudnn>(always); }
+std::unique_ptr<AttentionBackend> make_cudnn() { return make_cudnn(/*always=*/true); }
 
 }  // namespace llmc

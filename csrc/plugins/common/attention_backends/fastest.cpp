@@ -1,0 +1,22 @@
+// Whichever is the fastest: llmc's kernels for a Hopper, else cuDNN for shapes for which it is.
+#include "cudnn.h"
+
+namespace llmc {
+namespace {
+
+class Fastest : public AttentionBackend {
+ public:
+  void make_plans(bool makes) override { cudnn_->make_plans(makes); }
+  bool run(DType dtype, const kernels::AttentionParams& p, int longest, int reach, cudaStream_t stream) override {
+    return !kernels::prefills_on_hopper(dtype, p) && cudnn_->run(dtype, p, longest, reach, stream);
+  }
+
+ private:
+  const std::unique_ptr<AttentionBackend> cudnn_ = make_cudnn(/*always=*/false);
+};
+
+}  // namespace
+
+std::unique_ptr<AttentionBackend> make_fastest() { return std::make_unique<Fastest>(); }
+
+}  // namespace llmc
