@@ -1,7 +1,8 @@
-"""2,000 short requests, some of which are aborted: memory stays as it is."""
+"""2,000 short requests, some of which are aborted: memory stays as it is, the GPU's too."""
 
 import families
 import pytest
+import torch
 from soaking import soak
 
 import llmc
@@ -13,6 +14,9 @@ def test_2000_requests_leave_nothing_behind(extension, tmp_path, backend):
     llmc.compile(hf, tmp_path / "case", target="cuda", dtype="bfloat16", max_seq_len=64)
     with llmc.LLM(tmp_path / "case", kv_cache_tokens=1024, max_batch_size=32,
                   attention_backend=backend) as llm:
+        soak(llm, 200)
+        free = torch.cuda.mem_get_info()[0]
         finished, sizes = soak(llm, 200)
+        assert torch.cuda.mem_get_info()[0] >= free
     assert finished > 1500
     assert sizes[-1] < 1.02 * sizes[4]
