@@ -185,6 +185,16 @@ class _Decoder:
 
         return Weight(tensor.shape, np.uint8, rows, name)
 
+    def refuse_unordered(self, name: str, said: str) -> None:
+        """Of columns whose groups only a tensor says that is not there.
+
+        Raises:
+            LlmcError: always.
+        """
+        raise LlmcError(f"'{self.origin}' has no tensor '{name}', without which nothing says to "
+                        f"which group a column belongs, as its config has {said}; the checkpoint "
+                        f"is not whole")
+
     def check_groups(self, name: str, width: int, groups: int) -> None:
         """Hold the groups that scales are of against a row's columns and the config.
 
@@ -251,7 +261,7 @@ def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     form = str(said.get("checkpoint_format", "gptq"))
     if _bits(said, "bits") is None or form not in ("gptq", "gptq_v2"):
         return False
-    _read_gptq(decoder, zeros_less=int(form == "gptq"))
+    _read_gptq(decoder, said, zeros_less=int(form == "gptq"))
     return True
 
 
@@ -273,13 +283,14 @@ def _auto_round(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return _awq(decoder, {"bits": said.get("bits", 4)})
     if packing not in ("auto_gptq", "gptq", "gptqmodel", ""):
         return False
-    _read_gptq(decoder, zeros_less=int(packing in ("auto_gptq", "gptq")))
+    _read_gptq(decoder, said, zeros_less=int(packing in ("auto_gptq", "gptq")))
     return True
 
 
-def _read_gptq(decoder: _Decoder, zeros_less: int) -> None:
+def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> None:
     """`zeros_less`: how much less than they are zeros are stored. Layers may have 4 and 8 bits."""
     size = max(decoder.group_sizes, default=0)
+    ordered = bool(said.get("desc_act")) and not said.get("static_groups")
     for module in decoder.modules("qweight"):
         words, out_features = decoder.left[f"{module}.qweight"].shape
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
@@ -296,6 +307,8 @@ def _read_gptq(decoder: _Decoder, zeros_less: int) -> None:
         zeros = _codes(decoder.take(f"{module}.qzeros", (groups, out_features // per_word), "i")
                        .load(), bits).astype(np.int32) + zeros_less
         order = decoder.left.pop(f"{module}.g_idx", None)
+        if order is None and ordered and groups > 1:
+            decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
         step = size if size and -(-width // size) == groups else -(-width // groups)
         belongs = np.arange(width) // step if order is None else order.load().astype(np.int64)
         if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
@@ -531,6 +544,7 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     block = next((arguments["block_structure"] for arguments in weights
                   if arguments.get("strategy") == "block"), None)
     for module in decoder.modules("weight_scale"):
+        _check_whole(decoder, module, _groups_of(module, groups))
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
                 _nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)
@@ -549,12 +563,40 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     return True
 
 
+def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Hold the tensors that a module may do without against what the config says of it.
+
+    Args:
+        groups: those of the config that it may belong to, which have to agree.
+
+    Raises:
+        LlmcError: zero points are missing, or what says whose group a column is.
+    """
+    said = [group.get("weights") or {} for group in groups]
+    if all(own.get("symmetric") is False for own in said):
+        zeros = f"{module}.weight_zero_point"
+        if zeros not in decoder.left:
+            raise LlmcError(f"'{decoder.origin}' has no tensor '{zeros}', without which '{module}' "
+                            f"cannot be read, as its config has symmetric false; the checkpoint "
+                            f"is not whole")
+    ordered = all(own.get("actorder") in (True, "group", "dynamic") for own in said)
+    count = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
+    if ordered and count > 1 and f"{module}.weight_g_idx" not in decoder.left:
+        decoder.refuse_unordered(f"{module}.weight_g_idx", "actorder group")
+
+
 def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The group of a config that a module belongs to: by its name, else by a pattern of names, else
-    by its class, as compressed-tensors looks for it; none where several groups are left.
+    """The group of a config that a module belongs to; none where several are left."""
+    found = _groups_of(module, groups)
+    return found[0] if len(found) == 1 else {}
+
+
+def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The groups of a config that a module may belong to: by its name, else by a pattern of names,
+    else by its class, as compressed-tensors looks for it; all where none of these is found.
     """
     if len(groups) == 1:
-        return groups[0]
+        return groups
     targets = [[str(target) for target in group.get("targets") or ()] for group in groups]
     for belongs in (lambda target: target == module,
                     lambda target: target.startswith("re:") and _fits(target[3:], module),
@@ -562,8 +604,8 @@ def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, 
         found = [group for group, own in zip(groups, targets, strict=True)
                  if any(belongs(target) for target in own)]
         if found:
-            return found[0] if len(found) == 1 else {}
-    return {}
+            return found
+    return groups
 
 
 def _fits(pattern: str, module: str) -> bool:

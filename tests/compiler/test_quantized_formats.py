@@ -1015,6 +1015,51 @@ def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tm
         assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
 
 
+def arguing(kind, **arguments):
+    """A kind of compressed-tensors' whose config says more of weights."""
+    said, make = kind
+    group = said["config_groups"]["group_0"]
+    return said | {"config_groups": {"group_0": group | {
+        "weights": group["weights"] | arguments}}}, make
+
+
+@pytest.mark.parametrize("kind", [
+    arguing(pack_quantized(), actorder="weight"), arguing(pack_quantized(), actorder="static"),
+    arguing(pack_quantized(group=0), actorder="group"),
+    (gptq(listed=False)[0] | {"desc_act": True, "static_groups": True}, gptq(listed=False)[1]),
+    (gptq(listed=False, group=96)[0] | {"desc_act": True, "group_size": -1},
+     gptq(listed=False, group=96)[1])])
+def test_columns_in_their_own_order_need_no_list_of_groups(kind, plain_hf, tmp_path):
+    """As those of one group, and where groups were made before columns were ordered."""
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+@pytest.mark.parametrize("asymmetric", ["Linear", "re:.*(q|k)_proj"])
+def test_the_group_of_a_config_that_a_layer_belongs_to_says_whether_it_has_zeros(
+        asymmetric, plain_hf, tmp_path):
+    some, others = pack_quantized(zeros="any"), pack_quantized()
+    own, of_others = (kind[0]["config_groups"]["group_0"] for kind in (some, others))
+    said = others[0] | {"config_groups": {
+        "a": own | {"targets": [asymmetric]},
+        "b": of_others | {"targets": ["re:.*(v|o|gate|up|down)_proj"
+                                      if asymmetric == "Linear" else "Linear"]}}}
+
+    def make(name, weight):
+        return (some if re.search("[qk]_proj", name) else others)[1](name, weight)
+
+    directory, truth = write(plain_hf, tmp_path / "hf", (said, make))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+    directory, _ = write(plain_hf, tmp_path / "missing", (said, make),
+                         lambda tensors: tensors.pop(f"{Q}.weight_zero_point"))
+    with pytest.raises(LlmcError, match="has no tensor '.*q_proj.weight_zero_point'"):
+        decoded(directory)
+
+
 Q = "model.layers.1.self_attn.q_proj"
 
 
@@ -1054,6 +1099,14 @@ Q = "model.layers.1.self_attn.q_proj"
     ("llm-int8", lambda t: t.update({f"{Q}.weight_format": np.array(1, np.uint8)}), "reads rows"),
     ("modelopt-nvfp4", lambda t: t.update({f"{Q}.pre_quant_scale": np.ones(64, np.float32)}),
      "pre_quant_scale"),
+    ("w4a16-asymmetric", lambda t: t.pop(f"{Q}.weight_zero_point"),
+     "has no tensor '.*q_proj.weight_zero_point', without .* config has symmetric false"),
+    (arguing(int8(True), symmetric=False), lambda t: t.pop(f"{Q}.weight_zero_point"),
+     "has no tensor '.*q_proj.weight_zero_point'"),
+    ("gptq-act-order", lambda t: t.pop(f"{Q}.g_idx"),
+     "has no tensor '.*q_proj.g_idx', without which .* config has desc_act"),
+    (arguing(pack_quantized(order=True), actorder="group"), lambda t: t.pop(f"{Q}.weight_g_idx"),
+     "has no tensor '.*q_proj.weight_g_idx', without which .* config has actorder group"),
 ])
 def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_path):
     """In one sentence, before anything is exported."""
