@@ -419,6 +419,7 @@ def _table(decoder: _Decoder, module: str, told: Weight) -> None:
                         f"{None if packed is None else list(packed.shape)}, its state is of "
                         f"{[rows, width]} numbers in 4 bits")
     table = decoder.take(f"{name}.quant_map", (16,), "f").load().astype(np.float32)
+    _check_finite(decoder, f"{name}.quant_map", table, "number")
     absmax = decoder.take(f"{name}.absmax", (blocks,), "u" if nested else "f").load()
     if nested:
         levels = decoder.take(f"{name}.nested_quant_map", (256,), "f").load().astype(np.float32)
@@ -442,9 +443,9 @@ def _table(decoder: _Decoder, module: str, told: Weight) -> None:
                          f"reads: they are read as float32, at four to eight times the memory")
 
 
-def _check_finite(decoder: _Decoder, name: str, numbers: np.ndarray) -> None:
+def _check_finite(decoder: _Decoder, name: str, numbers: np.ndarray, what: str = "scale") -> None:
     if not np.isfinite(numbers).all():
-        raise LlmcError(f"'{name}' in '{decoder.origin}' has a scale that is NaN or infinite; the "
+        raise LlmcError(f"'{name}' in '{decoder.origin}' has a {what} that is NaN or infinite; the "
                         f"checkpoint is damaged")
 
 
@@ -472,7 +473,15 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
                         f"scales")
     tensor = decoder.left.pop(name)
-    codes = _map(tensor, tensor.shape, np.uint8, lambda block: block.view(np.uint8))
+
+    def bits(block: np.ndarray) -> np.ndarray:
+        found = block.view(np.uint8)
+        if ((found & 0x7F) == 0x7F).any():
+            raise LlmcError(f"'{name}' in '{decoder.origin}' has NaN among its weights; the "
+                            f"checkpoint is damaged")
+        return found
+
+    codes = _map(tensor, tensor.shape, np.uint8, bits)
     fixed = [f"{module}.{own}" for own in ("input_scale", "activation_scale")
              if f"{module}.{own}" in decoder.left] if rounding == _ALL else []
     scale = 0.0

@@ -69,7 +69,7 @@ class Stored:
 
     Args:
         dtype: a `weight_dtype`.
-        codes: uint8 [out, in], one to a byte.
+        codes: uint8 [out, in], one to a byte; of FP8 none is NaN, which whoever reads them sees to.
         scales: float32 [out, in / group_size]; of MXFP4 uint8, exponents.
         zeros: uint8 [out, in / group_size] where the dtype has them.
         minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them, whose codes
@@ -243,23 +243,12 @@ class Stored:
                 start, stop) * known.rows(start, stop).astype(np.float32), "minima"))
 
     def packed(self) -> tuple[Weight, Weight | None]:
-        """Weight and zeros as they lie in memory; scales and minima lie as they are.
-
-        Raises:
-            LlmcError: when they are read, where a code is NaN.
-        """
+        """Weight and zeros as they lie in memory; scales and minima lie as they are."""
         return self._packed(self.codes), self.zeros and self._packed(self.zeros)
 
     def _packed(self, codes: Weight) -> Weight:
-        def rows(start: int, stop: int) -> np.ndarray:
-            block = codes.rows(start, stop)
-            if self.dtype == FLOAT8 and ((block & 0x7F) == 0x7F).any():
-                raise LlmcError(f"'{codes.name}' has NaN among its weights; the checkpoint is "
-                                f"damaged")
-            return pack(block, self.bits)
-
-        return Weight((codes.shape[0], -(-codes.shape[1] * self.bits // 8)), np.uint8, rows,
-                      codes.name)
+        return Weight((codes.shape[0], -(-codes.shape[1] * self.bits // 8)), np.uint8,
+                      lambda start, stop: pack(codes.rows(start, stop), self.bits), codes.name)
 
 
 def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:

@@ -1095,6 +1095,8 @@ Q = "model.layers.1.self_attn.q_proj"
     ("nf4", lambda t: t.update({f"{Q}.weight": np.ones((9, 1), np.uint8)}),
      r"is \[9, 1\], its state is of \[64, 64\] numbers in 4 bits"),
     ("nf4-nested", lambda t: t.pop(f"{Q}.weight.nested_absmax"), "has no tensor '.*nested_absmax'"),
+    ("nf4", lambda t: t[f"{Q}.weight.quant_map"].__setitem__(3, np.nan), "a number that is NaN"),
+    ("nf4-nested", lambda t: t[f"{Q}.weight.quant_map"].__setitem__(3, np.inf), "quant_map' in"),
     ("llm-int8", lambda t: t[f"{Q}.SCB"].__setitem__(5, np.nan), "a scale that is NaN"),
     ("llm-int8", lambda t: t.update({f"{Q}.weight_format": np.array(1, np.uint8)}), "reads rows"),
     ("modelopt-nvfp4", lambda t: t.update({f"{Q}.pre_quant_scale": np.ones(64, np.float32)}),
@@ -1113,6 +1115,30 @@ def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_p
     directory, _ = write(plain_hf, tmp_path / "hf", kind, change)
     with pytest.raises(LlmcError, match=said):
         llmc.compile(directory, tmp_path / "case")
+    assert not (tmp_path / "case").exists()
+
+
+@pytest.mark.parametrize("read", ["as numbers", "merged", "of an expert"])
+def test_fp8_that_is_no_number_is_named_however_it_is_read(read, plain_hf, tmp_path):
+    """By its form, or as numbers: where that is asked for, where a neighbour has no such form, and
+    where no kernel has it.
+    """
+    name = f"{Q}.weight"
+    if read == "of an expert":
+        plain_hf = families.save(families.tiny_model(
+            "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
+        name = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+    def change(tensors):
+        tensors[name].view(np.uint8)[5, 0] = 255
+        if read == "merged":
+            other = name.replace("q_proj", "k_proj")
+            tensors[other] = tensors[other].astype(np.float32)
+            del tensors[f"{other}_scale"]
+
+    directory, _ = write(plain_hf, tmp_path / "hf", "fp8-channel", change)
+    with pytest.raises(LlmcError, match=f"'{name}' in .* has NaN among its weights"):
+        llmc.compile(directory, tmp_path / "case", quantize="none" if read == "as numbers" else "")
     assert not (tmp_path / "case").exists()
 
 
