@@ -66,10 +66,15 @@ _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q
 @dataclass(frozen=True)
 class Decoded:
     """A checkpoint's tensors, those in fewer bits as one each; and what the user may want to know.
+
+    Attributes:
+        linear: names of weights that lie as linear layers' do, [out, in], whatever the model has
+            them in.
     """
 
     tensors: dict[str, Weight]
     notes: tuple[str, ...]
+    linear: frozenset[str] = frozenset()
 
 
 def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, Any],
@@ -235,7 +240,7 @@ class _Decoder:
                       name)
         notes = tuple(f"{text}: '{names[0]}'" + (f" and {len(names) - 1} more" if names[1:] else "")
                       for text, names in self._notes.items())
-        return Decoded({**self.left, **self.made}, notes)
+        return Decoded({**self.left, **self.made}, notes, frozenset(self.made))
 
 
 def _map(weight: Weight, shape: Sequence[int], dtype: np.dtype | type,

@@ -697,6 +697,27 @@ def test_layers_that_share_a_weight_share_the_scales_of_its_blocks(tmp_path):
     assert any(name.endswith("_blocks") for name in names)
 
 
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "llm-int8", "nf4"])
+def test_a_conv1d_s_weight_lies_as_a_linear_layer_s_where_it_is_quantised(kind, square, tmp_path,
+                                                                          monkeypatch):
+    plain = families.save(families.tiny_model("gpt2", n_layer=2), tmp_path / "plain")
+    said, make = FORMATS[kind][0]
+
+    def turned(name, weight):
+        tensors, truth = make(name, np.ascontiguousarray(weight.T))
+        return tensors, np.ascontiguousarray(truth.T)
+
+    directory, truth = write(plain, tmp_path / "hf", (said, turned), of=lambda name, array: (
+        name.endswith("attn.c_proj.weight") if square else ".c_" in name and array.ndim == 2))
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert len(forms) == (0 if kind == "nf4" else len(truth)) and len(truth) == 2 * (4 - 3 * square)
+
+
 def test_groups_that_kernels_do_not_round_are_refused(tmp_path):
     plain = families.save(families.tiny_model(
         "llama", hidden_size=96, intermediate_size=192, num_hidden_layers=1), tmp_path / "plain")
