@@ -262,8 +262,27 @@ def _bits(said: Mapping[str, Any], *names: str) -> int | None:
     return bits if bits in (4, 8) else None
 
 
+def _refuse_changed(decoder: _Decoder, said: Mapping[str, Any]) -> None:
+    """Refuse what GPTQModel does to a model beside rounding its weights.
+
+    Raises:
+        LlmcError: the config says that it did.
+    """
+    for key, what in (("rotation", "rotated"), ("adapter", "to be corrected by an adapter")):
+        if said.get(key):
+            raise LlmcError(f"'{decoder.origin}' is {what}, as {key} {said[key]!r} in its config "
+                            f"says, which llmc does not read; give a checkpoint without")
+
+
 def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
-    form = str(said.get("checkpoint_format", "gptq"))
+    _refuse_changed(decoder, said)
+    forms = {key: str(said[key]).lower() for key in ("checkpoint_format", "format")
+             if said.get(key)}
+    if len(set(forms.values())) > 1:
+        both = " and ".join(f"{key} {form}" for key, form in forms.items())
+        raise LlmcError(f"'{decoder.origin}' has {both} in its config, of which one is wrong; "
+                        f"remove that")
+    form = next(iter(forms.values()), "gptq")
     if _bits(said, "bits") is None or form not in ("gptq", "gptq_v2"):
         return False
     _read_gptq(decoder, said, zeros_less=int(form == "gptq"))
@@ -362,6 +381,7 @@ def _keep_ordered(decoder: _Decoder, module: str, stored: Stored, belongs: np.nd
 
 
 def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    _refuse_changed(decoder, said)
     bits = _bits(said, "bits", "w_bit")
     if bits != 4 or str(said.get("version", "gemm")).lower() != "gemm":
         return False

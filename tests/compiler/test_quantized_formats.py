@@ -1019,6 +1019,31 @@ def test_what_auto_round_writes_otherwise_is_refused_by_its_name(more, plain_hf,
         decoded(directory)
 
 
+@pytest.mark.parametrize("more", [
+    {"format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": "GPTQ_V2"},
+    {"checkpoint_format": "gptq_v2", "rotation": None, "adapter": None}])
+def test_each_key_that_says_gptq_s_version_is_read(more, plain_hf, tmp_path):
+    said, make = gptq(form="gptq_v2")
+    del said["checkpoint_format"]
+    directory, truth = write(plain_hf, tmp_path / "hf", (said | more, make))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+@pytest.mark.parametrize(("kind", "more", "said"), [
+    (gptq(), {"format": "gptq_v2"}, "has checkpoint_format gptq and format gptq_v2 in its config"),
+    (gptq(), {"format": "marlin", "checkpoint_format": None}, "is quantised by GPTQ"),
+    (gptq(), {"rotation": "hadamard"}, "is rotated, as rotation 'hadamard' in its config says"),
+    (awq(), {"rotation": "random"}, "is rotated, as rotation 'random' in its config says"),
+    (gptq(), {"adapter": {"name": "lora", "rank": 8}}, "adapter, as adapter .*'rank': 8.* says")])
+def test_what_gptq_s_config_contradicts_or_llmc_does_not_read_is_refused(kind, more, said, plain_hf,
+                                                                         tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", (kind[0] | more, kind[1]))
+    with pytest.raises(LlmcError, match=said):
+        decoded(directory)
+
+
 def test_codes_of_other_bits_are_refused_by_their_layer(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", (gptq()[0], by_layer(gptq(), gptq(2), "up")))
     with pytest.raises(LlmcError, match="up_proj' in .* has codes of 2 bits; llmc reads 4 and 8"):
