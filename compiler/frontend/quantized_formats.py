@@ -160,6 +160,26 @@ class _Decoder:
                             f"{'' if tensor.dtype.kind in kinds else ' of another dtype'}")
         return tensor
 
+    def matrix(self, name: str) -> tuple[int, int]:
+        """The shape of a tensor that is one.
+
+        Raises:
+            LlmcError: it has no rows and columns.
+        """
+        tensor = self.left[name]
+        if len(tensor.shape) != 2:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' is {tensor.dtype} "
+                            f"{list(tensor.shape)}, expected a matrix")
+        return tensor.shape[0], tensor.shape[1]
+
+    def words(self, name: str, shape: Sequence[int]) -> Weight:
+        """Codes that are packed in words of 32 bits."""
+        tensor = self.take(name, shape, "i")
+        if tensor.dtype != np.int32:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has codes packed in "
+                            f"{tensor.dtype}; llmc reads them in int32")
+        return tensor
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Empty where there is no such tensor, as of a number."""
         return self.left[name].shape if name in self.left else ()
@@ -316,7 +336,8 @@ def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> N
     size = max(decoder.group_sizes, default=0)
     ordered = bool(said.get("desc_act")) and not said.get("static_groups")
     for module in decoder.modules("qweight"):
-        words, out_features = decoder.left[f"{module}.qweight"].shape
+        words, out_features = decoder.matrix(f"{module}.qweight")
+        packed = decoder.words(f"{module}.qweight", (words, out_features)).transpose()
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
         zero_words = (decoder.shape_of(f"{module}.qzeros") or (0,))[-1]
         bits = 32 * zero_words // max(out_features, 1) or 4
@@ -325,10 +346,9 @@ def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> N
                             f"reads 4 and 8")
         per_word = 32 // bits
         width = words * per_word
-        packed = decoder.take(f"{module}.qweight", (words, out_features), "i").transpose()
         codes = _map(packed, (out_features, width), np.uint8, partial(_codes, bits=bits))
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
-        zeros = _codes(decoder.take(f"{module}.qzeros", (groups, out_features // per_word), "i")
+        zeros = _codes(decoder.words(f"{module}.qzeros", (groups, out_features // per_word))
                        .load(), bits).astype(np.int32) + zeros_less
         order = decoder.left.pop(f"{module}.g_idx", None)
         if order is None and ordered and groups > 1:
@@ -391,13 +411,13 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
     for module in decoder.modules("qweight"):
-        width, words = decoder.left[f"{module}.qweight"].shape
+        width, words = decoder.matrix(f"{module}.qweight")
         out_features = words * 8
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
-        packed = decoder.take(f"{module}.qweight", (width, words), "i")
+        packed = decoder.words(f"{module}.qweight", (width, words))
         codes = _map(packed, (width, out_features), np.uint8, natural).transpose()
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
-        zeros = natural(decoder.take(f"{module}.qzeros", (groups, words), "i").load())
+        zeros = natural(decoder.words(f"{module}.qzeros", (groups, words)).load())
         decoder.check_groups(f"{module}.scales", width, groups)
         decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
     return True
@@ -480,6 +500,7 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     where the weight is in blocks.
     """
     block = said.get("weight_block_size", (128, 128))
+    block = block and _block(decoder, block)
     inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
     suffix = "weight_scale_inv" if inverse or said.get("weight_block_size") else "weight_scale"
     rounding = _ALL if said.get("activation_scheme") == "static" else _TOKEN
@@ -488,7 +509,19 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     return True
 
 
-def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None,
+def _block(decoder: _Decoder, said: Any) -> tuple[int, int]:
+    """Rows and columns of a block, as a config says them: [128, 128], in older ones 128x128."""
+    try:
+        rows, columns = map(int, said.split("x") if isinstance(said, str) else said)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if min(rows, columns) < 1:
+        raise LlmcError(f"'{decoder.origin}' has weights in blocks of {said!r}, says its config, "
+                        f"where a number of rows and one of columns are expected")
+    return rows, columns
+
+
+def _float8(decoder: _Decoder, module: str, suffix: str, block: tuple[int, int] | None,
             rounding: str = "") -> None:
     """`rounding`: whether activations are rounded to FP8, each token's by a scale of its own, or of
     each group of a token where the weight is in blocks; or all by one where the module has such.
@@ -497,6 +530,7 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
     if name not in decoder.left or decoder.left[name].dtype != _FP8:
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
                         f"scales")
+    decoder.matrix(name)
     tensor = decoder.left.pop(name)
 
     def bits(block: np.ndarray) -> np.ndarray:
@@ -523,7 +557,7 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
-                 block: Sequence[int] | None, zeros: Weight | None = None,
+                 block: tuple[int, int] | None, zeros: Weight | None = None,
                  **activations: Any) -> None:
     """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block.
 
@@ -533,7 +567,7 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
     """
     rows, width = codes.shape
     shape = decoder.shape_of(name)
-    height, size = (int(number) for number in block or (1, 1))
+    height, size = block or (1, 1)
     if block and len(shape) == 2 and (shape[0] != rows or 1 in (rows, height)):
         scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
         group = math.gcd(size, width)
@@ -563,8 +597,9 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
 
 def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     """Every module by the tensors that it has; the config says which formats there are."""
-    groups = [group for group in (said.get("config_groups") or {}).values()
-              if isinstance(group, Mapping)]
+    listed = said.get("config_groups")
+    groups = [group for group in listed.values() if isinstance(group, Mapping)] \
+        if isinstance(listed, Mapping) else []
     forms = {str(group.get("format") or said.get("format")) for group in groups}
     weights = [group.get("weights") or {} for group in groups]
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
@@ -575,7 +610,7 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return False
     if said.get("transform_config") and dict(said["transform_config"]).get("config_groups"):
         return False  # rotations of activations, which the graph has not
-    block = next((arguments["block_structure"] for arguments in weights
+    block = next((_block(decoder, arguments.get("block_structure")) for arguments in weights
                   if arguments.get("strategy") == "block"), None)
     for module in decoder.modules("weight_scale"):
         _check_whole(decoder, module, _groups_of(module, groups))
@@ -590,7 +625,7 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
         else:
-            rounding = _rounding(_group_of(module, groups))
+            rounding = _rounding(_group_of(module, groups), block)
             if rounding == _ALL and f"{module}.input_scale" not in decoder.left:
                 decoder.take(f"{module}.input_scale", (1,), "fV")  # says that it is missing
             _float8(decoder, module, "weight_scale", block, rounding)
@@ -650,17 +685,17 @@ def _fits(pattern: str, module: str) -> bool:
                         f"{error}") from error
 
 
-def _rounding(group: Mapping[str, Any]) -> str:
+def _rounding(group: Mapping[str, Any], block: tuple[int, int] | None) -> str:
     """How the layers of a group of a config round their inputs to FP8 before they multiply them:
-    tokens as they come, which is by groups where weights are in blocks, or all alike.
+    tokens as they come, which is by groups where weights are in such blocks, or all alike.
     """
     said, of_weights = group.get("input_activations"), group.get("weights") or {}
     if not isinstance(said, Mapping) or said.get("num_bits") != 8 or said.get("type") != "float":
         return ""
     how = (str(said.get("strategy")), bool(said.get("dynamic", False)))
     if of_weights.get("strategy") == "block":
-        block = of_weights.get("block_structure") or (0, 0)
-        return _TOKEN if how == ("group", True) and said.get("group_size") == block[1] else ""
+        own = how == ("group", True) and block is not None and said.get("group_size") == block[1]
+        return _TOKEN if own else ""
     if of_weights.get("strategy") not in ("channel", "tensor"):
         return ""
     return {("token", True): _TOKEN, ("tensor", False): _ALL}.get(how, "")
@@ -674,14 +709,14 @@ def _packed(decoder: _Decoder, module: str) -> None:
     if bits is None:
         raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has shape "
                         f"{list(given)}, its weight_shape is {[rows, width]}")
-    packed = decoder.take(f"{module}.weight_packed", given, "i")
+    packed = decoder.words(f"{module}.weight_packed", given)
     codes = _map(packed, (rows, width), np.uint8,
                  lambda block: np.ascontiguousarray(_codes(block, bits)[:, :width]))
-    groups = decoder.left[f"{module}.weight_scale"].shape[-1]
+    groups = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
     scales = decoder.scales(f"{module}.weight_scale", (rows, groups))
     stored = Stored(f"int{bits}", codes, scales)
     if f"{module}.weight_zero_point" in decoder.left:
-        words = decoder.take(f"{module}.weight_zero_point", (-(-rows * bits // 32), groups), "i")
+        words = decoder.words(f"{module}.weight_zero_point", (-(-rows * bits // 32), groups))
         zeros = _codes(np.ascontiguousarray(words.load().T), bits)[:, :rows].T
         stored = _with_zeros(bits, codes, scales, zeros)
     order = decoder.left.pop(f"{module}.weight_g_idx", None)
@@ -700,7 +735,8 @@ def _packed(decoder: _Decoder, module: str) -> None:
     _keep_ordered(decoder, module, stored, belongs)
 
 
-def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
+def _int8(decoder: _Decoder, module: str, block: tuple[int, int] | None) -> None:
+    decoder.matrix(f"{module}.weight")
     tensor = decoder.left.pop(f"{module}.weight")
     codes = _offset(tensor)
     zero = decoder.left.pop(f"{module}.weight_zero_point", None)
@@ -754,7 +790,7 @@ def _nvfp4(decoder: _Decoder, module: str, packed: str, whole: str,
 
 
 def _packed_mxfp4(decoder: _Decoder, module: str) -> None:
-    rows, half = decoder.left[f"{module}.weight_packed"].shape
+    rows, half = decoder.matrix(f"{module}.weight_packed")
     packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
     _keep_mxfp4(decoder, module, packed, decoder.powers(
         f"{module}.weight_scale", (rows, 2 * half // 32)))

@@ -1155,6 +1155,19 @@ Q = "model.layers.1.self_attn.q_proj"
      "has no tensor '.*q_proj.g_idx', without which .* config has desc_act"),
     (arguing(pack_quantized(order=True), actorder="group"), lambda t: t.pop(f"{Q}.weight_g_idx"),
      "has no tensor '.*q_proj.weight_g_idx', without which .* config has actorder group"),
+    ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.array(1, np.float32)}),
+     r"weight_scale' in .* is float32 \[\], expected \[64, 1\]"),
+    *[(kind, lambda t, name=f"{Q}.{name}": t.update({name: t[name].reshape(-1)}),
+       rf"{name}' in .*({dtype} \[\d+\], expected a matrix|has shape \[\d+\], its weight_shape)")
+      for kind, name, dtype in (
+          ("gptq", "qweight", "int32"), ("awq", "qweight", "int32"), ("w8a8", "weight", "int8"),
+          ("fp8-channel", "weight", "float8_e4m3fn"), ("fp8-block", "weight", "float8_e4m3fn"),
+          ("w4a16", "weight_packed", "int32"), ("mxfp4", "weight_packed", "uint8"))],
+    *[(kind, lambda t, name=f"{Q}.{name}", dtype=dtype: t.update({name: t[name].view(dtype)}),
+       f"{name}' in .* has codes packed in {dtype.__name__}; llmc reads them in int32")
+      for kind, name, dtype in (
+          ("gptq", "qweight", np.int16), ("gptq", "qweight", np.int8),
+          ("awq", "qweight", np.int64))],
 ])
 def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_path):
     """In one sentence, before anything is exported."""
@@ -1186,6 +1199,29 @@ def test_fp8_that_is_no_number_is_named_however_it_is_read(read, plain_hf, tmp_p
     with pytest.raises(LlmcError, match=f"'{name}' in .* has NaN among its weights"):
         llmc.compile(directory, tmp_path / "case", quantize="none" if read == "as numbers" else "")
     assert not (tmp_path / "case").exists()
+
+
+@pytest.mark.parametrize("said", ["32x32", [32, 32]])
+def test_blocks_are_read_as_older_configs_say_them_too(said, plain_hf, tmp_path):
+    kind = arguing(float8("block", side=32, activations=GROUPED), block_structure=said)
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+        assert tensors[name].stored.rounds_groups
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    *[(arguing(float8("block", side=32), block_structure=block), "has weights in blocks of")
+      for block in ([0, 0], "32", None, 32)],
+    ((dict(quant_method="fp8", weight_block_size="48"), FORMATS["fp8-block"][0][1]),
+     "has weights in blocks of '48'"),
+    ((pack_quantized()[0] | {"config_groups": [1]}, pack_quantized()[1]),
+     "is quantised by compressed-tensors")])
+def test_a_config_that_is_none_is_one_sentence(kind, said, plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", kind)
+    with pytest.raises(LlmcError, match=said):
+        decoded(directory)
 
 
 def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
