@@ -198,6 +198,14 @@ class Stored:
             scales=Weight(scales.shape, np.float32,
                           lambda start, stop: _POWERS[scales.rows(start, stop)] / 2, scales.name))
 
+    def in_bytes(self) -> Stored:
+        """The same numbers of int4 and uint4 in codes of 8 bits."""
+        if self.zeros is not None or self.minima is not None:
+            return replace(self, dtype="uint8")
+        more, codes = np.uint8((CODES["int8"][1] or 0) - (CODES["int4"][1] or 0)), self.codes
+        return replace(self, dtype="int8", codes=Weight(
+            codes.shape, np.uint8, lambda start, stop: codes.rows(start, stop) + more, codes.name))
+
     def above(self, others: Sequence[Stored]) -> Stored | None:
         """This matrix with `others` below it: in the smallest of their groups, in 8 bits if one is,
         with zeros or minima if one has them; None where that is no form.

@@ -9,7 +9,8 @@ Given:   an op of matrices for each head, [heads, out, in], of the rows of one w
 Result:  HeadMatrices(codes, weight_scale, weight_zero; …) in their place
 
 Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
-never rounded again; MXFP4 becomes int8, which has its numbers, where it has no kernel. Of our own
+never rounded again; MXFP4 becomes int8, which has its numbers, where it has no kernel, and 4 bits
+become 8 where rows have an odd number of columns. Of our own
 rounding, tables of embeddings take part where the LM head is the same table, and routers do not.
 Groups that no kernel of the target reads stay numbers, and so do experts whose two weights are
 stored in different ways.
@@ -298,6 +299,8 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
                           name)
     if stored.dtype == MXFP4 and not stacked:
         stored = stored.as_int8()
+    if stored.bits == 4 and stored.codes.shape[1] % 2:
+        stored = stored.in_bytes()  # two codes in a byte are of one row
     if not settings.reads(stored):
         rows = stored.codes.shape[0]
         why = "columns in the order of activations, which the target does not bring in it" \
@@ -308,7 +311,12 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
             f"{settings.group_multiple}"
         return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
     if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
-        return stored.regrouped(math.gcd(stored.group_size, 128))
+        size = math.gcd(stored.group_size, 128)
+        if size == 1:  # scales and zeros of more bytes than numbers have
+            return NoMatch(f"its weight has groups of {stored.group_size} with zeros, which no "
+                           f"kernel has, nor any that divide it, so it is read as numbers",
+                           values.name)
+        return stored.regrouped(size)
     return stored
 
 

@@ -1224,6 +1224,24 @@ def test_a_config_that_is_none_is_one_sentence(kind, said, plain_hf, tmp_path):
         decoded(directory)
 
 
+@pytest.mark.parametrize(("width", "tp_size", "zeros", "dtype"), [
+    (63, 1, "middle", "int8"), (63, 1, "any", "uint8"), (66, 2, "middle", "int8"),
+    (66, 2, "any", "uint8"), (257, 1, "middle", "int8"), (257, 1, "any", "")])
+def test_four_bits_of_an_odd_number_of_columns_lie_in_bytes(width, tp_size, zeros, dtype, tmp_path,
+                                                            monkeypatch):
+    """Of a rank as of a whole row; not in groups of one column each."""
+    plain = families.save(families.tiny_model("llama", intermediate_size=width,
+                                              num_hidden_layers=1), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", pack_quantized(zeros=zeros, group=0))
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert [form.dtype for name, form in forms.items() if "down_proj" in name] == [dtype] * bool(
+        dtype)
+
+
 def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "w4a16")
     with pytest.raises(LlmcError, match="is quantised by compressed-tensors.*; leave out --quant"):
