@@ -551,6 +551,9 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: tuple[int, int] 
         if scale < 0:
             raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
                             f"activations is; the checkpoint is damaged")
+    elif rounding == _ALL:
+        decoder.note("activations are not rounded as the checkpoint's config says, as it has no "
+                     "scale of theirs", module)
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
                  activation_dtype=FLOAT8 if fixed or rounding == _TOKEN else "",
                  activation_scale=scale)
@@ -614,6 +617,7 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                   if arguments.get("strategy") == "block"), None)
     for module in decoder.modules("weight_scale"):
         _check_whole(decoder, module, _groups_of(module, groups))
+        group, rounding = _group_of(module, groups), ""
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
                 _nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)
@@ -625,11 +629,29 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
         else:
-            rounding = _rounding(_group_of(module, groups), block)
+            rounding = _rounding(group, block)
             if rounding == _ALL and f"{module}.input_scale" not in decoder.left:
                 decoder.take(f"{module}.input_scale", (1,), "fV")  # says that it is missing
             _float8(decoder, module, "weight_scale", block, rounding)
+        _say_unrounded(decoder, module, group, rounding)
     return True
+
+
+def _say_unrounded(decoder: _Decoder, module: str, group: Mapping[str, Any],
+                   rounding: str) -> None:
+    """Note what a group of a config rounds otherwise than by `rounding`, beside weights; where it
+    has scales in tensors, these are noted.
+    """
+    for key, what in (("input", "activations are"), ("output", "what layers make is")):
+        said = group.get(f"{key}_activations")
+        stored = any(f"{module}.{key}_{name}" in decoder.left
+                     for name in ("scale", "global_scale", "zero_point"))
+        if isinstance(said, Mapping) and said and not stored \
+                and not (rounding and key == "input"):
+            how = [f"{said.get('num_bits')} bits", said.get("type"), said.get("strategy"),
+                   "dynamic" if said.get("dynamic") else "static"]
+            decoder.note(f"{what} not rounded as the checkpoint's config says "
+                         f"({', '.join(str(word) for word in how if word)})", module)
 
 
 def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -760,17 +782,19 @@ def _offset(signed: Weight) -> Weight:
 def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     """Each module by its tensors; the config says what there is, for all or for each."""
     layers = said.get("quantized_layers")
-    each = [*layers.values()] if isinstance(layers, Mapping) and layers else [said]
-    algorithms = {str(one.get("quant_algo") if isinstance(one, Mapping) else one) for one in each}
-    by_token = "FP8_PER_CHANNEL_PER_TOKEN"
+    each = layers if isinstance(layers, Mapping) and layers else {"": said}
+    named = {name: str(one.get("quant_algo") if isinstance(one, Mapping) else one)
+             for name, one in each.items()}
+    by_token, algorithms = "FP8_PER_CHANNEL_PER_TOKEN", {*named.values()}
     if not algorithms <= {"FP8", by_token, "NVFP4"}:
         return False
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_scale_2" in decoder.left:
             _nvfp4(decoder, module, "weight", "weight_scale_2", np.multiply)
-        else:
-            _float8(decoder, module, "weight_scale", None,
-                    _TOKEN if algorithms == {by_token} else _ALL)
+            continue
+        of_rows = math.prod(decoder.shape_of(f"{module}.weight_scale")) > 1
+        own = named.get(module, by_token if of_rows and by_token in algorithms else "FP8")
+        _float8(decoder, module, "weight_scale", None, _TOKEN if own == by_token else _ALL)
     return True
 
 

@@ -636,6 +636,60 @@ def test_tokens_are_rounded_where_a_checkpoint_says_that_each_is_as_it_comes(
         assert found == {"norm-gemm": 5}
 
 
+def rounding_outputs(kind):
+    said, make = kind
+    group = said["config_groups"]["group_0"] | {"output_activations": STATIC}
+    return said | {"config_groups": {"group_0": group}}, make
+
+
+def rounding(kind, activations):
+    said, make = kind
+    group = said["config_groups"]["group_0"] | {"input_activations": activations}
+    return said | {"config_groups": {"group_0": group}}, make
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (float8("tensor", activations={**DYNAMIC, "strategy": "tensor"}),
+     r"activations are not rounded as .* \(8 bits, float, tensor, dynamic\): '.*' and 13 more"),
+    (rounding(pack_quantized(), DYNAMIC), r"activations .* \(8 bits, float, token, dynamic\)"),
+    (rounding(pack_quantized(), {**DYNAMIC, "type": "int"}), r"activations .* \(8 bits, int"),
+    (rounding(int8(), {**DYNAMIC, "type": "int"}), r"activations .* \(8 bits, int, token, dynamic"),
+    (rounding_outputs(float8("channel", activations=DYNAMIC)),
+     r"what layers make is not rounded as .* says \(8 bits, float, tensor, static\)"),
+    ("fp8-no-block", "activations are not rounded as .* says, as it has no scale of theirs"),
+    *[(kind, "") for kind in ("fp8-dynamic", "fp8-static", "fp8-channel", "w8a8", "modelopt-fp8")]])
+def test_that_activations_are_not_rounded_as_a_checkpoint_says_is_said(kind, said, plain_hf,
+                                                                       tmp_path):
+    notes = decoded(write(plain_hf, tmp_path / "hf", kind)[0]).notes
+    if said:
+        assert len(notes) == 1 and re.match(said, notes[0]), notes
+    else:
+        assert not notes
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_modelopt_s_layers_round_each_as_its_own_algorithm_says(named, plain_hf, tmp_path):
+    """Where the config does not name a layer its scales say it: a row's are by token's alone."""
+    by_token, fixed = "FP8_PER_CHANNEL_PER_TOKEN", "FP8"
+
+    def of(name):
+        return by_token if "mlp" in name else fixed
+
+    listed = {name.removesuffix(".weight"): {"quant_algo": of(name)}
+              for name in load_file(plain_hf / "model.safetensors") if "_proj" in name}
+    said = dict(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=listed
+                if named else {str(key): {"quant_algo": key} for key in (by_token, fixed)})
+    directory, truth = write(plain_hf, tmp_path / "hf", (
+        said, lambda name, weight: modelopt(of(name))[1](name, weight)))
+    found = decoded(directory)
+    for name, numbers in truth.items():
+        stored = found.tensors[name].stored
+        assert found.tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+        assert (stored.activation_dtype, stored.activation_scale) == (
+            "float8_e4m3fn", 0 if "mlp" in name else np.float32(input_scale(name))), name
+    assert not found.notes
+
+
 GROUPED = dict(num_bits=8, type="float", strategy="group", group_size=32, dynamic=True)
 
 
