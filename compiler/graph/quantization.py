@@ -264,7 +264,7 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
     once for its zeros; the same input gives the same bytes on any processor.
 
     Raises:
-        LlmcError: a row of it is no whole groups; when it is read, where it has NaN or infinities.
+        LlmcError: a row of it is no whole groups; when it is read, see `check_finite`.
     """
     rows, width = weight.shape
     size = scheme.group_size_for(width)
@@ -277,8 +277,7 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
 
     def grouped(start: int, stop: int) -> np.ndarray:
         block = weight.rows(start, stop).astype(np.float32).reshape(stop - start, shape[1], size)
-        if not np.isfinite(block).all():
-            raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+        check_finite(block, scheme.dtype, name)
         return block
 
     def codes(start: int, stop: int) -> np.ndarray:
@@ -298,6 +297,22 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
         Weight(shape, np.uint8, in_pieces(zeros, width), name)
         if CODES[scheme.dtype][1] is None else None,
         activation_dtype=scheme.activation_dtype)
+
+
+def check_finite(groups: np.ndarray, dtype: str, name: str) -> None:
+    """See that float32 has the scales of groups [..., group_size] of a weight.
+
+    Raises:
+        LlmcError: there are NaN or infinities, or numbers too far apart.
+    """
+    if not np.isfinite(groups).all():
+        raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+    if CODES[dtype][1] is None:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        wide = high.astype(np.float64) - low > np.finfo(np.float32).max
+        if wide.any():
+            raise LlmcError(f"'{name}' has numbers in one group from {low[wide][0]:.2g} to "
+                            f"{high[wide][0]:.2g}, too far apart for zeros; give int4 or int8")
 
 
 def in_pieces(rows: Callable[[int, int], np.ndarray], width: int) -> \

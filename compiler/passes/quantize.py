@@ -50,6 +50,8 @@ MULTIPLIED = "codes of FP8 multiplied by such"
 ROUNDED_GROUPS, UNROUNDED_GROUPS = "activations rounded in groups", "activations not rounded"
 UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
 WIDENED = "MXFP4 as int8"
+NEAREST_EXPERTS = "experts rounded to nearest beside a calibration"
+NEAREST_HEADS = "matrices of heads rounded to nearest beside a calibration"
 UNQUANTIZED_HEADS = "matrices of heads read as numbers"
 UNROUNDED_HEADS = "what matrices of heads multiply not rounded"
 UNROUNDED_LAYERS = "what weights that have no form for it multiply not rounded"
@@ -110,10 +112,19 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     kept = [stored for stored in found if isinstance(stored, Stored)]
     if len(kept) < len(weights):
         return None
+    if is_op(node, EXPERTS) and _rounds_to_nearest(weights, scheme, settings):
+        report.count(NEAREST_EXPERTS)
     for values, stored, name in zip(weights, kept, names, strict=True):
         blocks = _blocks(stored, name) if settings.takes_blocks and len(weights) == 1 else None
         made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape), blocks)
     return [made[id(values)] for values in weights]
+
+
+def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
+                       settings: Settings) -> bool:
+    """Whether a calibration has left weights to be rounded that are to be so."""
+    return settings.calibrated and scheme is not None and any(
+        values.stored is None for values in weights)
 
 
 def _loses_rounding(values: Weight, stored: Stored | NoMatch | None, settings: Settings) -> bool:
@@ -235,6 +246,8 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
             report.count(DEQUANTIZED)
         if not isinstance(stored, Stored):
             continue
+        if _rounds_to_nearest([values.matrix], settings.scheme, settings):
+            report.count(NEAREST_HEADS)
         weight, scale, zero, minimum = _constants(stored, tensor.name, values.matrix.shape)
         made = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)
         rows, width = values.matrix.shape
