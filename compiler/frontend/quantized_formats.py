@@ -605,6 +605,8 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         if isinstance(listed, Mapping) else []
     forms = {str(group.get("format") or said.get("format")) for group in groups}
     weights = [group.get("weights") or {} for group in groups]
+    if not listed and said.get("kv_cache_scheme"):
+        return True  # caches alone
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
                                    "naive-quantized", "nvfp4-pack-quantized",
                                    "mxfp4-pack-quantized"}:

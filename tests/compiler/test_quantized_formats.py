@@ -1047,6 +1047,19 @@ def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, 
                for note in read.notes)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_weights_beside_caches_in_fp8_are_as_they_are(stored, plain_hf, tmp_path):
+    scales = {f"model.layers.{layer}.self_attn.k_scale": np.array([0.03], np.float32)
+              for layer in range(2)} if stored else {}
+    said = dict(quant_method="compressed-tensors", format="dense", config_groups={},
+                kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor"))
+    directory, _ = write(plain_hf, tmp_path / "hf", (said, lambda name, weight: (
+        {name: weight}, weight)), lambda tensors: tensors.update(scales))
+    read, plain = decoded(directory), load_file(plain_hf / "model.safetensors")
+    assert read.tensors.keys() == plain.keys() and len(read.notes) == stored
+    assert all(np.array_equal(tensor.load(), plain[name]) for name, tensor in read.tensors.items())
+
+
 @pytest.mark.parametrize("method", ["auto-round", "gptq"])
 def test_layers_have_4_bits_and_8_in_one_checkpoint(method, plain_hf, tmp_path):
     """And groups of another size."""
