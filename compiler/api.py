@@ -20,6 +20,8 @@ from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import (
     DEQUANTIZED,
     MULTIPLIED,
+    NEAREST_EXPERTS,
+    NEAREST_HEADS,
     ROUNDED,
     ROUNDED_GROUPS,
     UNQUANTIZED_EXPERTS,
@@ -91,7 +93,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             group of a token, as its config says. Else activations stay in `dtype`, but for other
             checkpoints that say so.
         calibrate: a UTF-8 text of at least 1024 tokens, for which what is rounded is scaled and
-            corrected.
+            corrected, but for experts and the matrices of heads in latent attention.
         expert_parallel: chips have whole experts of a mixture, not some columns of each.
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
@@ -112,8 +114,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                       scheme=_scheme(quantize, group_size, quantize_activations),
                       head_scheme=_scheme(quantize_lm_head or _HEADS.get(quantize, quantize),
                                           group_size),
-                      quantize_activations=quantize_activations, calibrated=calibrate is not None,
-                      dequantize=quantize == "none", expert_parallel=expert_parallel)
+                      group_size=group_size, quantize_activations=quantize_activations,
+                      calibrated=calibrate is not None, dequantize=quantize == "none",
+                      expert_parallel=expert_parallel)
     check_options(options)
     check_output(output)
     described = TARGETS[target].describe(options)
@@ -180,6 +183,13 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
             progress(f"{report.matches[UNQUANTIZED_EXPERTS]} layers' experts stay in "
                      f"{options.dtype}, as target {options.target} has no kernel for them in the "
                      f"groups that they would have; --quantize rounds the other linear layers")
+        nearest = [text.format(report.matches[name]) for name, text in (
+            (NEAREST_EXPERTS, "the experts of {} layers"),
+            (NEAREST_HEADS, "{} matrices of heads, latent attention's,"))
+            if name in report.matches]
+        if nearest:
+            progress(f"{' and '.join(nearest)} are rounded to nearest: --calibrate scales and "
+                     f"corrects other linear layers only")
         if WIDENED in report.matches:
             progress(f"numbers of MXFP4 are kept exactly as int8, twice their memory: the experts "
                      f"of {report.matches[WIDENED]} layers")

@@ -27,7 +27,15 @@ import onnx_graphsurgeon as gs
 from llmc.compiler.channel_scales import find_pair, scale_channels
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend.raw import RawModel
-from llmc.compiler.graph.quantization import Scheme, Stored, decode, encode, quantize, scales_of
+from llmc.compiler.graph.quantization import (
+    Scheme,
+    Stored,
+    check_finite,
+    decode,
+    encode,
+    quantize,
+    scales_of,
+)
 from llmc.compiler.graph.rewrite import caches, op_of, operands, state_of, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
@@ -187,8 +195,7 @@ def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:
     """A weight [out, in] rounded for inputs x [num_tokens, in]."""
     size = quantize(weight, scheme, name).group_size  # which refuses what does not divide
     matrix = weight.load().astype(np.float32)
-    if not np.isfinite(matrix).all():
-        raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+    check_finite(matrix.reshape(len(matrix), -1, size), scheme.dtype, name)
     importance = _products(x)
     factors = _corrections(importance)
     weights = np.diag(importance).astype(np.float32)

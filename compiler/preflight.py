@@ -173,6 +173,8 @@ def _schemes(options: Options) -> str | None:
         return _ROUNDED_ALONE
     if options.head_scheme is not None and options.scheme is None:
         return "quantize_lm_head is given without quantize; give both"
+    if options.group_size and options.scheme is None:
+        return "group_size is given without quantize; give both"
     if options.calibrated and options.scheme is None:
         return "calibrate is given without quantize; give both"
     return None

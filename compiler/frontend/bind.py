@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.pytorch_utils import Conv1D
 
 from llmc.compiler.frontend.parts import ROOT, text_config, text_prefix
 from llmc.compiler.graph.weights import Weight
@@ -71,6 +72,18 @@ def _as_float32(weight: Weight, what: str) -> Weight:
                         f"it is quantised or no weight at all; give the checkpoint in float32, "
                         f"float16 or bfloat16")
     return weight.cast(np.float32)
+
+
+def as_modules_have(model: torch.nn.Module, tensors: Mapping[str, Weight],
+                    linear: Set[str]) -> Mapping[str, Weight]:
+    """The tensors, of which those that lie as linear layers' weights do, [out, in], are transposed
+    where the model has a Conv1D, [in, out]: tools that quantise put linear layers in its place.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    turned = {spelling for name, module in model.named_modules() if isinstance(module, Conv1D)
+              for spelling in (f"{name}.weight", f"{name}.weight".removeprefix(prefix))} & linear
+    return {name: tensor.transpose() if name in turned else tensor
+            for name, tensor in tensors.items()} if turned else tensors
 
 
 class Checkpoint:

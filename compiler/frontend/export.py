@@ -7,7 +7,7 @@ the encoder makes as an input.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmc.compiler.frontend.bind import (
     Checkpoint,
+    as_modules_have,
     attach_weights,
     check_all_used,
     of_part,
@@ -59,13 +60,15 @@ class Exported:
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
-           trust_remote_code: bool = False) -> Exported:
+           linear: Set[str] = frozenset(), trust_remote_code: bool = False) -> Exported:
     """Export the causal LM or the encoder-decoder model that `config` describes.
 
     Args:
         config: a transformers config.
         tensors: the checkpoint's tensors by name.
         origin: where they come from, for messages.
+        linear: names of matrices that lie as linear layers' do, [out, in], where the model's
+            module may be a Conv1D, whose lie otherwise.
 
     Raises:
         LlmcError: the architecture is unknown, its export fails, a tensor is missing or has
@@ -82,6 +85,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     with alone():
         notes += _not_taken(config)
         model = _empty_model(config, parts[0], trust_remote_code)
+        tensors = as_modules_have(model, tensors, linear)
         checkpoint = Checkpoint(model, tensors)
         if text_prefix(model) and type(text_config(config)) in MODEL_FOR_CAUSAL_LM_MAPPING:
             whole, config = model, _alone(config, model)

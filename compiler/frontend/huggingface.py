@@ -38,7 +38,8 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         copy_tokenizer(directory, Path(scratch))  # rather now than after the export
     from llmc.compiler.frontend.export import export
 
-    exported = export(config, decoded.tensors, str(directory), trust_remote_code=trust_remote_code)
+    exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
+                      trust_remote_code=trust_remote_code)
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
                     lambda target: copy_tokenizer(directory, target), generation,
                     (*decoded.notes, *exported.notes), exported.encoder)

@@ -41,6 +41,8 @@ _MARKS: tuple[tuple[str, str], ...] = (
 )
 _WAY_OUT = "which llmc does not read; give the checkpoint that it was made from, in " \
     "float32, float16 or bfloat16, or a GGUF file of it"
+_NOT_NAMED = "but its config does not name the method; give the config.json that belongs to its " \
+    "weights, with its quantization_config"
 
 
 def read_quantized(directory: Path, config: Mapping[str, Any],
@@ -71,7 +73,7 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
             raise LlmcError(f"'{directory}' is quantised by {method}, {_WAY_OUT}; if its weights "
                             f"are not quantised, take that out of its config")
         decoded = read
-    refuse_quantized_tensors(decoded.tensors, str(directory))
+    refuse_quantized_tensors(decoded.tensors, str(directory), method is not None)
     return decoded
 
 
@@ -147,8 +149,12 @@ def _numbers(said: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
                 break
 
 
-def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str) -> None:
+def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str,
+                             named: bool = False) -> None:
     """Look at names and dtypes.
+
+    Args:
+        named: whether the config names a method, by which these are left over.
 
     Raises:
         LlmcError: there are scales or packed weights, or weights of 8 bits or fewer.
@@ -158,7 +164,7 @@ def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str) -> None
         name = next((name for name in tensors if pattern.search(name)), None)
         if name is not None:
             raise LlmcError(f"'{origin}' is quantised by {method}, as its tensor '{name}' "
-                            f"({tensors[name].dtype}) says, {_WAY_OUT}")
+                            f"({tensors[name].dtype}) says, {_WAY_OUT if named else _NOT_NAMED}")
     for name, tensor in tensors.items():
         if tensor.dtype.name.startswith("float8"):
             raise LlmcError(f"'{origin}' is quantised to FP8, as its tensor '{name}' "

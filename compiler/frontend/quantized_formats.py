@@ -66,10 +66,15 @@ _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q
 @dataclass(frozen=True)
 class Decoded:
     """A checkpoint's tensors, those in fewer bits as one each; and what the user may want to know.
+
+    Attributes:
+        linear: names of weights that lie as linear layers' do, [out, in], whatever the model has
+            them in.
     """
 
     tensors: dict[str, Weight]
     notes: tuple[str, ...]
+    linear: frozenset[str] = frozenset()
 
 
 def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, Any],
@@ -155,6 +160,26 @@ class _Decoder:
                             f"{'' if tensor.dtype.kind in kinds else ' of another dtype'}")
         return tensor
 
+    def matrix(self, name: str) -> tuple[int, int]:
+        """The shape of a tensor that is one.
+
+        Raises:
+            LlmcError: it has no rows and columns.
+        """
+        tensor = self.left[name]
+        if len(tensor.shape) != 2:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' is {tensor.dtype} "
+                            f"{list(tensor.shape)}, expected a matrix")
+        return tensor.shape[0], tensor.shape[1]
+
+    def words(self, name: str, shape: Sequence[int]) -> Weight:
+        """Codes that are packed in words of 32 bits."""
+        tensor = self.take(name, shape, "i")
+        if tensor.dtype != np.int32:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has codes packed in "
+                            f"{tensor.dtype}; llmc reads them in int32")
+        return tensor
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Empty where there is no such tensor, as of a number."""
         return self.left[name].shape if name in self.left else ()
@@ -184,6 +209,16 @@ class _Decoder:
             return block
 
         return Weight(tensor.shape, np.uint8, rows, name)
+
+    def refuse_unordered(self, name: str, said: str) -> None:
+        """Of columns whose groups only a tensor says that is not there.
+
+        Raises:
+            LlmcError: always.
+        """
+        raise LlmcError(f"'{self.origin}' has no tensor '{name}', without which nothing says to "
+                        f"which group a column belongs, as its config has {said}; the checkpoint "
+                        f"is not whole")
 
     def check_groups(self, name: str, width: int, groups: int) -> None:
         """Hold the groups that scales are of against a row's columns and the config.
@@ -225,7 +260,7 @@ class _Decoder:
                       name)
         notes = tuple(f"{text}: '{names[0]}'" + (f" and {len(names) - 1} more" if names[1:] else "")
                       for text, names in self._notes.items())
-        return Decoded({**self.left, **self.made}, notes)
+        return Decoded({**self.left, **self.made}, notes, frozenset(self.made))
 
 
 def _map(weight: Weight, shape: Sequence[int], dtype: np.dtype | type,
@@ -247,11 +282,30 @@ def _bits(said: Mapping[str, Any], *names: str) -> int | None:
     return bits if bits in (4, 8) else None
 
 
+def _refuse_changed(decoder: _Decoder, said: Mapping[str, Any]) -> None:
+    """Refuse what GPTQModel does to a model beside rounding its weights.
+
+    Raises:
+        LlmcError: the config says that it did.
+    """
+    for key, what in (("rotation", "rotated"), ("adapter", "to be corrected by an adapter")):
+        if said.get(key):
+            raise LlmcError(f"'{decoder.origin}' is {what}, as {key} {said[key]!r} in its config "
+                            f"says, which llmc does not read; give a checkpoint without")
+
+
 def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
-    form = str(said.get("checkpoint_format", "gptq"))
+    _refuse_changed(decoder, said)
+    forms = {key: str(said[key]).lower() for key in ("checkpoint_format", "format")
+             if said.get(key)}
+    if len(set(forms.values())) > 1:
+        both = " and ".join(f"{key} {form}" for key, form in forms.items())
+        raise LlmcError(f"'{decoder.origin}' has {both} in its config, of which one is wrong; "
+                        f"remove that")
+    form = next(iter(forms.values()), "gptq")
     if _bits(said, "bits") is None or form not in ("gptq", "gptq_v2"):
         return False
-    _read_gptq(decoder, zeros_less=int(form == "gptq"))
+    _read_gptq(decoder, said, zeros_less=int(form == "gptq"))
     return True
 
 
@@ -273,15 +327,17 @@ def _auto_round(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return _awq(decoder, {"bits": said.get("bits", 4)})
     if packing not in ("auto_gptq", "gptq", "gptqmodel", ""):
         return False
-    _read_gptq(decoder, zeros_less=int(packing in ("auto_gptq", "gptq")))
+    _read_gptq(decoder, said, zeros_less=int(packing in ("auto_gptq", "gptq")))
     return True
 
 
-def _read_gptq(decoder: _Decoder, zeros_less: int) -> None:
+def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> None:
     """`zeros_less`: how much less than they are zeros are stored. Layers may have 4 and 8 bits."""
     size = max(decoder.group_sizes, default=0)
+    ordered = bool(said.get("desc_act")) and not said.get("static_groups")
     for module in decoder.modules("qweight"):
-        words, out_features = decoder.left[f"{module}.qweight"].shape
+        words, out_features = decoder.matrix(f"{module}.qweight")
+        packed = decoder.words(f"{module}.qweight", (words, out_features)).transpose()
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
         zero_words = (decoder.shape_of(f"{module}.qzeros") or (0,))[-1]
         bits = 32 * zero_words // max(out_features, 1) or 4
@@ -290,12 +346,13 @@ def _read_gptq(decoder: _Decoder, zeros_less: int) -> None:
                             f"reads 4 and 8")
         per_word = 32 // bits
         width = words * per_word
-        packed = decoder.take(f"{module}.qweight", (words, out_features), "i").transpose()
         codes = _map(packed, (out_features, width), np.uint8, partial(_codes, bits=bits))
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
-        zeros = _codes(decoder.take(f"{module}.qzeros", (groups, out_features // per_word), "i")
+        zeros = _codes(decoder.words(f"{module}.qzeros", (groups, out_features // per_word))
                        .load(), bits).astype(np.int32) + zeros_less
         order = decoder.left.pop(f"{module}.g_idx", None)
+        if order is None and ordered and groups > 1:
+            decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
         step = size if size and -(-width // size) == groups else -(-width // groups)
         belongs = np.arange(width) // step if order is None else order.load().astype(np.int64)
         if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
@@ -344,6 +401,7 @@ def _keep_ordered(decoder: _Decoder, module: str, stored: Stored, belongs: np.nd
 
 
 def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
+    _refuse_changed(decoder, said)
     bits = _bits(said, "bits", "w_bit")
     if bits != 4 or str(said.get("version", "gemm")).lower() != "gemm":
         return False
@@ -353,13 +411,13 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
     for module in decoder.modules("qweight"):
-        width, words = decoder.left[f"{module}.qweight"].shape
+        width, words = decoder.matrix(f"{module}.qweight")
         out_features = words * 8
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
-        packed = decoder.take(f"{module}.qweight", (width, words), "i")
+        packed = decoder.words(f"{module}.qweight", (width, words))
         codes = _map(packed, (width, out_features), np.uint8, natural).transpose()
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
-        zeros = natural(decoder.take(f"{module}.qzeros", (groups, words), "i").load())
+        zeros = natural(decoder.words(f"{module}.qzeros", (groups, words)).load())
         decoder.check_groups(f"{module}.scales", width, groups)
         decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
     return True
@@ -406,6 +464,7 @@ def _table(decoder: _Decoder, module: str, told: Weight) -> None:
                         f"{None if packed is None else list(packed.shape)}, its state is of "
                         f"{[rows, width]} numbers in 4 bits")
     table = decoder.take(f"{name}.quant_map", (16,), "f").load().astype(np.float32)
+    _check_finite(decoder, f"{name}.quant_map", table, "number")
     absmax = decoder.take(f"{name}.absmax", (blocks,), "u" if nested else "f").load()
     if nested:
         levels = decoder.take(f"{name}.nested_quant_map", (256,), "f").load().astype(np.float32)
@@ -429,9 +488,9 @@ def _table(decoder: _Decoder, module: str, told: Weight) -> None:
                          f"reads: they are read as float32, at four to eight times the memory")
 
 
-def _check_finite(decoder: _Decoder, name: str, numbers: np.ndarray) -> None:
+def _check_finite(decoder: _Decoder, name: str, numbers: np.ndarray, what: str = "scale") -> None:
     if not np.isfinite(numbers).all():
-        raise LlmcError(f"'{name}' in '{decoder.origin}' has a scale that is NaN or infinite; the "
+        raise LlmcError(f"'{name}' in '{decoder.origin}' has a {what} that is NaN or infinite; the "
                         f"checkpoint is damaged")
 
 
@@ -441,6 +500,7 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     where the weight is in blocks.
     """
     block = said.get("weight_block_size", (128, 128))
+    block = block and _block(decoder, block)
     inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
     suffix = "weight_scale_inv" if inverse or said.get("weight_block_size") else "weight_scale"
     rounding = _ALL if said.get("activation_scheme") == "static" else _TOKEN
@@ -449,7 +509,19 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     return True
 
 
-def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | None,
+def _block(decoder: _Decoder, said: Any) -> tuple[int, int]:
+    """Rows and columns of a block, as a config says them: [128, 128], in older ones 128x128."""
+    try:
+        rows, columns = map(int, said.split("x") if isinstance(said, str) else said)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if min(rows, columns) < 1:
+        raise LlmcError(f"'{decoder.origin}' has weights in blocks of {said!r}, says its config, "
+                        f"where a number of rows and one of columns are expected")
+    return rows, columns
+
+
+def _float8(decoder: _Decoder, module: str, suffix: str, block: tuple[int, int] | None,
             rounding: str = "") -> None:
     """`rounding`: whether activations are rounded to FP8, each token's by a scale of its own, or of
     each group of a token where the weight is in blocks; or all by one where the module has such.
@@ -458,8 +530,17 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
     if name not in decoder.left or decoder.left[name].dtype != _FP8:
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
                         f"scales")
+    decoder.matrix(name)
     tensor = decoder.left.pop(name)
-    codes = _map(tensor, tensor.shape, np.uint8, lambda block: block.view(np.uint8))
+
+    def bits(block: np.ndarray) -> np.ndarray:
+        found = block.view(np.uint8)
+        if ((found & 0x7F) == 0x7F).any():
+            raise LlmcError(f"'{name}' in '{decoder.origin}' has NaN among its weights; the "
+                            f"checkpoint is damaged")
+        return found
+
+    codes = _map(tensor, tensor.shape, np.uint8, bits)
     fixed = [f"{module}.{own}" for own in ("input_scale", "activation_scale")
              if f"{module}.{own}" in decoder.left] if rounding == _ALL else []
     scale = 0.0
@@ -470,13 +551,16 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: Sequence[int] | 
         if scale < 0:
             raise LlmcError(f"'{fixed[0]}' in '{decoder.origin}' is {scale}, which no scale of "
                             f"activations is; the checkpoint is damaged")
+    elif rounding == _ALL:
+        decoder.note("activations are not rounded as the checkpoint's config says, as it has no "
+                     "scale of theirs", module)
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
                  activation_dtype=FLOAT8 if fixed or rounding == _TOKEN else "",
                  activation_scale=scale)
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
-                 block: Sequence[int] | None, zeros: Weight | None = None,
+                 block: tuple[int, int] | None, zeros: Weight | None = None,
                  **activations: Any) -> None:
     """A weight of 8 bits with one scale, one a row, one a group of a row, or one a block.
 
@@ -486,7 +570,7 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
     """
     rows, width = codes.shape
     shape = decoder.shape_of(name)
-    height, size = (int(number) for number in block or (1, 1))
+    height, size = block or (1, 1)
     if block and len(shape) == 2 and (shape[0] != rows or 1 in (rows, height)):
         scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
         group = math.gcd(size, width)
@@ -516,10 +600,13 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
 
 def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     """Every module by the tensors that it has; the config says which formats there are."""
-    groups = [group for group in (said.get("config_groups") or {}).values()
-              if isinstance(group, Mapping)]
+    listed = said.get("config_groups")
+    groups = [group for group in listed.values() if isinstance(group, Mapping)] \
+        if isinstance(listed, Mapping) else []
     forms = {str(group.get("format") or said.get("format")) for group in groups}
     weights = [group.get("weights") or {} for group in groups]
+    if not listed and said.get("kv_cache_scheme"):
+        return True  # caches alone
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
                                    "naive-quantized", "nvfp4-pack-quantized",
                                    "mxfp4-pack-quantized"}:
@@ -528,9 +615,11 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return False
     if said.get("transform_config") and dict(said["transform_config"]).get("config_groups"):
         return False  # rotations of activations, which the graph has not
-    block = next((arguments["block_structure"] for arguments in weights
+    block = next((_block(decoder, arguments.get("block_structure")) for arguments in weights
                   if arguments.get("strategy") == "block"), None)
     for module in decoder.modules("weight_scale"):
+        _check_whole(decoder, module, _groups_of(module, groups))
+        group, rounding = _group_of(module, groups), ""
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
                 _nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)
@@ -542,19 +631,65 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
         else:
-            rounding = _rounding(_group_of(module, groups))
+            rounding = _rounding(group, block)
             if rounding == _ALL and f"{module}.input_scale" not in decoder.left:
                 decoder.take(f"{module}.input_scale", (1,), "fV")  # says that it is missing
             _float8(decoder, module, "weight_scale", block, rounding)
+        _say_unrounded(decoder, module, group, rounding)
     return True
 
 
+def _say_unrounded(decoder: _Decoder, module: str, group: Mapping[str, Any],
+                   rounding: str) -> None:
+    """Note what a group of a config rounds otherwise than by `rounding`, beside weights; where it
+    has scales in tensors, these are noted.
+    """
+    for key, what in (("input", "activations are"), ("output", "what layers make is")):
+        said = group.get(f"{key}_activations")
+        stored = any(f"{module}.{key}_{name}" in decoder.left
+                     for name in ("scale", "global_scale", "zero_point"))
+        if isinstance(said, Mapping) and said and not stored \
+                and not (rounding and key == "input"):
+            how = [f"{said.get('num_bits')} bits", said.get("type"), said.get("strategy"),
+                   "dynamic" if said.get("dynamic") else "static"]
+            decoder.note(f"{what} not rounded as the checkpoint's config says "
+                         f"({', '.join(str(word) for word in how if word)})", module)
+
+
+def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Hold the tensors that a module may do without against what the config says of it.
+
+    Args:
+        groups: those of the config that it may belong to, which have to agree.
+
+    Raises:
+        LlmcError: zero points are missing, or what says whose group a column is.
+    """
+    said = [group.get("weights") or {} for group in groups]
+    if all(own.get("symmetric") is False for own in said):
+        zeros = f"{module}.weight_zero_point"
+        if zeros not in decoder.left:
+            raise LlmcError(f"'{decoder.origin}' has no tensor '{zeros}', without which '{module}' "
+                            f"cannot be read, as its config has symmetric false; the checkpoint "
+                            f"is not whole")
+    ordered = all(own.get("actorder") in (True, "group", "dynamic") for own in said)
+    count = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
+    if ordered and count > 1 and f"{module}.weight_g_idx" not in decoder.left:
+        decoder.refuse_unordered(f"{module}.weight_g_idx", "actorder group")
+
+
 def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The group of a config that a module belongs to: by its name, else by a pattern of names, else
-    by its class, as compressed-tensors looks for it; none where several groups are left.
+    """The group of a config that a module belongs to; none where several are left."""
+    found = _groups_of(module, groups)
+    return found[0] if len(found) == 1 else {}
+
+
+def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The groups of a config that a module may belong to: by its name, else by a pattern of names,
+    else by its class, as compressed-tensors looks for it; all where none of these is found.
     """
     if len(groups) == 1:
-        return groups[0]
+        return groups
     targets = [[str(target) for target in group.get("targets") or ()] for group in groups]
     for belongs in (lambda target: target == module,
                     lambda target: target.startswith("re:") and _fits(target[3:], module),
@@ -562,8 +697,8 @@ def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, 
         found = [group for group, own in zip(groups, targets, strict=True)
                  if any(belongs(target) for target in own)]
         if found:
-            return found[0] if len(found) == 1 else {}
-    return {}
+            return found
+    return groups
 
 
 def _fits(pattern: str, module: str) -> bool:
@@ -574,17 +709,17 @@ def _fits(pattern: str, module: str) -> bool:
                         f"{error}") from error
 
 
-def _rounding(group: Mapping[str, Any]) -> str:
+def _rounding(group: Mapping[str, Any], block: tuple[int, int] | None) -> str:
     """How the layers of a group of a config round their inputs to FP8 before they multiply them:
-    tokens as they come, which is by groups where weights are in blocks, or all alike.
+    tokens as they come, which is by groups where weights are in such blocks, or all alike.
     """
     said, of_weights = group.get("input_activations"), group.get("weights") or {}
     if not isinstance(said, Mapping) or said.get("num_bits") != 8 or said.get("type") != "float":
         return ""
     how = (str(said.get("strategy")), bool(said.get("dynamic", False)))
     if of_weights.get("strategy") == "block":
-        block = of_weights.get("block_structure") or (0, 0)
-        return _TOKEN if how == ("group", True) and said.get("group_size") == block[1] else ""
+        own = how == ("group", True) and block is not None and said.get("group_size") == block[1]
+        return _TOKEN if own else ""
     if of_weights.get("strategy") not in ("channel", "tensor"):
         return ""
     return {("token", True): _TOKEN, ("tensor", False): _ALL}.get(how, "")
@@ -598,14 +733,14 @@ def _packed(decoder: _Decoder, module: str) -> None:
     if bits is None:
         raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has shape "
                         f"{list(given)}, its weight_shape is {[rows, width]}")
-    packed = decoder.take(f"{module}.weight_packed", given, "i")
+    packed = decoder.words(f"{module}.weight_packed", given)
     codes = _map(packed, (rows, width), np.uint8,
                  lambda block: np.ascontiguousarray(_codes(block, bits)[:, :width]))
-    groups = decoder.left[f"{module}.weight_scale"].shape[-1]
+    groups = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
     scales = decoder.scales(f"{module}.weight_scale", (rows, groups))
     stored = Stored(f"int{bits}", codes, scales)
     if f"{module}.weight_zero_point" in decoder.left:
-        words = decoder.take(f"{module}.weight_zero_point", (-(-rows * bits // 32), groups), "i")
+        words = decoder.words(f"{module}.weight_zero_point", (-(-rows * bits // 32), groups))
         zeros = _codes(np.ascontiguousarray(words.load().T), bits)[:, :rows].T
         stored = _with_zeros(bits, codes, scales, zeros)
     order = decoder.left.pop(f"{module}.weight_g_idx", None)
@@ -624,7 +759,8 @@ def _packed(decoder: _Decoder, module: str) -> None:
     _keep_ordered(decoder, module, stored, belongs)
 
 
-def _int8(decoder: _Decoder, module: str, block: Sequence[int] | None) -> None:
+def _int8(decoder: _Decoder, module: str, block: tuple[int, int] | None) -> None:
+    decoder.matrix(f"{module}.weight")
     tensor = decoder.left.pop(f"{module}.weight")
     codes = _offset(tensor)
     zero = decoder.left.pop(f"{module}.weight_zero_point", None)
@@ -648,17 +784,19 @@ def _offset(signed: Weight) -> Weight:
 def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     """Each module by its tensors; the config says what there is, for all or for each."""
     layers = said.get("quantized_layers")
-    each = [*layers.values()] if isinstance(layers, Mapping) and layers else [said]
-    algorithms = {str(one.get("quant_algo") if isinstance(one, Mapping) else one) for one in each}
-    by_token = "FP8_PER_CHANNEL_PER_TOKEN"
+    each = layers if isinstance(layers, Mapping) and layers else {"": said}
+    named = {name: str(one.get("quant_algo") if isinstance(one, Mapping) else one)
+             for name, one in each.items()}
+    by_token, algorithms = "FP8_PER_CHANNEL_PER_TOKEN", {*named.values()}
     if not algorithms <= {"FP8", by_token, "NVFP4"}:
         return False
     for module in decoder.modules("weight_scale"):
         if f"{module}.weight_scale_2" in decoder.left:
             _nvfp4(decoder, module, "weight", "weight_scale_2", np.multiply)
-        else:
-            _float8(decoder, module, "weight_scale", None,
-                    _TOKEN if algorithms == {by_token} else _ALL)
+            continue
+        of_rows = math.prod(decoder.shape_of(f"{module}.weight_scale")) > 1
+        own = named.get(module, by_token if of_rows and by_token in algorithms else "FP8")
+        _float8(decoder, module, "weight_scale", None, _TOKEN if own == by_token else _ALL)
     return True
 
 
@@ -678,7 +816,7 @@ def _nvfp4(decoder: _Decoder, module: str, packed: str, whole: str,
 
 
 def _packed_mxfp4(decoder: _Decoder, module: str) -> None:
-    rows, half = decoder.left[f"{module}.weight_packed"].shape
+    rows, half = decoder.matrix(f"{module}.weight_packed")
     packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
     _keep_mxfp4(decoder, module, packed, decoder.powers(
         f"{module}.weight_scale", (rows, 2 * half // 32)))

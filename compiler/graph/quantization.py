@@ -69,7 +69,7 @@ class Stored:
 
     Args:
         dtype: a `weight_dtype`.
-        codes: uint8 [out, in], one to a byte.
+        codes: uint8 [out, in], one to a byte; of FP8 none is NaN, which whoever reads them sees to.
         scales: float32 [out, in / group_size]; of MXFP4 uint8, exponents.
         zeros: uint8 [out, in / group_size] where the dtype has them.
         minima: float32 [out, in / group_size] in place of zeros. Only GGUF has them, whose codes
@@ -198,6 +198,14 @@ class Stored:
             scales=Weight(scales.shape, np.float32,
                           lambda start, stop: _POWERS[scales.rows(start, stop)] / 2, scales.name))
 
+    def in_bytes(self) -> Stored:
+        """The same numbers of int4 and uint4 in codes of 8 bits."""
+        if self.zeros is not None or self.minima is not None:
+            return replace(self, dtype="uint8")
+        more, codes = np.uint8((CODES["int8"][1] or 0) - (CODES["int4"][1] or 0)), self.codes
+        return replace(self, dtype="int8", codes=Weight(
+            codes.shape, np.uint8, lambda start, stop: codes.rows(start, stop) + more, codes.name))
+
     def above(self, others: Sequence[Stored]) -> Stored | None:
         """This matrix with `others` below it: in the smallest of their groups, in 8 bits if one is,
         with zeros or minima if one has them; None where that is no form.
@@ -243,23 +251,12 @@ class Stored:
                 start, stop) * known.rows(start, stop).astype(np.float32), "minima"))
 
     def packed(self) -> tuple[Weight, Weight | None]:
-        """Weight and zeros as they lie in memory; scales and minima lie as they are.
-
-        Raises:
-            LlmcError: when they are read, where a code is NaN.
-        """
+        """Weight and zeros as they lie in memory; scales and minima lie as they are."""
         return self._packed(self.codes), self.zeros and self._packed(self.zeros)
 
     def _packed(self, codes: Weight) -> Weight:
-        def rows(start: int, stop: int) -> np.ndarray:
-            block = codes.rows(start, stop)
-            if self.dtype == FLOAT8 and ((block & 0x7F) == 0x7F).any():
-                raise LlmcError(f"'{codes.name}' has NaN among its weights; the checkpoint is "
-                                f"damaged")
-            return pack(block, self.bits)
-
-        return Weight((codes.shape[0], -(-codes.shape[1] * self.bits // 8)), np.uint8, rows,
-                      codes.name)
+        return Weight((codes.shape[0], -(-codes.shape[1] * self.bits // 8)), np.uint8,
+                      lambda start, stop: pack(codes.rows(start, stop), self.bits), codes.name)
 
 
 def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
@@ -267,7 +264,7 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
     once for its zeros; the same input gives the same bytes on any processor.
 
     Raises:
-        LlmcError: a row of it is no whole groups; when it is read, where it has NaN or infinities.
+        LlmcError: a row of it is no whole groups; when it is read, see `check_finite`.
     """
     rows, width = weight.shape
     size = scheme.group_size_for(width)
@@ -280,8 +277,7 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
 
     def grouped(start: int, stop: int) -> np.ndarray:
         block = weight.rows(start, stop).astype(np.float32).reshape(stop - start, shape[1], size)
-        if not np.isfinite(block).all():
-            raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+        check_finite(block, scheme.dtype, name)
         return block
 
     def codes(start: int, stop: int) -> np.ndarray:
@@ -301,6 +297,22 @@ def quantize(weight: Weight, scheme: Scheme, name: str) -> Stored:
         Weight(shape, np.uint8, in_pieces(zeros, width), name)
         if CODES[scheme.dtype][1] is None else None,
         activation_dtype=scheme.activation_dtype)
+
+
+def check_finite(groups: np.ndarray, dtype: str, name: str) -> None:
+    """See that float32 has the scales of groups [..., group_size] of a weight.
+
+    Raises:
+        LlmcError: there are NaN or infinities, or numbers too far apart.
+    """
+    if not np.isfinite(groups).all():
+        raise LlmcError(f"'{name}' has NaN or infinities, which cannot be quantised")
+    if CODES[dtype][1] is None:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        wide = high.astype(np.float64) - low > np.finfo(np.float32).max
+        if wide.any():
+            raise LlmcError(f"'{name}' has numbers in one group from {low[wide][0]:.2g} to "
+                            f"{high[wide][0]:.2g}, too far apart for zeros; give int4 or int8")
 
 
 def in_pieces(rows: Callable[[int, int], np.ndarray], width: int) -> \

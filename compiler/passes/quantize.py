@@ -9,7 +9,8 @@ Given:   an op of matrices for each head, [heads, out, in], of the rows of one w
 Result:  HeadMatrices(codes, weight_scale, weight_zero; …) in their place
 
 Where a checkpoint has columns in another order, x is brought in it by a Gather. What it stores is
-never rounded again; MXFP4 becomes int8, which has its numbers, where it has no kernel. Of our own
+never rounded again; MXFP4 becomes int8, which has its numbers, where it has no kernel, and 4 bits
+become 8 where rows have an odd number of columns. Of our own
 rounding, tables of embeddings take part where the LM head is the same table, and routers do not.
 Groups that no kernel of the target reads stay numbers, and so do experts whose two weights are
 stored in different ways.
@@ -49,6 +50,8 @@ MULTIPLIED = "codes of FP8 multiplied by such"
 ROUNDED_GROUPS, UNROUNDED_GROUPS = "activations rounded in groups", "activations not rounded"
 UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
 WIDENED = "MXFP4 as int8"
+NEAREST_EXPERTS = "experts rounded to nearest beside a calibration"
+NEAREST_HEADS = "matrices of heads rounded to nearest beside a calibration"
 UNQUANTIZED_HEADS = "matrices of heads read as numbers"
 UNROUNDED_HEADS = "what matrices of heads multiply not rounded"
 UNROUNDED_LAYERS = "what weights that have no form for it multiply not rounded"
@@ -109,10 +112,19 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     kept = [stored for stored in found if isinstance(stored, Stored)]
     if len(kept) < len(weights):
         return None
+    if is_op(node, EXPERTS) and _rounds_to_nearest(weights, scheme, settings):
+        report.count(NEAREST_EXPERTS)
     for values, stored, name in zip(weights, kept, names, strict=True):
         blocks = _blocks(stored, name) if settings.takes_blocks and len(weights) == 1 else None
         made[id(values)] = _Made(values, stored, *_constants(stored, name, values.shape), blocks)
     return [made[id(values)] for values in weights]
+
+
+def _rounds_to_nearest(weights: Sequence[Weight], scheme: Scheme | None,
+                       settings: Settings) -> bool:
+    """Whether a calibration has left weights to be rounded that are to be so."""
+    return settings.calibrated and scheme is not None and any(
+        values.stored is None for values in weights)
 
 
 def _loses_rounding(values: Weight, stored: Stored | NoMatch | None, settings: Settings) -> bool:
@@ -234,6 +246,8 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
             report.count(DEQUANTIZED)
         if not isinstance(stored, Stored):
             continue
+        if _rounds_to_nearest([values.matrix], settings.scheme, settings):
+            report.count(NEAREST_HEADS)
         weight, scale, zero, minimum = _constants(stored, tensor.name, values.matrix.shape)
         made = gs.Variable(f"{tensor.name}.matrices", np.float32, values.shape)
         rows, width = values.matrix.shape
@@ -298,6 +312,8 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
                           name)
     if stored.dtype == MXFP4 and not stacked:
         stored = stored.as_int8()
+    if stored.bits == 4 and stored.codes.shape[1] % 2:
+        stored = stored.in_bytes()  # two codes in a byte are of one row
     if not settings.reads(stored):
         rows = stored.codes.shape[0]
         why = "columns in the order of activations, which the target does not bring in it" \
@@ -308,7 +324,12 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
             f"{settings.group_multiple}"
         return NoMatch(f"its weight has {why}, so it is read as numbers", values.name)
     if CODES[stored.dtype][1] is None and stored.group_size > _MOST_GROUPED:
-        return stored.regrouped(math.gcd(stored.group_size, 128))
+        size = math.gcd(stored.group_size, 128)
+        if size == 1:  # scales and zeros of more bytes than numbers have
+            return NoMatch(f"its weight has groups of {stored.group_size} with zeros, which no "
+                           f"kernel has, nor any that divide it, so it is read as numbers",
+                           values.name)
+        return stored.regrouped(size)
     return stored
 
 

@@ -28,6 +28,7 @@ class Options:
         mem_max_seq_len: tokens of a prompt that the model's encoder takes, likewise.
         scheme: how the weights of linear layers are rounded to fewer bits; None: not at all.
         head_scheme: the same of the LM head's.
+        group_size: of both, as it was asked for; 0: it was not.
         quantize_activations: whether what these layers multiply is to be rounded too.
         calibrated: whether that has been done before partition, on a text.
         dequantize: whether what a checkpoint has in fewer bits is read as numbers of `dtype`.
@@ -48,6 +49,7 @@ class Options:
     vocab_multiple: int | None = None
     scheme: Scheme | None = None
     head_scheme: Scheme | None = None
+    group_size: int = 0
     quantize_activations: bool = False
     calibrated: bool = False
     dequantize: bool = False

@@ -331,6 +331,8 @@ def test_what_a_gpu_does_with_rounded_activations_is_said_and_in_the_manifest(ti
      "group_size 48 is no multiple of 32, which the kernels of target 'cuda' take; give 32"),
     ({"quantize": "int4", "group_size": 7}, "group_size 7 is not an even number from 16"),
     ({"quantize_lm_head": "int8"}, "quantize_lm_head is given without quantize"),
+    ({"group_size": 32}, "group_size is given without quantize; give both"),
+    ({"group_size": 32, "quantize": "none"}, "group_size is given without quantize; give both"),
     ({"quantize_activations": True}, "quantize_activations is given without quantize fp8"),
     ({"quantize": "int8", "quantize_activations": True},
      "quantize_activations is given without quantize fp8"),
@@ -411,6 +413,22 @@ def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path)
     families.assert_close(*found, 0.05)
 
 
+@pytest.mark.parametrize(("family", "sizes", "text"), [
+    ("qwen3_moe", {"moe_intermediate_size": 64}, "the experts of 2 layers are rounded to nearest"),
+    ("minicpm3", {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32},
+     "4 matrices of heads, latent attention's, are rounded to nearest"), ("llama", {}, "")])
+def test_that_a_calibration_leaves_weights_rounded_to_nearest_is_said(family, sizes, text,
+                                                                      talkative, tmp_path):
+    hf = families.save(families.tiny_model(family, vocab_size=VOCAB, num_hidden_layers=2, **sizes),
+                       tmp_path / "hf")
+    write_tokenizer(hf)
+    for options in ({"calibrate": talkative[2]}, {}):
+        said = []
+        llmc.compile(hf, tmp_path / "case", quantize="int8", progress=said.append, **options)
+        found = [note for note in said if "rounded to nearest" in note]
+        assert len(found) == bool(text and options) and all(text in note for note in found), found
+
+
 def test_calibrated_weights_are_divided_with_their_groups(talkative, tmp_path, reference_bodies):
     _, hf, text = talkative
     found = []
@@ -478,13 +496,32 @@ def test_diff_knows_what_calibration_has_scaled_and_left_unfolded(talkative, tmp
     assert any(name.endswith(".scaled") for name in names)
 
 
-def test_weights_that_are_no_numbers_are_named(tiny_hf, tmp_path):
+def with_numbers(tiny_hf, hf, numbers):
+    """The checkpoint with these at the beginning of a row of a weight."""
     tensors = load_file(tiny_hf / "model.safetensors")
-    tensors["model.layers.1.self_attn.o_proj.weight"][3, 5] = np.nan
-    hf = tmp_path / "hf"
+    tensors["model.layers.1.self_attn.o_proj.weight"][3, :len(numbers)] = numbers
     hf.mkdir()
     (hf / "config.json").write_text((tiny_hf / "config.json").read_text())
     save_file(tensors, hf / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LlmcError, match="layers.1.self_attn.o_proj.weight' has NaN"):
-        llmc.compile(hf, tmp_path / "case", quantize="int4")
+    return hf
+
+
+@pytest.mark.parametrize(("scheme", "numbers", "said"), [
+    ("int4", [np.nan], "has NaN"), ("uint4", [3e38, -3e38], "has numbers in one group from -3e")])
+def test_weights_that_are_no_numbers_or_too_far_apart_are_named(scheme, numbers, said, tiny_hf,
+                                                                tmp_path):
+    hf = with_numbers(tiny_hf, tmp_path / "hf", numbers)
+    with pytest.raises(LlmcError, match=f"layers.1.self_attn.o_proj.weight' {said}"):
+        llmc.compile(hf, tmp_path / "case", quantize=scheme)
     assert json.loads((hf / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("scheme", "numbers"), [
+    ("uint4", [3.3e38, -5e36]), ("int4", [3e38, -3e38]), ("int8", [3e38, -3e38]),
+    ("fp8", [3e38, -3e38])])
+def test_scales_of_the_largest_numbers_are_finite(scheme, numbers, tiny_hf, tmp_path):
+    hf = with_numbers(tiny_hf, tmp_path / "hf", numbers)
+    llmc.compile(hf, tmp_path / "case", quantize=scheme)
+    weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
+    assert all(np.isfinite(array).all() for name, array in weights.items()
+               if name.endswith("_scale"))

@@ -636,6 +636,60 @@ def test_tokens_are_rounded_where_a_checkpoint_says_that_each_is_as_it_comes(
         assert found == {"norm-gemm": 5}
 
 
+def rounding_outputs(kind):
+    said, make = kind
+    group = said["config_groups"]["group_0"] | {"output_activations": STATIC}
+    return said | {"config_groups": {"group_0": group}}, make
+
+
+def rounding(kind, activations):
+    said, make = kind
+    group = said["config_groups"]["group_0"] | {"input_activations": activations}
+    return said | {"config_groups": {"group_0": group}}, make
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (float8("tensor", activations={**DYNAMIC, "strategy": "tensor"}),
+     r"activations are not rounded as .* \(8 bits, float, tensor, dynamic\): '.*' and 13 more"),
+    (rounding(pack_quantized(), DYNAMIC), r"activations .* \(8 bits, float, token, dynamic\)"),
+    (rounding(pack_quantized(), {**DYNAMIC, "type": "int"}), r"activations .* \(8 bits, int"),
+    (rounding(int8(), {**DYNAMIC, "type": "int"}), r"activations .* \(8 bits, int, token, dynamic"),
+    (rounding_outputs(float8("channel", activations=DYNAMIC)),
+     r"what layers make is not rounded as .* says \(8 bits, float, tensor, static\)"),
+    ("fp8-no-block", "activations are not rounded as .* says, as it has no scale of theirs"),
+    *[(kind, "") for kind in ("fp8-dynamic", "fp8-static", "fp8-channel", "w8a8", "modelopt-fp8")]])
+def test_that_activations_are_not_rounded_as_a_checkpoint_says_is_said(kind, said, plain_hf,
+                                                                       tmp_path):
+    notes = decoded(write(plain_hf, tmp_path / "hf", kind)[0]).notes
+    if said:
+        assert len(notes) == 1 and re.match(said, notes[0]), notes
+    else:
+        assert not notes
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_modelopt_s_layers_round_each_as_its_own_algorithm_says(named, plain_hf, tmp_path):
+    """Where the config does not name a layer its scales say it: a row's are by token's alone."""
+    by_token, fixed = "FP8_PER_CHANNEL_PER_TOKEN", "FP8"
+
+    def of(name):
+        return by_token if "mlp" in name else fixed
+
+    listed = {name.removesuffix(".weight"): {"quant_algo": of(name)}
+              for name in load_file(plain_hf / "model.safetensors") if "_proj" in name}
+    said = dict(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=listed
+                if named else {str(key): {"quant_algo": key} for key in (by_token, fixed)})
+    directory, truth = write(plain_hf, tmp_path / "hf", (
+        said, lambda name, weight: modelopt(of(name))[1](name, weight)))
+    found = decoded(directory)
+    for name, numbers in truth.items():
+        stored = found.tensors[name].stored
+        assert found.tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+        assert (stored.activation_dtype, stored.activation_scale) == (
+            "float8_e4m3fn", 0 if "mlp" in name else np.float32(input_scale(name))), name
+    assert not found.notes
+
+
 GROUPED = dict(num_bits=8, type="float", strategy="group", group_size=32, dynamic=True)
 
 
@@ -695,6 +749,27 @@ def test_layers_that_share_a_weight_share_the_scales_of_its_blocks(tmp_path):
                           transformers_logits(plain, truth), 1e-5)
     names = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
     assert any(name.endswith("_blocks") for name in names)
+
+
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "llm-int8", "nf4"])
+def test_a_conv1d_s_weight_lies_as_a_linear_layer_s_where_it_is_quantised(kind, square, tmp_path,
+                                                                          monkeypatch):
+    plain = families.save(families.tiny_model("gpt2", n_layer=2), tmp_path / "plain")
+    said, make = FORMATS[kind][0]
+
+    def turned(name, weight):
+        tensors, truth = make(name, np.ascontiguousarray(weight.T))
+        return tensors, np.ascontiguousarray(truth.T)
+
+    directory, truth = write(plain, tmp_path / "hf", (said, turned), of=lambda name, array: (
+        name.endswith("attn.c_proj.weight") if square else ".c_" in name and array.ndim == 2))
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert len(forms) == (0 if kind == "nf4" else len(truth)) and len(truth) == 2 * (4 - 3 * square)
 
 
 def test_groups_that_kernels_do_not_round_are_refused(tmp_path):
@@ -972,6 +1047,19 @@ def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, 
                for note in read.notes)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_weights_beside_caches_in_fp8_are_as_they_are(stored, plain_hf, tmp_path):
+    scales = {f"model.layers.{layer}.self_attn.k_scale": np.array([0.03], np.float32)
+              for layer in range(2)} if stored else {}
+    said = dict(quant_method="compressed-tensors", format="dense", config_groups={},
+                kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor"))
+    directory, _ = write(plain_hf, tmp_path / "hf", (said, lambda name, weight: (
+        {name: weight}, weight)), lambda tensors: tensors.update(scales))
+    read, plain = decoded(directory), load_file(plain_hf / "model.safetensors")
+    assert read.tensors.keys() == plain.keys() and len(read.notes) == stored
+    assert all(np.array_equal(tensor.load(), plain[name]) for name, tensor in read.tensors.items())
+
+
 @pytest.mark.parametrize("method", ["auto-round", "gptq"])
 def test_layers_have_4_bits_and_8_in_one_checkpoint(method, plain_hf, tmp_path):
     """And groups of another size."""
@@ -998,6 +1086,31 @@ def test_what_auto_round_writes_otherwise_is_refused_by_its_name(more, plain_hf,
         decoded(directory)
 
 
+@pytest.mark.parametrize("more", [
+    {"format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": "GPTQ_V2"},
+    {"checkpoint_format": "gptq_v2", "rotation": None, "adapter": None}])
+def test_each_key_that_says_gptq_s_version_is_read(more, plain_hf, tmp_path):
+    said, make = gptq(form="gptq_v2")
+    del said["checkpoint_format"]
+    directory, truth = write(plain_hf, tmp_path / "hf", (said | more, make))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+@pytest.mark.parametrize(("kind", "more", "said"), [
+    (gptq(), {"format": "gptq_v2"}, "has checkpoint_format gptq and format gptq_v2 in its config"),
+    (gptq(), {"format": "marlin", "checkpoint_format": None}, "is quantised by GPTQ"),
+    (gptq(), {"rotation": "hadamard"}, "is rotated, as rotation 'hadamard' in its config says"),
+    (awq(), {"rotation": "random"}, "is rotated, as rotation 'random' in its config says"),
+    (gptq(), {"adapter": {"name": "lora", "rank": 8}}, "adapter, as adapter .*'rank': 8.* says")])
+def test_what_gptq_s_config_contradicts_or_llmc_does_not_read_is_refused(kind, more, said, plain_hf,
+                                                                         tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", (kind[0] | more, kind[1]))
+    with pytest.raises(LlmcError, match=said):
+        decoded(directory)
+
+
 def test_codes_of_other_bits_are_refused_by_their_layer(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", (gptq()[0], by_layer(gptq(), gptq(2), "up")))
     with pytest.raises(LlmcError, match="up_proj' in .* has codes of 2 bits; llmc reads 4 and 8"):
@@ -1013,6 +1126,51 @@ def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tm
     tensors = decoded(directory).tensors
     for name, numbers in truth.items():
         assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+def arguing(kind, **arguments):
+    """A kind of compressed-tensors' whose config says more of weights."""
+    said, make = kind
+    group = said["config_groups"]["group_0"]
+    return said | {"config_groups": {"group_0": group | {
+        "weights": group["weights"] | arguments}}}, make
+
+
+@pytest.mark.parametrize("kind", [
+    arguing(pack_quantized(), actorder="weight"), arguing(pack_quantized(), actorder="static"),
+    arguing(pack_quantized(group=0), actorder="group"),
+    (gptq(listed=False)[0] | {"desc_act": True, "static_groups": True}, gptq(listed=False)[1]),
+    (gptq(listed=False, group=96)[0] | {"desc_act": True, "group_size": -1},
+     gptq(listed=False, group=96)[1])])
+def test_columns_in_their_own_order_need_no_list_of_groups(kind, plain_hf, tmp_path):
+    """As those of one group, and where groups were made before columns were ordered."""
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+@pytest.mark.parametrize("asymmetric", ["Linear", "re:.*(q|k)_proj"])
+def test_the_group_of_a_config_that_a_layer_belongs_to_says_whether_it_has_zeros(
+        asymmetric, plain_hf, tmp_path):
+    some, others = pack_quantized(zeros="any"), pack_quantized()
+    own, of_others = (kind[0]["config_groups"]["group_0"] for kind in (some, others))
+    said = others[0] | {"config_groups": {
+        "a": own | {"targets": [asymmetric]},
+        "b": of_others | {"targets": ["re:.*(v|o|gate|up|down)_proj"
+                                      if asymmetric == "Linear" else "Linear"]}}}
+
+    def make(name, weight):
+        return (some if re.search("[qk]_proj", name) else others)[1](name, weight)
+
+    directory, truth = write(plain_hf, tmp_path / "hf", (said, make))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+    directory, _ = write(plain_hf, tmp_path / "missing", (said, make),
+                         lambda tensors: tensors.pop(f"{Q}.weight_zero_point"))
+    with pytest.raises(LlmcError, match="has no tensor '.*q_proj.weight_zero_point'"):
+        decoded(directory)
 
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -1050,10 +1208,33 @@ Q = "model.layers.1.self_attn.q_proj"
     ("nf4", lambda t: t.update({f"{Q}.weight": np.ones((9, 1), np.uint8)}),
      r"is \[9, 1\], its state is of \[64, 64\] numbers in 4 bits"),
     ("nf4-nested", lambda t: t.pop(f"{Q}.weight.nested_absmax"), "has no tensor '.*nested_absmax'"),
+    ("nf4", lambda t: t[f"{Q}.weight.quant_map"].__setitem__(3, np.nan), "a number that is NaN"),
+    ("nf4-nested", lambda t: t[f"{Q}.weight.quant_map"].__setitem__(3, np.inf), "quant_map' in"),
     ("llm-int8", lambda t: t[f"{Q}.SCB"].__setitem__(5, np.nan), "a scale that is NaN"),
     ("llm-int8", lambda t: t.update({f"{Q}.weight_format": np.array(1, np.uint8)}), "reads rows"),
     ("modelopt-nvfp4", lambda t: t.update({f"{Q}.pre_quant_scale": np.ones(64, np.float32)}),
      "pre_quant_scale"),
+    ("w4a16-asymmetric", lambda t: t.pop(f"{Q}.weight_zero_point"),
+     "has no tensor '.*q_proj.weight_zero_point', without .* config has symmetric false"),
+    (arguing(int8(True), symmetric=False), lambda t: t.pop(f"{Q}.weight_zero_point"),
+     "has no tensor '.*q_proj.weight_zero_point'"),
+    ("gptq-act-order", lambda t: t.pop(f"{Q}.g_idx"),
+     "has no tensor '.*q_proj.g_idx', without which .* config has desc_act"),
+    (arguing(pack_quantized(order=True), actorder="group"), lambda t: t.pop(f"{Q}.weight_g_idx"),
+     "has no tensor '.*q_proj.weight_g_idx', without which .* config has actorder group"),
+    ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.array(1, np.float32)}),
+     r"weight_scale' in .* is float32 \[\], expected \[64, 1\]"),
+    *[(kind, lambda t, name=f"{Q}.{name}": t.update({name: t[name].reshape(-1)}),
+       rf"{name}' in .*({dtype} \[\d+\], expected a matrix|has shape \[\d+\], its weight_shape)")
+      for kind, name, dtype in (
+          ("gptq", "qweight", "int32"), ("awq", "qweight", "int32"), ("w8a8", "weight", "int8"),
+          ("fp8-channel", "weight", "float8_e4m3fn"), ("fp8-block", "weight", "float8_e4m3fn"),
+          ("w4a16", "weight_packed", "int32"), ("mxfp4", "weight_packed", "uint8"))],
+    *[(kind, lambda t, name=f"{Q}.{name}", dtype=dtype: t.update({name: t[name].view(dtype)}),
+       f"{name}' in .* has codes packed in {dtype.__name__}; llmc reads them in int32")
+      for kind, name, dtype in (
+          ("gptq", "qweight", np.int16), ("gptq", "qweight", np.int8),
+          ("awq", "qweight", np.int64))],
 ])
 def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_path):
     """In one sentence, before anything is exported."""
@@ -1061,6 +1242,71 @@ def test_what_is_missing_or_damaged_is_named(kind, change, said, plain_hf, tmp_p
     with pytest.raises(LlmcError, match=said):
         llmc.compile(directory, tmp_path / "case")
     assert not (tmp_path / "case").exists()
+
+
+@pytest.mark.parametrize("read", ["as numbers", "merged", "of an expert"])
+def test_fp8_that_is_no_number_is_named_however_it_is_read(read, plain_hf, tmp_path):
+    """By its form, or as numbers: where that is asked for, where a neighbour has no such form, and
+    where no kernel has it.
+    """
+    name = f"{Q}.weight"
+    if read == "of an expert":
+        plain_hf = families.save(families.tiny_model(
+            "qwen3_moe", moe_intermediate_size=96, num_hidden_layers=2), tmp_path / "plain")
+        name = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+    def change(tensors):
+        tensors[name].view(np.uint8)[5, 0] = 255
+        if read == "merged":
+            other = name.replace("q_proj", "k_proj")
+            tensors[other] = tensors[other].astype(np.float32)
+            del tensors[f"{other}_scale"]
+
+    directory, _ = write(plain_hf, tmp_path / "hf", "fp8-channel", change)
+    with pytest.raises(LlmcError, match=f"'{name}' in .* has NaN among its weights"):
+        llmc.compile(directory, tmp_path / "case", quantize="none" if read == "as numbers" else "")
+    assert not (tmp_path / "case").exists()
+
+
+@pytest.mark.parametrize("said", ["32x32", [32, 32]])
+def test_blocks_are_read_as_older_configs_say_them_too(said, plain_hf, tmp_path):
+    kind = arguing(float8("block", side=32, activations=GROUPED), block_structure=said)
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+        assert tensors[name].stored.rounds_groups
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    *[(arguing(float8("block", side=32), block_structure=block), "has weights in blocks of")
+      for block in ([0, 0], "32", None, 32)],
+    ((dict(quant_method="fp8", weight_block_size="48"), FORMATS["fp8-block"][0][1]),
+     "has weights in blocks of '48'"),
+    ((pack_quantized()[0] | {"config_groups": [1]}, pack_quantized()[1]),
+     "is quantised by compressed-tensors")])
+def test_a_config_that_is_none_is_one_sentence(kind, said, plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", kind)
+    with pytest.raises(LlmcError, match=said):
+        decoded(directory)
+
+
+@pytest.mark.parametrize(("width", "tp_size", "zeros", "dtype"), [
+    (63, 1, "middle", "int8"), (63, 1, "any", "uint8"), (66, 2, "middle", "int8"),
+    (66, 2, "any", "uint8"), (257, 1, "middle", "int8"), (257, 1, "any", "")])
+def test_four_bits_of_an_odd_number_of_columns_lie_in_bytes(width, tp_size, zeros, dtype, tmp_path,
+                                                            monkeypatch):
+    """Of a rank as of a whole row; not in groups of one column each."""
+    plain = families.save(families.tiny_model("llama", intermediate_size=width,
+                                              num_hidden_layers=1), tmp_path / "plain")
+    directory, truth = write(plain, tmp_path / "hf", pack_quantized(zeros=zeros, group=0))
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", tp_size=tp_size)
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert [form.dtype for name, form in forms.items() if "down_proj" in name] == [dtype] * bool(
+        dtype)
 
 
 def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):

@@ -62,8 +62,8 @@ def test_logits(extension, family, scheme, tmp_path):
     hf = families.save(model, tmp_path / "hf")
 
     def compiled(dtype, quantize):
-        return compile_to(tmp_path, hf, dtype, quantize, group_size=32,
-                          quantize_lm_head=quantize if quantize != "none" else "")
+        options = {} if quantize == "none" else dict(group_size=32, quantize_lm_head=quantize)
+        return compile_to(tmp_path, hf, dtype, quantize, **options)
 
     exact = compiled("float32", scheme)
     right, plain = truth(exact), truth(compiled("float32", "none"))
