@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -71,6 +72,40 @@ def test_a_rank_that_ends_ends_the_replica_soon(replica):
         for _ in range(3):
             replica.collect(replica.submit(step))
     assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_ends_ends_all_requests_soon(cases):
+    """Those that run, those that wait for a slot, and one that nobody reads."""
+    llm = llmc.LLM(cases / "tp2", max_batch_size=4, gpu_memory_utilization=0.5)
+    process = llm._loops[0]._engine._others[0]._process
+    wish, ended, running = SamplingParams(max_tokens=120, ignore_eos=True), [], threading.Barrier(6)
+
+    def generate(index):
+        stream = llm.stream([PROMPTS[index % len(PROMPTS)]] * 3, wish)
+        next(stream)
+        running.wait(60)
+        with pytest.raises(llmc.LlmcError, match="the process of rank 1 has ended"):
+            while True:
+                list(stream)
+                stream = llm.stream([PROMPTS[index % len(PROMPTS)]], wish)
+        ended.append(time.monotonic())
+
+    idle = llm.stream([PROMPTS[0]], wish)
+    next(idle)
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(5)]
+    for thread in threads:
+        thread.start()
+    running.wait(60)
+    start = time.monotonic()
+    os.kill(process.pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == len(threads) and max(ended) - start < 5
+    with pytest.raises(llmc.LlmcError, match="has to be loaded again, as a step failed"):
+        llm.generate([PROMPTS[0]], wish)
+    idle.close()
+    llm.close()
+    assert process.poll() is not None
 
 
 def test_what_is_wrong_with_a_step_is_said(replica):

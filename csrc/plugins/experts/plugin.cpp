@@ -5,9 +5,9 @@
 namespace llmc {
 namespace {
 
-// Pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of weights of four bits, and so
-// many tokens of others, or where these are rounded one pair for so many experts.
-constexpr int64_t kFewPairs = 8, kFewFourOnHopper = 4, kFewOnHopper = 8, kFewRoundedOnHopper = 4;
+// Pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of weights of four bits, of
+// eight, and so many tokens of any that is not rounded, or where it is one pair for so many experts.
+constexpr int64_t kFewPairs = 8, kFewFourOnHopper = 4, kFewEightOnHopper = 1, kFewOnHopper = 8, kFewRoundedOnHopper = 2;
 
 // How the field weight_dtype has weights stored, and whether their groups have zeros.
 std::pair<kernels::Codes, bool> codes_of(const std::string& dtype) {
@@ -166,7 +166,8 @@ class Experts : public Plugin {
                          ? p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts
                      : is_four(packing.codes) ? pairs <= kFewFourOnHopper * p.num_experts
                      : p.rounded              ? kFewRoundedOnHopper * pairs <= p.num_experts
-                                              : p.num_tokens <= kFewOnHopper;
+                     : p.num_tokens <= kFewOnHopper ? true
+                         : packing.codes != kernels::Codes::kNone && pairs <= kFewEightOnHopper * p.num_experts;
     return pairs <= kernels::kFewExpertPairs && context.gemm->takes_first(few) ? kernels::ExpertsWay::kFew
                                                                                : kernels::ExpertsWay::kMany;
   }
