@@ -2,10 +2,15 @@
 a few lines of NumPy round here.
 """
 
+import copy
 import functools
 import hashlib
+import itertools
 import json
+import re
+import shutil
 
+import bench_model
 import families
 import ml_dtypes
 import numpy as np
@@ -14,6 +19,7 @@ import torch
 from conftest import VOCAB, write_tokenizer
 from safetensors.numpy import load_file, save_file
 from schedule_interpreter import Interpreters
+from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler import api
@@ -28,6 +34,7 @@ from llmc.compiler.targets import Options, cpu
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.step import Step
+from llmc.runtime.tokenizer import read_tokenizer
 
 TOKENS = np.random.default_rng(3).integers(3, families.VOCAB, 20).tolist()
 WIDER = {"llama": {"intermediate_size": 192}, "gpt2": {"n_inner": 192},
@@ -164,16 +171,116 @@ def test_the_cpu_target_is_off_by_what_activations_lose_in_8_bits(scheme, tp_siz
                           EXACT if scheme == "fp8" else EIGHT_BITS)
 
 
-@pytest.mark.parametrize("family", families.once(sorted({*families.FAMILIES} - {"llama"})))
-def test_every_family_runs_in_fewer_bits(family, root, tmp_path):
-    case = compiled(family, root, tmp_path / "case", quantize="int8")
-    model, _ = model_and_raw(family, root)
-    families.assert_close(logits(case), families.reference_logits(model, TOKENS), EIGHT_BITS)
-    assert read_manifest(case).quantization == ("int8",)
+def linear_modules(model):
+    """Those with matrices of their own, and the norm whose result each multiplies, if it does."""
+    made, read, hooks = {}, {}, []
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("Linear", "Conv1D"):
+            hooks.append(module.register_forward_pre_hook(
+                lambda own, inputs, name=name: read.update({name: (own, inputs[0])})))
+        elif type(module).__name__.endswith("Norm"):
+            hooks.append(module.register_forward_hook(
+                lambda own, inputs, result: made.update({result.data_ptr(): (own, result)})))
+    families.reference_logits(model, TOKENS)
+    for hook in hooks:
+        hook.remove()
+    return {name: (own, made.get(x.data_ptr(), (None,))[0]) for name, (own, x) in read.items()}
 
 
-def schedule_logits(interpreters):
-    step = Step.of([TOKENS], [0], [list(range(8))], [0], logits="all")
+def dequantized(model, scheme, forms):
+    """A copy of a transformers model whose matrices are rounded where `forms`, of a manifest, has
+    them: in groups of the size that it says, and times the gains of the norm before them where it
+    says that these are in them.
+    """
+    model = copy.deepcopy(model)
+    for name, (module, norm) in linear_modules(model).items():
+        merged = re.sub(r"\b[qkv]_proj$", "qkv_proj", re.sub(r"\b(gate|up)_proj$",
+                                                            "gate_up_proj", name))
+        stems = tuple(f"{stem.replace('embed_out', 'lm_head')}.weight" for stem in (name, merged))
+        stored = next((key for key in forms if key.startswith(stems)), None)
+        turned = type(module).__name__ == "Conv1D"
+        weight = module.weight.detach().numpy().T if turned else module.weight.detach().numpy()
+        if stored is None:
+            assert weight.shape[1] % 32, f"{name} is not in fewer bits"
+            continue
+        assert forms[stored].dtype == scheme
+        gains, shift = np.float32(1), None
+        if stored.endswith(".normed"):
+            gains = norm.weight.detach().numpy() + ("Gemma" in type(norm).__name__)
+            shift = getattr(norm, "bias", None)
+        numbers = rounded(weight * gains, scheme, forms[stored].group_size) / gains
+        if shift is not None:  # which is multiplied by what was not rounded
+            bias = torch.tensor((weight - numbers) @ shift.detach().numpy())
+            module.bias = torch.nn.Parameter(bias if module.bias is None else module.bias + bias)
+        numbers = torch.tensor(np.ascontiguousarray(numbers.T if turned else numbers))
+        module.weight.data = numbers  # of the embedding too, where that is the LM head's table
+    return model
+
+
+def check_dequantized(model, scheme, compile_for, monkeypatch, tokens=TOKENS,
+                      eight_bits=EIGHT_BITS):
+    """The logits of a model in fewer bits are those that transformers has of the numbers which the
+    codes stand for: to the last bits where activations are in float32, as exact as transformers is
+    in bfloat16 in bfloat16, and by what 8 bits lose of activations in the cpu target's own kernels.
+    `compile_for(target, dtype)` gives a case.
+    """
+    for body, tolerance in (("", EXACT), ("cpu", eight_bits)):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "KIND", body)
+            case = compile_for("cpu", "float32")
+        numbers = dequantized(model, scheme, read_manifest(case).chips[0].quantization)
+        with llmc.LLM(case) as llm:
+            families.assert_close(llm.logits(tokens), families.reference_logits(numbers, tokens),
+                                  tolerance)
+    for dtype in ("float32", "bfloat16"):
+        case = compile_for("cuda", dtype)
+        numbers = dequantized(model, scheme, read_manifest(case).chips[0].quantization)
+        exact = families.reference_logits(numbers, tokens)
+        allowed = EXACT
+        if dtype == "bfloat16":
+            loss = np.abs(families.reference_logits(numbers.to(torch.bfloat16), tokens) - exact)
+            allowed = 2 * loss.max() / np.ptp(exact)
+        families.assert_close(schedule_logits(Interpreters(case), tokens), exact, allowed)
+
+
+# What `make test` runs of them.
+SHORT = {("gpt2", "int8"), ("gpt_neox", "int8"), ("llama", "int4"), ("gemma2", "int4")}
+
+
+@pytest.mark.parametrize(("family", "scheme"), [
+    pytest.param(*pair, marks=[pytest.mark.thorough] * (pair not in SHORT))
+    for pair in itertools.product(families.FAMILIES, ("int8", "int4"))])
+def test_every_family_is_the_model_that_its_codes_stand_for(family, scheme, root, tmp_path,
+                                                            monkeypatch):
+    numbers = itertools.count()
+
+    def compile_for(target, dtype):
+        return compiled(family, root, tmp_path / f"case{next(numbers)}", quantize=scheme,
+                        target=target, dtype=dtype)
+
+    check_dequantized(model_and_raw(family, root)[0], scheme, compile_for, monkeypatch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_smollm2_is_the_model_that_its_codes_stand_for(scheme, tmp_path, monkeypatch):
+    hf = bench_model.smollm2(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32,
+                                                 attn_implementation="eager").eval()
+    tokens = read_tokenizer(hf).encode("The sea is blue because water absorbs red light").ids
+
+    def compile_for(target, dtype):
+        shutil.rmtree(tmp_path / "case", ignore_errors=True)
+        llmc.compile(hf, tmp_path / "case", target=target, dtype=dtype, quantize=scheme,
+                     quantize_lm_head=scheme, max_seq_len=64)
+        return tmp_path / "case"
+
+    check_dequantized(model, scheme, compile_for, monkeypatch, tokens,
+                      eight_bits=0.06)  # of 30 layers
+
+
+def schedule_logits(interpreters, tokens=TOKENS):
+    step = Step.of([tokens], [0], [list(range(8))], [0], logits="all")
     return interpreters.compute(step)
 
 
