@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shutil
+import tracemalloc
 
 import bench_model
 import families
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler import api
+from llmc.compiler.calibrate import calibrate
 from llmc.compiler.channel_scales import find_pair, scale_channels
 from llmc.compiler.check.diff import _compare_weights, diff
 from llmc.compiler.check.evaluate import perplexity
@@ -499,6 +501,22 @@ def test_scaled_channels_make_the_same_model(family, root, tmp_path):
     (tmp_path / "case").mkdir()
     api.write(raw, divide(fused, options), Target(kind="cpu"), options, tmp_path / "case")
     families.assert_close(logits(tmp_path / "case"), families.reference_logits(model, TOKENS))
+
+
+def test_calibration_has_one_layer_at_a_time_in_memory(tmp_path):
+    """Of four layers it takes no more than of two, to within a layer's codes."""
+    peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 1024).tolist()
+    for depth in (2, 4):
+        raw = load(families.save(families.tiny_model(
+            "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=depth),
+            tmp_path / f"{depth}"))
+        graph, = fuse(raw, Options()).graphs
+        tracemalloc.start()
+        calibrate(graph, tokens, Scheme("int4"), Scheme("int4"), 64)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    codes = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256
+    assert peaks[1] - peaks[0] < codes < peaks[0] / 10
 
 
 def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path):
