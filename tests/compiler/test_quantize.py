@@ -578,6 +578,19 @@ def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
     assert "as weights are in int8" in compared.allowed and len(compared.tokens) == 24
 
 
+@pytest.mark.thorough
+def test_diff_says_how_many_of_1000_greedy_tokens_keep_the_original_s_choice(tmp_path):
+    hf = families.save(families.tiny_model("llama", vocab_size=VOCAB, intermediate_size=96,
+                                           max_position_embeddings=1088), tmp_path / "hf")
+    write_tokenizer(hf)
+    llmc.compile(hf, tmp_path / "case", quantize="int8", group_size=32)
+    report = diff(tmp_path / "case", hf, tokens=1000)
+    assert report.verdict is None, report.verdict
+    kept = sum(token.token == token.reference_token for token in report.tokens)
+    assert len(report.tokens) == 1000 and kept > 900
+    assert f"greedy tokens: {kept} of 1000 equal" in report.equal_tokens
+
+
 @pytest.mark.parametrize(("family", "scheme"), [("gpt2", "int8"), ("llama", "int4")])
 def test_diff_holds_the_weights_of_a_schedule_that_llmc_has_not_rounded(family, scheme, root,
                                                                         tmp_path):
