@@ -395,11 +395,35 @@ def test_the_manifest_says_what_each_weight_is_and_inspect_counts_them(root, tmp
     assert counts == {"uint4, groups of 64": 13}
 
 
-def test_the_same_model_and_options_give_the_same_bytes(root, tmp_path):
-    digests = {hashlib.sha256((compiled("llama", root, tmp_path / name, quantize="uint4")
-                               / "chip0" / "weights.safetensors").read_bytes()).hexdigest()
-               for name in ("one", "other")}
-    assert len(digests) == 1
+def digests(case):
+    """Of all files of a case."""
+    return {path.relative_to(case).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(case.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "uint4", "fp8"])
+def test_the_same_model_and_options_give_the_same_bytes(scheme, target, root, tmp_path):
+    one, other = (digests(compiled("llama", root, tmp_path / name, quantize=scheme, target=target))
+                  for name in ("one", "other"))
+    assert one == other and "chip0/weights.safetensors" in one
+
+
+def test_so_does_a_text_to_calibrate_on(talkative, tmp_path):
+    _, hf, text = talkative
+    for name in ("one", "other"):
+        llmc.compile(hf, tmp_path / name, quantize="int4", group_size=32, calibrate=text)
+    assert digests(tmp_path / "one") == digests(tmp_path / "other")
+
+
+def test_so_does_a_checkpoint_in_fewer_bits(tmp_path):
+    hf = families.save(families.tiny_model("llama", intermediate_size=96, num_hidden_layers=2),
+                       tmp_path / "hf")
+    made = families.to_static_fp8(hf, tmp_path / "fp8", {"_proj": 0.01})
+    for name in ("one", "other"):
+        llmc.compile(made, tmp_path / name, target="cuda")
+    assert read_manifest(tmp_path / "one").quantization == ("float8_e4m3fn",)
+    assert digests(tmp_path / "one") == digests(tmp_path / "other")
 
 
 def test_that_no_gpu_multiplies_fp8_is_said(tiny_hf, tmp_path):
