@@ -9,12 +9,15 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 import tracemalloc
 
 import bench_model
 import families
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
 from conftest import VOCAB, write_tokenizer
@@ -364,6 +367,66 @@ def test_a_tied_embedding_is_the_lm_head_s_table(root, tmp_path, reference_bodie
     tables = [name for name in load_file(case / "chip0" / "weights.safetensors")
               if name.startswith("lm_head") or "wte" in name]
     assert len(tables) == 2  # codes and scales
+
+
+def products(proto):
+    """The body of each llmc op that has a weight in fewer bits: the MatMulNBits in it."""
+    bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
+    return {node.input[1]: [{a.name: onnx.helper.get_attribute_value(a) for a in inner.attribute}
+                            for inner in bodies[node.domain, node.op_type, node.overload].node
+                            if inner.op_type == "MatMulNBits"]
+            for node in proto.graph.node
+            if any(a.name == "weight_dtype" and a.s for a in node.attribute)
+            and node.op_type != "Embedding"}
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("int4", 4), ("uint4", 4), ("int8", 8)])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_cpu_target_multiplies_all_by_int8_dot_products(family, scheme, bits, root, tmp_path):
+    """Every linear layer, the LM head too, is one MatMulNBits of accuracy level 4."""
+    case = compiled(family, root, tmp_path / "case", quantize=scheme)
+    found = products(onnx.load(case / "chip0" / "graph.onnx", load_external_data=False))
+    assert found.keys() == read_manifest(case).chips[0].quantization.keys()
+    assert "lm_head.weight" in found and len(found) == 4 * 3 + 1
+    for name, nodes in found.items():
+        node, = nodes
+        assert (node["accuracy_level"], node["bits"]) == (4, bits), name
+
+
+@pytest.mark.parametrize("body", ["", "cpu"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_onnx_runtime_runs_the_file_without_llmc(scheme, body, root, tmp_path, monkeypatch):
+    """As artifacts/README.md shows it, in a process where llmc cannot be imported. Bodies of
+    standard ONNX have no op of any other domain.
+    """
+    monkeypatch.setattr(cpu, "KIND", body)
+    case = compiled("llama", root, tmp_path / "case", quantize=scheme)
+    if not body:
+        proto = onnx.load(case / "chip0" / "graph.onnx", load_external_data=False)
+        assert {node.domain for f in proto.functions for node in f.node} <= {"", "ai.onnx"}
+    script = """
+import sys
+sys.modules["llmc"] = None
+import numpy as np, onnxruntime as ort
+
+case, tokens, output = sys.argv[1], np.array(eval(sys.argv[2])), sys.argv[3]
+session = ort.InferenceSession(f"{case}/chip0/graph.onnx", providers=["CPUExecutionProvider"])
+feed = {"input_ids": tokens, "position_ids": np.arange(len(tokens)),
+        "cu_seqlens": np.array([0, len(tokens)], np.int32), "past_lens": np.zeros(1, np.int32),
+        "logits_indices": np.arange(len(tokens))}
+names = {tensor.name for tensor in session.get_inputs()}
+feed = {name: value for name, value in feed.items() if name in names}
+for tensor in session.get_inputs():
+    if "cache" in tensor.name:
+        shape = [1, tensor.shape[1], 64, tensor.shape[3]]
+        feed[tensor.name] = np.zeros(shape, np.float32)
+np.save(output, session.run(["logits"], feed)[0])
+"""
+    subprocess.run([sys.executable, "-c", script, case, repr(TOKENS), tmp_path / "logits.npy"],
+                   check=True)
+    found = np.load(tmp_path / "logits.npy")[:, :families.VOCAB]
+    families.assert_close(found, truth("llama", root, scheme, 64), EIGHT_BITS if body else EXACT)
+    families.assert_close(found, logits(case), EXACT)
 
 
 def test_the_lm_head_has_a_dtype_of_its_own_or_none(root, tmp_path, reference_bodies):
