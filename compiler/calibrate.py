@@ -15,6 +15,7 @@ this gives the same bytes on the same machine only.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -135,13 +136,13 @@ def _feeds(graph: gs.Graph, tokens: Sequence[int], max_seq_len: int) -> dict[str
         "cu_seqlens": np.arange(0, total + 1, length, dtype=np.int32),
         "past_lens": np.zeros(count, np.int32),
         "logits_indices": np.arange(total, dtype=np.int64)}
+    empty = functools.cache(lambda shape: np.zeros(shape, np.float32))  # one for all layers
     for node in graph.nodes:
         for cache, _ in caches(node):
-            feeds[cache.name] = np.zeros((count, cache.shape[1], length, cache.shape[3]),
-                                         np.float32)
+            feeds[cache.name] = empty((count, cache.shape[1], length, cache.shape[3]))
         state = state_of(node)
         if state is not None:
-            feeds[state[0].name] = np.zeros((count, *state[0].shape[1:]), np.float32)
+            feeds[state[0].name] = empty((count, *state[0].shape[1:]))
     return feeds
 
 
@@ -178,17 +179,19 @@ class _Space:
                        zeros=stored.zeros and self._kept(stored.zeros))
 
     def _kept(self, weight: Weight) -> Weight:
-        start, width = self._end, weight.shape[1] * weight.dtype.itemsize
+        start, dtype = self._end, weight.dtype
+        width = weight.shape[1] * dtype.itemsize
         for block in weight.blocks():
             self._file.write(block.tobytes())
         self._file.flush()
         self._end += weight.nbytes
 
         def rows(first: int, stop: int) -> np.ndarray:
+            # Nothing of `weight` itself, which would stay in memory with this function.
             data = os.pread(self._file.fileno(), (stop - first) * width, start + first * width)
-            return np.frombuffer(data, weight.dtype).reshape(stop - first, -1)
+            return np.frombuffer(data, dtype).reshape(stop - first, -1)
 
-        return Weight(weight.shape, weight.dtype, rows, weight.name)
+        return Weight(weight.shape, dtype, rows, weight.name)
 
 
 def _round(weight: Weight, x: np.ndarray, scheme: Scheme, name: str) -> Stored:

@@ -50,6 +50,24 @@ class File:
     more: dict = None
     kind: str = "Q8_0"
     vocab_size: bool = True
+    blocks: bool = False  # random ones, where gguf only reads a kind
+
+
+# As above, in rows of whole blocks of 256 numbers.
+WIDE = {**LLAMA, "embedding_length": 256, "feed_forward_length": 256, "rope.dimension_count": 64}
+WIDE_LAYER = {name: (256,) if len(shape) == 1 else (128 if shape[0] == 32 else 256, 256)
+              for name, shape in LAYER.items()}
+SCALES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # where blocks have theirs of 16 bits
+
+
+def random_blocks(kind, shape, rng):
+    """Any bytes, uint8 [rows, nbytes], but for scales that are no numbers."""
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (shape[0], shape[1] // numbers, nbytes), dtype=np.uint8)
+    for at in SCALES.get(kind, [0] if kind[-1] == "0" or kind[0] == "I" else [0, 2]):
+        data[..., at:at + 2] = rng.uniform(-2, 2, (*data.shape[:2], 1)).astype(np.float16) \
+            .view(np.uint8)
+    return data.reshape(shape[0], -1)
 
 
 def write(path, file):
@@ -65,13 +83,16 @@ def write(path, file):
     writer.add_token_list([f"t{i}" for i in range(TOKENS)])
     writer.add_token_scores([0.5] * TOKENS)
     rng = np.random.default_rng(0)
-    shapes = {"token_embd.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,),
+    width = fields["embedding_length"]
+    shapes = {"token_embd.weight": (VOCAB, width), "output_norm.weight": (width,),
               **{f"blk.{i}.{name}": shape for i in range(2)
                  for name, shape in (LAYER if file.layer is None else file.layer).items()}}
     for name, shape in shapes.items():
         array = rng.standard_normal(shape).astype(np.float32)
         kind = gguf.GGMLQuantizationType[file.kind if len(shape) > 1 else "F32"]
-        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        data = random_blocks(file.kind, shape, rng) if file.blocks and len(shape) > 1 else \
+            gguf.quantize(array, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
     for name, array in (file.more or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -116,16 +137,11 @@ def test_rows_are_bit_for_bit_what_transformers_reads_whole(file, tmp_path):
     ("Q4_0", "int4", 32), ("Q4_1", "uint4", 32), ("Q5_0", "int8", 32), ("Q5_1", "uint8", 32),
     ("Q8_0", "int8", 32), ("Q4_K", "uint4", 32), ("Q5_K", "uint8", 32), ("Q6_K", "uint8", 16)])
 def test_blocks_of_every_kind_hold_the_numbers_that_gguf_reads(kind, dtype, size):
-    """Of any bytes, but for scales that are no numbers; merged with another kind too."""
+    """Merged with another kind too."""
     rng = np.random.default_rng(1)
 
     def made(kind):
-        numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        data = rng.integers(0, 256, (6, 512 // numbers, nbytes), dtype=np.uint8)
-        for at in {"Q6_K": [208]}.get(kind, [0] if kind[-1] == "0" else [0, 2]):
-            data[..., at:at + 2] = rng.uniform(-2, 2, (*data.shape[:2], 1)).astype(np.float16) \
-                .view(np.uint8)
-        data = data.reshape(6, -1)
+        data = random_blocks(kind, (6, 512), rng)
         return form_of(kind, (6, 512), "w", lambda start, stop: data[start:stop]), \
             gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
 
@@ -164,6 +180,54 @@ def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
         with llmc.LLM(tmp_path / "case") as llm:
             logits = llm.logits(tokens)
     families.assert_close(logits, families.reference_logits(model, tokens))
+
+
+UNSERVED = ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
+            "IQ1_S"]
+
+
+@pytest.mark.parametrize("kind", UNSERVED)
+def test_kinds_that_kernels_do_not_read_are_read_as_numbers_and_that_is_said(kind, tmp_path):
+    path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind=kind, blocks=True))
+    _, tensors = read(path)
+    raw = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, own in (("model.embed_tokens.weight", "token_embd.weight"),
+                      ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight")):
+        truth = gguf.dequantize(raw[own].data, gguf.GGMLQuantizationType[kind])
+        assert tensors[name].stored is None and truth.any()
+        for nbytes in (1 << 30, 3000):
+            found = np.concatenate(list(tensors[name].blocks(nbytes)))
+            assert found.tobytes() == truth.astype(np.float32).tobytes(), name
+    note, = gguf_file._notes(read_header(path), tensors)
+    assert note == (f"15 weights among those in {kind} have no form that kernels read: they are "
+                    f"read as float32, with its memory and speed")
+
+
+def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
+    path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind="Q3_K",
+                                           blocks=True))
+    raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
+    assert [note for note in raw.notes if "15 weights among those in Q3_K have no form" in note]
+    (tmp_path / "case").mkdir()
+    api.write(raw, lower(raw, Options()), Target(kind="cpu"), Options(), tmp_path / "case")
+    assert read_manifest(tmp_path / "case").quantization is None
+    config, tensors = read(path)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict({name: torch.tensor(tensor.load()) for name, tensor in tensors.items()},
+                          strict=False)
+    model.tie_weights()
+    tokens = list(range(3, 20))
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(tokens), families.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("kind", ["Q8_K", "Q1_0"])
+def test_kinds_that_gguf_cannot_read_are_refused_by_name(kind, tmp_path):
+    path = write(tmp_path / "m.gguf", File(fields=WIDE, layer=WIDE_LAYER, kind=kind, blocks=True))
+    _, tensors = read(path)
+    with pytest.raises(llmc.LlmcError, match=f"'token_embd.weight' in '.*' is quantised as {kind},"
+                                             f" which gguf cannot read; give another"):
+        tensors["model.embed_tokens.weight"].load()
 
 
 def test_what_a_file_has_in_fewer_bits_is_not_rounded_again(tmp_path):
