@@ -17,6 +17,7 @@ namespace {
 
 using namespace device;
 
+constexpr int kWarps = 4;         // that multiply
 constexpr int kRowTiles = 2;
 constexpr int kSlots = 2;         // chunks under way
 constexpr int kSteps = 24;        // of a tile in a chunk, at most
@@ -54,7 +55,7 @@ struct Pieces {
 };
 
 // Stretches of memory into slots of shared memory, in turn, by one warp; others read them.
-template <int kReaders, int kSlotBytes>
+template <int kSlotBytes>
 class Stretches {
  public:
   // `at` has kSlotBytes for each slot, `barriers` two.
@@ -66,7 +67,7 @@ class Stretches {
 #else
     constexpr int kCopying = 32;
 #endif
-    for (int slot = 0; slot < kSlots; ++slot) there(slot).init(kCopying), read(slot).init(kReaders);
+    for (int slot = 0; slot < kSlots; ++slot) there(slot).init(kCopying), read(slot).init(kWarps);
   }
   // The next chunk, by the warp that copies, once the one before in its slot was read: `count` of each, at most kRowTiles, whose
   // bytes are multiples of 16.
@@ -113,7 +114,7 @@ class Stretches {
 };
 
 // Rows of x of a group as codes, whose columns lie as those of packed codes, and their scales: in shared memory.
-template <typename T, int kWarps>
+template <typename T>
 struct RoundedX {
   static constexpr int kPad = 32;  // bytes between rows, which then share no banks
   uint8_t* at;                     // scales [width / kBlock][kRoundedPairs], then rows of codes
@@ -157,8 +158,8 @@ struct RoundedX {
 
 // A block's last warp copies, and makes outputs of what others summed up; so these wait for weights alone. kTiles: 8 pairs each
 // in a group.
-template <typename T, Codes kCodes, int kWarps, int kTiles, bool kDown, Grouping kGrouping>
-__global__ void __launch_bounds__((kWarps + 1) * 32, 18 / (kWarps + 1))
+template <typename T, Codes kCodes, int kTiles, bool kDown, Grouping kGrouping>
+__global__ void __launch_bounds__((kWarps + 1) * 32, 3)
     experts_packed_gemv_kernel(const __grid_constant__ ExpertsParams p, const __grid_constant__ Pairs pairs) {
   constexpr bool kRounded = kGrouping == Grouping::kRounded, kSmall = kIsSmall<kGrouping>;
   constexpr bool kZeros = kGrouping == Grouping::kZeros || kGrouping == Grouping::kSmallAndZeros;
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 18 / (kWarps + 1))
   __shared__ float partial[2][kWarps][kRows][kTiles * 8 + 1];  // of these rows and of the next
   __shared__ uint64_t barriers[2 * kSlots + 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const Stretches<kWarps, Slot::kBytes> stretches(reinterpret_cast<char*>(shared), barriers);
+  const Stretches<Slot::kBytes> stretches(reinterpret_cast<char*>(shared), barriers);
   auto summed = [&](int turn) { return Barrier{shared_address(barriers + 2 * kSlots + turn % 2)}; };
   auto finished = [&](int turn) { return Barrier{shared_address(barriers + 2 * kSlots + 2 + turn % 2)}; };
   auto* list = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlots * Slot::kBytes);
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 18 / (kWarps + 1))
     wait_for_inputs();
     let_next_start();
   }
-  const RoundedX<T, kWarps> rounded{
+  const RoundedX<T> rounded{
       reinterpret_cast<uint8_t*>(shared) + kSlots * Slot::kBytes + order_bytes(p.num_tokens * p.top_k),
       kDown ? p.inner : p.hidden, p.rounded_group};
   const uint32_t per_choice = 0xffffffffu / p.top_k + 1;  // 0 where there is one
@@ -382,32 +383,25 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 18 / (kWarps + 1))
   }
 }
 
-// As many warps as have steps to take, and no more than have shared memory beside the rest.
 template <typename T, Codes kCodes, int kTiles, bool kDown, Grouping kGrouping>
-cudaError_t run_warps(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  constexpr int kRing = kSlots * Slot<kCodes, kGrouping>::kBytes, kRest = 64 << 10;
+cudaError_t run_product(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
+  constexpr int kRing = kSlots * Slot<kCodes, kGrouping>::kBytes;
   static_assert(kRing >= 8 * kMostExperts);
+  using X = RoundedX<T>;
+  constexpr bool kRounded = kGrouping == Grouping::kRounded;
   const int in = kDown ? p.inner : p.hidden, out = Product<T>(p, pairs, kDown).out;
-  auto run = [&](auto warps) {
-    constexpr int kWarps = warps.value;
-    using X = RoundedX<T, kWarps>;
-    constexpr bool kRounded = kGrouping == Grouping::kRounded;
-    return run_resident<experts_packed_gemv_kernel<T, kCodes, kWarps, kTiles, kDown, kGrouping>, (kWarps + 1) * 32>(
-        p, pairs, out, kRowTiles * kExpertsRows, kRing, kRounded ? X::bytes(std::min(p.num_tokens, kRoundedPairs), in) : 0,
-        kRounded ? X::bytes(kRoundedPairs, kNormHidden) : 0, stream);
-  };
-  const bool room = device_property<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= kRing + kRest;
-  if (blocks_for(in, kExpertsStep<kCodes>) > 32 && room) return run(std::integral_constant<int, 8>());
-  return run(std::integral_constant<int, 4>());
+  return run_resident<experts_packed_gemv_kernel<T, kCodes, kTiles, kDown, kGrouping>, (kWarps + 1) * 32>(
+      p, pairs, out, kRowTiles * kExpertsRows, kRing, kRounded ? X::bytes(std::min(p.num_tokens, kRoundedPairs), in) : 0,
+      kRounded ? X::bytes(kRoundedPairs, kNormHidden) : 0, stream);
 }
 
 template <typename T, Codes kCodes, int kTiles, Grouping kGrouping>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  cudaError_t error = run_warps<T, kCodes, kTiles, false, kGrouping>(p, pairs, stream);
+  cudaError_t error = run_product<T, kCodes, kTiles, false, kGrouping>(p, pairs, stream);
   if (error == cudaSuccess)
     error = round_inner(kDType<T>, p, pairs, kGrouping == Grouping::kRounded ? Rounding::kInKernel : Rounding::kNumbers, stream);
   if (error != cudaSuccess) return error;
-  return run_warps<T, kCodes, kTiles, true, kGrouping>(p, pairs, stream);
+  return run_product<T, kCodes, kTiles, true, kGrouping>(p, pairs, stream);
 }
 
 template <typename T, Codes kCodes, Grouping kGrouping>
