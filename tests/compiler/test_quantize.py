@@ -4,6 +4,7 @@ a few lines of NumPy round here.
 
 import copy
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -593,19 +594,20 @@ def test_scaled_channels_make_the_same_model(family, root, tmp_path):
 
 
 def test_calibration_has_one_layer_at_a_time_in_memory(tmp_path):
-    """Of four layers it takes no more than of two, to within a layer's codes."""
+    """Of six layers it takes no more than of two, to within the codes of two."""
     peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 1024).tolist()
-    for depth in (2, 4):
+    for depth in (2, 6):
         raw = load(families.save(families.tiny_model(
             "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=depth),
             tmp_path / f"{depth}"))
         graph, = fuse(raw, Options()).graphs
+        gc.collect()
         tracemalloc.start()
         calibrate(graph, tokens, Scheme("int4"), Scheme("int4"), 64)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     codes = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256
-    assert peaks[1] - peaks[0] < codes < peaks[0] / 10
+    assert peaks[1] - peaks[0] < 2 * codes < peaks[0] / 5
 
 
 def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path):
