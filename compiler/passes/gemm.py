@@ -25,11 +25,16 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.activations import (
+    activation_inputs,
+    activation_rows,
+    bounds,
+    is_activation,
+)
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
     Piece,
-    close,
     closed_regions,
     cone,
     data_tensors,
@@ -223,10 +228,11 @@ def recognise_activation(piece: Piece, source: gs.Tensor) -> str | None:
     Raises:
         CannotEvaluate: ONNX Runtime cannot run it.
     """
-    x = np.linspace(-9, 9, 145, dtype=np.float32).reshape(1, 1, -1)
-    actual = piece.run({source.name: x})
-    return next((name for name, function in ACTIVATIONS.items()
-                 if name != "none" and close(actual, function(x.astype(np.float64)), 1e-5)), None)
+    x = activation_inputs(bounds(piece)).reshape(1, 1, -1)
+    actual, x = piece.run({source.name: x}), x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return next((name for name, function in ACTIVATIONS.items()
+                     if name != "none" and is_activation(actual, x, function(x))), None)
 
 
 def _rewrite_activation(graph: gs.Graph, match: _Activated, settings: Settings) -> None:
@@ -321,17 +327,18 @@ def _check_gated(node: gs.Node, data: set[int]) -> _Gated | NoMatch | None:
         return NoMatch(f"the product is {_shape(output)}, its GEMMs have {widths} columns", node)
     columns = np.arange(2 * width)
     orders = [columns, np.roll(columns, width), np.concatenate([columns[::2], columns[1::2]])]
-    x = np.random.default_rng(0).standard_normal((1, 2, 2 * width)).astype(np.float32) * 3
+    x = activation_rows(bounds(piece), 2 * width).swapaxes(0, 1)
     splits = np.split(x, np.cumsum(widths)[:-1], axis=-1)
     feeds = {tensor.name: part for tensor, part in zip(sources, splits, strict=True)}
-    feeds.update({t.name: np.zeros((1, 2), np.int64) for t in piece.inputs if id(t) not in data
+    feeds.update({t.name: np.zeros(x.shape[:2], np.int64) for t in piece.inputs if id(t) not in data
                   and t.name not in feeds})
     actual = piece.run(feeds)
     for order in orders:
         gate, up = np.split(x[..., order].astype(np.float64), 2, axis=-1)
         for name, function in ACTIVATIONS.items():
-            if name != "none" and close(actual, function(gate) * up, 1e-5):
-                return _merge(output, gemms, order, name)
+            with np.errstate(over="ignore"):
+                if name != "none" and is_activation(actual, gate, function(gate), up):
+                    return _merge(output, gemms, order, name)
     return NoMatch("the product is not an activation of one half times the other", node)
 
 

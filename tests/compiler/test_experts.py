@@ -130,6 +130,23 @@ def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
                                       "epsilon": node["epsilon"]})
 
 
+@pytest.mark.parametrize(("family", "changes", "found"), [
+    *(("gpt_oss", {"swiglu_limit": limit},
+       dict(activation="silu", alpha=1.702, limit=limit, up_offset=1.0))
+      for limit in (1000.0, 9000.0, 1e6)),
+    pytest.param("hy_v4", {"swiglu_limit": 3000.0}, dict(activation="silu", limit=3000.0),
+                 marks=pytest.mark.thorough)])
+def test_an_activation_is_recognised_however_wide_its_bounds(family, changes, found, tmp_path):
+    model = families.tiny_model(family, num_hidden_layers=2, **changes)
+    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), Options()).graphs[0]
+    expected = {"gated": 1, "alpha": 1.0, "limit": 0.0, "up_offset": 0.0, **found}
+    nodes = fields(graph, "Experts")
+    assert nodes
+    for node in nodes:
+        complete = plugins.registry()["Experts"].complete(node)
+        assert {name: complete[name] for name in expected} == pytest.approx(expected)
+
+
 def test_shared_experts_join_the_sum_of_the_ranks(tmp_path):
     """One AllReduce behind attention, one behind experts and shared experts, gated or not."""
     for family in ("glm4_moe", "qwen2_moe"):
