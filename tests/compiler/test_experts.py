@@ -3,6 +3,7 @@ a checkpoint of many tensors, and what is refused.
 """
 
 import json
+import time
 from dataclasses import replace
 
 import bench_model
@@ -128,6 +129,30 @@ def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
         assert 0 <= node["epsilon"] < 1e-10
         assert node == pytest.approx({**complete({"top_k": 2, **ROUTES[family]}),
                                       "epsilon": node["epsilon"]})
+
+
+@pytest.mark.parametrize("top_groups", [1, 5, 7])
+def test_a_limit_by_groups_is_recognised_however_seldom_it_shows(top_groups, tmp_path):
+    model = families.tiny_model("glm4_moe", num_hidden_layers=2, n_routed_experts=32, n_group=8,
+                                topk_group=top_groups)
+    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), Options()).graphs[0]
+    assert [(node["groups"], node["top_groups"], node["group_score"])
+            for node in fields(graph, "Route")] == [(8, top_groups, "top2")]
+
+
+@pytest.mark.parametrize("scale", [1.23456e-4, 1e-7, -1.5])
+def test_a_scale_of_scores_is_kept_as_it_is(scale, tmp_path):
+    model = families.tiny_model("glm4_moe", num_hidden_layers=2, routed_scaling_factor=scale)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.down_proj"):
+                parameter.div_(scale)
+    hf = families.save(model, tmp_path / "hf")
+    graph = lower.fuse(load(hf), Options()).graphs[0]
+    assert [node["scale"] for node in fields(graph, "Route")] == pytest.approx([scale], rel=1e-6)
+    llmc.compile(hf, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
 @pytest.mark.parametrize(("family", "changes", "found"), [
@@ -260,16 +285,33 @@ def squared(self, hidden_states):
     return logits, scores**2, chosen
 
 
+def bounded(self, hidden_states):
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    scores, chosen = torch.topk(torch.softmax(logits.clamp(max=50.0), -1), self.top_k, dim=-1)
+    return logits, scores, chosen
+
+
 def noisy(self, gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.sin(gate) * up
 
 
-def test_a_router_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):
-    monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", squared)
+@pytest.mark.parametrize(("forward", "path"), [
+    (squared, "Softmax → TopK → Pow"), (bounded, "Clip → Softmax → TopK")])
+def test_a_router_that_is_none_of_ours_is_named(forward, path, olmoe, tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", forward)
     check_refused(olmoe, tmp_path, monkeypatch,
-                  r"a router was not recognised: what chooses experts is nothing that llmc::Route "
-                  r"does \(Softmax → TopK → Pow\): 'linear_4' .*\(Experts ")
+                  rf"a router was not recognised: what chooses experts is nothing that llmc::Route "
+                  rf"does \({path}\): 'linear_4' .*\(Experts ")
+
+
+def test_a_router_of_many_experts_is_refused_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", squared)
+    hf = families.save(families.tiny_model("olmoe", num_experts=384, num_experts_per_tok=8,
+                                           num_hidden_layers=1), tmp_path / "hf")
+    begun = time.process_time()
+    check_refused(hf, tmp_path, monkeypatch, "a router was not recognised")
+    assert time.process_time() - begun < 10
 
 
 def test_an_activation_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):
