@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.llama import modeling_llama
 
+import llmc
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load, trace
 from llmc.compiler.frontend.repeat import CannotRepeat, _shorten
@@ -39,6 +41,17 @@ def test_only_as_many_layers_are_exported_as_prove_the_structure(tmp_path, monke
     load(families.save(families.tiny_model("llama", num_hidden_layers=12), tmp_path / "l"))
     load(families.save(families.tiny_model("gemma3_text", num_hidden_layers=12), tmp_path / "g"))
     assert exported == [2, 4]  # gemma3: two with a window, two without
+
+
+def test_an_error_of_the_models_code_is_named_with_its_kind(tmp_path, monkeypatch):
+    def forward(self, hidden_states):
+        return {}[2]
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    hf = families.save(families.tiny_model("llama", rms_norm_eps=3e-5), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="'llama' cannot be exported: its code raises KeyError "
+                                             "2$"):
+        load(hf)
 
 
 def test_layers_with_settings_of_their_own_are_not_taken_for_copies(tmp_path):
