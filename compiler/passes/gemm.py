@@ -60,6 +60,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.flatten import flatten
+from llmc.compiler.passes.fold import forward
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.gated_mlp.op import OP as GATED_MLP
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
@@ -76,7 +77,32 @@ def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     linear = Rule("linear", frozenset({"MatMul", "Gemm"}),
                   lambda node, settings: _check_linear(node, present), _rewrite_linear)
-    apply_rules(graph, [linear, _bias_rule(graph)], settings, report)
+    nothing = Rule("nothing", frozenset({"Add"}), lambda node, settings: _check_nothing(node),
+                   _rewrite_nothing)
+    apply_rules(graph, [nothing, linear, _bias_rule(graph)], settings, report)
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    add: gs.Node
+    other: gs.Tensor
+
+
+def _check_nothing(node: gs.Node) -> _Nothing | None:
+    """A linear layer of no features, such as shared experts of which there are none, adds zeros."""
+    for tensor, other in (node.inputs, node.inputs[::-1]):
+        source = producer(tensor)
+        values = weight(source.inputs[1]) if source is not None and source.op == "MatMul" else None
+        if values is not None and 0 in values.shape and tensor.shape is not None \
+                and other.shape is not None and list(tensor.shape) == list(other.shape) \
+                and not isinstance(other, gs.Constant):
+            return _Nothing(node, other)
+    return None
+
+
+def _rewrite_nothing(graph: gs.Graph, match: _Nothing, settings: Settings) -> None:
+    match.add.inputs = [match.other]
+    forward(match.add, graph)
 
 
 @dataclass(frozen=True)
@@ -323,7 +349,7 @@ def _check_gated(node: gs.Node, data: set[int]) -> _Gated | NoMatch | None:
                        "an activation", node)
     width = output.shape[-1] if output.shape else None
     widths = [values_of(operands(gemm)["weight"]).shape[0] for gemm in gemms]
-    if not isinstance(width, int) or sum(widths) != 2 * width:
+    if not isinstance(width, int) or not width or sum(widths) != 2 * width:
         return NoMatch(f"the product is {_shape(output)}, its GEMMs have {widths} columns", node)
     columns = np.arange(2 * width)
     orders = [columns, np.roll(columns, width), np.concatenate([columns[::2], columns[1::2]])]

@@ -131,6 +131,23 @@ def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
                                       "epsilon": node["epsilon"]})
 
 
+@pytest.mark.parametrize(("family", "changes"), [
+    ("glm4_moe", {"n_shared_experts": 0}),
+    pytest.param("deepseek_v3", {"n_shared_experts": 0}, marks=pytest.mark.thorough),
+    pytest.param("deepseek_v2", {"n_shared_experts": 0}, marks=pytest.mark.thorough),
+    ("gpt_oss", {"num_local_experts": 1, "num_experts_per_tok": 1})])
+def test_there_may_be_one_expert_or_none_that_is_shared(family, changes, tmp_path):
+    model = families.tiny_model(family, **changes)
+    hf = families.save(model, tmp_path / "hf")
+    expected = families.reference_logits(model, TOKENS)
+    llmc.compile(hf, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), expected)
+    llmc.compile(hf, tmp_path / "gpu", target="cuda", tp_size=2)
+    for logits in Interpreters(tmp_path / "gpu")._on_all(lambda rank: rank.run(TOKENS, 0)):
+        families.assert_close(logits, expected)
+
+
 @pytest.mark.parametrize("top_groups", [1, 5, 7])
 def test_a_limit_by_groups_is_recognised_however_seldom_it_shows(top_groups, tmp_path):
     model = families.tiny_model("glm4_moe", num_hidden_layers=2, n_routed_experts=32, n_group=8,

@@ -235,6 +235,16 @@ def test_a_convolution_that_is_computed_is_named(tmp_path, monkeypatch):
     check_refused("lfm2", tmp_path, monkeypatch, r"a layer that keeps a state was not recognised: ")
 
 
+@pytest.mark.parametrize(("family", "key"), [
+    ("qwen3_5_text", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache"),
+    ("mamba2", "conv_kernel")])
+def test_a_convolution_of_one_token_is_refused(family, key, tmp_path):
+    hf = families.save(families.tiny_model(family, **{key: 1}), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=f"'{family}' cannot be exported: a causal convolution "
+                                             "has a kernel of 1, expected 2 or more"):
+        llmc.compile(hf, tmp_path / "case")
+
+
 def test_loops_that_no_node_stands_for_are_not_taken(tmp_path):
     """A convolution that is exported does not make a layer one that is."""
     with torch.device("meta"):
