@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from schedule_interpreter import Interpreters
+from schedule_interpreter import LIMITS, Interpreters, interpreted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.olmoe import modeling_olmoe
@@ -78,16 +78,22 @@ def greedy(model, tokens, count):
     return tuple(known[len(tokens):])
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_crowd_gets_transformers_tokens(tp_size, tmp_path):
-    """Prompts of unequal lengths in chunks, of which few fit at once."""
-    model = families.tiny_model("glm4_moe")
-    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=tp_size)
+@pytest.mark.parametrize(("family", "tp_size"), [("glm4_moe", 1), ("glm4_moe", 2), ("gpt_oss", 2)])
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_crowd_gets_transformers_tokens(family, tp_size, target, tmp_path):
+    """Prompts of unequal lengths in chunks, of which few fit at once; gpt-oss' are longer than its
+    window, and see sinks.
+    """
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target=target,
+                 tp_size=tp_size)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(3, families.VOCAB, n).tolist() for n in (3, 17, 1, 9, 24, 5, 12, 2)]
     params = llmc.SamplingParams(max_tokens=10, ignore_eos=True)
-    with llmc.LLM(tmp_path / "case", max_batch_size=3, max_num_batched_tokens=7,
-                  kv_cache_tokens=128) as llm:
+    few = replace(LIMITS, num_blocks=32, max_tokens=7, max_slots=3)
+    with interpreted(tmp_path / "case", few) if target == "cuda" else llmc.LLM(
+            tmp_path / "case", max_batch_size=3, max_num_batched_tokens=7,
+            kv_cache_tokens=128) as llm:
         got = families.ask_at_once(llm, prompts, lambda index: params)
     assert [got[n][0].token_ids for n in range(len(prompts))] == \
         [greedy(model, prompt, 10) for prompt in prompts]
