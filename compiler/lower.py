@@ -34,6 +34,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.verify import verify
+from llmc.compiler.passes.adapters import adapters
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.columns import columns
@@ -124,6 +125,7 @@ PASSES: tuple[Pass, ...] = (
     GraphPass("streams", streams),      # its borders are GEMMs, and norms
     GraphPass("states", states),        # its borders are GEMMs, whose columns it chooses
     GraphPass("sdpa", sdpa),
+    GraphPass("adapters", adapters),    # after both, as it makes one GEMM of three for attention
     GraphPass("attention", attention),
     GraphPass("gates", gates),          # after attention, which looks for its own layout
     GraphPass("gated_mlp", gated_mlp),  # before activation, which would take the gate's

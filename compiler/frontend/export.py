@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 import torch
 from accelerate import init_empty_weights
@@ -39,11 +40,12 @@ from llmc.compiler.frontend.parts import (
 )
 from llmc.compiler.frontend.repeat import (
     CannotRepeat,
+    LayerPlan,
     exported_names,
     plan_layers,
     repeat,
 )
-from llmc.compiler.frontend.trace import alone, to_graph, trace
+from llmc.compiler.frontend.trace import DoesNotRun, alone, to_graph, trace
 from llmc.compiler.graph.elementary import sinusoidal_positions
 from llmc.compiler.graph.weights import Weight
 
@@ -138,14 +140,27 @@ def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Ch
     bound = checkpoint.spelled & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
-        traced = trace(plan.config, part, plan.layers_name, trust_remote_code,
-                       plan.picked if plan.cut else ())
+        traced = _trace_some(plan, part, trust_remote_code)
         graph = repeat(to_graph(traced, exported_names(bound, plan)), plan)
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
         graph = to_graph(trace(config, part, None, trust_remote_code), bound)
     attach_weights(graph, model, checkpoint, origin, names)
     return graph
+
+
+def _trace_some(plan: LayerPlan, part: Part, trust_remote_code: bool) -> onnx.ModelProto:
+    """The layers that a plan picks, exported.
+
+    Raises:
+        CannotRepeat: the model does not run without its other layers.
+        LlmcError: they cannot be exported.
+    """
+    try:
+        return trace(plan.config, part, plan.layers_name, trust_remote_code,
+                     plan.picked if plan.cut else ())
+    except DoesNotRun as error:
+        raise CannotRepeat(f"a few alone do not run ({error})") from error
 
 
 def _completed(model: Any, tensors: Mapping[str, Weight]) -> dict[str, Weight]:

@@ -104,29 +104,57 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
     group = [kinds.index(signature) for signature in signatures]
     picked = sorted(index for kind in range(len(kinds))
                     for index in [i for i, g in enumerate(group) if g == kind][:2])
-    short = copy.deepcopy(config)
-    _shorten(text_config(short), key, picked)
-    try:
-        with torch.device("meta"):
-            _, few = _find_layers(build(short, part, trust_remote_code), part, len(picked))
-        described = [_signature(layer) for layer in few] == [signatures[i] for i in picked]
-    except (CannotRepeat, LlmcError):  # such as a list of layers that are not there any more
-        described = False
-    return LayerPlan(short if described else copy.deepcopy(config), part, name, picked, group,
-                     not described)
+    for renumber in (False, True):
+        short = copy.deepcopy(config)
+        _shorten(text_config(short), key, picked, renumber)
+        try:
+            with torch.device("meta"):
+                _, few = _find_layers(build(short, part, trust_remote_code), part, len(picked))
+        except (CannotRepeat, LlmcError):  # such as a list of layers that are not there any more
+            continue
+        if [_signature(layer) for layer in few] == [signatures[i] for i in picked]:
+            return LayerPlan(short, part, name, picked, group)
+    _check_places(text, count, picked)
+    return LayerPlan(copy.deepcopy(config), part, name, picked, group, cut=True)
 
 
-def _shorten(text: Any, key: str, picked: Sequence[int]) -> None:
-    """Leave these layers in a config: in its lists with an entry for each, and in their number.
+def _check_places(text: Any, count: int, picked: Sequence[int]) -> None:
+    """That what a config makes for each layer by itself is for these the same as for the first so
+    many, which the model takes them for where the others are cut out.
+
+    Raises:
+        CannotRepeat: it is not.
+    """
+    for name in dir(type(text)):
+        if isinstance(getattr(type(text), name, None), property):
+            made = getattr(text, name, None)
+            if isinstance(made, list | tuple) and len(made) == count \
+                    and [made[i] for i in picked] != list(made[:len(picked)]):
+                raise CannotRepeat(f"the config's {name} cannot be told of a few layers")
+
+
+def _shorten(text: Any, key: str, picked: Sequence[int], renumber: bool = False) -> None:
+    """Leave these layers in a config: in its lists with an entry for each, in their number, and
+    with `renumber` in its lists of layers.
 
     Raises:
         CannotRepeat: it does not let their number be set, as ProphetNet's.
     """
-    _shorten_lists(text, getattr(text, key), picked)
+    count = getattr(text, key)
+    _shorten_lists(text, count, picked)
+    for name, value in list(vars(text).items()) if renumber else ():
+        if re.search("layer|indices", name) and _are_layers(value, count):
+            setattr(text, name, type(value)(picked.index(i) for i in value if i in picked))
     try:
         setattr(text, key, len(picked))
     except NotImplementedError as error:
         raise CannotRepeat(f"the config does not let {key} be set") from error
+
+
+def _are_layers(value: object, count: int) -> bool:
+    """Whether these are the numbers of some of so many layers, in order."""
+    return isinstance(value, list | tuple) and 0 < len(value) < count and all(
+        isinstance(i, int) and 0 <= i < count for i in value) and list(value) == sorted(set(value))
 
 
 def _shorten_lists(text: Any, count: int, picked: Sequence[int]) -> None:

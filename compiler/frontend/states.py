@@ -24,6 +24,9 @@ def _convolution(hidden_states: torch.Tensor, weight: torch.Tensor,
     if activation not in known:
         raise LlmcError(f"a causal convolution has the activation {activation!r}, which "
                         f"llmc::CausalConv1d does not have")
+    if weight.shape[-1] < 2:
+        raise LlmcError(f"a causal convolution has a kernel of {weight.shape[-1]}, expected 2 or "
+                        f"more: it keeps no state")
     _refuse("a causal convolution", others)
     rows = hidden_states.transpose(1, 2)
     out = torch.onnx.ops.symbolic(

@@ -62,6 +62,10 @@ class Contradiction(LlmcError):
     """A model says one thing of its attention and computes another."""
 
 
+class DoesNotRun(LlmcError):
+    """What the exporter called of a model raised an error of its own."""
+
+
 def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool,
           kept: Sequence[int] = ()) -> onnx.ModelProto:
     """The model that `config` describes, exported; where there are some `kept`, of its layers only
@@ -74,9 +78,10 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
     outside of `layers_name`.
 
     Raises:
+        DoesNotRun: the model's own code raises an error.
         LlmcError: transformers cannot build the model, or it cannot be exported.
     """
-    reasons = []
+    reasons, kind = [], LlmcError
     for implementation in (ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
@@ -91,6 +96,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         except Exception as error:  # the exporter raises whatever the model's code raises
             check_interrupted()
             reasons.append(_root_cause(error))
+            kind = DoesNotRun
             continue
         model = _to_proto(exported, layers_name)
         text = text_config(config)
@@ -103,15 +109,16 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
             reasons.append("the model bypasses transformers' attention interface")
             continue
         return model
-    raise LlmcError(f"'{config.model_type}' cannot be exported: "
-                    f"{'; '.join(dict.fromkeys(reasons))}")
+    raise kind(f"'{config.model_type}' cannot be exported: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].split(". Failure message:")[0][:200] if lines else type(error).__name__
+    if not lines or isinstance(error, KeyError):  # which says the key and no more
+        return " ".join([f"its code raises {type(error).__name__}", *lines])[:200]
+    return lines[0].split(". Failure message:")[0][:200]
 
 
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,

@@ -303,6 +303,14 @@ def scalars(piece: Piece) -> set[float]:
             if (value := scalar(tensor)) is not None}
 
 
+def magnitudes(piece: Piece) -> list[float]:
+    """How large the numbers are that a piece computes with, in order: no shapes, axes or zeros."""
+    found = {abs(value) for node in piece.nodes for tensor in node.inputs
+             if (value := scalar(tensor)) is not None and tensor.dtype is not None
+             and np.dtype(tensor.dtype).kind not in "iub"}
+    return sorted(value for value in found if 0 < value < np.inf)
+
+
 def close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> bool:
     """Whether two arrays agree within `tolerance` of the expected range."""
     if actual.shape != expected.shape or not np.isfinite(actual).all():

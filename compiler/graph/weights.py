@@ -251,6 +251,19 @@ class Weight(LazyValues):
             self.shape, np.float32,
             lambda start, stop: self.rows(start, stop).astype(np.float32) * factors)
 
+    def plus_product(self, left: Weight, right: Weight) -> Weight:
+        """A matrix with `left` · `right` added, in float64; `right` is read whole with every block
+        of rows.
+        """
+        def rows(start: int, stop: int) -> np.ndarray:
+            block, thin, wide = (array.astype(np.float64) for array in (
+                self.rows(start, stop), left.rows(start, stop), right.load()))
+            return np.asarray(block + thin @ wide).astype(self.dtype)
+
+        made = self._derived(self.shape, self.dtype, rows)
+        made._leave([self, left, right])
+        return made
+
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """A matrix times a vector, float32. Reads the matrix once, a block at a time.
 

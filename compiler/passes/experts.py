@@ -10,15 +10,16 @@ What lies between is recognised by running it. Rows of W come to lie as llmc::Ex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.activations import activation_rows, bounds, is_activation
 from llmc.compiler.graph.experts import EXPERTS_DOWN, EXPERTS_UP
-from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, close, cone, data_tensors, scalars
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -37,7 +38,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.experts.op import OP as EXPERTS
 
-_WIDEST = 1e4  # of the numbers in an activation that are tried as its bounds
+_FEW = 256  # results that rule out most candidates
 
 
 @dataclass(frozen=True)
@@ -94,22 +95,21 @@ def find_activation(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
     """
     if both not in (width, 2 * width):
         return NoMatch(f"the products of experts are {both} and {width} wide", piece.output)
-    numbers = {abs(value) for value in scalars(piece) if 0 < abs(value) < _WIDEST}
-    spread = 2 * max([4.5, *numbers])
-    x = np.random.default_rng(0).uniform(-spread, spread, (16, 1, both)).astype(np.float32)
-    actual = piece.run({source.name: x})
+    numbers = bounds(piece)
+    x = activation_rows(numbers, both)
+    actual = piece.run({source.name: x}).reshape(-1)
     columns = np.arange(both)
     orders = [columns] if both == width else [
         columns, np.roll(columns, width), columns.reshape(-1, 2).T.reshape(-1),
         columns.reshape(-1, 2)[:, ::-1].T.reshape(-1)]
-    for order, (name, alpha, limit, offset) in itertools.product(
-            orders, _candidates(numbers, both > width)):
-        gate, up = np.split(x[..., order].astype(np.float64), [width], axis=-1)
-        if limit:
-            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        with np.errstate(over="ignore"):
-            made = gate / (1 + np.exp(-alpha * gate)) if name == "silu" else ACTIVATIONS[name](gate)
-        if close(actual, made * (up + offset) if both > width else made, 1e-5):
+    for order in orders:
+        gate, up = (half.reshape(-1) for half in np.split(x[..., order].astype(np.float64),
+                                                          [width], axis=-1))
+        for candidate in _candidates(numbers, both > width):
+            if not all(_computes(candidate, actual[:count], gate[:count], up[:count])
+                       for count in (_FEW, None)):
+                continue
+            name, alpha, limit, offset = candidate
             pairs = order.reshape(-1, width).T.reshape(-1)
             return {"activation": name, "gated": int(both > width), "alpha": alpha, "limit": limit,
                     "up_offset": offset}, pairs
@@ -117,17 +117,30 @@ def find_activation(piece: Piece, source: gs.Tensor, both: int, width: int) -> \
                    "the other", piece.output)
 
 
-def _candidates(numbers: set[float], gated: bool) -> Iterator[tuple[str, float, float, float]]:
+def _computes(candidate: tuple[str, float, float, float], actual: np.ndarray, gate: np.ndarray,
+              up: np.ndarray) -> bool:
+    """Whether this activation, with its alpha, limit and offset, gives `actual`; of `gate` alone
+    where there is no `up`.
+    """
+    name, alpha, limit, offset = candidate
+    if limit:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    with np.errstate(over="ignore"):
+        made = gate / (1 + np.exp(-alpha * gate)) if name == "silu" else ACTIVATIONS[name](gate)
+    return is_activation(actual, gate, made, up, offset) if up.size else \
+        is_activation(actual, gate, made)
+
+
+def _candidates(numbers: Sequence[float], gated: bool) -> Iterator[tuple[str, float, float, float]]:
     """Activations with alpha, limit and offset, the plain ones first."""
     plain = [name for name in ACTIVATIONS if name != "none"]
     for name in plain:
         yield name, 1.0, 0.0, 0.0
-    some = sorted(numbers)
-    for alpha in (1.0, *some):
+    for alpha in (1.0, *numbers):
         yield "silu", alpha, 0.0, 0.0
-    for limit, offset in itertools.product((0.0, *some), (0.0, *some)) if gated else ():
+    for limit, offset in itertools.product((0.0, *numbers), (0.0, *numbers)) if gated else ():
         for name in plain:
-            for alpha in (1.0, *some) if name == "silu" else (1.0,):
+            for alpha in (1.0, *numbers) if name == "silu" else (1.0,):
                 yield name, alpha, limit, offset
 
 

@@ -61,6 +61,7 @@ def _read_scalars(graph: gs.Graph) -> None:
         if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight) \
                 and int(np.prod(tensor.shape)) == 1:
             tensor.values = tensor._values.load()
+            tensor.data_location = None  # it is in no file any more
 
 
 def forward(node: gs.Node, graph: gs.Graph) -> None:

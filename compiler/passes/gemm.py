@@ -25,11 +25,16 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.activations import (
+    activation_inputs,
+    activation_rows,
+    bounds,
+    is_activation,
+)
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
     Piece,
-    close,
     closed_regions,
     cone,
     data_tensors,
@@ -55,6 +60,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.flatten import flatten
+from llmc.compiler.passes.fold import forward
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.gated_mlp.op import OP as GATED_MLP
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
@@ -71,7 +77,32 @@ def gemm(graph: gs.Graph, settings: Settings, report: Report) -> None:
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     linear = Rule("linear", frozenset({"MatMul", "Gemm"}),
                   lambda node, settings: _check_linear(node, present), _rewrite_linear)
-    apply_rules(graph, [linear, _bias_rule(graph)], settings, report)
+    nothing = Rule("nothing", frozenset({"Add"}), lambda node, settings: _check_nothing(node),
+                   _rewrite_nothing)
+    apply_rules(graph, [nothing, linear, _bias_rule(graph)], settings, report)
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    add: gs.Node
+    other: gs.Tensor
+
+
+def _check_nothing(node: gs.Node) -> _Nothing | None:
+    """A linear layer of no features, such as shared experts of which there are none, adds zeros."""
+    for tensor, other in (node.inputs, node.inputs[::-1]):
+        source = producer(tensor)
+        values = weight(source.inputs[1]) if source is not None and source.op == "MatMul" else None
+        if values is not None and 0 in values.shape and tensor.shape is not None \
+                and other.shape is not None and list(tensor.shape) == list(other.shape) \
+                and not isinstance(other, gs.Constant):
+            return _Nothing(node, other)
+    return None
+
+
+def _rewrite_nothing(graph: gs.Graph, match: _Nothing, settings: Settings) -> None:
+    match.add.inputs = [match.other]
+    forward(match.add, graph)
 
 
 @dataclass(frozen=True)
@@ -223,10 +254,11 @@ def recognise_activation(piece: Piece, source: gs.Tensor) -> str | None:
     Raises:
         CannotEvaluate: ONNX Runtime cannot run it.
     """
-    x = np.linspace(-9, 9, 145, dtype=np.float32).reshape(1, 1, -1)
-    actual = piece.run({source.name: x})
-    return next((name for name, function in ACTIVATIONS.items()
-                 if name != "none" and close(actual, function(x.astype(np.float64)), 1e-5)), None)
+    x = activation_inputs(bounds(piece)).reshape(1, 1, -1)
+    actual, x = piece.run({source.name: x}), x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return next((name for name, function in ACTIVATIONS.items()
+                     if name != "none" and is_activation(actual, x, function(x))), None)
 
 
 def _rewrite_activation(graph: gs.Graph, match: _Activated, settings: Settings) -> None:
@@ -317,21 +349,22 @@ def _check_gated(node: gs.Node, data: set[int]) -> _Gated | NoMatch | None:
                        "an activation", node)
     width = output.shape[-1] if output.shape else None
     widths = [values_of(operands(gemm)["weight"]).shape[0] for gemm in gemms]
-    if not isinstance(width, int) or sum(widths) != 2 * width:
+    if not isinstance(width, int) or not width or sum(widths) != 2 * width:
         return NoMatch(f"the product is {_shape(output)}, its GEMMs have {widths} columns", node)
     columns = np.arange(2 * width)
     orders = [columns, np.roll(columns, width), np.concatenate([columns[::2], columns[1::2]])]
-    x = np.random.default_rng(0).standard_normal((1, 2, 2 * width)).astype(np.float32) * 3
+    x = activation_rows(bounds(piece), 2 * width).swapaxes(0, 1)
     splits = np.split(x, np.cumsum(widths)[:-1], axis=-1)
     feeds = {tensor.name: part for tensor, part in zip(sources, splits, strict=True)}
-    feeds.update({t.name: np.zeros((1, 2), np.int64) for t in piece.inputs if id(t) not in data
+    feeds.update({t.name: np.zeros(x.shape[:2], np.int64) for t in piece.inputs if id(t) not in data
                   and t.name not in feeds})
     actual = piece.run(feeds)
     for order in orders:
         gate, up = np.split(x[..., order].astype(np.float64), 2, axis=-1)
         for name, function in ACTIVATIONS.items():
-            if name != "none" and close(actual, function(gate) * up, 1e-5):
-                return _merge(output, gemms, order, name)
+            with np.errstate(over="ignore"):
+                if name != "none" and is_activation(actual, gate, function(gate), up):
+                    return _merge(output, gemms, order, name)
     return NoMatch("the product is not an activation of one half times the other", node)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import ELEMENTWISE, Piece, close, closed_regions, scalars
+from llmc.compiler.graph.probe import ELEMENTWISE, Piece, closed_regions, magnitudes, scalars
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -44,6 +44,7 @@ from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 _ALLOWED = ELEMENTWISE | {"ReduceMean"}
 _MAX_NODES = 16
+_WIDEST = 1e9  # of bounds: the square of twice as much is nothing to float32
 # What a norm becomes where it takes in the Add before it.
 _ADDED = {RMS_NORM.name: ADD_RMS_NORM, LAYER_NORM.name: ADD_LAYER_NORM}
 
@@ -97,12 +98,12 @@ def _behind_product(graph: gs.Graph, node: gs.Node) -> _Behind | NoMatch | None:
                 continue
             if not isinstance(source.shape[-1], int) or len(piece.inputs) > 1:
                 return NoMatch("what a product is divided by is not of the same rows", node)
-            x = np.random.default_rng(0).standard_normal((2, 3, source.shape[-1]))
-            x[0] *= 1e-2
+            x = _rows(piece, source.shape[-1]).astype(np.float64)
             actual = piece.run({source.name: x.astype(np.float32)})
             power = -0.5 if scaled.op == "Mul" else 0.5
             for epsilon in [value for value in scalars(piece) if 0 < value < 1e-2] or [0.0]:
-                if close(actual, ((x**2).mean(-1, keepdims=True) + epsilon)**power, 1e-5):
+                expected = ((x**2).mean(-1, keepdims=True) + epsilon)**power
+                if _near(actual, expected, expected):
                     return _Behind(source, product, scaled, epsilon)
     return None
 
@@ -188,23 +189,44 @@ def _prove(piece: Piece, source: gs.Tensor, width: int) -> _Norm | None:
              and constant(t) is not None}
     epsilons = [value for value in small if value is not None and 0 < value < 1e-2] or [0.0]
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 3, width)).astype(np.float32)
-    x[0] *= 1e-2
-    drawn = {w.name: rng.standard_normal(width).astype(np.float32)
+    x = _rows(piece, width)
+    # Results lie beyond the piece's numbers too.
+    spread = np.resize([1.0, *(2 * number for number in _beyond(piece))], width)
+    drawn = {w.name: (rng.standard_normal(width) * spread).astype(np.float32)
              for w in weights if isinstance(w._values, Weight)}
-    values = {w.name: drawn.get(w.name, constant(w) if w.name not in drawn else None)
+    values = {w.name: drawn[w.name] if w.name in drawn else np.asarray(constant(w))
               for w in weights}
     actual = piece.run({source.name: x, **drawn})
     for epsilon in epsilons:
         for gain, bias in _roles(weights):
             for op in (RMS_NORM, LAYER_NORM):
                 centred = x - x.mean(-1, keepdims=True) if op is LAYER_NORM else x
-                expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
-                expected = expected * (values[gain.name] if gain is not None else 1.0)
-                expected = expected + (values[bias.name] if bias is not None else 0.0)
-                if (op is LAYER_NORM or bias is None) and close(actual, expected, 1e-5):
+                normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
+                factor, offset = (default if tensor is None else values[tensor.name]
+                                  for tensor, default in ((gain, np.ones(1)), (bias, np.zeros(1))))
+                if (op is LAYER_NORM or bias is None) and _near(
+                        actual, normed * factor + offset,
+                        np.maximum(np.abs(normed), 1) * np.abs(factor) + np.abs(offset)):
                     return _Norm(op, source, piece.output, gain, bias, width, epsilon)
     return None
+
+
+def _rows(piece: Piece, width: int) -> np.ndarray:
+    """float32 `[rows, 3, width]`: small, plain, and larger than each of the piece's numbers."""
+    scales = np.array([1e-2, 1.0, *(2 * number for number in _beyond(piece))])
+    rows = np.random.default_rng(0).standard_normal((len(scales), 3, width))
+    return np.asarray(rows * scales[:, None, None], np.float32)
+
+
+def _beyond(piece: Piece) -> list[float]:
+    """The piece's numbers that plain rows do not reach, as bounds may be."""
+    return [number for number in magnitudes(piece) if 1 < number < _WIDEST]
+
+
+def _near(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray) -> bool:
+    """Whether all numbers agree, each within a hundred thousandth of what it is made of."""
+    return actual.shape == expected.shape and bool(
+        (np.abs(actual - expected) <= 1e-5 * scale).all())
 
 
 def _roles(weights: list[gs.Tensor]) -> list[tuple[gs.Tensor | None, gs.Tensor | None]]:

@@ -10,14 +10,15 @@ with llmc::Route.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import Piece, close, scalars, token_feeds
+from llmc.compiler.graph.probe import Piece, close, magnitudes, scalars, token_feeds
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -39,7 +40,12 @@ from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 
 _TOKENS = 256
+_FEW = 4  # tokens that rule out most choices
+_AROUND = 16  # tokens whose logits are around a number
 _TOLERANCE = 1e-5  # of scores
+_SCORES = ROUTE.choices["score"]
+_SATURATED = 15  # beyond this sigmoid is one to float32
+_WIDEST = 1e4  # of bounds: among logits of more, float32 does not tell much
 _MAX_NODES = 96
 _LINEAR = frozenset({"MatMul", "Gemm"})
 
@@ -140,9 +146,10 @@ def _recognise(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
     if own is not None and tuple(own.shape) not in ((num_experts,), (1, num_experts)):
         return NoMatch(f"the routing's weight is {list(own.shape)}, not [{num_experts}]")
     rng = np.random.default_rng(0)
-    rows = (rng.standard_normal((_TOKENS, num_experts)) * 2).astype(np.float32)
+    near, far = _near_rows(rng, num_experts), _far_rows(rng, num_experts, _bounds(piece))
+    rows = np.concatenate([near, far])
     drawn = np.zeros(0, np.float32)
-    feeds = {**token_feeds(1, _TOKENS),
+    feeds = {**token_feeds(1, len(rows)),
              logits.name: rows if len(logits.shape) == 2 else rows[None]}
     if own is not None:
         # Small, so that it does not choose alone.
@@ -152,60 +159,165 @@ def _recognise(piece: Piece, logits: gs.Tensor, own: gs.Tensor | None) -> \
         chosen, scores = piece.run_all(feeds)
     except CannotEvaluate as error:
         return error.reason
-    chosen, scores = (made.reshape(_TOKENS, -1) for made in (chosen, scores))
+    chosen, scores = (made.reshape(len(rows), -1) for made in (chosen, scores))
     if chosen.shape != scores.shape or chosen.shape[1] > num_experts:
         return NoMatch(f"of {num_experts} experts, {chosen.shape[1]} are chosen and "
                        f"{scores.shape[1]} weighed")
-    order = np.argsort(chosen, -1)
-    chosen, scores = (np.take_along_axis(made, order, -1) for made in (chosen, scores))
-    for fields, role in _candidates(chosen.shape[1], num_experts, own is not None,
-                                    scalars(piece)):
-        given = {"logits": rows, **({role: drawn} if role else {})}
-        try:
-            found = _compare(fields, given, chosen, scores)
-        except ValueError:
-            continue  # no such Route
-        if found is not None:
-            return found, role
+    made = _Made(rows, len(near), chosen, scores)
+    for fields, role in _choices(made, drawn, num_experts):
+        for way in _ways(fields, scalars(piece)):
+            for given in ("expert_scale", "") if own is not None and not role else (role,):
+                weights = {given: drawn} if given else {}
+                found = _compare({**fields, **way}, weights, made, magnitudes(piece))
+                if found is not None:
+                    return found, given
     return NoMatch("what chooses experts is nothing that llmc::Route does")
 
 
-def _compare(fields: dict[str, Any], inputs: dict[str, np.ndarray], chosen: np.ndarray,
-             scores: np.ndarray) -> dict[str, Any] | None:
-    """The fields with the scale that makes a Route of them give these scores; None if none does."""
-    shapes = {name: array.shape for name, array in inputs.items()}
-    ROUTE.fit(shapes, fields)
-    assert ROUTE.reference is not None
-    own_chosen, own = ROUTE.reference(ROUTE.complete(fields), inputs)
-    order = np.argsort(own_chosen, -1)
-    if not np.array_equal(np.take_along_axis(own_chosen, order, -1), chosen):
-        return None
-    own = np.take_along_axis(own, order, -1)
-    scale = float(np.median(scores / own))
-    if not np.isfinite(scale) or not close(scores, own * scale, _TOLERANCE):
-        return None
-    return {**fields, "scale": float(np.float32(round(scale, 6)))}
+@dataclass(frozen=True)
+class _Made:
+    """What a router makes of logits `rows [num_tokens, num_experts]`, of which `near` are such as
+    no bound is for: experts and scores `[num_tokens, top_k]`.
+    """
+
+    rows: np.ndarray
+    near: int
+    chosen: np.ndarray
+    scores: np.ndarray
+
+    @property
+    def top_k(self) -> int:
+        return int(self.chosen.shape[1])
 
 
-def _candidates(top_k: int, num_experts: int, has_weight: bool, numbers: set[float]) -> \
+def _near_rows(rng: np.random.Generator, num_experts: int) -> np.ndarray:
+    """Logits `[num_tokens, num_experts]`: plain ones, and some in which the best expert is among
+    bad ones, so that groups are closed that it is in.
+    """
+    plain = rng.standard_normal((_TOKENS, num_experts)) * 2
+    uneven = 1 + 0.3 * rng.standard_normal((_TOKENS // 2, num_experts))
+    sizes = [size for size in range(2, num_experts) if num_experts % size == 0] or [num_experts]
+    for row in uneven:
+        size = rng.choice(sizes)
+        first = rng.integers(num_experts // size) * size
+        best = row.max() + 0.05
+        row[first:first + size] = rng.standard_normal(size) - 6
+        row[first + rng.integers(size)] = best
+    return np.concatenate([plain, uneven]).astype(np.float32)
+
+
+def _bounds(piece: Piece) -> list[float]:
+    """The piece's numbers that may bound logits and that plain ones do not reach."""
+    return [number for number in magnitudes(piece) if 4 < number < _WIDEST]
+
+
+def _far_rows(rng: np.random.Generator, num_experts: int, bounds: list[float]) -> np.ndarray:
+    """Logits `[num_tokens, num_experts]` on both sides of what may bound them."""
+    centres = np.array([sign * number for number in bounds for sign in (1, -1)])
+    around = rng.standard_normal((len(centres), _AROUND, num_experts)) * 2
+    return np.asarray(centres[:, None, None] + around, np.float32).reshape(-1, num_experts)
+
+
+def _choices(made: _Made, drawn: np.ndarray, num_experts: int) -> \
         Iterator[tuple[dict[str, Any], str]]:
-    """Fields, and which input a weight is, "" for none; what is common first."""
+    """The fields on which the choice of experts depends that choose these, and "bias" where a
+    weight does too. Where any expert may be chosen, no limit by groups is tried.
+    """
+    unlimited: list[dict[str, Any]] = [{}]
+    for limits in (unlimited, _limits(made.top_k, num_experts)):
+        free = False
+        for limit, score in itertools.product(limits, _SCORES):
+            for role in ("bias", "") if len(drawn) else ("",):
+                fields = {"top_k": made.top_k, "score": score, **limit}
+                if all(_chooses(fields, {role: drawn} if role else {}, made, count)
+                       for count in (_FEW, made.near)):
+                    free = True
+                    yield fields, role
+        if free:
+            return  # also of limits, which this would then be
+
+
+def _limits(top_k: int, num_experts: int) -> list[dict[str, Any]]:
+    """The fields of all limits by groups that keep some expert from being chosen: in as many groups
+    as experts are chosen, the best of each, all of these are.
+    """
+    return [{"groups": groups, "top_groups": top, "group_score": score}
+            for groups in range(2, num_experts) if num_experts % groups == 0
+            for top in range(1, groups) for score in ("max", "top2")
+            if score == "top2" or top < top_k]
+
+
+def _chooses(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _Made, count: int) -> \
+        bool:
+    """Whether a Route chooses these experts of the first tokens; no such Route does not."""
+    try:
+        experts, _ = _run(fields, {"logits": made.rows[:count], **weights})
+    except ValueError:
+        return False
+    return np.array_equal(np.sort(experts, -1), np.sort(made.chosen[:count], -1))
+
+
+def _run(fields: dict[str, Any], inputs: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+    """What a Route gives for these inputs.
+
+    Raises:
+        ValueError: there is no such Route.
+    """
+    ROUTE.fit({name: array.shape for name, array in inputs.items()}, fields)
+    assert ROUTE.reference is not None
+    return ROUTE.reference(ROUTE.complete(fields), inputs)
+
+
+def _ways(fields: dict[str, Any], numbers: set[float]) -> Iterator[dict[str, Any]]:
+    """The fields that change scores alone, what is common first."""
+    if fields["score"] == "sparsemixer":
+        for number in sorted(number for number in numbers if 0 < number < 1):
+            yield from ({"jitter": jitter} for jitter in (number, number / 2))
+        return
+    yield {"normalize": 0}
     # Those that are there before none: too small to show, they are still what the model adds.
     epsilons = [*sorted(value for value in numbers if 0 < value <= 1e-2), 0.0]
-    ways: list[dict[str, Any]] = [{"normalize": 0}]
-    ways += ({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)
-    limits: list[dict[str, Any]] = [{}]
-    for groups in (count for count in range(2, num_experts) if num_experts % count == 0):
-        limits += ({"groups": groups, "top_groups": top, "group_score": score}
-                   for top in range(1, groups) for score in ("max", "top2"))
-    for limit in limits:
-        for score in ("softmax", "sigmoid", "sqrtsoftplus"):
-            for way in ways:
-                for role in ("bias", "expert_scale", "") if has_weight else ("",):
-                    yield {"top_k": top_k, "score": score, **way, **limit}, role
-    for value in sorted(number for number in numbers if 0 < number < 1):
-        for jitter in (value, value / 2):
-            yield {"top_k": top_k, "score": "sparsemixer", "jitter": jitter}, ""
+    yield from ({"normalize": 1, "epsilon": epsilon} for epsilon in epsilons)
+
+
+def _compare(fields: dict[str, Any], weights: dict[str, np.ndarray], made: _Made,
+             numbers: list[float]) -> dict[str, Any] | None:
+    """The fields with the scale that makes a Route of them give these scores; None if none does."""
+    far = np.zeros(len(made.rows), bool)
+    far[made.near:] = _tells(fields["score"], np.median(made.rows[made.near:], -1))
+    order = np.argsort(made.chosen, -1)
+    scores = np.where(far[:, None], np.sort(made.scores, -1),
+                      np.take_along_axis(made.scores, order, -1))
+    experts, own = _run(fields, {"logits": made.rows, **weights})
+    order = np.argsort(experts, -1)
+    near = slice(0, made.near)
+    if not np.array_equal(np.take_along_axis(experts, order, -1)[near],
+                          np.sort(made.chosen[near], -1)):
+        return None
+    own_scores = np.take_along_axis(own, order, -1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        measured = float(np.median(scores[near] / own_scores[near]))
+    if not np.isfinite(measured):
+        return None
+    scale = _stored(measured, numbers)
+    # Of far rows some experts are as good as others.
+    expected = np.where(far[:, None], np.sort(own * scale, -1), own_scores * scale)
+    known = far.copy()
+    known[near] = True
+    return {**fields, "scale": scale} if close(scores[known], expected[known], _TOLERANCE) else None
+
+
+def _tells(score: str, centres: np.ndarray) -> np.ndarray:
+    """bool, of each row of logits around a number, whether scores of them are not all alike."""
+    if score == "softmax":
+        return np.full(centres.shape, True)
+    return (centres > 0) & ((centres < _SATURATED) | (score != "sigmoid"))
+
+
+def _stored(measured: float, numbers: list[float]) -> float:
+    """The scale that is meant: one, or the model's number, where it is that but for rounding."""
+    return next((sign * number for number in (1.0, *numbers) for sign in (1, -1)
+                 if abs(measured - sign * number) <= 1e-6 * number), float(np.float32(measured)))
 
 
 def _rewrite(graph: gs.Graph, match: _Route, settings: Settings) -> None:

@@ -3,6 +3,7 @@ a checkpoint of many tensors, and what is refused.
 """
 
 import json
+import time
 from dataclasses import replace
 
 import bench_model
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from schedule_interpreter import Interpreters
+from schedule_interpreter import LIMITS, Interpreters, interpreted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.olmoe import modeling_olmoe
@@ -77,16 +78,22 @@ def greedy(model, tokens, count):
     return tuple(known[len(tokens):])
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_crowd_gets_transformers_tokens(tp_size, tmp_path):
-    """Prompts of unequal lengths in chunks, of which few fit at once."""
-    model = families.tiny_model("glm4_moe")
-    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=tp_size)
+@pytest.mark.parametrize(("family", "tp_size"), [("glm4_moe", 1), ("glm4_moe", 2), ("gpt_oss", 2)])
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_crowd_gets_transformers_tokens(family, tp_size, target, tmp_path):
+    """Prompts of unequal lengths in chunks, of which few fit at once; gpt-oss' are longer than its
+    window, and see sinks.
+    """
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target=target,
+                 tp_size=tp_size)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(3, families.VOCAB, n).tolist() for n in (3, 17, 1, 9, 24, 5, 12, 2)]
     params = llmc.SamplingParams(max_tokens=10, ignore_eos=True)
-    with llmc.LLM(tmp_path / "case", max_batch_size=3, max_num_batched_tokens=7,
-                  kv_cache_tokens=128) as llm:
+    few = replace(LIMITS, num_blocks=32, max_tokens=7, max_slots=3)
+    with interpreted(tmp_path / "case", few) if target == "cuda" else llmc.LLM(
+            tmp_path / "case", max_batch_size=3, max_num_batched_tokens=7,
+            kv_cache_tokens=128) as llm:
         got = families.ask_at_once(llm, prompts, lambda index: params)
     assert [got[n][0].token_ids for n in range(len(prompts))] == \
         [greedy(model, prompt, 10) for prompt in prompts]
@@ -128,6 +135,64 @@ def test_routing_is_recognised_by_what_it_computes(family, tmp_path):
         assert 0 <= node["epsilon"] < 1e-10
         assert node == pytest.approx({**complete({"top_k": 2, **ROUTES[family]}),
                                       "epsilon": node["epsilon"]})
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("glm4_moe", {"n_shared_experts": 0}),
+    pytest.param("deepseek_v3", {"n_shared_experts": 0}, marks=pytest.mark.thorough),
+    pytest.param("deepseek_v2", {"n_shared_experts": 0}, marks=pytest.mark.thorough),
+    ("gpt_oss", {"num_local_experts": 1, "num_experts_per_tok": 1})])
+def test_there_may_be_one_expert_or_none_that_is_shared(family, changes, tmp_path):
+    model = families.tiny_model(family, **changes)
+    hf = families.save(model, tmp_path / "hf")
+    expected = families.reference_logits(model, TOKENS)
+    llmc.compile(hf, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), expected)
+    llmc.compile(hf, tmp_path / "gpu", target="cuda", tp_size=2)
+    for logits in Interpreters(tmp_path / "gpu")._on_all(lambda rank: rank.run(TOKENS, 0)):
+        families.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("top_groups", [1, 5, 7])
+def test_a_limit_by_groups_is_recognised_however_seldom_it_shows(top_groups, tmp_path):
+    model = families.tiny_model("glm4_moe", num_hidden_layers=2, n_routed_experts=32, n_group=8,
+                                topk_group=top_groups)
+    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), Options()).graphs[0]
+    assert [(node["groups"], node["top_groups"], node["group_score"])
+            for node in fields(graph, "Route")] == [(8, top_groups, "top2")]
+
+
+@pytest.mark.parametrize("scale", [1.23456e-4, 1e-7, -1.5])
+def test_a_scale_of_scores_is_kept_as_it_is(scale, tmp_path):
+    model = families.tiny_model("glm4_moe", num_hidden_layers=2, routed_scaling_factor=scale)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.down_proj"):
+                parameter.div_(scale)
+    hf = families.save(model, tmp_path / "hf")
+    graph = lower.fuse(load(hf), Options()).graphs[0]
+    assert [node["scale"] for node in fields(graph, "Route")] == pytest.approx([scale], rel=1e-6)
+    llmc.compile(hf, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
+@pytest.mark.parametrize(("family", "changes", "found"), [
+    *(("gpt_oss", {"swiglu_limit": limit},
+       dict(activation="silu", alpha=1.702, limit=limit, up_offset=1.0))
+      for limit in (1000.0, 9000.0, 1e6)),
+    pytest.param("hy_v4", {"swiglu_limit": 3000.0}, dict(activation="silu", limit=3000.0),
+                 marks=pytest.mark.thorough)])
+def test_an_activation_is_recognised_however_wide_its_bounds(family, changes, found, tmp_path):
+    model = families.tiny_model(family, num_hidden_layers=2, **changes)
+    graph = lower.fuse(load(families.save(model, tmp_path / "hf")), Options()).graphs[0]
+    expected = {"gated": 1, "alpha": 1.0, "limit": 0.0, "up_offset": 0.0, **found}
+    nodes = fields(graph, "Experts")
+    assert nodes
+    for node in nodes:
+        complete = plugins.registry()["Experts"].complete(node)
+        assert {name: complete[name] for name in expected} == pytest.approx(expected)
 
 
 def test_shared_experts_join_the_sum_of_the_ranks(tmp_path):
@@ -243,16 +308,33 @@ def squared(self, hidden_states):
     return logits, scores**2, chosen
 
 
+def bounded(self, hidden_states):
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    scores, chosen = torch.topk(torch.softmax(logits.clamp(max=50.0), -1), self.top_k, dim=-1)
+    return logits, scores, chosen
+
+
 def noisy(self, gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.sin(gate) * up
 
 
-def test_a_router_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):
-    monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", squared)
+@pytest.mark.parametrize(("forward", "path"), [
+    (squared, "Softmax → TopK → Pow"), (bounded, "Clip → Softmax → TopK")])
+def test_a_router_that_is_none_of_ours_is_named(forward, path, olmoe, tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", forward)
     check_refused(olmoe, tmp_path, monkeypatch,
-                  r"a router was not recognised: what chooses experts is nothing that llmc::Route "
-                  r"does \(Softmax → TopK → Pow\): 'linear_4' .*\(Experts ")
+                  rf"a router was not recognised: what chooses experts is nothing that llmc::Route "
+                  rf"does \({path}\): 'linear_4' .*\(Experts ")
+
+
+def test_a_router_of_many_experts_is_refused_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling_olmoe.OlmoeTopKRouter, "forward", squared)
+    hf = families.save(families.tiny_model("olmoe", num_experts=384, num_experts_per_tok=8,
+                                           num_hidden_layers=1), tmp_path / "hf")
+    begun = time.process_time()
+    check_refused(hf, tmp_path, monkeypatch, "a router was not recognised")
+    assert time.process_time() - begun < 10
 
 
 def test_an_activation_that_is_none_of_ours_is_named(olmoe, tmp_path, monkeypatch):

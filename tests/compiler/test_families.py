@@ -3,7 +3,7 @@
 import families
 import numpy as np
 import pytest
-from schedule_interpreter import Interpreters
+from schedule_interpreter import LIMITS, Interpreters, interpreted
 from transformers import AutoModelForCausalLM
 
 import llmc
@@ -27,22 +27,30 @@ def check_family(family, sizes, tmp_path, expert_parallel=False, **changes):
     model = families.tiny_model(family, **changes)
     cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, sizes,
                                    expert_parallel)
-    rng = np.random.default_rng(3)
-    rows = [rng.integers(3, families.VOCAB, PREFILL + STEPS).tolist() for _ in range(2)]
-    cuts = [PREFILL, PREFILL - 5]  # a batch of unequal prompts
+    rows, cuts = unequal()
     expected = [families.reference_logits(model, row) for row in rows]
     for tp_size, case in cases.items():
         with llmc.LLM(case) as llm:
             assert len(llm.manifest.chips) == tp_size
             families.assert_close(llm.logits(rows[0][:PREFILL]), expected[0][:PREFILL])
-            session = llm.session(2)
-            got = session.extend([row[:cut] for row, cut in zip(rows, cuts, strict=True)])
-            for step in range(STEPS + 1):
-                wanted = [truth[cut + step - 1] for truth, cut in zip(expected, cuts, strict=True)]
-                families.assert_close(got, np.stack(wanted))
-                if step < STEPS:
-                    got = session.extend([[row[cut + step]]
-                                          for row, cut in zip(rows, cuts, strict=True)])
+            check_steps(llm, rows, cuts, expected)
+
+
+def unequal():
+    """A batch of unequal prompts: tokens of two sequences, and how many are each one's prompt."""
+    rng = np.random.default_rng(3)
+    rows = [rng.integers(3, families.VOCAB, PREFILL + STEPS).tolist() for _ in range(2)]
+    return rows, [PREFILL, PREFILL - 5]
+
+
+def check_steps(llm, rows, cuts, expected):
+    session = llm.session(2)
+    got = session.extend([row[:cut] for row, cut in zip(rows, cuts, strict=True)])
+    for step in range(STEPS + 1):
+        wanted = [truth[cut + step - 1] for truth, cut in zip(expected, cuts, strict=True)]
+        families.assert_close(got, np.stack(wanted))
+        if step < STEPS:
+            got = session.extend([[row[cut + step]] for row, cut in zip(rows, cuts, strict=True)])
 
 
 @pytest.mark.parametrize("family", {**families.FAMILIES, **families.LATENT,
@@ -70,6 +78,18 @@ def test_a_mixture_nobody_planned_for_just_works(family, tmp_path):
 @pytest.mark.parametrize("family", families.once(families.HYBRIDS))
 def test_a_hybrid_equals_transformers_at_every_tp_size(family, tmp_path):
     check_family(family, limits(family), tmp_path)
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=[pytest.mark.thorough] * (family not in ("gpt_oss", "qwen3_next")))
+    for family in {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION,
+                   **families.MIXTURES, **families.HYBRIDS}])
+def test_the_schedule_decodes_an_unequal_batch(family, tmp_path):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
+    rows, cuts = unequal()
+    with interpreted(tmp_path / "case", LIMITS) as llm:
+        check_steps(llm, rows, cuts, [families.reference_logits(model, row) for row in rows])
 
 
 def test_heads_may_be_normed_behind_the_rotary_embedding(tmp_path):

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.llama import modeling_llama
 
+import llmc
 from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load, trace
-from llmc.compiler.frontend.repeat import CannotRepeat, _shorten
+from llmc.compiler.frontend.repeat import CannotRepeat, _check_places, _shorten
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
@@ -39,6 +41,39 @@ def test_only_as_many_layers_are_exported_as_prove_the_structure(tmp_path, monke
     load(families.save(families.tiny_model("llama", num_hidden_layers=12), tmp_path / "l"))
     load(families.save(families.tiny_model("gemma3_text", num_hidden_layers=12), tmp_path / "g"))
     assert exported == [2, 4]  # gemma3: two with a window, two without
+
+
+@pytest.mark.parametrize("attending", [[9], [3, 6, 9]])
+def test_a_config_that_numbers_layers_is_told_of_a_few(attending, tmp_path):
+    model = families.tiny_model("bamba", num_hidden_layers=12, attn_layer_indices=attending)
+    raw = load(families.save(model, tmp_path / "hf"))
+    assert raw.notes == ()
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20)
+    got = run_graph(raw.graph, {"input_ids": tokens[None], "position_ids": np.arange(20)[None]},
+                    ["logits"])
+    families.assert_close(got["logits"][0], families.reference_logits(model, tokens.tolist()))
+
+
+def test_layers_are_not_cut_out_where_a_config_makes_something_of_their_numbers():
+    class Config:
+        @property
+        def kinds(self):
+            return ["conv", "conv", "attention", "conv"]
+
+    _check_places(Config(), 4, [0, 1, 2])
+    with pytest.raises(CannotRepeat, match="config's kinds cannot be told of a few layers"):
+        _check_places(Config(), 4, [0, 2])
+
+
+def test_an_error_of_the_models_code_is_named_with_its_kind(tmp_path, monkeypatch):
+    def forward(self, hidden_states):
+        return {}[2]
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    hf = families.save(families.tiny_model("llama", rms_norm_eps=3e-5), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="'llama' cannot be exported: its code raises KeyError "
+                                             "2$"):
+        load(hf)
 
 
 def test_layers_with_settings_of_their_own_are_not_taken_for_copies(tmp_path):

@@ -23,6 +23,9 @@ TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
     "gemma4": families.OWN_ATTENTION["gemma4_text"],
     "mistral3": families.FAMILIES["mistral"],
+    "mistral4": {**families.LATENT["deepseek_v3"], "model_type": "mistral4", **families.rope(
+        "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+        original_max_position_embeddings=16)},
     "qwen3_vl": {**families.FAMILIES["qwen3"], **_MROPE},
     "qwen3_vl_moe": {**families.MIXTURES["qwen3_moe"], **_MROPE},
     "qwen2_5_vl": {**families.FAMILIES["qwen2"], **_MROPE},
@@ -30,12 +33,14 @@ TEXTS = {
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
 }
+# Those whose language model lies in another one's class.
+WHOLES = {"mistral4": "mistral3"}
 COMMON = ("gemma4", "mistral3", "qwen3_vl")
 ROW = np.random.default_rng(3).integers(3, families.VOCAB - 3, 24).tolist()
 
 
 def tiny_model(family):
-    base = CONFIG_MAPPING[family]()
+    base = CONFIG_MAPPING[WHOLES.get(family, family)]()
     kinds = {"text_config": base.get_text_config(), "vision_config": base.vision_config}
     if kinds["vision_config"] is None:
         kinds["vision_config"] = CONFIG_MAPPING[f"{family}_vision"]()
@@ -43,7 +48,7 @@ def tiny_model(family):
     sizes = {"text_config": TEXTS[family],
              "vision_config": {name: size for name, size in _VISION.items() if name in known}}
     config = type(base)(
-        **{kind: {**sizes[kind], "model_type": given.model_type} for kind, given in kinds.items()},
+        **{kind: {"model_type": given.model_type, **sizes[kind]} for kind, given in kinds.items()},
         **{name: families.VOCAB - 1 for name in ("image_token_id", "video_token_id",
                                                  "image_token_index") if hasattr(base, name)})
     return families.randomized(

@@ -261,6 +261,21 @@ def test_an_unknown_activation_stays_as_it_is():
     assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "Sin": 1, "Mul": 1}
 
 
+@pytest.mark.parametrize("bound", [0.5, 30.0, 5000.0])
+@pytest.mark.parametrize(("text", "left"), [
+    ("m = MatMul(x, w1) y = Min(m, bound) s = Sigmoid(y) logits = Mul(y, s)",
+     {"GemmBiasAct": 1, "Min": 1, "Sigmoid": 1, "Mul": 1}),
+    ("g = MatMul(x, w1) y = Min(g, bound) s = Sigmoid(y) a = Mul(y, s) u = MatMul(x, w2) "
+     "logits = Mul(a, u)", {"GemmBiasAct": 2, "Min": 1, "Sigmoid": 1, "Mul": 2}),
+    ("n = RMSNormalization(x, w) logits = Min(n, bound)", {"RMSNorm": 1, "Min": 1}),
+    (RMS + "n = Div(x, s) g = Mul(n, w) logits = Min(g, bound)", {"RMSNorm": 1, "Min": 1})])
+def test_a_bound_is_seen_however_wide(text, left, bound):
+    graph, _ = before_after(f"bound = Constant<value_float={bound}>() {text}",
+                            {"w": VECTOR, "w1": SQUARE, "w2": SQUARE.T.copy()}, fold, norm, gemm,
+                            activation, gated_mlp)
+    assert ops(graph) == {"Gather": 1, **left}
+
+
 def test_gemm_takes_its_residual():
     text = "m = MatMul(x, w1) y = Add(m, b) logits = Add(x, y)"
     graph, _ = before_after(text, {"w1": SQUARE, "b": VECTOR}, fold, gemm, residual)

@@ -67,6 +67,22 @@ def test_a_deeper_hybrid_exports_no_more_layers(family, exported, tmp_path, monk
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
+@pytest.mark.parametrize("changes", [
+    pytest.param({"num_hidden_layers": 54, "layers_block_type": None, "num_mem_blocks": 2,
+                  "use_mem_rope": False}, marks=pytest.mark.thorough),
+    {"num_hidden_layers": 6, "num_mem_blocks": 2,
+     "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"]},
+    {"use_shared_attention_adapter": True},
+    pytest.param({"use_shared_attention_adapter": True, "num_mem_blocks": 2, "use_mem_rope": False},
+                 marks=pytest.mark.thorough)])
+def test_layers_share_blocks_with_adapters_of_their_own(changes, tmp_path):
+    """As Zamba 2's do, of which no config describes a few layers alone."""
+    model = families.tiny_model("zamba2", **changes)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", tp_size=2)
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
 def test_convolutions_of_a_layer_are_one(tmp_path, monkeypatch):
     """Of queries, keys and values; so that ranks divide them with the layer's heads."""
     def in_thirds(channels, weight, **others):
@@ -217,6 +233,16 @@ def test_a_convolution_that_is_computed_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", forward)
     check_refused("lfm2", tmp_path, monkeypatch, r"a layer that keeps a state was not recognised: ")
+
+
+@pytest.mark.parametrize(("family", "key"), [
+    ("qwen3_5_text", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache"),
+    ("mamba2", "conv_kernel")])
+def test_a_convolution_of_one_token_is_refused(family, key, tmp_path):
+    hf = families.save(families.tiny_model(family, **{key: 1}), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=f"'{family}' cannot be exported: a causal convolution "
+                                             "has a kernel of 1, expected 2 or more"):
+        llmc.compile(hf, tmp_path / "case")
 
 
 def test_loops_that_no_node_stands_for_are_not_taken(tmp_path):

@@ -185,8 +185,8 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """com.microsoft.MoE, or of packed weights QMoE, which read an expert's weights where they are.
 
     They choose by themselves, from the softmax of the top_k of what they are given. So they are
-    given the logarithms of the scores, and their sum is put back; where scores multiply x, a row
-    for each token and expert.
+    given the logarithms of the scores, which all have one sign, and their sum is put back; where
+    scores multiply x, a row for each token and expert.
     """
     if fields["activation"] != "silu" or not fields["gated"] or fields["sharded"]:
         return None
@@ -212,7 +212,8 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         *(_scaled_rows(fields["top_k"]) if fields["scale_input"] else [
             "rows = Reshape(x, rows_shape)",
             "least = Constant<value_float=1e-30>()",
-            "positive = Max(weights, least)",
+            "sizes = Abs(weights)",
+            "positive = Max(sizes, least)",
             "logits = Log(positive)"]),
         "num_tokens = Shape<end=1>(rows)",
         "num_experts = Shape<end=1>(down)",
