@@ -153,11 +153,14 @@ def _shared_prefix(case: Path, options: dict[str, Any], params: Callable[[int], 
         print(llm.metrics(), flush=True)
 
 
-def _described(work: Path) -> str:
+def _described(work: Path, quantization: str | None) -> str:
     """A directory with a config.json of the shape, for vLLM's own model."""
-    directory = work / "llama-8b-config"
+    directory = work / f"llama-8b-config-{quantization}"
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({
+    stored = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
+                                      "zero_point": True, "version": "gemm"}} \
+        if quantization == "awq" else {}
+    (directory / "config.json").write_text(json.dumps(stored | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "hidden_size": SHAPE["hidden"], "num_hidden_layers": SHAPE["layers"],
         "vocab_size": SHAPE["vocab"], "intermediate_size": SHAPE["intermediate"],
@@ -178,9 +181,11 @@ def run_vllm(arguments: argparse.Namespace) -> None:
         options |= dict(model=str(arguments.work / CASE),
                         max_num_batched_tokens=arguments.max_num_batched_tokens)
     else:
-        options |= dict(model=_described(arguments.work), load_format="dummy", dtype="bfloat16",
-                        skip_tokenizer_init=True, attention_backend="FLASH_ATTN",
-                        enable_flashinfer_autotune=False, quantization=arguments.quantization)
+        options |= dict(model=_described(arguments.work, arguments.quantization),
+                        load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
+                        attention_backend="FLASH_ATTN", enable_flashinfer_autotune=False,
+                        quantization=None if arguments.quantization == "awq"
+                        else arguments.quantization)
 
     def params(count: int) -> Any:
         return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True,
@@ -199,7 +204,7 @@ def run_vllm(arguments: argparse.Namespace) -> None:
     print(f"| load, until the first token | {loaded:.1f} s, {time.perf_counter() - start:.1f} s |",
           flush=True)
     prompts, outputs = crowd(512 if arguments.prefix else 0)
-    for run in range(4 if arguments.prefix else 3):
+    for run in range(0 if arguments.static_alone else 4 if arguments.prefix else 3):
         if arguments.prefix:
             prompts, outputs = crowd(512, min(run, 2))  # the last finds all of it
         run_crowd(f"crowd{' with a shared prefix' * arguments.prefix}, run {run}",
@@ -261,7 +266,9 @@ def main() -> None:
                         help="llmc: max_num_batched_tokens of the static batches.")
     parser.add_argument("--prefix", action="store_true", help="The shared prefix alone.")
     parser.add_argument("--quantization",
-                        help="vllm: how it stores weights; fp8: with a scale a tensor.")
+                        help="vllm: how it stores weights; fp8: with a scale a tensor; awq: in "
+                             "groups of 128.")
+    parser.add_argument("--static_alone", action="store_true", help="vllm: no crowds.")
     parser.add_argument("--compile_only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
