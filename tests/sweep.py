@@ -3,6 +3,8 @@ held against transformers, or refused.
 
     python tests/sweep.py [FAMILY …] [--jobs 2] [--output tests/sweep.md]
 
+Of families that are named, the table's rows are written anew and the others kept.
+
 Each family runs in a process of its own, at tp 1 and at tp 2, in float32. It matches where logits
 of a prompt are within 1e-4 of transformers' range and 8 greedy tokens are the same; else llmc has
 to refuse it in a sentence. Anything else is a fault of llmc's. Not part of `make test`.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 400  # seconds
-MOST = 20_000_000  # parameters: a model of more is not tiny
+ORDER = ("wrong", "failed", "matches", "refused", "untried")
+MOST = 200_000_000  # parameters: a model of more is not tiny
 # Of the names that configs have; of the rest a config keeps its own.
 SIZES: dict[str, Any] = {
     "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 96,
@@ -48,9 +52,21 @@ FITTING: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
     "zaya": {"num_experts_per_tok": 1},
-    "blenderbot": {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
-                   "decoder_ffn_dim": 96, "encoder_attention_heads": 4,
-                   "decoder_attention_heads": 4},
+    **{family: {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
+                "decoder_ffn_dim": 96, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+       for family in ("blenderbot", "plbart", "whisper")},
+    "longcat_flash": {"head_dim": 8},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    **{family: {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+                "indexer_budget": 64, "indexer_compress_ratio": 4}
+       for family in ("qwen4_exp", "qwen4_exp_text")},
+    "zamba": {"num_hidden_layers": 5, "head_dim": 32,
+              "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"]},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+             "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_top_k": 2}},
+    "cohere_compass_text": {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "xmod": {"default_language": "en_XX"},
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
               "expert_layer_offset": 1},
@@ -71,7 +87,7 @@ def tiny_config(family: str) -> Any:
     if family in known:
         return AutoConfig.for_model(family, **known[family])
     base = CONFIG_MAPPING[family]()
-    text = base.get_text_config()
+    text = base.get_text_config(decoder=True)
     names = text.to_dict()
     sizes = {name: value for name, value in {**families.SIZES, **SIZES}.items()
              if name in names and (names[name] is not None or name in ("head_dim", "pad_token_id"))}
@@ -165,20 +181,31 @@ def run_family(family: str) -> dict[str, Any]:
     return read
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """All of it in Markdown, faults first."""
-    order = ["wrong", "failed", "matches", "refused", "untried"]
+def table(results: dict[str, dict[str, Any]], date: str) -> str:
+    """All of it in Markdown, faults first; `date` is when some of it was last tried."""
     import transformers
     counts = Counter(result["outcome"] for result in results.values())
     lines = [f"# Causal LM classes of transformers {transformers.__version__} on target cpu",
-             "", "By tests/sweep.py: " + ", ".join(
-                 f"{counts[outcome]} {outcome}" for outcome in order) + ".", "",
+             "", f"By tests/sweep.py, last on {date}: " + ", ".join(
+                 f"{counts[outcome]} {outcome}" for outcome in ORDER) + ".", "",
              "| family | outcome | | refused after (s) |", "| --- | --- | --- | --- |"]
     for name, result in sorted(results.items(),
-                               key=lambda item: (order.index(item[1]["outcome"]), item[0])):
+                               key=lambda item: (ORDER.index(item[1]["outcome"]), item[0])):
         why = result["why"].replace("|", "\\|")
         lines.append(f"| {name} | {result['outcome']} | {why} | {result.get('seconds', '')} |")
     return "\n".join(lines) + "\n"
+
+
+def kept(path: Path) -> dict[str, dict[str, Any]]:
+    """The results that a table has, to try some again and keep the others."""
+    results: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        row = re.fullmatch(rf"\| (\S+) \| ({'|'.join(ORDER)}) \| (.*) \| ([\d.]*) \|", line)
+        if row is not None:
+            name, outcome, why, seconds = row.groups()
+            results[name] = {"outcome": outcome, "why": why.replace("\\|", "|"),
+                             **({"seconds": float(seconds)} if seconds else {})}
+    return results
 
 
 def main() -> None:
@@ -194,13 +221,14 @@ def main() -> None:
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     names = arguments.families or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    results = {}
+    results = kept(arguments.output) if arguments.output and arguments.families else {}
+    date = time.strftime("%Y-%m-%d")
 
     def note(name: str) -> None:
         results[name] = run_family(name)
         print(f"{name}: {results[name]['outcome']}: {results[name]['why']}", flush=True)
         if arguments.output:
-            arguments.output.write_text(table(dict(results)), encoding="utf-8")
+            arguments.output.write_text(table(dict(results), date), encoding="utf-8")
 
     with ThreadPoolExecutor(arguments.jobs) as threads:
         list(threads.map(note, names))

@@ -70,8 +70,7 @@ def test_a_deeper_hybrid_exports_no_more_layers(family, exported, tmp_path, monk
 @pytest.mark.parametrize("changes", [
     pytest.param({"num_hidden_layers": 54, "layers_block_type": None, "num_mem_blocks": 2,
                   "use_mem_rope": False}, marks=pytest.mark.thorough),
-    {"num_hidden_layers": 6, "num_mem_blocks": 2,
-     "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"]},
+    {"num_mem_blocks": 2, "layers_block_type": ["mamba"] * 3 + ["hybrid"] * 2},
     {"use_shared_attention_adapter": True},
     pytest.param({"use_shared_attention_adapter": True, "num_mem_blocks": 2, "use_mem_rope": False},
                  marks=pytest.mark.thorough)])
