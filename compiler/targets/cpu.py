@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.artifact import (
@@ -21,8 +22,11 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.compiler.graph.rewrite import op_of
+from llmc.compiler.graph.rewrite import fields_of, is_op, op_of, operands, producer, values_of
 from llmc.compiler.targets import Options
+from llmc.errors import LlmcError
+from llmc.plugins.experts.op import OP as EXPERTS
+from llmc.plugins.route.op import OP as ROUTE
 from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
 
 KIND = "cpu"
@@ -40,7 +44,12 @@ def describe(options: Options) -> Target:
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
          encoder: gs.Graph | None = None) -> tuple[Chip, list[FileEntry]]:
-    """Write `chip<rank>/` and describe it."""
+    """Write `chip<rank>/` and describe it.
+
+    Raises:
+        LlmcError: experts have scores that their kernel does not take.
+    """
+    _check_scores(graph)
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
@@ -56,6 +65,21 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
                          program)
     return chip, [weights, *files]
+
+
+def _check_scores(graph: gs.Graph) -> None:
+    """ONNX Runtime's kernel of experts takes a token's scores of one sign, and llmc has a body of
+    its own where there is none.
+    """
+    for node in graph.nodes:
+        body = EXPERTS.bodies["cpu"](fields_of(node), frozenset(operands(node))) \
+            if is_op(node, EXPERTS) else None
+        route = producer(operands(node)["scores"]) if body is not None else None
+        own = operands(route).get("expert_scale") if is_op(route, ROUTE) else None
+        if own is not None and np.ptp(np.sign(values_of(own).load())) > 1:
+            raise LlmcError(f"'{node.outputs[0].name}' has experts whose own scales "
+                            f"('{own.name}') are of both signs, which ONNX Runtime's kernel of "
+                            f"such experts does not take; compile with --target cuda")
 
 
 def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, whole: str,

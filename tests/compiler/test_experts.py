@@ -178,6 +178,26 @@ def test_a_scale_of_scores_is_kept_as_it_is(scale, tmp_path):
         families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
 
 
+def test_scores_of_both_signs_are_no_kernel_s_on_cpu(tmp_path):
+    """Of gelu's experts they are right, as llmc's own body computes these."""
+    for activation in ("gelu_pytorch_tanh", "silu"):
+        model = families.tiny_model("gemma4_text", **families.GEMMA4_MOE,
+                                    hidden_activation=activation)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("per_expert_scale"):
+                    parameter.copy_(torch.linspace(-1, 1, len(parameter)))
+        hf = families.save(model, tmp_path / activation)
+        llmc.compile(hf, tmp_path / f"{activation}-cuda", target="cuda")
+        if activation == "silu":
+            with pytest.raises(llmc.LlmcError, match="own scales .* are of both signs"):
+                llmc.compile(hf, tmp_path / activation / "case")
+            continue
+        llmc.compile(hf, tmp_path / activation / "case")
+        with llmc.LLM(tmp_path / activation / "case") as llm:
+            families.assert_close(llm.logits(TOKENS), families.reference_logits(model, TOKENS))
+
+
 @pytest.mark.parametrize(("family", "changes", "found"), [
     *(("gpt_oss", {"swiglu_limit": limit},
        dict(activation="silu", alpha=1.702, limit=limit, up_offset=1.0))
