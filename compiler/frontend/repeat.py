@@ -119,14 +119,14 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
 
 
 def _check_places(text: Any, count: int, picked: Sequence[int]) -> None:
-    """That what a config makes for each layer by itself is for these the same as for the first so
-    many, which the model takes them for where the others are cut out.
+    """That the kinds of layers that a config makes by itself are for these the same as for the
+    first so many, which the model takes them for where the others are cut out.
 
     Raises:
         CannotRepeat: it is not.
     """
     for name in dir(type(text)):
-        if isinstance(getattr(type(text), name, None), property):
+        if "layer" in name and isinstance(getattr(type(text), name, None), property):
             made = getattr(text, name, None)
             if isinstance(made, list | tuple) and len(made) == count \
                     and [made[i] for i in picked] != list(made[:len(picked)]):

@@ -57,11 +57,11 @@ def test_a_config_that_numbers_layers_is_told_of_a_few(attending, tmp_path):
 def test_layers_are_not_cut_out_where_a_config_makes_something_of_their_numbers():
     class Config:
         @property
-        def kinds(self):
+        def layer_kinds(self):
             return ["conv", "conv", "attention", "conv"]
 
     _check_places(Config(), 4, [0, 1, 2])
-    with pytest.raises(CannotRepeat, match="config's kinds cannot be told of a few layers"):
+    with pytest.raises(CannotRepeat, match="config's layer_kinds cannot be told of a few layers"):
         _check_places(Config(), 4, [0, 2])
 
 
