@@ -205,8 +205,8 @@ def tell_readme(readme: Path, results: dict[str, dict[str, Any]]) -> None:
     text, found = re.subn(
         r"\d+ match transformers, \d+ are refused in a sentence, of \d+ no tiny model could be "
         r"made, and\n[^.]+\.",
-        f"{counts['matches']} match transformers, {counts['refused']} are refused in a sentence, of "
-        f"{counts['untried']} no tiny model could be made, and\n"
+        f"{counts['matches']} match transformers, {counts['refused']} are refused in a sentence, "
+        f"of {counts['untried']} no tiny model could be made, and\n"
         f"{f'{faults} are wrong' if faults else 'nothing else happened'}.",
         readme.read_text(encoding="utf-8"))
     assert found == 1, f"{readme} has no such sentence"
