@@ -162,7 +162,9 @@ def try_family(family: str, directory: Path) -> dict[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """What it says, but where the model lies."""
+    words = " ".join(str(error).split())
+    return re.sub(r"'[^']*/hf'", "'hf'", words)[:300] or type(error).__name__
 
 
 def run_family(family: str) -> dict[str, Any]:
