@@ -101,7 +101,7 @@ class TensorRTEngine(CudaEngine):
             for name, number in values.items():
                 program.add_node("Scatter", {}, [number, rows, tensors[name]], [], True)
         program.set_logits(tensors["logits"], manifest.dims.vocab_size)
-        return cuda.Engine(program, self._device)
+        return cuda.Engine(program, self._device, self._backend)
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
         """Execute a step that chooses nothing and return what every plugin makes, in order, by the
