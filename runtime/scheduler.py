@@ -9,6 +9,7 @@ needs them, so that it always goes on.
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -244,7 +245,12 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Callers of whom something waits."""
-        return sum(line.first is not None for _, _, line in [*self._lines, *self._aside])
+        return len(self._firsts())
+
+    def _firsts(self) -> list[Sequence]:
+        """Of each line the sequence that waits."""
+        return [line.first for _, _, line in itertools.chain(self._lines, self._aside)
+                if line.first is not None]
 
     def problem(self, prompt: int, limit: int, width: int = 1) -> str | None:
         """Why a sequence could never run."""
@@ -318,8 +324,7 @@ class Scheduler:
         """
         left = len(sequence.prompt) - 1 - sequence.computed
         if not self.limits.keeps_states or not 0 < left < count or not any(
-                line.first is not None and line.first.request == sequence.request
-                for _, _, line in [*self._lines, *self._aside]):
+                first.request == sequence.request for first in self._firsts()):
             return count
         return left
 
