@@ -147,6 +147,11 @@ void bind_engine(nb::module_& m) {
              new (self) Engine(std::move(program), device, attention_backend);
            },
            nb::arg("program"), nb::arg("device"), nb::arg("attention_backend"))
+      // Why its attention backend serves no model of this dtype with such caches; "" where it does.
+      .def("attention_refusal",
+           [](const Engine& self, const std::string& dtype, const std::string& cache) {
+             return self.attention().refusal(dtype_of(dtype), dtype_of(cache));
+           })
       .def("load_weight",
            [](Engine& self, int tensor, Array<uint8_t> data) {
              nb::gil_scoped_release release;
@@ -224,10 +229,6 @@ NB_MODULE(_cuda, m) {
   tensorrt::bind(m.def_submodule("tensorrt"));
 #endif
   m.def("attention_backends", &attention_backends);
-  // Why one serves no model of this dtype with such caches; "" where it does.
-  m.def("attention_refusal", [](const std::string& name, const std::string& dtype, const std::string& cache) {
-    return make_attention_backend(name)->refusal(dtype_of(dtype), dtype_of(cache));
-  });
   // How many devices there are; where there is no driver, zero and why.
   m.def("devices", [] {
     int count = 0;

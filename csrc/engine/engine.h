@@ -27,6 +27,8 @@ class Engine {
   Engine(Program program, int device, const std::string& attention_backend);
   ~Engine();
 
+  const AttentionBackend& attention() const { return *attention_; }
+
   // Copy a weight, all `bytes` of it, from host memory through pinned memory.
   void load_weight(int tensor, const void* data, int64_t bytes);
 

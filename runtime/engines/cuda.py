@@ -155,6 +155,11 @@ class CudaEngine:
                                logit_bytes=schedule.logit_bytes)
         weights = build_program(program, schedules, manifest.dims.vocab_size)
         engine = cuda.Engine(program, self._device, self._backend)
+        refusal = engine.attention_refusal(manifest.dtype, manifest.kv_dtype)
+        if refusal:
+            raise LlmcError(
+                f"attention_backend '{self._backend}' {refusal}, the model is of {manifest.dtype} "
+                f"with {manifest.kv_dtype}; leave it out, or choose llmc")
         load_weights(engine, weights, case_dir / chip.path / WEIGHTS_NAME, read.weights)
         return engine
 
@@ -343,7 +348,7 @@ def check_memory_options(block_size: int, kv_cache_tokens: int | None,
 
 
 def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
-    """Raises LlmcError where there is no such backend, or it does not serve the model."""
+    """Raises LlmcError where there is no such backend, or the target has a choice of none."""
     if wish is None:
         return
     cuda = extension()
@@ -353,13 +358,6 @@ def check_attention_backend(wish: str | None, manifest: Manifest) -> None:
     if manifest.target.kind != "cuda":
         raise LlmcError(f"attention_backend '{wish}' is for target cuda; on target "
                         f"{manifest.target.kind} leave it out")
-    try:
-        refusal = cuda.attention_refusal(wish, manifest.dtype, manifest.kv_dtype)
-    except cuda.CudaError as error:
-        raise LlmcError(f"attention_backend '{wish}': {error}") from error
-    if refusal:
-        raise LlmcError(f"attention_backend '{wish}' {refusal}, the model is of {manifest.dtype} "
-                        f"with {manifest.kv_dtype}; leave it out, or choose llmc")
 
 
 def prompt_steps(limits: Limits, max_seq_len: int) -> list[list[int]]:
