@@ -45,7 +45,7 @@ struct Room {
 
   __device__ uint32_t stage(int slot) const { return base + slot * kStageBytes; }
   __device__ float* sums() const { return reinterpret_cast<float*>(bytes + kSumsAt); }  // [kOperands, kTokens, kPitch]
-  // Of each row of x its sum and that of its squares, and nothing.
+  // Of each row of x its sum and that of its squares; and both of what others measured, or nothing.
   __device__ float4* measured() const { return reinterpret_cast<float4*>(bytes + kMeasuredAt); }
   __device__ Barrier there(int slot) const { return {base + kBarriersAt + 8 * slot}; }
   __device__ Barrier read(int slot) const { return {base + kBarriersAt + 8 * (kStages + slot)}; }
@@ -152,8 +152,8 @@ class Outputs {
       float values[] = {whole.x, whole.y, whole.z, whole.w}, of_up[] = {ups.x, ups.y, ups.z, ups.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        device::scale_output<T>(p_, values[k], of_up[k], of_row.x * per_column_, of_row.y * per_column_, token, output + k,
-                                kOperands > 1, p_.norm);
+        device::scale_output<T>(p_, values[k], of_up[k], (of_row.x + of_row.z) * per_column_,
+                                (of_row.y + of_row.w) * per_column_, token, output + k, kOperands > 1, p_.norm);
       device::activate(values, p_.activation);
       const int64_t place = static_cast<int64_t>(token) * p_.out + output;
       Vec<T, 4> residual;

@@ -1,11 +1,15 @@
 // hopper_gemm() of a weight in codes of 4 bits, in groups of 128 columns, several times 256, or whole rows. A stage has 256
-// columns of 64 rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes a quarter of
-// the columns and half of the rows. Codes become numbers of 16 bits in registers, as the tensor core's first operand; x is its
+// columns of 64 rows, or of 64 gates and of their ups: codes, their scales, x, and the norm's weights. A warp takes half of the
+// columns and half of the rows. Codes become numbers of 16 bits in registers, as the tensor core's first operand; x is its
 // second, as it lies: thread t of four has a quarter of 128 columns of both, since their order does not matter to a sum of
 // products. Codes stand in numbers that are so much more (stand()), and what that comes to is a factor of the sum of x, which
 // the tensor core makes of ones; sums are scaled in float32. Reads the weight once, and x once for each tile, from the cache.
 //
-// A norm costs no kernel: the tensor core makes squares of x, as products of x with itself, of which the diagonal is taken.
+// A norm costs no kernel: the tensor core makes squares of x, as products of x with itself, of which the diagonal is taken. Two
+// warps have the same x, and each makes those of half of it.
+//
+// A warp has as many products under way as sums, and scales each once for half a stage; which is why four multiply and not
+// eight. Nothing in a stage branches: the compiler would move no load across it.
 #include "../hopper_gemm.cuh"
 #include "../packed.cuh"
 #include "few_rows.cuh"
@@ -16,16 +20,16 @@ namespace {
 using namespace device;
 using namespace sm90a;
 
-constexpr int kWarps = 8, kMultiplying = kWarps * 32;
+constexpr int kWarps = 4, kMultiplying = kWarps * 32;
 constexpr int kColumns = 256, kHalf = kColumns / 2;   // of a stage; groups are of whole halves
 constexpr int kCodeBytes = kColumns / 2;              // of a row in a stage
 constexpr uint32_t kBlockBytes = kRows * kCodeBytes;  // of 64 rows
-constexpr int kUnits = 2;                             // of 8 columns, that a thread has of a stage
+constexpr int kUnits = 2, kAllUnits = 4;              // of 8 columns, that a thread has at once, and of a stage
 
 // Has a register keep x, which the compiler would rather make anew for each stage.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-template <int kTokens, bool kGated>
+template <int kTokens, bool kGated, bool kNorm>
 struct Stage {
   static constexpr int kOperands = kGated ? 2 : 1, kLines = 4, kTiles = kTokens / 8;
   static constexpr int kM = 2 * kOperands;  // tiles of 16 rows that a warp has
@@ -33,7 +37,7 @@ struct Stage {
   static constexpr uint32_t kScalesAt = kXAt + kLines * kXBytes;  // [2, kOperands, kRows]
   static constexpr uint32_t kScaleBytes = 2 * kOperands * kRows * 4;
   static constexpr uint32_t kNormAt = kScalesAt + kScaleBytes;
-  using In = Room<kOperands, kTokens, (kNormAt + kColumns * 4 + 1023) / 1024 * 1024, kWarps>;
+  using In = Room<kOperands, kTokens, (kNormAt + kNorm * kColumns * 4 + 1023) / 1024 * 1024, kWarps>;
 };
 
 struct Maps {
@@ -52,13 +56,12 @@ struct Groups {
   __device__ int of(int stage, int half) const { return halves ? 2 * stage + half : stage / stages; }
 };
 
-template <typename T, int kTokens, bool kGated>
-__device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGated>::In& room, const Maps& maps,
+template <typename T, int kTokens, bool kGated, bool kNorm>
+__device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGated, kNorm>::In& room, const Maps& maps,
                                              const GemvParams& p, const Part& part) {
-  using S = Stage<kTokens, kGated>;
+  using S = Stage<kTokens, kGated, kNorm>;
   const Groups groups(p);
-  const bool normed = p.norm_weight != nullptr;
-  const uint32_t bytes = S::kXAt + groups.in_stage * S::kOperands * kRows * 4 + (normed ? kColumns * 4 : 0);
+  const uint32_t bytes = S::kXAt + groups.in_stage * S::kOperands * kRows * 4 + (kNorm ? kColumns * 4 : 0);
   int group = 0, left = 0;
   copy_all</*kOfWeight=*/true>(room, part, [&](int slot, int tile, int stage) {
     const Barrier there = room.there(slot);
@@ -68,44 +71,40 @@ __device__ __forceinline__ void copy_weights(const typename Stage<kTokens, kGate
     copy_box(to, maps.weights, there, stage * kCodeBytes, row, 0);
     if (stage == part.begin) group = groups.of(stage, 0), left = groups.stages - stage % groups.stages;
     copy_box(to + S::kScalesAt, maps.scales, there, row, 0, group);
-    if (normed) copy_box(to + S::kNormAt, maps.norm, there, stage * kColumns, 0);
+    if (kNorm) copy_box(to + S::kNormAt, maps.norm, there, stage * kColumns, 0);
     if (groups.halves) group += 2;
     else if (--left == 0) ++group, left = groups.stages;
   });
 }
 
 template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
-__device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGated>::In& room, const GemvParams& p,
+__device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGated, kNorm>::In& room, const GemvParams& p,
                                              const Part& part) {
-  using S = Stage<kTokens, kGated>;
+  using S = Stage<kTokens, kGated, kNorm>;
   const int thread = threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-  const int half = warp % 2, quarter = warp / 4;  // of the columns, and of that half
-  const int turned = g % 4 * 2 + g / 4;           // a row of eight: those that a half of the warp reads share no bank
-  const int first_row = warp / 2 % 2 * 32 + turned;  // m % 2 · 16 and h · 8 further
+  const int half = warp % 2, twin = warp / 2;  // of the columns, and of the rows
+  const int turned = g % 4 * 2 + g / 4;        // a row of eight: those that a half of the warp reads share no bank
+  const int first_row = twin * 32 + turned;    // m % 2 · 16 and h · 8 further
   const Groups groups(p);
   const int all_groups = p.in / p.packing.group_size;
   wait_for_inputs();
   let_next_start();
 
-  // Where in a stage things lie, kept in registers; copies turn vectors. Threads 2 and 3 have the other units of x: no two lanes
-  // share a bank.
-  const int units = 2 * (quarter ^ t / 2);  // of four
-  uint32_t codes_at = first_row * kCodeBytes + 16 * ((4 * half + t) ^ turned) + 4 * units;
-  uint32_t x_at[kUnits];
-#pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit)
-    x_at[unit] = S::kXAt + (2 * half + t / 2) * S::kXBytes + g * kLineBytes + 16 * ((t % 2 * 4 + units + unit) ^ g);
+  // Where in a stage things lie, kept in registers; copies turn vectors. Threads 2 and 3 begin with the other units, so that
+  // no two lanes share a bank; and so does a warp's twin, since squares are made of the first ones.
+  const int first_unit = (t / 2 ^ twin) * kUnits;
+  uint32_t codes_at = first_row * kCodeBytes + 16 * ((4 * half + t) ^ turned) + 4 * first_unit;
+  uint32_t x_at = S::kXAt + (2 * half + t / 2) * S::kXBytes + g * kLineBytes + 16 * ((t % 2 * kAllUnits + first_unit) ^ g);
   uint32_t scales_at = S::kScalesAt + (groups.halves * half * S::kOperands * kRows + first_row) * 4;
-  uint32_t norm_at = S::kNormAt + (half * kHalf + 32 * t + 8 * units) * 4;
+  uint32_t norm_at = S::kNormAt + (half * kHalf + 32 * t + 8 * first_unit) * 4;
   uint32_t at = room.stage(0), slot = 0, parity = 0;
-  keep(codes_at), keep(x_at[0]), keep(x_at[1]), keep(scales_at), keep(norm_at), keep(at);
+  keep(codes_at), keep(x_at), keep(scales_at), keep(norm_at), keep(at);
   uint32_t one = pack<T>(1.f, 1.f);
   keep(one);
   const uint32_t ones[4] = {one, one, one, one};
-  float squares[S::kTiles][4] = {};  // of rows g and g + 8 of x, among products with others
   for (int tile = part.first; tile < part.tiles; tile += part.step) {
     float total[S::kM][S::kTiles][4] = {};
-    const bool measures = kNorm && tile == part.first && first_row < kRows / 2;
+    float squares[S::kTiles][4] = {};  // of rows g and g + 8 of x, among products with others
     const Outputs<T, S::kOperands, kTokens, kMultiplying> outputs(p, part, tile);
     for (int stage = part.begin; stage < part.end; ++stage) {
       float zero[kZeros ? S::kM : 1][2] = {};
@@ -120,66 +119,72 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
           }
       }
       room.there(slot).wait(parity);
-      Vec<uint32_t, 4> x[kUnits][S::kTiles];
       float of_x[S::kTiles][4] = {};  // sums of x: of each row of ones, the same
+      float sum[S::kM][S::kTiles][4] = {};
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit)
+      for (int begin = 0; begin < kAllUnits; begin += kUnits) {
+        Vec<uint32_t, 4> x[kUnits][S::kTiles];
 #pragma unroll
-        for (int n = 0; n < S::kTiles; ++n) x[unit][n] = load_shared<4>(at + x_at[unit] + n * 8 * kLineBytes);
-      if constexpr (kNorm) {
-        if (measures)
+        for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-          for (int unit = 0; unit < kUnits; ++unit)
+          for (int n = 0; n < S::kTiles; ++n)
+            x[unit][n] = load_shared<4>(at + (x_at ^ 16 * (begin + unit)) + n * 8 * kLineBytes);
+        if constexpr (kNorm) {
+          if (begin == 0)
 #pragma unroll
-            for (int k = 0; k < 4; k += 2) {
-              uint32_t a[4] = {};
+            for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-              for (int n = 0; n < S::kTiles; ++n) a[n] = x[unit][n].data[k], a[2 + n] = x[unit][n].data[k + 1];
+              for (int k = 0; k < 4; k += 2) {
+                uint32_t a[4] = {};
 #pragma unroll
-              for (int n = 0; n < S::kTiles; ++n) multiply<T>(squares[n], a, x[unit][n].data[k], x[unit][n].data[k + 1]);
-            }
-        if (p.norm_weight != nullptr)
+                for (int n = 0; n < S::kTiles; ++n) a[n] = x[unit][n].data[k], a[2 + n] = x[unit][n].data[k + 1];
 #pragma unroll
-          for (int unit = 0; unit < kUnits; ++unit)
-#pragma unroll
-            for (int k = 0; k < 4; k += 2) {
-              const auto words = load_shared<4>(at + norm_at + (8 * unit + 2 * k) * 4);
-#pragma unroll
-              for (int of = 0; of < 2; ++of) {
-                const uint32_t pair = pack<T>(__uint_as_float(words.data[2 * of]), __uint_as_float(words.data[2 * of + 1]));
-#pragma unroll
-                for (int n = 0; n < S::kTiles; ++n) x[unit][n].data[k + of] = product<T>(x[unit][n].data[k + of], pair);
+                for (int n = 0; n < S::kTiles; ++n) multiply<T>(squares[n], a, x[unit][n].data[k], x[unit][n].data[k + 1]);
               }
-            }
-      }
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit)
+            for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-        for (int n = 0; n < S::kTiles; ++n)
+              for (int k = 0; k < 4; k += 2) {
+                const auto words = load_shared<4>(at + (norm_at ^ 32 * begin) + (8 * unit + 2 * k) * 4);
 #pragma unroll
-          for (int k = 0; k < 4; k += 2) multiply<T>(of_x[n], ones, x[unit][n].data[k], x[unit][n].data[k + 1]);
+                for (int of = 0; of < 2; ++of) {
+                  const uint32_t pair = pack<T>(__uint_as_float(words.data[2 * of]), __uint_as_float(words.data[2 * of + 1]));
 #pragma unroll
-      for (int m = 0; m < S::kM; ++m) {
-        float sum[S::kTiles][4] = {};
-        Vec<uint32_t, kUnits> codes[2];
+                  for (int n = 0; n < S::kTiles; ++n) x[unit][n].data[k + of] = product<T>(x[unit][n].data[k + of], pair);
+                }
+              }
+        }
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          codes[h] = load_shared<kUnits>(at + codes_at + m / 2 * kBlockBytes + (m % 2 * 16 + 8 * h) * kCodeBytes);
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          uint32_t pairs[2][4];
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) pairs[h][k] = stand<T>(codes[h].data[unit], 4 * k);
+        for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
           for (int n = 0; n < S::kTiles; ++n)
 #pragma unroll
-            for (int k = 0; k < 4; k += 2) {
-              const uint32_t a[4] = {pairs[0][k], pairs[1][k], pairs[0][k + 1], pairs[1][k + 1]};
-              multiply<T>(sum[n], a, x[unit][n].data[k], x[unit][n].data[k + 1]);
-            }
+            for (int k = 0; k < 4; k += 2) multiply<T>(of_x[n], ones, x[unit][n].data[k], x[unit][n].data[k + 1]);
+#pragma unroll
+        for (int m = 0; m < S::kM; ++m) {
+          Vec<uint32_t, kUnits> codes[2];
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            codes[h] = load_shared<kUnits>(at + (codes_at ^ 4 * begin) + m / 2 * kBlockBytes + (m % 2 * 16 + 8 * h) * kCodeBytes);
+#pragma unroll
+          for (int unit = 0; unit < kUnits; ++unit) {
+            uint32_t pairs[2][4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+              for (int k = 0; k < 4; ++k) pairs[h][k] = stand<T>(codes[h].data[unit], 4 * k);
+#pragma unroll
+            for (int n = 0; n < S::kTiles; ++n)
+#pragma unroll
+              for (int k = 0; k < 4; k += 2) {
+                const uint32_t a[4] = {pairs[0][k], pairs[1][k], pairs[0][k + 1], pairs[1][k + 1]};
+                multiply<T>(sum[m][n], a, x[unit][n].data[k], x[unit][n].data[k + 1]);
+              }
+          }
         }
+      }
+#pragma unroll
+      for (int m = 0; m < S::kM; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float lacks = -kBase<T> - (kZeros ? zero[kZeros ? m : 0][h] : kMiddle<Codes::kFour>);
@@ -189,9 +194,8 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
 #pragma unroll
             for (int i = 0; i < 2; ++i)
               total[m][n][2 * h + i] =
-                  fmaf(fmaf(lacks, of_x[n][i], sum[n][2 * h + i]), scale, total[m][n][2 * h + i]);
+                  fmaf(fmaf(lacks, of_x[n][i], sum[m][n][2 * h + i]), scale, total[m][n][2 * h + i]);
         }
-      }
       __syncwarp();
       if (thread % 32 == 0) room.read(slot).arrive();
       at += S::In::kStage;
@@ -199,14 +203,14 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
     }
     if (part.parts == 1) room.meet();  // sums may still be read
 #pragma unroll 1
-    for (int turn = 0; turn < 4; ++turn) {  // in the order of the columns
-      if (turn == half * 2 + quarter) {
-        if (measures && t == g / 2)
+    for (int turn = 0; turn < 2; ++turn) {  // in the order of the columns
+      if (turn == half) {
+        if (kNorm && t == g / 2)
 #pragma unroll
           for (int n = 0; n < S::kTiles; ++n) {
-            float4& of_row = room.measured()[8 * n + g];
+            float2& of_row = reinterpret_cast<float2*>(room.measured() + 8 * n + g)[twin];
             const float own = g % 2 == 0 ? squares[n][2 * n] : squares[n][2 * n + 1];
-            of_row = make_float4(0, turn == 0 ? own : of_row.y + own, 0, 0);
+            of_row = make_float2(0, turn == 0 ? own : of_row.y + own);
           }
 #pragma unroll
         for (int m = 0; m < S::kM; ++m)
@@ -218,7 +222,7 @@ __device__ __forceinline__ void multiply_all(const typename Stage<kTokens, kGate
               sum = turn == 0 ? total[m][n][i] : sum + total[m][n][i];
             }
       }
-      if (turn < 3) room.meet();
+      if (turn == 0) room.meet();
     }
     room.meet(part.parts);
     outputs.finish(room.sums(), room.measured());
@@ -230,7 +234,7 @@ template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
 __global__ void __launch_bounds__(kMultiplying + 64, kResident)
     packed_rows_kernel(const __grid_constant__ Maps maps, GemvParams p, int tiles, int stages, int parts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using S = Stage<kTokens, kGated>;
+  using S = Stage<kTokens, kGated, kNorm>;
   extern __shared__ uint8_t raw[];
   const typename S::In room{raw + (-shared_address(raw) & 1023)};
   const Part part(tiles, stages, parts);
@@ -238,7 +242,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
   if (threadIdx.x < kMultiplying) {
     multiply_all<T, kTokens, kGated, kNorm, kZeros>(room, p, part);
   } else if (threadIdx.x == kMultiplying) {
-    copy_weights<T, kTokens, kGated>(room, maps, p, part);
+    copy_weights<T, kTokens, kGated, kNorm>(room, maps, p, part);
   } else if (threadIdx.x == kMultiplying + 32) {
     wait_for_inputs();  // of which weights are none
     copy_all</*kOfWeight=*/false>(room, part, [&](int slot, int, int stage) {
@@ -252,7 +256,7 @@ __global__ void __launch_bounds__(kMultiplying + 64, kResident)
 
 template <typename T, int kTokens, bool kGated, bool kNorm, bool kZeros>
 cudaError_t run(const GemvParams& p, cudaStream_t stream) {
-  using S = Stage<kTokens, kGated>;
+  using S = Stage<kTokens, kGated, kNorm>;
   constexpr auto kPlain = CU_TENSOR_MAP_SWIZZLE_NONE, kTurned = CU_TENSOR_MAP_SWIZZLE_128B;
   constexpr auto kFloat = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   const auto in = static_cast<cuuint64_t>(p.in), out = static_cast<cuuint64_t>(p.out), tokens = static_cast<cuuint64_t>(p.rows);
@@ -264,7 +268,7 @@ cudaError_t run(const GemvParams& p, cudaStream_t stream) {
            {kLineBytes / 2, kTokens, S::kLines}) ||
       !map(maps.scales, kFloat, kPlain, p.packing.scale, {out, S::kOperands, groups}, 4,
            {kRows, S::kOperands, static_cast<cuuint32_t>(Groups(p).in_stage)}) ||
-      (p.norm_weight != nullptr && !map(maps.norm, kFloat, kPlain, p.norm_weight, {in, 1}, 4, {kColumns, 1})))
+      (kNorm && !map(maps.norm, kFloat, kPlain, p.norm_weight, {in, 1}, 4, {kColumns, 1})))
     return cudaErrorInvalidValue;
   const int stages = static_cast<int>(blocks_for(p.in, kColumns));
   return launch_shared<packed_rows_kernel<T, kTokens, kGated, kNorm, kZeros>, typename S::In>(stages, maps, p, stream);
@@ -292,7 +296,8 @@ bool has_packed_rows_gemm(const GemvParams& p) {
   const int group = p.packing.group_size;
   return p.packing.codes == Codes::kFour && p.packing.minimum == nullptr &&
          (group == kHalf || group % kColumns == 0 || group == p.in) && p.in % (kLineBytes / 2) == 0 &&
-         p.rows <= kHopperGemmPacked && p.row_sums == nullptr && lies_at(p.packing.scale, 16) && lies_at(p.norm_weight, 16);
+         p.rows <= kHopperGemmPacked && p.row_sums == nullptr && (p.norm_weight != nullptr || !p.norm) &&
+         lies_at(p.packing.scale, 16) && lies_at(p.norm_weight, 16);
 }
 
 template <typename T>
