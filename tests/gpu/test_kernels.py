@@ -281,6 +281,7 @@ def test_linear(extension, name, rows, width, out, dtype):
     (17, 512, 64, 32), (64, 768, 96, 128), (200, 1024, 300, 128), (4, 60, 30, 12), (1, 32, 16, 32),
     (2, 14336, 36, 128), (4, 2048, 8500, 2048), (3, 896, 44, 128), (4, 14336, 72, 128),
     (7, 4096, 1100, 128), (12, 1152, 17924, 128), (16, 2080, 260, 2080), (9, 4096, 512, 256),
+    (24, 4096, 1100, 128), (18, 1152, 17924, 128), (22, 2080, 260, 2080), (20, 2304, 300, 256),
     (16, 2112, 260, 2112), (6, 2304, 300, 768), (8, 1920, 68, 384),
     (136, 2080, 1000, 2080), (256, 4096, 200, 128), (300, 576, 72, 96), (390, 14336, 80, 128),
     (520, 1056, 40, 352), (700, 192, 2064, 64), (1024, 512, 136, 32)])
@@ -288,13 +289,14 @@ def test_linear(extension, name, rows, width, out, dtype):
     ("int4", ""), ("uint4", "zero"), ("uint4", "min"), ("int8", ""), ("uint8", "zero"),
     ("uint8", "min"), ("float8_e4m3fn", "")])
 @pytest.mark.parametrize("name", ["GemmBiasAct", "GemmBiasAct, plain", "GemmBiasRes", "GatedMLP",
-                                  "NormGemm", "NormGemm, weighted"])
+                                  "NormGemm", "NormGemm, weighted", "NormGemm, weighted gated"])
 def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows, width, out, group,
                                           dtype, out_scale=0.0):
     rng = np.random.default_rng(4)
     name, _, more = name.partition(", ")
-    weighted, plain = more == "weighted", more == "plain"
-    bits, count = CODES[stored][0], 2 * out if name == "GatedMLP" else out
+    weighted, plain = "weighted" in more, more == "plain"
+    gated = name == "GatedMLP" or "gated" in more
+    bits, count = CODES[stored][0], 2 * out if gated else out
     fields = {"weight_dtype": stored, "group_size": group, "in_features": width,
               "out_features": count}
     codes = rng.integers(0, 2 ** bits, (count, width), dtype=np.uint8)
@@ -315,7 +317,7 @@ def test_linear_of_a_weight_in_fewer_bits(extension, name, stored, brings, rows,
     if out_scale:
         fields["out_scale"] = out_scale
     if weighted:
-        fields["epsilon"] = 1e-5
+        fields |= {"gated": int(gated), "epsilon": 1e-5}
         inputs["norm_weight"] = rng.uniform(0.5, 2, width).astype(np.float32)
     elif name == "NormGemm":
         fields |= {"centred": 1, "epsilon": 1e-5}
