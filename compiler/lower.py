@@ -212,6 +212,8 @@ def fuse(raw: RawModel, options: Options) -> Fused:
         tidy(graph)
     for step in _FUSE:
         run_pass(step, [graphs], settings, options.target, reports)
+        if step.name == "embedding":
+            _require_embedding(graphs, reports)
         if step.name == "route":
             _require_routes(graphs, reports)
         if step.name == "attention":
@@ -288,6 +290,19 @@ def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settin
         made.append(Report(f"encoder.{step.name}"))
         step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), made[1])
     return made
+
+
+def _require_embedding(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
+    """Refuse a model in which what looks tokens up was found and not fused."""
+    refused = [text for report in reports for text in report.refusals
+               if report.name.endswith("embedding")]
+    for node in (node for graph in graphs for node in graph.nodes):
+        why = next((why for text in refused for where, _, why in [text.partition(": ")]
+                    if where == describe(node)), None) if node.op == "Gather" else None
+        if why is not None and any(tensor.name == "input_ids" for tensor in node.inputs):
+            raise LlmcError(f"the token embedding was not recognised: {why} ({describe(node)}); "
+                            f"llmc adds learned positions to it, or what is the same for every "
+                            f"token")
 
 
 def _require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:

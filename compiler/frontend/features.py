@@ -26,6 +26,7 @@ class Feature:
         words: what it is.
         classes: a pattern of names of module classes that do it.
         parameters: names of parameters that only modules have that do it.
+        modules: names of modules inside that only those have.
         keys: what the config calls its number or switch; named where it is set. Where there is
             neither a class nor a parameter to know it by, these alone tell.
     """
@@ -33,12 +34,14 @@ class Feature:
     words: str
     classes: str = ""
     parameters: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
     keys: tuple[str, ...] = ()
 
     def is_in(self, module: torch.nn.Module) -> bool:
         """Whether this very module does it."""
         return bool((self.classes and re.search(self.classes, type(module).__name__))
-                    or self.parameters & module._parameters.keys())
+                    or self.parameters & module._parameters.keys()
+                    or self.modules & module._modules.keys())
 
     def setting(self, config: dict[str, Any]) -> str | None:
         """The config's key and value, where it sets one."""
@@ -58,6 +61,8 @@ _EXPERTS = Feature("a mixture of experts of its own kind",
 _LINEAR = Feature("linear attention, which keeps a state instead of keys and values",
                   r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$")
 FEATURES = (
+    Feature("experts that pass a token on as it is (zero experts)",  # before other experts
+            modules=frozenset({"identity_expert"})),
     _EXPERTS,
     _LINEAR,
     Feature("state-space layers (Mamba)", r"Mamba\w*Mixer$|^(Bamba|FalconH1)Mixer$",
@@ -69,6 +74,16 @@ FEATURES = (
     Feature("differential attention (one softmax less another)",
             parameters=frozenset({"lambda_q1"})),
     Feature("block-sparse attention", r"BlockSparseAttention$"),
+    Feature("attention to blocks of keys that an indexer chooses", r"QSAIndexer$"),
+    Feature("attention among tokens of like hashes (LSH)", r"^LSHSelfAttention$"),
+    Feature("attention in chunks that see the one before", r"^LocalSelfAttention$"),
+    Feature("n-gram attention (a stream for each further token that is predicted)",
+            r"NgramSelfAttention$"),
+    Feature("biases of attention by segments", r"SegmentPositionEmbedding$"),
+    Feature("biases of attention that are computed from queries", r"RelativeLogits$"),
+    Feature("attention to the outputs of earlier layers", r"AttentionResidual$"),
+    Feature("a norm of the rotated part of keys alone",
+            modules=frozenset({"k_rope_only_layernorm"})),
     Feature("AltUp (several hidden states side by side)", r"AltUp$"),
     Feature("short convolutions", r"^Conv1d$"),  # last: what is above has some too
 )
@@ -111,7 +126,7 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
             seen.setdefault(feature, f"{type(module).__name__} '{name}'")
     for feature in FEATURES:
         setting = feature.setting(config)
-        known = feature.classes or feature.parameters
+        known = feature.classes or feature.parameters or feature.modules
         if feature in seen or (setting and not known):
             yield feature.words, "; ".join(filter(None, (setting, seen.get(feature))))
 
