@@ -82,6 +82,7 @@ FEATURES = (
     Feature("biases of attention by segments", r"SegmentPositionEmbedding$"),
     Feature("biases of attention that are computed from queries", r"RelativeLogits$"),
     Feature("attention to the outputs of earlier layers", r"AttentionResidual$"),
+    Feature("patches of tokens, as long as what the tokens are decides", r"Patcher$"),
     Feature("a norm of the rotated part of keys alone",
             modules=frozenset({"k_rope_only_layernorm"})),
     Feature("AltUp (several hidden states side by side)", r"AltUp$"),
@@ -107,11 +108,14 @@ def check_features(model: Any, part: Part) -> None:
 
 
 def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The words of each feature, and where it is."""
+    """The words of each feature, and where it is; of parts that read no text, none."""
     seen: dict[Feature, str] = {}
     claimed: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in claimed):
+            continue
+        if name and _reads_no_text(module, model):
+            claimed.append(f"{name}.")
             continue
         if keeps_state(module):  # which is exported
             claimed.append(f"{name}.")
@@ -131,6 +135,14 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
             yield feature.words, "; ".join(filter(None, (setting, seen.get(feature))))
 
 
+def _reads_no_text(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether it is what reads images or sounds for the model."""
+    others = [getattr(getattr(model, "config", None), key, None)
+              for key in ("vision_config", "audio_config")]
+    own = getattr(module, "config", None)
+    return own is not None and any(type(own) is type(other) for other in others)
+
+
 def _is_stacked(module: torch.nn.Module) -> bool:
     """Whether a module has two stacks of matrices."""
     return len([parameter for parameter in module._parameters.values()
@@ -140,7 +152,7 @@ def _is_stacked(module: torch.nn.Module) -> bool:
 def _both_ways(model: torch.nn.Module) -> str | None:
     """An attention that says that it is not causal, where none says that it is."""
     attentions = [(name, module) for name, module in model.named_modules()
-                  if "Attention" in type(module).__name__
+                  if "Attention" in type(module).__name__ and not _reads_no_text(module, model)
                   and isinstance(getattr(module, "is_causal", None), bool)]
     if not attentions or any(module.is_causal for _, module in attentions):
         return None

@@ -8,12 +8,15 @@ import families
 import numpy as np
 import onnx
 import pytest
+import torch
 from safetensors.numpy import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmc
 from llmc.compiler import preflight
 from llmc.compiler.frontend import trace
+from llmc.compiler.frontend.features import check_features
+from llmc.compiler.frontend.parts import CAUSAL_LM
 from llmc.compiler.targets import Options
 
 _LLAMA = families.FAMILIES["llama"]
@@ -179,6 +182,13 @@ def test_layer_norm_of_heads_is_named(tmp_path):
             as caught:
         llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
     assert "\n" not in str(caught.value)
+
+
+def test_what_reads_images_says_nothing_of_the_language_model():
+    vision = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1)
+    config = AutoConfig.for_model("git", **families.FAMILIES["llama"], vision_config=vision)
+    with torch.device("meta"):
+        check_features(AutoModelForCausalLM.from_config(config), CAUSAL_LM)
 
 
 def test_tensors_that_are_made_in_an_unknown_way_are_named(tmp_path, no_export, monkeypatch):
