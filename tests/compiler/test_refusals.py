@@ -197,3 +197,11 @@ def test_tensors_that_are_made_in_an_unknown_way_are_named(tmp_path, no_export, 
     with pytest.raises(llmc.LlmcError, match=r"has a tensor '[\w.]+', of which transformers makes "
                                              r"'[\w.]+' by Chunk, which llmc does not do$"):
         llmc.compile(hf, tmp_path / "case")
+
+
+@pytest.mark.parametrize(("said", "words"), [
+    ("Constraints violated (seq)! For more", "takes some lengths of its input alone ("),
+    ("Could not guard on data-dependent expression Eq", "branches by what it has computed ("),
+    ("expected predicate to be bool", "expected predicate to be bool")])
+def test_what_the_exporter_says_of_a_models_code_is_explained(said, words):
+    assert words in trace._root_cause(RuntimeError(said))
