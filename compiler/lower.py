@@ -212,12 +212,11 @@ def fuse(raw: RawModel, options: Options) -> Fused:
         tidy(graph)
     for step in _FUSE:
         run_pass(step, [graphs], settings, options.target, reports)
-        if step.name == "embedding":
-            _require_embedding(graphs, reports)
         if step.name == "route":
             _require_routes(graphs, reports)
         if step.name == "attention":
             _require_attention(graphs, reports)
+            _require_embedding(graphs, reports)
     _require_cores(graphs, options.target)
     vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
                    if "vocab_size" in report.matches}
