@@ -216,6 +216,7 @@ def fuse(raw: RawModel, options: Options) -> Fused:
             _require_routes(graphs, reports)
         if step.name == "attention":
             _require_attention(graphs, reports)
+            _require_embedding(graphs, reports)
     _require_cores(graphs, options.target)
     vocab_sizes = {report.name: report.matches["vocab_size"] for report in reports
                    if "vocab_size" in report.matches}
@@ -288,6 +289,19 @@ def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settin
         made.append(Report(f"encoder.{step.name}"))
         step.run(encoder, replace(settings, max_seq_len=settings.mem_max_seq_len), made[1])
     return made
+
+
+def _require_embedding(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
+    """Refuse a model in which what looks tokens up was found and not fused."""
+    refused = [text for report in reports for text in report.refusals
+               if report.name.endswith("embedding")]
+    for node in (node for graph in graphs for node in graph.nodes):
+        why = next((why for text in refused for where, _, why in [text.partition(": ")]
+                    if where == describe(node)), None) if node.op == "Gather" else None
+        if why is not None and any(tensor.name == "input_ids" for tensor in node.inputs):
+            raise LlmcError(f"the token embedding was not recognised: {why} ({describe(node)}); "
+                            f"llmc adds learned positions to it, or what is the same for every "
+                            f"token")
 
 
 def _require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:

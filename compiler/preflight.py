@@ -102,7 +102,8 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     Raises:
         LlmcError: the model has not so many.
     """
-    keys = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+    keys = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length",
+            "max_target_positions")
     limit = about.number(*keys)
     chosen = about.number("index_topk")  # keys that sparse attention chooses, up to there all
     if chosen is not None and wish is not None and wish > chosen:

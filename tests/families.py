@@ -139,6 +139,19 @@ UNPLANNED = {
     "vaultgemma": {**_HEADS, "sliding_window": 8},
     "beam": {**_HEADS, "sliding_window": 8, "num_hidden_layers": 2,
              "layer_types": ["sliding_attention", "full_attention"]},
+    # Scores raised to the lowest number, zeros added to them, a mask that multiplies them.
+    "xglm": dict(vocab_size=VOCAB, d_model=64, ffn_dim=100, num_layers=3, attention_heads=4,
+                 max_position_embeddings=64),
+    "gpt_neox_japanese": {**_LLAMA, "num_hidden_layers": 2},
+    "openai-gpt": _GPT2,
+    # Positions that an array of indices chooses, of a table and of a weight.
+    "ctrl": {**_GPT2, "dff": 96},
+    "whisper": dict(vocab_size=VOCAB, d_model=64, encoder_layers=1, decoder_layers=2,
+                    encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
+                    decoder_ffn_dim=96, max_target_positions=64, pad_token_id=0),
+    # Layers that come again, whose projections are one tensor of the checkpoint.
+    "hrm_text": {**_HEADS, "num_key_value_heads": 4, "num_hidden_layers": 2,
+                 "num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 2},
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _LOCAL = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -32,7 +32,7 @@ ORDER = ("wrong", "failed", "matches", "refused", "untried")
 MOST = 200_000_000  # parameters: a model of more is not tiny
 # Of the names that configs have; of the rest a config keeps its own.
 SIZES: dict[str, Any] = {
-    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 96,
+    "n_embd": 64, "emb_dim": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 96,
     "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "ffn_dim": 96,
     "ffn_hidden_size": 96, "expert_ffn_hidden_size": 40, "embed_dim": 64, "num_layers": 3,
     "num_heads": 4, "word_embed_proj_dim": 64, "moe_k": 2, "moe_num_active_experts": 2,
@@ -62,7 +62,9 @@ FITTING: dict[str, dict[str, Any]] = {
     **{family: {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
                 "indexer_budget": 64, "indexer_compress_ratio": 4}
        for family in ("qwen4_exp", "qwen4_exp_text")},
-    "zamba": {"num_hidden_layers": 5, "head_dim": 32,
+    "moshi": {"sliding_window": 64},  # all positions, as it has
+    "xlm": {"causal": True},
+    "zamba": {"num_hidden_layers": 5, "head_dim": 32, "attention_hidden_size": 128,
               "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
              "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_top_k": 2}},
@@ -73,22 +75,47 @@ FITTING: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
               "expert_layer_offset": 1},
 }
+# Small parts beside the language model, of configs that have some.
+_ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+            "num_hidden_layers": 1}
+_BYTES = {**_ENCODER, "vocab_size": 260, "hidden_size_global": 64}
+PARTS: dict[str, dict[str, Any]] = {
+    "blt": {"vocab_size": 260, "encoder_hash_byte_group_vocab": 50, "encoder_config": _BYTES,
+            "decoder_config": _BYTES, "global_config": {**_ENCODER, "hidden_size": 64},
+            "patcher_config": {**_ENCODER, "vocab_size": 260}},
+    "emu3": {"vq_config": {"codebook_size": 8, "embed_dim": 32, "latent_channels": 32,
+                           "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1,
+                           "attn_resolutions": [1], "hidden_size": 32},
+             "vocabulary_map": {"<|extra_200|>": 90, "<image>": 91, **{
+                 f"<|visual token {i:06}|>": 92 + i for i in range(8)}}},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "num_hidden_layers": 2,
+                                         "hidden_size_per_layer_input": 0,
+                                         "vocab_size_per_layer_input": 0}},
+    "mllama": {"vision_config": {"hidden_size": 32, "intermediate_size": 48, "attention_heads": 4,
+                                 "num_hidden_layers": 1, "num_global_layers": 1, "image_size": 28,
+                                 "vision_output_dim": 64, "intermediate_layers_indices": [0]}},
+    "phi4_multimodal": {
+        "vision_config": {**_ENCODER, "image_size": 28, "crop_size": 28},
+        "audio_config": {**_ENCODER, "num_blocks": 1, "ext_pw_out_channel": 32,
+                         "nemo_conv_channels": 32}},
+}
 
 
 def tiny_config(family: str) -> Any:
-    """A small config; of a class that reads images too, of its language model.
+    """A small config; of a class that reads images too, of its language model, or of the whole
+    where transformers makes no causal LM of that.
 
     Raises:
         KeyError, ValueError, TypeError and others of transformers': it has no such family, or does
             not take these sizes.
     """
     import families
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     known = {**families.FAMILIES, **families.LATENT, **families.OWN_ATTENTION,
              **families.UNPLANNED, **families.MIXTURES, **families.HYBRIDS}
     if family in known:
         return AutoConfig.for_model(family, **known[family])
-    base = CONFIG_MAPPING[family]()
+    base = CONFIG_MAPPING[family](**PARTS.get(family, {}))
     text = base.get_text_config(decoder=True)
     names = text.to_dict()
     sizes = {name: value for name, value in {**families.SIZES, **SIZES}.items()
@@ -101,21 +128,31 @@ def tiny_config(family: str) -> Any:
     if len(set(names.get("layer_types") or ())) > 1:  # one of each kind, and the first again
         kinds = list(dict.fromkeys(names["layer_types"]))
         sizes |= {"layer_types": [*kinds, kinds[0]], "num_hidden_layers": len(kinds) + 1}
-    return type(text)(**{**sizes, **FITTING.get(family, {})})
+    own = PARTS.get(family, {}) if text is base else {}
+    tiny = type(text)(**{**sizes, **FITTING.get(family, {}), **own})
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return tiny
+    parts = {"text_config": tiny.to_dict()} if "text_config" in base.sub_configs else {}
+    return type(base)(**PARTS.get(family, {}), **parts)
 
 
 def tiny_model(family: str) -> Any:
     """A random model whose every parameter matters."""
     import families
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from llmc.compiler.frontend.parts import causal_lm_class
     config = tiny_config(family)
-    with torch.device("meta"):
-        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    auto = causal_lm_class(config)
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in auto.from_config(config).parameters())
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"transformers makes no causal LM of a {type(config).__name__}: "
+                         f"{error}") from error
     if count > MOST:
         raise ValueError(f"{count:,} parameters")
-    return families.randomized(
-        AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    return families.randomized(auto.from_config(config, attn_implementation="eager"))
 
 
 def try_family(family: str, directory: Path) -> dict[str, Any]:
@@ -129,7 +166,8 @@ def try_family(family: str, directory: Path) -> dict[str, Any]:
     try:
         model = tiny_model(family)
         model.save_pretrained(directory / "hf")
-        ids = np.random.default_rng(0).integers(3, model.config.vocab_size - 3, 24).tolist()
+        count = model.config.get_text_config().vocab_size
+        ids = np.random.default_rng(0).integers(3, count - 3, 24).tolist()
         with torch.no_grad():
             truth = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
             tokens = ids[:12]

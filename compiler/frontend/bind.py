@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
     WeightConverter,
@@ -92,29 +93,45 @@ class Checkpoint:
     Attributes:
         names: in the checkpoint, by those of today.
         tensors: the checkpoint's, by its own names.
-        merged: tensors of today that are made of several, by name; read when they are.
+        merged: tensors of today that are made of several, or of some rows of one, by name; read
+            when they are.
         parts: what each of these is made of, by the checkpoint's names.
+        unmade: tensors of today that are made in a way that llmc does not know, by name: of which
+            of the checkpoint's, and how.
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, Weight]) -> None:
         transforms = get_model_conversion_mapping(cast(PreTrainedModel, model))
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        mergers = [t for t in transforms if isinstance(t, WeightConverter) and _merges(t)]
+        mergers = [t for t in transforms if isinstance(t, WeightConverter)
+                   and (_merges(t) or _splits(t))]
+        others = [t for t in transforms if isinstance(t, WeightConverter) and t not in mergers]
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
         self.tensors = tensors
         self.names: dict[str, str] = {}
+        self.merged: dict[str, Weight] = {}
         self.parts: dict[str, list[str]] = {}
+        self.unmade: dict[str, tuple[str, str]] = {}
+        converters = {pattern: t for t in mergers for pattern in t.source_patterns}
+        unknown = {pattern: t for t in others for pattern in t.source_patterns}
         sources: dict[str, dict[str, list[Weight]]] = {}
         for name in sorted(tensors, key=dot_natural_key) if mergers else tensors:
             own, pattern = rename_source_key(name, renamings, mergers)
             if pattern is None:
                 self.names[own] = name
+                made, pattern = rename_source_key(name, renamings, others)
+                if pattern is not None:
+                    self.unmade[made] = name, " and ".join(
+                        type(each).__name__ for each in unknown[pattern].operations)
+                continue
+            if _splits(converters[pattern]):
+                for part, rows in _split(own, tensors[name], converters[pattern]).items():
+                    self.merged[part], self.parts[part] = rows, [name]
                 continue
             self.parts.setdefault(own, []).append(name)
             sources.setdefault(own, {}).setdefault(pattern, []).append(tensors[name])
-        converters = {pattern: t for t in mergers for pattern in t.source_patterns}
-        self.merged = {own: _merge(own, found, converters[next(iter(found))])
-                       for own, found in sources.items()}
+        self.merged |= {own: _merge(own, found, converters[next(iter(found))])
+                        for own, found in sources.items()}
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """A name with and without the base model's prefix, which checkpoints may leave out."""
@@ -167,6 +184,41 @@ def _merges(converter: WeightConverter) -> bool:
              if isinstance(operation, MergeModulelist | Concatenate)]
     return len(kinds) == len(converter.operations) and kinds in (
         _ABOVE, [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+
+def _splits(converter: WeightConverter) -> bool:
+    """Whether it makes several tensors of one, of as many rows each."""
+    return len(converter.source_patterns) == 1 and len(converter.target_patterns) > 1 and [
+        (type(operation), operation.dim, operation.num_shards_attribute)
+        for operation in converter.operations if isinstance(operation, Chunk)] == [(Chunk, 0, None)]
+
+
+def _split(name: str, tensor: Weight, converter: WeightConverter) -> dict[str, Weight]:
+    """The tensors that a converter makes of one, the first of which is called `name`.
+
+    Raises:
+        LlmcError: its rows cannot be dealt out.
+    """
+    first, *_ = targets = converter.target_patterns
+    rows, rest = divmod(tensor.shape[0] if tensor.shape else 0, len(targets))
+    if rest or not rows or first not in name:
+        raise LlmcError(f"tensor '{tensor.name}' is {list(tensor.shape)}, of which {len(targets)} "
+                        f"tensors of as many rows each are expected ({', '.join(targets)})")
+    return {name.replace(first, target): tensor.take_rows(np.arange(i * rows, (i + 1) * rows))
+            for i, target in enumerate(targets)}
+
+
+def check_made(model: torch.nn.Module, checkpoint: Checkpoint, origin: str) -> None:
+    """Refuse a checkpoint with tensors that transformers makes the model's of in a way that llmc
+    does not know.
+
+    Raises:
+        LlmcError: it names one of them, and the way.
+    """
+    for own, (name, how) in checkpoint.unmade.items():
+        if own in model.state_dict() and checkpoint.get(own) is None:
+            raise LlmcError(f"'{origin}' has a tensor '{name}', of which transformers makes "
+                            f"'{own}' by {how}, which llmc does not do")
 
 
 def _merge(name: str, sources: Mapping[str, Sequence[Weight]], converter: WeightConverter) -> \

@@ -24,6 +24,7 @@ from llmc.compiler.frontend.bind import (
     as_modules_have,
     attach_weights,
     check_all_used,
+    check_made,
     of_part,
     ties_hold,
 )
@@ -99,6 +100,9 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             model = _empty_model(config, parts[0], trust_remote_code)
         completed = Checkpoint(model, _completed(model, tensors)) if config.is_encoder_decoder \
             else checkpoint
+        for part in parts:
+            check_features(model, part)
+        check_made(model, completed, origin)
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes) for part in parts]
 
@@ -136,7 +140,6 @@ def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Ch
                  origin: str, trust_remote_code: bool, names: dict[int, str],
                  notes: list[str]) -> gs.Graph:
     """One graph. `names` holds what the parts call the tensors that they share; adds to `notes`."""
-    check_features(model, part)
     bound = checkpoint.spelled & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)

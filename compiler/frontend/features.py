@@ -26,6 +26,7 @@ class Feature:
         words: what it is.
         classes: a pattern of names of module classes that do it.
         parameters: names of parameters that only modules have that do it.
+        modules: names of modules inside that only those have.
         keys: what the config calls its number or switch; named where it is set. Where there is
             neither a class nor a parameter to know it by, these alone tell.
     """
@@ -33,12 +34,14 @@ class Feature:
     words: str
     classes: str = ""
     parameters: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
     keys: tuple[str, ...] = ()
 
     def is_in(self, module: torch.nn.Module) -> bool:
         """Whether this very module does it."""
         return bool((self.classes and re.search(self.classes, type(module).__name__))
-                    or self.parameters & module._parameters.keys())
+                    or self.parameters & module._parameters.keys()
+                    or self.modules & module._modules.keys())
 
     def setting(self, config: dict[str, Any]) -> str | None:
         """The config's key and value, where it sets one."""
@@ -58,6 +61,8 @@ _EXPERTS = Feature("a mixture of experts of its own kind",
 _LINEAR = Feature("linear attention, which keeps a state instead of keys and values",
                   r"DeltaNet$|DeltaAttention$|LightningAttention$|LinearAttention$")
 FEATURES = (
+    Feature("experts that pass a token on as it is (zero experts)",  # before other experts
+            modules=frozenset({"identity_expert"})),
     _EXPERTS,
     _LINEAR,
     Feature("state-space layers (Mamba)", r"Mamba\w*Mixer$|^(Bamba|FalconH1)Mixer$",
@@ -69,6 +74,17 @@ FEATURES = (
     Feature("differential attention (one softmax less another)",
             parameters=frozenset({"lambda_q1"})),
     Feature("block-sparse attention", r"BlockSparseAttention$"),
+    Feature("attention to blocks of keys that an indexer chooses", r"QSAIndexer$"),
+    Feature("attention among tokens of like hashes (LSH)", r"^LSHSelfAttention$"),
+    Feature("attention in chunks that see the one before", r"^LocalSelfAttention$"),
+    Feature("n-gram attention (a stream for each further token that is predicted)",
+            r"NgramSelfAttention$"),
+    Feature("biases of attention by segments", r"SegmentPositionEmbedding$"),
+    Feature("biases of attention that are computed from queries", r"RelativeLogits$"),
+    Feature("attention to the outputs of earlier layers", r"AttentionResidual$"),
+    Feature("patches of tokens, as long as what the tokens are decides", r"Patcher$"),
+    Feature("a norm of the rotated part of keys alone",
+            modules=frozenset({"k_rope_only_layernorm"})),
     Feature("AltUp (several hidden states side by side)", r"AltUp$"),
     Feature("short convolutions", r"^Conv1d$"),  # last: what is above has some too
 )
@@ -92,11 +108,14 @@ def check_features(model: Any, part: Part) -> None:
 
 
 def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The words of each feature, and where it is."""
+    """The words of each feature, and where it is; of parts that read no text, none."""
     seen: dict[Feature, str] = {}
     claimed: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in claimed):
+            continue
+        if name and _reads_no_text(module, model):
+            claimed.append(f"{name}.")
             continue
         if keeps_state(module):  # which is exported
             claimed.append(f"{name}.")
@@ -111,9 +130,17 @@ def _found(model: torch.nn.Module, config: dict[str, Any]) -> Iterator[tuple[str
             seen.setdefault(feature, f"{type(module).__name__} '{name}'")
     for feature in FEATURES:
         setting = feature.setting(config)
-        known = feature.classes or feature.parameters
+        known = feature.classes or feature.parameters or feature.modules
         if feature in seen or (setting and not known):
             yield feature.words, "; ".join(filter(None, (setting, seen.get(feature))))
+
+
+def _reads_no_text(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether it is what reads images or sounds for the model."""
+    others = [getattr(getattr(model, "config", None), key, None)
+              for key in ("vision_config", "audio_config")]
+    own = getattr(module, "config", None)
+    return own is not None and any(type(own) is type(other) for other in others)
 
 
 def _is_stacked(module: torch.nn.Module) -> bool:
@@ -125,7 +152,7 @@ def _is_stacked(module: torch.nn.Module) -> bool:
 def _both_ways(model: torch.nn.Module) -> str | None:
     """An attention that says that it is not causal, where none says that it is."""
     attentions = [(name, module) for name, module in model.named_modules()
-                  if "Attention" in type(module).__name__
+                  if "Attention" in type(module).__name__ and not _reads_no_text(module, model)
                   and isinstance(getattr(module, "is_causal", None), bool)]
     if not attentions or any(module.is_causal for _, module in attentions):
         return None

@@ -58,6 +58,13 @@ from llmc.interrupts import check_interrupted
 _FLOAT, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.BFLOAT16
 
 
+# What the exporter says where a model's code is not one graph for all inputs, and what that means.
+_EXPORTERS = (
+    (r"Could not guard on data-dependent expression", "its code branches by what it has computed"),
+    (r"(Constraints violated|Specializations unexpectedly required) \(",
+     "its code takes some lengths of its input alone"))
+
+
 class Contradiction(LlmcError):
     """A model says one thing of its attention and computes another."""
 
@@ -118,7 +125,8 @@ def _root_cause(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # which says the key and no more
         return " ".join([f"its code raises {type(error).__name__}", *lines])[:200]
-    return lines[0].split(". Failure message:")[0][:200]
+    said = next((f"{words} (" for pattern, words in _EXPORTERS if re.match(pattern, lines[0])), "")
+    return f"{said}{lines[0].split('. Failure message:')[0][:200]}{')' if said else ''}"
 
 
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,

@@ -99,6 +99,9 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
         gs.Constant | NoMatch:
     """The rows of a learned position table, from position 0 on."""
     node = producer(tensor)
+    while node is not None and node.op == "Reshape" and _width(tensor) is not None \
+            and _width(node.inputs[0]) == _width(tensor):  # whole rows, in order
+        node = producer(node.inputs[0])
     if node is None or node.op != "Gather" or weight(node.inputs[0]) is None:
         return NoMatch("what is added to the embedding is not a learned position table", tensor)
     table, index = node.inputs
@@ -115,8 +118,14 @@ def _position_table(tensor: gs.Tensor, data: set[int], settings: Settings) -> \
     available = values.shape[0] - offset
     if available < settings.max_seq_len:
         return NoMatch(f"the position table has {available} positions, --max_seq_len is "
-                       f"{settings.max_seq_len}", table)
+                       f"{settings.max_seq_len}; compile with at most the former", table)
     return gs.Constant(table.name, values.take_rows(np.arange(offset, values.shape[0])))
+
+
+def _width(tensor: gs.Tensor) -> int | None:
+    """The size of the last axis, where it is known."""
+    last = (tensor.shape or (None,))[-1]
+    return last if isinstance(last, int) else None
 
 
 def _counted_positions(tensor: gs.Tensor, data: set[int], settings: Settings) -> \

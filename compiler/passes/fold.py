@@ -1,7 +1,9 @@
 """Evaluate what is constant, keep weights lazy, and drop what does nothing.
 
-Given:   Transpose(W), Add(w, 1), Cast(x) to its own dtype, Slice(x) of everything, Shape(hidden)
-Result:  the weight with the work noted on it; nothing; nothing; Concat(Shape(input_ids)[0:1], …)
+Given:   Transpose(W), Add(w, 1), Cast(x) to its own dtype, Slice(x) of everything, Shape(hidden),
+         Expand(w) that is added to x, GatherND(W, [[i]])
+Result:  the weight with the work noted on it; nothing; nothing; Concat(Shape(input_ids)[0:1], …);
+         w, Gather(W, i)
 
 What a causal mask was computed with loses its last reader in the attention pass and is dropped
 there as dead code.
@@ -42,7 +44,7 @@ def fold(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     _read_scalars(graph)
     _fold_constants(graph, report)
-    apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, SHAPE], settings, report)
+    apply_rules(graph, [CAST_LIKE, DROP, SEQUENCE, WEIGHT, EXPAND, SHAPE, ROWS], settings, report)
     _read_scalars(graph)
     _fold_constants(graph, report)
     apply_rules(graph, [DROP], settings, report)
@@ -99,8 +101,14 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     """None where the node does something, or is not between two nodes."""
     if isinstance(node.inputs[0], gs.Constant) or not node.inputs[0].inputs:
         return None
-    if node.op in ("Identity", "Dropout"):
+    if node.op in ("Identity", "Dropout") or (node.op == "Concat" and len(node.inputs) == 1):
         return node
+    if node.op == "Add":
+        number = constant(node.inputs[1])
+        return node if number is not None and number.ndim == 0 and number == 0 else None
+    if node.op == "Transpose":
+        perm = list(node.attrs.get("perm", ()))
+        return node if perm and perm == sorted(perm) else None
     if node.op == "Cast":
         dtype, to = node.inputs[0].dtype, numpy_dtype(node.attrs["to"])
         return node if dtype is not None and numpy_dtype(dtype) == to else None
@@ -115,7 +123,8 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
     return None
 
 
-DROP = Rule("no-op", frozenset({"Identity", "Dropout", "Cast", "Slice"}), _does_nothing,
+DROP = Rule("no-op", frozenset({"Add", "Cast", "Concat", "Dropout", "Identity", "Slice",
+                                "Transpose"}), _does_nothing,
             lambda graph, node, settings: forward(node, graph))
 
 
@@ -220,9 +229,9 @@ def _weight_expression(node: gs.Node, settings: Settings) -> _FoldedWeight | NoM
     if operand is None or not all(isinstance(t, gs.Constant) or t.is_empty() for t in node.inputs):
         return None  # no weight, or activations too
     source = values_of(operand)
-    if node.op == "Transpose" and len(source.shape) == 2 and \
-            list(node.attrs.get("perm", [1, 0])) == [1, 0]:
-        return _FoldedWeight(node.outputs[0], source.transpose())
+    if node.op == "Transpose" and len(source.shape) == 2:
+        turned = list(node.attrs.get("perm", [1, 0])) == [1, 0]
+        return _FoldedWeight(node.outputs[0], source.transpose() if turned else source)
     if node.op in ("Identity", "Cast"):
         return _FoldedWeight(node.outputs[0], source)
     if node.op in _FUNCTIONS:
@@ -287,6 +296,24 @@ WEIGHT = Rule("weight", frozenset({"Transpose", "Identity", "Cast", "Slice", "Sp
               _weight_expression, _fold_weight)
 
 
+def _expands_for_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
+    """An Expand of a constant row, all of whose readers broadcast it to the same shape anyway."""
+    row, made = node.inputs[0], node.outputs[0]
+    shape = list(made.shape or ())
+    if not isinstance(row, gs.Constant) or len(row.shape) != 1 or shape[-1:] != list(row.shape):
+        return None
+
+    def broadcasts(reader: gs.Node) -> bool:
+        return reader.op in _ARITHMETIC and any(
+            tensor is not made and list(tensor.shape or ()) == shape for tensor in reader.inputs)
+
+    return node if made.outputs and all(map(broadcasts, made.outputs)) else None
+
+
+EXPAND = Rule("expand", frozenset({"Expand"}), _expands_for_nothing,
+              lambda graph, node, settings: forward(node, graph))
+
+
 def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
     """A Shape of a computed tensor whose dimensions are all numbers or an input's own."""
     tensor = node.inputs[0]
@@ -323,3 +350,30 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
 
 
 SHAPE = Rule("shape", frozenset({"Shape"}), _known_shape, _rewrite_shape)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    node: gs.Node
+    index: gs.Tensor  # of rows, without the last axis that GatherND wants
+
+
+def _looks_up_rows(node: gs.Node, settings: Settings) -> _Rows | None:
+    """A GatherND whose indices have one part each, given a last axis for that; else None."""
+    given = node.inputs[1]
+    while (above := producer(given)) is not None and above.op in ("Concat", "Identity") \
+            and len(above.inputs) == 1:
+        given = above.inputs[0]
+    axes = constant(above.inputs[1]) if above is not None and above.op == "Unsqueeze" else None
+    if above is None or axes is None or axes.reshape(-1).tolist() != [-1] \
+            or node.attrs.get("batch_dims", 0):
+        return None
+    return _Rows(node, above.inputs[0])
+
+
+def _as_gather(graph: gs.Graph, match: _Rows, settings: Settings) -> None:
+    node = match.node
+    node.op, node.attrs, node.inputs[1] = "Gather", {"axis": 0}, match.index
+
+
+ROWS = Rule("rows", frozenset({"GatherND"}), _looks_up_rows, _as_gather)

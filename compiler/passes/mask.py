@@ -65,11 +65,19 @@ class MaskProver:
         # By a part's id: the part, which so stays what has this id, and its bias.
         self._biases: dict[int, tuple[gs.Tensor, gs.Tensor | None]] = {}
 
-    def reach(self, parts: Sequence[gs.Tensor], causal: bool) -> Reach | NoMatch:
+    def reach(self, parts: Sequence[gs.Tensor], causal: bool,
+              factors: Sequence[gs.Tensor] = ()) -> Reach | NoMatch:
         """The sliding window or chunks, 0 for none that max_seq_len tokens would notice, if the
-        parts together (with the causal mask too where `causal`) mask causally.
+        parts together (with the causal mask too where `causal`) mask causally, and the factors are
+        one where these show a key.
         """
         pieces: list[Piece] = []
+        multiplied: list[Piece] = []
+        for factor in factors:
+            found = cone(factor, self._data, _MASK_OPS)
+            if isinstance(found, NoMatch):
+                return found
+            multiplied.append(found)
         for part in parts:
             piece = self._piece(part)
             if isinstance(piece, NoMatch):
@@ -78,10 +86,10 @@ class MaskProver:
         if not pieces:
             return Reach() if causal else \
                 NoMatch("attention without a mask is not causal", parts[0])
-        key = b"".join(piece.key for piece in pieces) + bytes([causal])
+        key = b"".join(piece.key for piece in (*pieces, *multiplied)) + bytes([causal, len(pieces)])
         if key not in self._known:
             try:
-                self._known[key] = _reach(_Mask(pieces, causal), self._max_seq_len)
+                self._known[key] = _reach(_Mask(pieces, causal, multiplied), self._max_seq_len)
             except _Unclear as unclear:
                 self._known[key] = unclear.reason
         return self._known[key]
@@ -161,13 +169,15 @@ def _where_piece(part: gs.Tensor, data: set[int], beside: gs.Tensor | None) -> P
 
 
 class _Mask:
-    """The parts of a mask, which all must let a key be seen."""
+    """The parts of a mask, which all must let a key be seen, and factors, which then are one."""
 
-    def __init__(self, pieces: Sequence[Piece], causal: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], causal: bool, factors: Sequence[Piece]) -> None:
         self.pieces = pieces
         self.output = pieces[0].output
         self._causal = causal
-        self._far = [with_positions(piece, partial(_near_feeds, piece)) for piece in pieces]
+        self._factors = factors
+        self._far = [with_positions(piece, partial(_near_feeds, piece))
+                     for piece in (*pieces, *factors)]
 
     def takes_positions(self) -> bool:
         """Whether `far` says of near positions what `near` does, in whatever order: what goes by
@@ -182,7 +192,7 @@ class _Mask:
     def near(self, length: int) -> np.ndarray:
         """bool [length, length]: which key (axis 1) each query sees, of the first positions."""
         return self._all(np.arange(length), [piece.run(_feeds(piece, np.arange(length)))
-                                             for piece in self.pieces])
+                                             for piece in (*self.pieces, *self._factors)])
 
     def far(self, positions: np.ndarray) -> np.ndarray:
         """bool [n, n]: the same of any n positions."""
@@ -194,8 +204,13 @@ class _Mask:
         seen = np.ones((len(positions),) * 2, bool)
         if self._causal:
             seen = positions[None] <= positions[:, None]
-        for piece, mask in zip(self.pieces, masks, strict=True):
+        for piece, mask in zip(self.pieces, masks, strict=False):
             seen &= _visible(piece, mask, len(positions))
+        for piece, factor in zip(self._factors, masks[len(self.pieces):], strict=True):
+            if (np.broadcast_to(factor, np.broadcast_shapes(factor.shape, seen.shape))[..., seen]
+                    != 1).any():
+                raise _Unclear("the scores of keys that are seen are multiplied by something that "
+                               "is not a number", piece.output)
         return seen
 
     def numbers(self) -> Iterator[int]:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.names import ENCODER_OUTPUT
-from llmc.compiler.graph.probe import ELEMENTWISE
+from llmc.compiler.graph.probe import ELEMENTWISE, data_tensors
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
@@ -45,6 +45,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     Raises:
         LlmcError: a node is not row-wise, or attention was not fused; with the reasons.
     """
+    _check_understood(graph)
     for node in graph.nodes:
         _check_row_wise(node)
         if node.op in _LAST_AXIS:
@@ -64,21 +65,29 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
             tensor.shape = ("num_tokens", tensor.shape[-1])
 
 
-def _check_row_wise(node: gs.Node) -> None:
-    if is_llmc(node) and not is_op(node, SDPA):
+def _check_understood(graph: gs.Graph) -> None:
+    """Name what is left that no pass knew; of several, one that works on the tokens themselves
+    before what computes its shapes.
+    """
+    odd = [node for node in graph.nodes if node.op not in _LAST_AXIS and node.op not in ELEMENTWISE
+           and (not is_llmc(node) or is_op(node, SDPA))]
+    if not odd:
         return
+    data = data_tensors(graph)
+    node = next((node for node in odd if node.op != "Shape"
+                 and any(id(tensor) in data for tensor in node.inputs)), odd[0])
+    raise LlmcError(
+        f"{describe(node)} is not understood: after all passes only llmc ops and row-wise ops may "
+        f"be left; `llmc compile --verbose` prints what each pass refused, and why")
+
+
+def _check_row_wise(node: gs.Node) -> None:
     if node.op in ELEMENTWISE:
         for tensor in node.inputs:
             values = constant(tensor)
             if values is not None and values.ndim and values.size > values.shape[-1]:
                 raise LlmcError(f"{describe(node)} combines activations with a constant of shape "
                                 f"{list(values.shape)}, so it is not row-wise; llmc cannot pack it")
-        return
-    if node.op in _LAST_AXIS:
-        return
-    raise LlmcError(
-        f"{describe(node)} is not understood: after all passes only llmc ops and row-wise ops may "
-        f"be left; `llmc compile --verbose` prints what each pass refused, and why")
 
 
 def _from_the_end(node: gs.Node) -> None:

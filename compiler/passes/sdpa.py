@@ -114,6 +114,7 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
     if node.attrs.get("axis", -1) not in (-1, rank - 1):
         return NoMatch("a softmax that is not over the last axis", node)
     parts: list[gs.Tensor] = []
+    factors: list[gs.Tensor] = []  # which leave alone what is seen
     biases: list[_Bias] = []
     reshaped: list[gs.Node] = []
     scale, softcap = 1.0, 0.0
@@ -130,7 +131,9 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
             if len(computed) != 1:
                 return NoMatch("the scores are combined with other data", above)
             number = scalar(rest[0]) if len(rest) == 1 else None
-            if above.op == "Add":
+            if above.op == "Add" and _is_zero(rest[0]):
+                pass  # what torch.baddbmm adds to
+            elif above.op == "Add":
                 parts.append(rest[0])
                 bias = masks.bias(rest[0])
                 if bias is not None and softcap:
@@ -138,6 +141,8 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
                 biases += [_Bias(bias, scale)] if bias is not None else []
             elif above.op == "Where":
                 parts.append(above.outputs[0])
+            elif number is None and above.op == "Mul":
+                factors.append(rest[0])
             elif number is None:
                 return NoMatch("the scores are scaled by something that is not a number", above)
             elif above.op == "Mul" and (tanh := producer(computed[0])) is not None \
@@ -158,7 +163,7 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
             else:
                 return NoMatch("this op on the scores is not known", above)
             scores = computed[0]
-        elif above.op in ("Cast", "Identity"):
+        elif above.op in ("Cast", "Identity") or _clamps_what_is_hidden(above):
             scores = above.inputs[0]
         elif above.op == "Reshape" and id(above.inputs[1]) not in data:
             reshaped.append(above)
@@ -170,7 +175,7 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
         return NoMatch("the softmax is not multiplied with V", node)
     if not parts:
         return NoMatch("attention without a mask is not causal", node)
-    reach = masks.reach(parts, False)
+    reach = masks.reach(parts, False, factors)
     if isinstance(reach, NoMatch):
         return reach
     query, key = above.inputs
@@ -181,22 +186,43 @@ def _check_softmax(graph: gs.Graph, node: gs.Node, data: set[int], masks: MaskPr
     return NoMatch("this op on the scores is not known", reshaped[0]) if reshaped else found
 
 
+def _is_zero(tensor: gs.Tensor) -> bool:
+    """Whether all of a tensor is zero, whatever its size."""
+    above = producer(tensor)
+    return scalar(tensor if above is None or above.op != "Expand" else above.inputs[0]) == 0
+
+
+def _clamps_what_is_hidden(node: gs.Node) -> bool:
+    """Whether a node does no more than to raise the lowest scores, which are of hidden keys, to the
+    lowest number that a dtype has.
+    """
+    number = scalar(node.inputs[1]) if node.op == "Max" and len(node.inputs) == 2 else None
+    return number is not None and number <= float(np.finfo(np.float16).min)
+
+
 def _split_heads(graph: gs.Graph, found: _Sdpa, reshaped: Sequence[gs.Node], data: set[int]) -> \
         _Sdpa | NoMatch:
-    """Attention on [batch * heads, seq, head_dim] as one on what was reshaped to that."""
+    """Attention on [batch * heads, seq, head_dim] as one on what was reshaped to that; the values
+    may be as they are, and then the output is.
+    """
     transpose = producer(found.key)
     if transpose is None or transpose.op != "Transpose":
         return NoMatch("the keys are not transposed", found.key)
-    joined = [found.query, transpose.inputs[0], found.value]
-    users = consumers(graph, found.output)
+    joined = [found.query, transpose.inputs[0]]
+    users: list[gs.Node | None] = []
+    if len(found.value.shape or ()) != 4:
+        joined.append(found.value)
+        users = consumers(graph, found.output)
+        users = users if len(users) == 1 else [None]
     above = [producer(tensor) for tensor in joined]
-    between = [*above, *(users if len(users) == 1 else [None]), *reshaped]
+    between = [*above, *users, *reshaped]
     for node in between:
         if node is None or node.op != "Reshape" or not _joins_heads(node, data):
             return NoMatch("heads are joined with the batch in another way than [batch * heads, "
                            "…]", node or found.output)
-    query, key, value = (node.inputs[0] for node in above if node is not None)
-    output, = (node.outputs[0] for node in users if node is not None)
+    query, key, *values = (node.inputs[0] for node in above if node is not None)
+    value, output = (values[0], users[0].outputs[0]) if values and users[0] is not None else \
+        (found.value, found.output)
     return dataclasses.replace(found, query=query, key=key, value=value, output=output,
                                key_is_transposed=False)
 

@@ -194,6 +194,25 @@ def test_rows_of_a_weight_are_folded(parts):
     assert ops(graph) == {"Gather": 1, "Split": 1, "MatMul": 2, "Add": 1}
 
 
+def test_what_an_exporter_spells_out_is_folded():
+    text = """zero = Constant<value_float=0.0>() l = Constant<value_ints=[-1]>()
+    t = Exp(x) o = Add(t, zero) e = Exp(o) i = Unsqueeze(input_ids, l) j = Concat<axis=-1>(i)
+    g = GatherND(rows, j) p = Transpose<perm=[0, 1, 2]>(g) logits = Add(e, p)"""
+    graph, _ = before_after(text, {"rows": np.tile(VECTOR, (9, 1))}, fold)
+    assert ops(graph) == {"Gather": 2, "Exp": 2, "Add": 1}
+
+
+def test_a_row_is_not_expanded_for_what_broadcasts_it():
+    graph = small_graph("e = Exp(x) there = Shape(x) r = Expand(b, there) logits = Add(e, r)",
+                        {"b": VECTOR})
+    feeds = {"input_ids": np.arange(8).reshape(2, 4)}
+    expected = run_graph(graph, feeds, ["logits"])["logits"]
+    graph.tensors()["r"].shape = ["batch", "seq", 6]  # as exporters say
+    run(graph, fold)
+    assert ops(graph) == {"Gather": 1, "Exp": 1, "Add": 1}
+    families.assert_close(run_graph(graph, feeds, ["logits"])["logits"], expected, 1e-6)
+
+
 def test_layer_norm_decomposed():
     text = """axes = Constant<value_ints=[-1]>() m = ReduceMean(x, axes) c = Sub(x, m)
     two = Constant<value_float=2.0>() eps = Constant<value_float=1e-5>() p = Pow(c, two)
@@ -433,6 +452,17 @@ REFUSALS = {
     "sdpa, an axis": (
         "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) s = Softmax<axis=1>(p) "
         "logits = MatMul(s, x)", [sdpa], "a softmax that is not over the last axis"),
+    "sdpa, a clamp": (
+        "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) low = Constant<value_float=-1000.0>() "
+        "c = Max(p, low) s = Softmax(c) logits = MatMul(s, x)", [fold, sdpa],
+        "this op on the scores is not known: Max"),
+    "sdpa, a factor": (
+        "t = Transpose<perm=[0, 2, 1]>(x) p = MatMul(x, t) n = Shape<start=1, end=2>(input_ids) "
+        "square_shape = Concat<axis=0>(n, n) one = Constant<value_float=1.0>() "
+        "ones = Expand(one, square_shape) seen = Trilu<upper=0>(ones) hidden = Sub(one, seen) "
+        "far = Constant<value_float=-10000.0>() mask = Mul(hidden, far) two = Add(seen, seen) "
+        "f = Mul(p, two) m = Add(f, mask) s = Softmax(m) logits = MatMul(s, x)", [fold, sdpa],
+        "the scores of keys that are seen are multiplied by something that is not a number"),
     "attention, what cannot be inside": (
         "m = MatMul(x, square) s = Sin(m) one = Constant<value_ints=[1]>() h = Unsqueeze(s, one) "
         "a = llmc.Sdpa<layer=0>(h, h, h) logits = Squeeze(a, one)", [fold, gemm, attention],

@@ -8,12 +8,15 @@ import families
 import numpy as np
 import onnx
 import pytest
+import torch
 from safetensors.numpy import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmc
 from llmc.compiler import preflight
 from llmc.compiler.frontend import trace
+from llmc.compiler.frontend.features import check_features
+from llmc.compiler.frontend.parts import CAUSAL_LM
 from llmc.compiler.targets import Options
 
 _LLAMA = families.FAMILIES["llama"]
@@ -31,6 +34,18 @@ FEATURES = {
     "recurrent_gemma": (dict(_LLAMA), r"has gated linear recurrences"),
     "diffllama": (_LLAMA, r"has differential attention"),
     "gemma3n_text": (dict(_LLAMA, num_hidden_layers=4, num_kv_shared_layers=0), r"has AltUp"),
+    "longcat_flash": (dict(vocab_size=families.VOCAB, hidden_size=64, num_layers=1,
+                           ffn_hidden_size=96, expert_ffn_hidden_size=40, n_routed_experts=4,
+                           moe_topk=2, num_attention_heads=4, head_dim=8),
+                      r"has experts that pass a token on as it is \(zero experts\) "),
+    "reformer": (dict(hidden_size=64, num_attention_heads=4, is_decoder=True,
+                      axial_pos_embds=False, max_position_embeddings=64),
+                 r"has attention among tokens of like hashes \(LSH\) .* and attention in chunks"),
+    "prophetnet": (dict(hidden_size=64, num_encoder_layers=1, num_decoder_layers=1,
+                        num_encoder_attention_heads=4, num_decoder_attention_heads=4),
+                   r"has n-gram attention"),
+    "cpmant": (dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, dim_head=16),
+               r"has biases of attention by segments"),
     "bert": (dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
              r"has attention both ways \(a token sees those after it\) \(BertSelfAttention "),
 }
@@ -160,9 +175,33 @@ def test_a_head_dim_of_some_layers_that_kernels_lack_is_refused(tmp_path):
         llmc.compile(hf, tmp_path / "case", target="cuda")
 
 
-def test_attention_that_clamps_its_scores_is_named(tmp_path):
-    model = families.tiny_model("xglm", vocab_size=families.VOCAB, d_model=64, ffn_dim=96,
-                                num_layers=2, attention_heads=4)
-    with pytest.raises(llmc.LlmcError, match="this op on the scores is not known: Max ") as caught:
+def test_layer_norm_of_heads_is_named(tmp_path):
+    model = families.tiny_model("persimmon", **families.FAMILIES["llama"] | {
+        "num_key_value_heads": 4})
+    with pytest.raises(llmc.LlmcError, match=r"its heads are normed about their mean \(LayerN") \
+            as caught:
         llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")
     assert "\n" not in str(caught.value)
+
+
+def test_what_reads_images_says_nothing_of_the_language_model():
+    vision = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1)
+    config = AutoConfig.for_model("git", **families.FAMILIES["llama"], vision_config=vision)
+    with torch.device("meta"):
+        check_features(AutoModelForCausalLM.from_config(config), CAUSAL_LM)
+
+
+def test_tensors_that_are_made_in_an_unknown_way_are_named(tmp_path, no_export, monkeypatch):
+    hf = families.save(families.tiny_model("hrm_text"), tmp_path / "hf")
+    monkeypatch.setattr("llmc.compiler.frontend.bind._splits", lambda converter: False)
+    with pytest.raises(llmc.LlmcError, match=r"has a tensor '[\w.]+', of which transformers makes "
+                                             r"'[\w.]+' by Chunk, which llmc does not do$"):
+        llmc.compile(hf, tmp_path / "case")
+
+
+@pytest.mark.parametrize(("said", "words"), [
+    ("Constraints violated (seq)! For more", "takes some lengths of its input alone ("),
+    ("Could not guard on data-dependent expression Eq", "branches by what it has computed ("),
+    ("expected predicate to be bool", "expected predicate to be bool")])
+def test_what_the_exporter_says_of_a_models_code_is_explained(said, words):
+    assert words in trace._root_cause(RuntimeError(said))

@@ -107,6 +107,12 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoM
         return piece
     sources = [t for t in piece.inputs if id(t) in data and producer(t) is not None]
     norms = [node for node in piece.nodes if _per_head_norm(node)]
+    for source in sources:
+        op = op_of(producer(source))
+        if op is not None and op.norm is not None and op.norm.centred \
+                and len(source.shape or ()) == 4:
+            return NoMatch("its heads are normed about their mean (LayerNorm), where llmc norms "
+                           "heads by their root mean square", source)
     if not sources or len(norms) > (len(sources) == 1):
         return NoMatch(f"it comes from {len(sources)} projections through {len(norms)} norms",
                        tensor)
