@@ -96,6 +96,13 @@ def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, 
     return decoder.decoded() if reader(decoder, said) else None
 
 
+def decode_plain(open_tensors: Callable[[], Mapping[str, Weight]], origin: str) -> Decoded:
+    """The tensors of a checkpoint whose caches are in fewer bits and whose weights are as they are,
+    without the scales of caches.
+    """
+    return _Decoder(open_tensors(), frozenset(), origin).decoded()
+
+
 def _group_sizes(said: Mapping[str, Any]) -> frozenset[int]:
     """Those that a config names, of all layers, of each of its groups of them or of single ones."""
     groups = said.get("config_groups")
@@ -605,8 +612,6 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         if isinstance(listed, Mapping) else []
     forms = {str(group.get("format") or said.get("format")) for group in groups}
     weights = [group.get("weights") or {} for group in groups]
-    if not listed and said.get("kv_cache_scheme"):
-        return True  # caches alone
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
                                    "naive-quantized", "nvfp4-pack-quantized",
                                    "mxfp4-pack-quantized"}:

@@ -1047,17 +1047,51 @@ def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, 
                for note in read.notes)
 
 
-@pytest.mark.parametrize("stored", [True, False])
-def test_weights_beside_caches_in_fp8_are_as_they_are(stored, plain_hf, tmp_path):
+CACHES_ALONE = [
+    dict(quant_method="compressed-tensors", format="dense", config_groups={},
+         kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor")),
+    dict(quant_method="modelopt", quant_algo=None, kv_cache_quant_algo="FP8"),
+    dict(quant_method="modelopt", kv_cache_scheme=dict(num_bits=8, type="float", dynamic=False))]
+
+
+def write_caches_alone(said, plain, directory, stored):
     scales = {f"model.layers.{layer}.self_attn.k_scale": np.array([0.03], np.float32)
               for layer in range(2)} if stored else {}
-    said = dict(quant_method="compressed-tensors", format="dense", config_groups={},
-                kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor"))
-    directory, _ = write(plain_hf, tmp_path / "hf", (said, lambda name, weight: (
-        {name: weight}, weight)), lambda tensors: tensors.update(scales))
+    return write(plain, directory, (said, lambda name, weight: ({name: weight}, weight)),
+                 lambda tensors: tensors.update(scales))[0]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("said", CACHES_ALONE)
+def test_weights_beside_caches_in_fp8_are_as_they_are(said, stored, plain_hf, tmp_path):
+    directory = write_caches_alone(said, plain_hf, tmp_path / "hf", stored)
     read, plain = decoded(directory), load_file(plain_hf / "model.safetensors")
     assert read.tensors.keys() == plain.keys() and len(read.notes) == stored
     assert all(np.array_equal(tensor.load(), plain[name]) for name, tensor in read.tensors.items())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("beside", [True, False])
+def test_weights_beside_caches_in_fp8_are_rounded_as_a_plain_checkpoint_s(beside, scheme, plain_hf,
+                                                                         tmp_path):
+    """Whether the config says it of caches, or ModelOpt's own file beside it."""
+    directory = write_caches_alone(CACHES_ALONE[0], plain_hf, tmp_path / "hf", stored=True)
+    if beside:
+        shutil.copy(plain_hf / "config.json", directory)
+        (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {
+            "quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    for hf in (directory, plain_hf):
+        llmc.compile(hf, tmp_path / f"case-{hf.name}", quantize=scheme)
+    weights, plain = (load_file(tmp_path / f"case-{hf.name}" / "chip0" / "weights.safetensors")
+                      for hf in (directory, plain_hf))
+    assert weights.keys() == plain.keys()
+    assert all(np.array_equal(weights[name], plain[name]) for name in plain)
+
+
+def test_weights_in_fewer_bits_beside_a_config_of_caches_alone_are_refused(plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", (CACHES_ALONE[0], FORMATS["w4a16"][0][1]))
+    with pytest.raises(LlmcError, match="compressed-tensors, packed.* does not name the method"):
+        decoded(directory)
 
 
 @pytest.mark.parametrize("method", ["auto-round", "gptq"])
