@@ -1109,6 +1109,90 @@ def test_layers_have_4_bits_and_8_in_one_checkpoint(method, plain_hf, tmp_path):
         assert tensors[name].stored.dtype == ("uint8" if "layers.1.mlp" in name else "uint4"), name
 
 
+def ruled(rules, one, other, chosen):
+    """Modules whose names fit a pattern as the other makes them, with GPTQModel's rules of them."""
+    said, _ = one
+    return said | {"dynamic": rules}, lambda name, weight: (
+        other if re.search(chosen, name) else one)[1](name, weight)
+
+
+MLP = r".*\.mlp\..*"
+
+
+@pytest.mark.parametrize("kind", [
+    # 64 columns in groups of 40 and 24, where most modules' are of 32; and the other way round.
+    ruled({MLP: {"group_size": 40}}, gptq(listed=False), gptq(listed=False, group=40), "mlp"),
+    ruled({f"+:{MLP}": {"group_size": 32}}, gptq(listed=False, group=40), gptq(listed=False),
+          "mlp"),
+    ruled({f"+:{MLP}": {"group_size": -1}}, gptq(listed=False), gptq(listed=False, group=96),
+          "mlp"),
+    # The first that fits counts; what it does not say is as of all.
+    ruled({"+:.*down_proj": {"bits": 8, "sym": False}, MLP: {"group_size": 40}, ".*": {}},
+          gptq(listed=False), gptq(listed=False, group=40), "gate_proj|up_proj"),
+    ruled({MLP: {"bits": 8, "group_size": 16}}, gptq(order=True), gptq(8, group=16, order=True),
+          "mlp"),
+    ruled({MLP: {"desc_act": False}}, gptq(order=True), gptq(listed=False), "mlp"),
+    ruled({"mlp": {"group_size": 40}, "+:.*layers.1.mlp": {"sym": True}},  # from a name's beginning
+          gptq(listed=False), gptq(listed=False, zeros="middle"), "layers.1.mlp"),
+    ruled({MLP: {"group_size": 16}}, awq(), awq(16), "mlp"),
+    ({"dynamic": None} | gptq()[0], gptq()[1]),
+    (auto_round("auto_round:auto_gptq", None, extra_config={
+        "model.layers.0.mlp.up_proj": {"group_size": 40},
+        r"layers\.1\.mlp": {"group_size": 40}})[0],
+     ruled({}, gptq(listed=False), gptq(listed=False, group=40), r"0.mlp.up|1\.mlp")[1]),
+])
+def test_rules_of_a_config_say_how_modules_are_quantised(kind, plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+@pytest.mark.parametrize("rule", ["-:.*down_proj", r"-:model\.layers\.\d+\.mlp\.down_proj$"])
+def test_modules_that_a_rule_leaves_out_are_as_they_are(rule, plain_hf, tmp_path):
+    said, make = gptq(8, order=True)
+    rules = {rule: {}, "+:.*": {"group_size": 32}}
+    directory, truth = write(plain_hf, tmp_path / "hf", (said | {"dynamic": rules}, make),
+                             of=lambda name, array: is_projection(name, array)
+                             and "down_proj" not in name)
+    llmc.compile(directory, tmp_path / "case", quantize="none")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (ruled({r"-:.*layers.1.*k_proj": {}}, gptq(), gptq(), "mlp"),
+     r"has 'model.layers.1.self_attn.k_proj' in fewer bits, .* rule '-:.*k_proj' says is not"),
+    (ruled({r"-:.*k_proj": {}}, awq(), awq(), "mlp"), "k_proj' in fewer bits, which .* is not"),
+    (ruled({MLP: {"desc_act": True}}, gptq(listed=False), gptq(listed=False), "mlp"),
+     "has no tensor '.*mlp.*g_idx', without which .* config has desc_act"),
+    (ruled({MLP: {"group_size": 64}}, gptq(listed=False), gptq(listed=False), "mlp"),
+     r"mlp.*scales' in .* has \d groups for \d+ columns, but its config speaks of groups of 64"),
+    (ruled({MLP: {"group_size": -1}}, gptq(listed=False), gptq(listed=False), "mlp"),
+     "mlp.*scales' in .* groups of -1"),
+    (ruled({MLP: {"adapter": {"name": "lora"}}}, gptq(), gptq(), "mlp"),
+     r"mlp.*' in .* has adapter \{'name': 'lora'\} of its own, .* llmc does not read"),
+    (ruled({MLP: {"format": "gptq_v2"}}, gptq(), gptq(), "mlp"), "has format 'gptq_v2' of its own"),
+    (ruled({MLP: {"bits": 3}}, gptq(), gptq(2), "mlp"), "mlp.* codes of 2 bits; llmc reads 4 and 8"),
+    (ruled({"+:*mlp": {}}, gptq(), gptq(), "mlp"), r"'\*mlp' among the rules .* is no pattern"),
+    (({"format": "gemv", "checkpoint_format": "gemv"} | awq()[0], awq()[1]), "quantised by AWQ"),
+])
+def test_rules_that_contradict_the_tensors_or_llmc_does_not_read_are_refused(kind, said, plain_hf,
+                                                                            tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", kind)
+    with pytest.raises(LlmcError, match=said):
+        decoded(directory)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16"])
+def test_a_weight_that_is_there_in_both_forms_is_refused(kind, plain_hf, tmp_path):
+    name = f"{Q}.weight"
+    directory, _ = write(plain_hf, tmp_path / "hf", kind, lambda tensors: tensors.update(
+        {name: load_file(plain_hf / "model.safetensors")[name]}))
+    with pytest.raises(LlmcError, match=f"has '{name}' both as numbers and in fewer bits"):
+        decoded(directory)
+
+
 @pytest.mark.parametrize("more", [
     {"bits": 2}, {"act_bits": 8}, {"data_type": "nv_fp"}, {"packing_format": "auto_round:mlx"},
     {"packing_format": None}, {"rotation_config": {"block_size": 32}},
