@@ -230,6 +230,18 @@ class _Decoder:
                         f"which group a column belongs, as its config has {said}; the checkpoint "
                         f"is not whole")
 
+    def check_middle(self, name: str, zeros: np.ndarray, bits: int, said: str) -> None:
+        """Hold zeros against a config that says that there are none but those in the middle.
+
+        Raises:
+            LlmcError: there are; some that read such a checkpoint take them, others do not.
+        """
+        odd = zeros[zeros != 2 ** (bits - 1)]
+        if odd.size:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has a zero point of {odd[0]}, but "
+                            f"its config has {said}, of which {2 ** (bits - 1)} is the only one; "
+                            f"change that if the zero points are meant, or the format's version")
+
     def check_groups(self, name: str, width: int, groups: int) -> None:
         """Hold the groups that scales are of against a row's columns and the config.
 
@@ -402,6 +414,8 @@ def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> N
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = _codes(decoder.words(f"{module}.qzeros", (groups, out_features // per_word))
                        .load(), bits).astype(np.int32) + zeros_less
+        if own.get("sym") is True:
+            decoder.check_middle(f"{module}.qzeros", zeros, bits, "sym true")
         order = decoder.left.pop(f"{module}.g_idx", None)
         if order is None and groups > 1 and own.get("desc_act") and not own.get("static_groups"):
             decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
@@ -483,7 +497,7 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
     for module in decoder.modules("qweight"):
-        _own(decoder, said, module)
+        own = _own(decoder, said, module)
         width, words = decoder.matrix(f"{module}.qweight")
         out_features = words * 8
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
@@ -491,6 +505,8 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         codes = _map(packed, (width, out_features), np.uint8, natural).transpose()
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = natural(decoder.words(f"{module}.qzeros", (groups, words)).load())
+        if own.get("zero_point") is False:
+            decoder.check_middle(f"{module}.qzeros", zeros, bits, "zero_point false")
         decoder.check_groups(f"{module}.scales", width, groups)
         decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
     return True
@@ -648,8 +664,11 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
         scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
         group = math.gcd(size, width)
         table = scales.load().repeat(size // group, 1)[:, :width // group]
-        rounded = "" if activations.get("activation_scale") else \
-            activations.get("activation_dtype", "")
+        rounded = activations.get("activation_dtype", "")
+        if activations.get("activation_scale"):
+            decoder.note("activations are not rounded by one scale, as the checkpoint's config "
+                         "says, where weights are in blocks", name)
+            rounded = ""
         stored = Stored(dtype, codes, Weight(
             (rows, width // group), np.float32,
             lambda start, stop: table[np.arange(start, stop) // height], name),
@@ -686,11 +705,12 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return False
     if said.get("transform_config") and dict(said["transform_config"]).get("config_groups"):
         return False  # rotations of activations, which the graph has not
-    block = next((_block(decoder, arguments.get("block_structure")) for arguments in weights
-                  if arguments.get("strategy") == "block"), None)
     for module in decoder.modules("weight_scale"):
         _check_whole(decoder, module, _groups_of(module, groups))
         group, rounding = _group_of(module, groups), ""
+        block = next((_block(decoder, own["weights"].get("block_structure"))
+                      for own in ([group] if group else groups)
+                      if (own.get("weights") or {}).get("strategy") == "block"), None)
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
                 _nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)

@@ -657,6 +657,9 @@ def rounding(kind, activations):
     (rounding_outputs(float8("channel", activations=DYNAMIC)),
      r"what layers make is not rounded as .* says \(8 bits, float, tensor, static\)"),
     ("fp8-no-block", "activations are not rounded as .* says, as it has no scale of theirs"),
+    (float8("block", "weight_scale_inv", dict(
+        quant_method="fp8", weight_block_size=[48, 48], activation_scheme="static"),
+        fixed="input_scale"), "activations are not rounded by one scale, .* weights are in blocks"),
     *[(kind, "") for kind in ("fp8-dynamic", "fp8-static", "fp8-channel", "w8a8", "modelopt-fp8")]])
 def test_that_activations_are_not_rounded_as_a_checkpoint_says_is_said(kind, said, plain_hf,
                                                                        tmp_path):
@@ -1173,8 +1176,8 @@ def test_modules_that_a_rule_leaves_out_are_as_they_are(rule, plain_hf, tmp_path
     (ruled({MLP: {"adapter": {"name": "lora"}}}, gptq(), gptq(), "mlp"),
      r"mlp.*' in .* has adapter \{'name': 'lora'\} of its own, .* llmc does not read"),
     (ruled({MLP: {"format": "gptq_v2"}}, gptq(), gptq(), "mlp"), "has format 'gptq_v2' of its own"),
-    (ruled({MLP: {"bits": 3}}, gptq(), gptq(2), "mlp"), "mlp.* codes of 2 bits; llmc reads 4 and 8"),
-    (ruled({"+:*mlp": {}}, gptq(), gptq(), "mlp"), r"'\*mlp' among the rules .* no pattern"),
+    (ruled({MLP: {"bits": 3}}, gptq(), gptq(2), "mlp"), "mlp.* codes of 2 bits; llmc reads"),
+    (ruled({"+:*mlp": {}}, gptq(), gptq(), "mlp"), r"'\*mlp' among the rules of .* is no pat"),
     (({"format": "gemv", "checkpoint_format": "gemv"} | awq()[0], awq()[1]), "quantised by AWQ"),
 ])
 def test_rules_that_contradict_the_tensors_or_llmc_does_not_read_are_refused(kind, said, plain_hf,
@@ -1182,6 +1185,28 @@ def test_rules_that_contradict_the_tensors_or_llmc_does_not_read_are_refused(kin
     directory, _ = write(plain_hf, tmp_path / "hf", kind)
     with pytest.raises(LlmcError, match=said):
         decoded(directory)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ((gptq()[0] | {"sym": True}, gptq()[1]), r"zero point of \d+, .* sym true, of which 8 is"),
+    # As version 2 stores 8, which is 9 in version 1.
+    ((gptq()[0] | {"sym": True}, gptq(form="gptq_v2", zeros="middle")[1]), "zero point of 9, but"),
+    ((gptq(8)[0] | {"sym": True}, gptq(8)[1]), "sym true, of which 128 is"),
+    ((gptq()[0] | {"dynamic": {MLP: {"sym": True}}}, gptq()[1]), "mlp.*qzeros' .* sym true"),
+    ((awq()[0] | {"zero_point": False}, awq()[1]), "zero_point false, of which 8 is"),
+    *[((kind[0] | {"sym": value}, kind[1]), "") for kind, value in (
+        (gptq(), False), (gptq(zeros="middle"), True), (gptq(8, zeros="middle"), True),
+        (gptq(form="gptq_v2", zeros="middle"), True))]])
+def test_zeros_that_a_config_says_are_in_the_middle_are_there(kind, said, plain_hf, tmp_path):
+    """Whoever reads such a checkpoint may leave zeros out, so others are of another model."""
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    if said:
+        with pytest.raises(LlmcError, match=said):
+            decoded(directory)
+        return
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16"])
@@ -1259,6 +1284,18 @@ def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tm
                                           "b": block[0]["config_groups"]["group_0"]})
     directory, truth = write(plain_hf, tmp_path / "hf", (
         both, lambda name, weight: (block if "mlp" in name else row)[1](name, weight)))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+def test_blocks_of_several_sizes_are_each_of_its_group_of_a_config(plain_hf, tmp_path):
+    large, small = float8("block", side=32), float8("block", side=16)
+    said = large[0] | {"config_groups": {
+        "a": large[0]["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]},
+        "b": small[0]["config_groups"]["group_0"]}}
+    directory, truth = write(plain_hf, tmp_path / "hf", (
+        said, by_layer(small, large, "self_attn")))
     tensors = decoded(directory).tensors
     for name, numbers in truth.items():
         assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
