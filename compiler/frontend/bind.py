@@ -295,7 +295,8 @@ def check_all_used(model: torch.nn.Module, checkpoint: Checkpoint, names: Mappin
     unknown = [name for name in left
                if not _is_model_s(own_names[name], tensors[name], model, checkpoint, used,
                                   with_buffers)
-               and not _is_superfluous(own_names[name], tensors[name], model)]
+               and not _is_superfluous(own_names[name], tensors[name], model)
+               and not _adds_nothing(name, tensors, own_names[name], model, checkpoint)]
     if unknown:
         name = unknown[0]
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
@@ -326,6 +327,19 @@ def _is_model_s(name: str, tensor: Weight, model: torch.nn.Module, checkpoint: C
         return False
     twins = [used[alias] for alias in aliases[own] if alias in used]
     return all(_equal(tensor, twin) for twin in twins)
+
+
+def _adds_nothing(name: str, tensors: Mapping[str, Weight], own: str, model: torch.nn.Module,
+                  checkpoint: Checkpoint) -> bool:
+    """Whether it is a bias of zeros of a layer in fewer bits that the model has without: older
+    tools that quantise gave every layer one.
+    """
+    stem, _, kind = name.rpartition(".")
+    weight, known = tensors.get(f"{stem}.weight"), model.state_dict()
+    return kind == "bias" and weight is not None \
+        and (weight.stored is not None or weight.dequantized) \
+        and not any(spelling in known for spelling in checkpoint.spellings(own)) \
+        and not tensors[name].load().any()
 
 
 def _is_superfluous(name: str, tensor: Weight, model: torch.nn.Module) -> bool:

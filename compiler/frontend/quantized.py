@@ -55,18 +55,20 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     Raises:
         LlmcError: it is quantised in a way that llmc does not read, or not whole.
     """
-    from llmc.compiler.frontend.quantized_formats import Decoded, decode
+    from llmc.compiler.frontend.quantized_formats import Decoded, decode, decode_plain
 
     said, method = _said(config), method_of(config)
     for name, tool in _FILES.items():
-        if method is None and (directory / name).is_file():
+        if said is None and (directory / name).is_file():
             found = _read(directory / name)
             inside = found.get("quantization")
             said = {**found, **(inside if isinstance(inside, Mapping) else {}),
                     "quant_method": tool}
             method = _described(_NAMES[tool], said)
-    if method is None or said is None:
+    if said is None:
         decoded = Decoded(dict(open_tensors()), ())
+    elif _caches_alone(said):
+        method, decoded = None, decode_plain(open_tensors, str(directory))
     else:
         read = decode(open_tensors, said, str(directory))
         if read is None:
@@ -90,7 +92,7 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     128)`; None where it does not.
     """
     said = _said(config)
-    if said is None:
+    if said is None or _caches_alone(said):
         return None
     method = str(said["quant_method"])
     if method.startswith("bitsandbytes"):
@@ -114,6 +116,17 @@ def _said(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             if not (method.startswith("bitsandbytes") and loads and not _bitsandbytes(said)):
                 return {**said, "quant_method": method}
     return None
+
+
+def _caches_alone(said: Mapping[str, Any]) -> bool:
+    """Whether KV caches are in fewer bits and no weights, as compressed-tensors and ModelOpt say
+    it.
+    """
+    caches, of_weights = (any(said.get(key) for key in keys) for keys in (
+        ("kv_cache_scheme", "kv_cache_quant_algo"),
+        ("config_groups", "quant_algo", "quantized_layers")))
+    return caches and not of_weights \
+        and str(said["quant_method"]).lower() in ("compressed-tensors", "modelopt")
 
 
 def _bitsandbytes(said: Mapping[str, Any]) -> list[int]:

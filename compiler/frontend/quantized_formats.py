@@ -5,7 +5,9 @@ model has for it, whose `stored` is read from them when it is written. Formats p
 of 32, the first code in the lowest bits:
 
     GPTQ                qweight [in / 8, out], qzeros [groups, out / 8], scales [groups, out]; in
-                        version 1 a zero is stored less one; g_idx [in] says whose group a column is
+                        version 1 a zero is stored less one; g_idx [in] says whose group a column
+                        is. Rules of GPTQModel's, its config's `dynamic`, name modules that have
+                        other bits and groups, or are not quantised; the first that fits counts
     AutoRound           GPTQ's tensors, of which version its packing_format says, or AWQ's; layers
                         of its extra_config may have other bits and groups
     AWQ                 qweight [in, out / 8], qzeros, scales likewise; columns 0 2 4 6 1 3 5 7 of
@@ -57,6 +59,7 @@ _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Twice the numbers of FP4 (e2m1), as codes of int8.
 _FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
 _TOKEN, _ALL = "token", "all"  # what has a scale of activations
+_FORMS = "method", "quant_method", "format", "checkpoint_format"  # where GPTQModel says a format
 _QUANT_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 # Of activations and caches, where llmc does not round as these say.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
@@ -96,10 +99,17 @@ def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, 
     return decoder.decoded() if reader(decoder, said) else None
 
 
+def decode_plain(open_tensors: Callable[[], Mapping[str, Weight]], origin: str) -> Decoded:
+    """The tensors of a checkpoint whose caches are in fewer bits and whose weights are as they are,
+    without the scales of caches.
+    """
+    return _Decoder(open_tensors(), frozenset(), origin).decoded()
+
+
 def _group_sizes(said: Mapping[str, Any]) -> frozenset[int]:
     """Those that a config names, of all layers, of each of its groups of them or of single ones."""
-    groups = said.get("config_groups")
-    places = [said, *_layers_of(said)]
+    groups, rules = said.get("config_groups"), said.get("dynamic")
+    places = [said, *_layers_of(said), *(rules.values() if isinstance(rules, Mapping) else ())]
     if isinstance(groups, Mapping):
         places += [group.get("weights") or {} for group in groups.values()
                    if isinstance(group, Mapping)]
@@ -220,6 +230,18 @@ class _Decoder:
                         f"which group a column belongs, as its config has {said}; the checkpoint "
                         f"is not whole")
 
+    def check_middle(self, name: str, zeros: np.ndarray, bits: int, said: str) -> None:
+        """Hold zeros against a config that says that there are none but those in the middle.
+
+        Raises:
+            LlmcError: there are; some that read such a checkpoint take them, others do not.
+        """
+        odd = zeros[zeros != 2 ** (bits - 1)]
+        if odd.size:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has a zero point of {odd[0]}, but "
+                            f"its config has {said}, of which {2 ** (bits - 1)} is the only one; "
+                            f"change that if the zero points are meant, or the format's version")
+
     def check_groups(self, name: str, width: int, groups: int) -> None:
         """Hold the groups that scales are of against a row's columns and the config.
 
@@ -254,10 +276,19 @@ class _Decoder:
         self._notes.setdefault(text, []).append(module)
 
     def decoded(self) -> Decoded:
+        """What was made, and what is left as it was.
+
+        Raises:
+            LlmcError: a weight is both.
+        """
         for name in [name for name in self.left if _UNUSED.search(name)]:
             del self.left[name]
             self.note("scales of activations and caches are left out, which llmc does not round",
                       name)
+        twice = next((name for name in self.made if name in self.left), None)
+        if twice is not None:
+            raise LlmcError(f"'{self.origin}' has '{twice}' both as numbers and in fewer bits; "
+                            f"remove what its config does not mean")
         notes = tuple(f"{text}: '{names[0]}'" + (f" and {len(names) - 1} more" if names[1:] else "")
                       for text, names in self._notes.items())
         return Decoded({**self.left, **self.made}, notes, frozenset(self.made))
@@ -292,6 +323,38 @@ def _refuse_changed(decoder: _Decoder, said: Mapping[str, Any]) -> None:
         if said.get(key):
             raise LlmcError(f"'{decoder.origin}' is {what}, as {key} {said[key]!r} in its config "
                             f"says, which llmc does not read; give a checkpoint without")
+
+
+def _own(decoder: _Decoder, said: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """What a config says of a module that is quantised: of all, but for what the first of
+    GPTQModel's rules whose pattern fits its name has otherwise, or AutoRound's of its name, else of
+    a pattern.
+
+    Raises:
+        LlmcError: a rule says that it is not, or something of it that llmc does not read.
+    """
+    rules, layers = said.get("dynamic"), said.get("extra_config")
+    own: Any = None
+    for rule, changes in rules.items() if isinstance(rules, Mapping) else ():
+        if _fits(rule.removeprefix("-:").removeprefix("+:"), module, "rules"):
+            if rule.startswith("-:"):
+                raise LlmcError(f"'{decoder.origin}' has '{module}' in fewer bits, which its "
+                                f"config's rule '{rule}' says is not; config and weights do not "
+                                f"belong together")
+            own = changes
+            break
+    if own is None and isinstance(layers, Mapping):
+        own = layers.get(module) or next(
+            (changes for pattern, changes in layers.items()
+             if _fits(pattern, module, "extra_config", re.search)), None)
+    if not isinstance(own, Mapping):
+        return said
+    known = {str(said.get(key)).lower() for key in _FORMS}
+    for key in ("adapter", "rotation", *_FORMS):
+        if own.get(key) and str(own[key]).lower() not in known:
+            raise LlmcError(f"'{module}' in '{decoder.origin}' has {key} {own[key]!r} of its own, "
+                            f"says its config, which llmc does not read; give a checkpoint without")
+    return {**said, **own}
 
 
 def _gptq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
@@ -332,10 +395,11 @@ def _auto_round(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
 
 
 def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> None:
-    """`zeros_less`: how much less than they are zeros are stored. Layers may have 4 and 8 bits."""
-    size = max(decoder.group_sizes, default=0)
-    ordered = bool(said.get("desc_act")) and not said.get("static_groups")
+    """`zeros_less`: how much less than they are zeros are stored. Layers may have 4 and 8 bits, of
+    which the tensors' shapes tell, as the zeros do whether they are symmetric.
+    """
     for module in decoder.modules("qweight"):
+        own = _own(decoder, said, module)
         words, out_features = decoder.matrix(f"{module}.qweight")
         packed = decoder.words(f"{module}.qweight", (words, out_features)).transpose()
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
@@ -350,11 +414,13 @@ def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> N
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = _codes(decoder.words(f"{module}.qzeros", (groups, out_features // per_word))
                        .load(), bits).astype(np.int32) + zeros_less
+        if own.get("sym") is True:
+            decoder.check_middle(f"{module}.qzeros", zeros, bits, "sym true")
         order = decoder.left.pop(f"{module}.g_idx", None)
-        if order is None and ordered and groups > 1:
+        if order is None and groups > 1 and own.get("desc_act") and not own.get("static_groups"):
             decoder.refuse_unordered(f"{module}.g_idx", "desc_act")
-        step = size if size and -(-width // size) == groups else -(-width // groups)
-        belongs = np.arange(width) // step if order is None else order.load().astype(np.int64)
+        belongs = _in_order(decoder, f"{module}.scales", width, groups, own.get("group_size")) \
+            if order is None else order.load().astype(np.int64)
         if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
             raise LlmcError(f"'{module}.g_idx' in '{decoder.origin}' does not say for each of "
                             f"{width} columns which of {groups} groups it belongs to")
@@ -363,6 +429,24 @@ def _read_gptq(decoder: _Decoder, said: Mapping[str, Any], zeros_less: int) -> N
             decoder.keep(module, stored)
         else:
             _keep_ordered(decoder, module, stored, belongs)
+
+
+def _in_order(decoder: _Decoder, name: str, width: int, groups: int, size: Any) -> np.ndarray:
+    """Which group each column belongs to where they lie in order, the last group what is left.
+
+    Args:
+        size: of a group, as the config says it; of none, -1, a row is one.
+
+    Raises:
+        LlmcError: there are not so many such groups.
+    """
+    if not isinstance(size, int):
+        decoder.check_groups(name, width, groups)
+        size = width // groups
+    if groups != (-(-width // size) if size > 0 else 1):
+        raise LlmcError(f"tensor '{name}' in '{decoder.origin}' has {groups} groups for {width} "
+                        f"columns, but its config speaks of groups of {size}")
+    return np.arange(width) // (size if size > 0 else width)
 
 
 def _with_zeros(bits: int, codes: Weight, scales: Weight, zeros: np.ndarray) -> Stored:
@@ -403,7 +487,9 @@ def _keep_ordered(decoder: _Decoder, module: str, stored: Stored, belongs: np.nd
 def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     _refuse_changed(decoder, said)
     bits = _bits(said, "bits", "w_bit")
-    if bits != 4 or str(said.get("version", "gemm")).lower() != "gemm":
+    forms = {str(said.get(key) or "gemm").lower()
+             for key in ("version", "format", "checkpoint_format")}
+    if bits != 4 or forms != {"gemm"}:
         return False
 
     def natural(words: np.ndarray) -> np.ndarray:
@@ -411,6 +497,7 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return codes[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
     for module in decoder.modules("qweight"):
+        own = _own(decoder, said, module)
         width, words = decoder.matrix(f"{module}.qweight")
         out_features = words * 8
         groups = (*decoder.shape_of(f"{module}.scales"), 1)[0]
@@ -418,6 +505,8 @@ def _awq(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         codes = _map(packed, (width, out_features), np.uint8, natural).transpose()
         scales = decoder.scales(f"{module}.scales", (groups, out_features)).transpose()
         zeros = natural(decoder.words(f"{module}.qzeros", (groups, words)).load())
+        if own.get("zero_point") is False:
+            decoder.check_middle(f"{module}.qzeros", zeros, bits, "zero_point false")
         decoder.check_groups(f"{module}.scales", width, groups)
         decoder.keep(module, _with_zeros(4, codes, scales, zeros.T))
     return True
@@ -575,8 +664,11 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
         scales = decoder.scales(name, (-(-rows // height), -(-width // size)))
         group = math.gcd(size, width)
         table = scales.load().repeat(size // group, 1)[:, :width // group]
-        rounded = "" if activations.get("activation_scale") else \
-            activations.get("activation_dtype", "")
+        rounded = activations.get("activation_dtype", "")
+        if activations.get("activation_scale"):
+            decoder.note("activations are not rounded by one scale, as the checkpoint's config "
+                         "says, where weights are in blocks", name)
+            rounded = ""
         stored = Stored(dtype, codes, Weight(
             (rows, width // group), np.float32,
             lambda start, stop: table[np.arange(start, stop) // height], name),
@@ -605,8 +697,6 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         if isinstance(listed, Mapping) else []
     forms = {str(group.get("format") or said.get("format")) for group in groups}
     weights = [group.get("weights") or {} for group in groups]
-    if not listed and said.get("kv_cache_scheme"):
-        return True  # caches alone
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
                                    "naive-quantized", "nvfp4-pack-quantized",
                                    "mxfp4-pack-quantized"}:
@@ -615,11 +705,12 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
         return False
     if said.get("transform_config") and dict(said["transform_config"]).get("config_groups"):
         return False  # rotations of activations, which the graph has not
-    block = next((_block(decoder, arguments.get("block_structure")) for arguments in weights
-                  if arguments.get("strategy") == "block"), None)
     for module in decoder.modules("weight_scale"):
         _check_whole(decoder, module, _groups_of(module, groups))
         group, rounding = _group_of(module, groups), ""
+        block = next((_block(decoder, own["weights"].get("block_structure"))
+                      for own in ([group] if group else groups)
+                      if (own.get("weights") or {}).get("strategy") == "block"), None)
         if f"{module}.weight_packed" in decoder.left:
             if f"{module}.weight_global_scale" in decoder.left:
                 _nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)
@@ -701,11 +792,11 @@ def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Map
     return groups
 
 
-def _fits(pattern: str, module: str) -> bool:
+def _fits(pattern: str, module: str, place: str = "targets", match: Any = re.match) -> bool:
     try:
-        return re.match(pattern, module) is not None
+        return match(pattern, module) is not None
     except re.error as error:
-        raise LlmcError(f"'{pattern}' among the targets of the checkpoint's config is no pattern: "
+        raise LlmcError(f"'{pattern}' among the {place} of the checkpoint's config is no pattern: "
                         f"{error}") from error
 
 

@@ -49,6 +49,7 @@ class File:
     layer: dict = None
     more: dict = None
     kind: str = "Q8_0"
+    kinds: dict = None  # those of some tensors, by a part of their names
     vocab_size: bool = True
     blocks: bool = False  # random ones, where gguf only reads a kind
 
@@ -89,9 +90,10 @@ def write(path, file):
                  for name, shape in (LAYER if file.layer is None else file.layer).items()}}
     for name, shape in shapes.items():
         array = rng.standard_normal(shape).astype(np.float32)
-        kind = gguf.GGMLQuantizationType[file.kind if len(shape) > 1 else "F32"]
-        data = random_blocks(file.kind, shape, rng) if file.blocks and len(shape) > 1 else \
-            gguf.quantize(array, kind)
+        own = next((kind for part, kind in (file.kinds or {}).items() if part in name), file.kind)
+        kind = gguf.GGMLQuantizationType[own if len(shape) > 1 else "F32"]
+        data = random_blocks(own, shape, rng) if file.blocks and len(shape) > 1 \
+            and not own.startswith("F") else gguf.quantize(array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     for name, array in (file.more or {}).items():
         writer.add_tensor(name, array)
@@ -155,19 +157,12 @@ def test_blocks_of_every_kind_hold_the_numbers_that_gguf_reads(kind, dtype, size
         assert np.array_equal(merged.weight("w").load(), np.concatenate([truth, below])), other
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
-    """The embedding is the LM head's table, in fewer bits too."""
-    path = write(tmp_path / "m.gguf", File(kind=kind))
-    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+def check_logits(path, target, case):
+    """Compile a file; logits are transformers' of the numbers that it has."""
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
-    (tmp_path / "case").mkdir()
+    case.mkdir()
     options = Options(target=target)
-    api.write(raw, lower(raw, options), Target(kind=target), options, tmp_path / "case")
-    forms = read_manifest(tmp_path / "case").chips[0].quantization
-    assert {(form.dtype, form.group_size) for form in forms.values()} \
-        == {("uint4" if kind == "Q4_1" else "int8", 32)}
+    api.write(raw, lower(raw, options), Target(kind=target), options, case)
     config, tensors = read(path)
     model = AutoModelForCausalLM.from_config(config).eval()
     model.load_state_dict({name: torch.tensor(tensor.load()) for name, tensor in tensors.items()},
@@ -175,11 +170,42 @@ def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
     model.tie_weights()
     tokens = list(range(3, 20))
     if target == "cuda":
-        logits = Interpreter(tmp_path / "case").run(tokens, 0)
+        logits = Interpreter(case).run(tokens, 0)
     else:
-        with llmc.LLM(tmp_path / "case") as llm:
+        with llmc.LLM(case) as llm:
             logits = llm.logits(tokens)
     families.assert_close(logits, families.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_a_compiled_file_keeps_its_blocks(kind, target, tmp_path, monkeypatch):
+    """The embedding is the LM head's table, in fewer bits too."""
+    path = write(tmp_path / "m.gguf", File(kind=kind))
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    check_logits(path, target, tmp_path / "case")
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert {(form.dtype, form.group_size) for form in forms.values()} \
+        == {("uint4" if kind == "Q4_1" else "int8", 32)}
+
+
+MIXED = {
+    # As Q4_K_M has them: values, and what gates are multiplied by, in more bits than the others.
+    "Q4_K_M": File(fields=WIDE, layer=WIDE_LAYER, kind="Q4_K", blocks=True, kinds={
+        "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}),
+    "minima-and-none": File(kind="Q4_0", kinds={"attn_k": "Q4_1", "attn_v": "Q8_0",
+                                                "ffn_up": "Q5_1"}),
+    "5-bits": File(kind="Q5_0", kinds={"attn_k": "Q4_0", "attn_v": "Q5_1", "ffn_gate": "Q8_0"}),
+    "numbers-among": File(kind="Q4_0", kinds={"attn_v": "F16", "ffn_up": "F32"})}
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("mixed", MIXED)
+def test_kinds_are_mixed_in_one_layer(mixed, target, tmp_path, monkeypatch):
+    """Also among queries, keys and values, which become one weight."""
+    path = write(tmp_path / "m.gguf", MIXED[mixed])
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    check_logits(path, target, tmp_path / "case")
 
 
 UNSERVED = ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
@@ -208,17 +234,8 @@ def test_a_file_in_such_a_kind_compiles_as_numbers_and_says_so(tmp_path):
                                            blocks=True))
     raw = replace(gguf_file.load_gguf(path), save_tokenizer=lambda target: None)
     assert [note for note in raw.notes if "15 weights among those in Q3_K have no form" in note]
-    (tmp_path / "case").mkdir()
-    api.write(raw, lower(raw, Options()), Target(kind="cpu"), Options(), tmp_path / "case")
+    check_logits(path, "cpu", tmp_path / "case")
     assert read_manifest(tmp_path / "case").quantization is None
-    config, tensors = read(path)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.load_state_dict({name: torch.tensor(tensor.load()) for name, tensor in tensors.items()},
-                          strict=False)
-    model.tie_weights()
-    tokens = list(range(3, 20))
-    with llmc.LLM(tmp_path / "case") as llm:
-        families.assert_close(llm.logits(tokens), families.reference_logits(model, tokens))
 
 
 @pytest.mark.parametrize("kind", ["Q8_K", "Q1_0"])

@@ -657,6 +657,9 @@ def rounding(kind, activations):
     (rounding_outputs(float8("channel", activations=DYNAMIC)),
      r"what layers make is not rounded as .* says \(8 bits, float, tensor, static\)"),
     ("fp8-no-block", "activations are not rounded as .* says, as it has no scale of theirs"),
+    (float8("block", "weight_scale_inv", dict(
+        quant_method="fp8", weight_block_size=[48, 48], activation_scheme="static"),
+        fixed="input_scale"), "activations are not rounded by one scale, .* weights are in blocks"),
     *[(kind, "") for kind in ("fp8-dynamic", "fp8-static", "fp8-channel", "w8a8", "modelopt-fp8")]])
 def test_that_activations_are_not_rounded_as_a_checkpoint_says_is_said(kind, said, plain_hf,
                                                                        tmp_path):
@@ -1047,17 +1050,51 @@ def test_scales_of_what_llmc_does_not_round_are_left_out_and_that_is_said(name, 
                for note in read.notes)
 
 
-@pytest.mark.parametrize("stored", [True, False])
-def test_weights_beside_caches_in_fp8_are_as_they_are(stored, plain_hf, tmp_path):
+CACHES_ALONE = [
+    dict(quant_method="compressed-tensors", format="dense", config_groups={},
+         kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor")),
+    dict(quant_method="modelopt", quant_algo=None, kv_cache_quant_algo="FP8"),
+    dict(quant_method="modelopt", kv_cache_scheme=dict(num_bits=8, type="float", dynamic=False))]
+
+
+def write_caches_alone(said, plain, directory, stored):
     scales = {f"model.layers.{layer}.self_attn.k_scale": np.array([0.03], np.float32)
               for layer in range(2)} if stored else {}
-    said = dict(quant_method="compressed-tensors", format="dense", config_groups={},
-                kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor"))
-    directory, _ = write(plain_hf, tmp_path / "hf", (said, lambda name, weight: (
-        {name: weight}, weight)), lambda tensors: tensors.update(scales))
+    return write(plain, directory, (said, lambda name, weight: ({name: weight}, weight)),
+                 lambda tensors: tensors.update(scales))[0]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("said", CACHES_ALONE)
+def test_weights_beside_caches_in_fp8_are_as_they_are(said, stored, plain_hf, tmp_path):
+    directory = write_caches_alone(said, plain_hf, tmp_path / "hf", stored)
     read, plain = decoded(directory), load_file(plain_hf / "model.safetensors")
     assert read.tensors.keys() == plain.keys() and len(read.notes) == stored
     assert all(np.array_equal(tensor.load(), plain[name]) for name, tensor in read.tensors.items())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("beside", [True, False])
+def test_weights_beside_caches_in_fp8_are_rounded_as_a_plain_checkpoint_s(beside, scheme, plain_hf,
+                                                                         tmp_path):
+    """Whether the config says it of caches, or ModelOpt's own file beside it."""
+    directory = write_caches_alone(CACHES_ALONE[0], plain_hf, tmp_path / "hf", stored=True)
+    if beside:
+        shutil.copy(plain_hf / "config.json", directory)
+        (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {
+            "quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    for hf in (directory, plain_hf):
+        llmc.compile(hf, tmp_path / f"case-{hf.name}", quantize=scheme)
+    weights, plain = (load_file(tmp_path / f"case-{hf.name}" / "chip0" / "weights.safetensors")
+                      for hf in (directory, plain_hf))
+    assert weights.keys() == plain.keys()
+    assert all(np.array_equal(weights[name], plain[name]) for name in plain)
+
+
+def test_weights_in_fewer_bits_beside_a_config_of_caches_alone_are_refused(plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", (CACHES_ALONE[0], FORMATS["w4a16"][0][1]))
+    with pytest.raises(LlmcError, match="compressed-tensors, packed.* does not name the method"):
+        decoded(directory)
 
 
 @pytest.mark.parametrize("method", ["auto-round", "gptq"])
@@ -1073,6 +1110,130 @@ def test_layers_have_4_bits_and_8_in_one_checkpoint(method, plain_hf, tmp_path):
     for name, numbers in truth.items():
         assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
         assert tensors[name].stored.dtype == ("uint8" if "layers.1.mlp" in name else "uint4"), name
+
+
+def ruled(rules, one, other, chosen):
+    """Modules whose names fit a pattern as the other makes them, with GPTQModel's rules of them."""
+    said, _ = one
+    return said | {"dynamic": rules}, lambda name, weight: (
+        other if re.search(chosen, name) else one)[1](name, weight)
+
+
+MLP = r".*\.mlp\..*"
+
+
+@pytest.mark.parametrize("kind", [
+    # 64 columns in groups of 40 and 24, where most modules' are of 32; and the other way round.
+    ruled({MLP: {"group_size": 40}}, gptq(listed=False), gptq(listed=False, group=40), "mlp"),
+    ruled({f"+:{MLP}": {"group_size": 32}}, gptq(listed=False, group=40), gptq(listed=False),
+          "mlp"),
+    ruled({f"+:{MLP}": {"group_size": -1}}, gptq(listed=False), gptq(listed=False, group=96),
+          "mlp"),
+    # The first that fits counts; what it does not say is as of all.
+    ruled({"+:.*down_proj": {"bits": 8, "sym": False}, MLP: {"group_size": 40}, ".*": {}},
+          gptq(listed=False), gptq(listed=False, group=40), "gate_proj|up_proj"),
+    ruled({MLP: {"bits": 8, "group_size": 16}}, gptq(order=True), gptq(8, group=16, order=True),
+          "mlp"),
+    ruled({MLP: {"desc_act": False}}, gptq(order=True), gptq(listed=False), "mlp"),
+    ruled({"mlp": {"group_size": 40}, "+:.*layers.1.mlp": {"sym": True}},  # from a name's beginning
+          gptq(listed=False), gptq(listed=False, zeros="middle"), "layers.1.mlp"),
+    ruled({MLP: {"group_size": 16}}, awq(), awq(16), "mlp"),
+    ({"dynamic": None} | gptq()[0], gptq()[1]),
+    (auto_round("auto_round:auto_gptq", None, extra_config={
+        "model.layers.0.mlp.up_proj": {"group_size": 40},
+        r"layers\.1\.mlp": {"group_size": 40}})[0],
+     ruled({}, gptq(listed=False), gptq(listed=False, group=40), r"0.mlp.up|1\.mlp")[1]),
+])
+def test_rules_of_a_config_say_how_modules_are_quantised(kind, plain_hf, tmp_path):
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+@pytest.mark.parametrize("rule", ["-:.*down_proj", r"-:model\.layers\.\d+\.mlp\.down_proj$"])
+def test_modules_that_a_rule_leaves_out_are_as_they_are(rule, plain_hf, tmp_path):
+    said, make = gptq(8, order=True)
+    rules = {rule: {}, "+:.*": {"group_size": 32}}
+    directory, truth = write(plain_hf, tmp_path / "hf", (said | {"dynamic": rules}, make),
+                             of=lambda name, array: is_projection(name, array)
+                             and "down_proj" not in name)
+    llmc.compile(directory, tmp_path / "case", quantize="none")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (ruled({r"-:.*layers.1.*k_proj": {}}, gptq(), gptq(), "mlp"),
+     r"has 'model.layers.1.self_attn.k_proj' in fewer bits, .* rule '-:.*k_proj' says is not"),
+    (ruled({r"-:.*k_proj": {}}, awq(), awq(), "mlp"), "k_proj' in fewer bits, which .* is not"),
+    (ruled({MLP: {"desc_act": True}}, gptq(listed=False), gptq(listed=False), "mlp"),
+     "has no tensor '.*mlp.*g_idx', without which .* config has desc_act"),
+    (ruled({MLP: {"group_size": 64}}, gptq(listed=False), gptq(listed=False), "mlp"),
+     r"mlp.*scales' in .* has \d groups for \d+ columns, but its config speaks of groups of 64"),
+    (ruled({MLP: {"group_size": -1}}, gptq(listed=False), gptq(listed=False), "mlp"),
+     "mlp.*scales' in .* groups of -1"),
+    (ruled({MLP: {"adapter": {"name": "lora"}}}, gptq(), gptq(), "mlp"),
+     r"mlp.*' in .* has adapter \{'name': 'lora'\} of its own, .* llmc does not read"),
+    (ruled({MLP: {"format": "gptq_v2"}}, gptq(), gptq(), "mlp"), "has format 'gptq_v2' of its own"),
+    (ruled({MLP: {"bits": 3}}, gptq(), gptq(2), "mlp"), "mlp.* codes of 2 bits; llmc reads"),
+    (ruled({"+:*mlp": {}}, gptq(), gptq(), "mlp"), r"'\*mlp' among the rules of .* is no pat"),
+    (({"format": "gemv", "checkpoint_format": "gemv"} | awq()[0], awq()[1]), "quantised by AWQ"),
+])
+def test_rules_that_contradict_the_tensors_or_llmc_does_not_read_are_refused(kind, said, plain_hf,
+                                                                            tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", kind)
+    with pytest.raises(LlmcError, match=said):
+        decoded(directory)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ((gptq()[0] | {"sym": True}, gptq()[1]), r"zero point of \d+, .* sym true, of which 8 is"),
+    # As version 2 stores 8, which is 9 in version 1.
+    ((gptq()[0] | {"sym": True}, gptq(form="gptq_v2", zeros="middle")[1]), "zero point of 9, but"),
+    ((gptq(8)[0] | {"sym": True}, gptq(8)[1]), "sym true, of which 128 is"),
+    ((gptq()[0] | {"dynamic": {MLP: {"sym": True}}}, gptq()[1]), "mlp.*qzeros' .* sym true"),
+    ((awq()[0] | {"zero_point": False}, awq()[1]), "zero_point false, of which 8 is"),
+    *[((kind[0] | {"sym": value}, kind[1]), "") for kind, value in (
+        (gptq(), False), (gptq(zeros="middle"), True), (gptq(8, zeros="middle"), True),
+        (gptq(form="gptq_v2", zeros="middle"), True))]])
+def test_zeros_that_a_config_says_are_in_the_middle_are_there(kind, said, plain_hf, tmp_path):
+    """Whoever reads such a checkpoint may leave zeros out, so others are of another model."""
+    directory, truth = write(plain_hf, tmp_path / "hf", kind)
+    if said:
+        with pytest.raises(LlmcError, match=said):
+            decoded(directory)
+        return
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16"])
+def test_a_weight_that_is_there_in_both_forms_is_refused(kind, plain_hf, tmp_path):
+    name = f"{Q}.weight"
+    directory, _ = write(plain_hf, tmp_path / "hf", kind, lambda tensors: tensors.update(
+        {name: load_file(plain_hf / "model.safetensors")[name]}))
+    with pytest.raises(LlmcError, match=f"has '{name}' both as numbers and in fewer bits"):
+        decoded(directory)
+
+
+@pytest.mark.parametrize("value", [0, 0.5])
+def test_a_bias_of_zeros_that_the_model_is_without_adds_nothing(value, plain_hf, tmp_path):
+    """Of every layer, as older tools wrote it; one of other numbers is refused."""
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith(".scales")]:
+            tensors[name.replace("scales", "bias")] = np.zeros(tensors[name].shape[1], np.float16)
+        tensors[f"{Q}.bias"][5] = value
+
+    directory, truth = write(plain_hf, tmp_path / "hf", "gptq", change)
+    if value:
+        with pytest.raises(LlmcError, match=f"has a tensor '{Q}.bias' .* does not take"):
+            llmc.compile(directory, tmp_path / "case", quantize="none")
+        return
+    llmc.compile(directory, tmp_path / "case", quantize="none")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 1e-5)
 
 
 @pytest.mark.parametrize("more", [
@@ -1123,6 +1284,18 @@ def test_blocks_and_rows_in_one_checkpoint_are_told_by_their_scales(plain_hf, tm
                                           "b": block[0]["config_groups"]["group_0"]})
     directory, truth = write(plain_hf, tmp_path / "hf", (
         both, lambda name, weight: (block if "mlp" in name else row)[1](name, weight)))
+    tensors = decoded(directory).tensors
+    for name, numbers in truth.items():
+        assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+
+
+def test_blocks_of_several_sizes_are_each_of_its_group_of_a_config(plain_hf, tmp_path):
+    large, small = float8("block", side=32), float8("block", side=16)
+    said = large[0] | {"config_groups": {
+        "a": large[0]["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]},
+        "b": small[0]["config_groups"]["group_0"]}}
+    directory, truth = write(plain_hf, tmp_path / "hf", (
+        said, by_layer(small, large, "self_attn")))
     tensors = decoded(directory).tensors
     for name, numbers in truth.items():
         assert tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
