@@ -595,6 +595,9 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     rounding = _ALL if said.get("activation_scheme") == "static" else _TOKEN
     for module in decoder.modules(suffix):
         _float8(decoder, module, suffix, block, rounding)
+        if said.get("scale_fmt") == "ue8m0" and rounding == _TOKEN:
+            decoder.note("where activations are rounded their scales are what they are, not powers "
+                         "of two as the checkpoint's config says (scale_fmt ue8m0)", module)
     return True
 
 

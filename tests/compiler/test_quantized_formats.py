@@ -660,6 +660,9 @@ def rounding(kind, activations):
     (float8("block", "weight_scale_inv", dict(
         quant_method="fp8", weight_block_size=[48, 48], activation_scheme="static"),
         fixed="input_scale"), "activations are not rounded by one scale, .* weights are in blocks"),
+    (float8("block", "weight_scale_inv", dict(
+        quant_method="fp8", weight_block_size=[48, 48], scale_fmt="ue8m0")),
+     r"where activations are rounded their scales are .* not powers of two .* \(scale_fmt ue8m0\)"),
     *[(kind, "") for kind in ("fp8-dynamic", "fp8-static", "fp8-channel", "w8a8", "modelopt-fp8")]])
 def test_that_activations_are_not_rounded_as_a_checkpoint_says_is_said(kind, said, plain_hf,
                                                                        tmp_path):
