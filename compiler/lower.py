@@ -293,13 +293,14 @@ def _apply_to_each(step: GraphPass, graphs: Sequence[gs.Graph], settings: Settin
 
 def _require_embedding(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
     """Refuse a model in which what looks tokens up was found and not fused."""
-    refused = [text for report in reports for text in report.refusals
-               if report.name.endswith("embedding")]
+    refusals = [text for report in reports for text in report.refusals
+                if report.name.endswith("embedding")]
+    reasons = dict(text.split(": ", 1) for text in reversed(refusals))  # a node's first one
     for node in (node for graph in graphs for node in graph.nodes):
-        why = next((why for text in refused for where, _, why in [text.partition(": ")]
-                    if where == describe(node)), None) if node.op == "Gather" else None
-        if why is not None and any(tensor.name == "input_ids" for tensor in node.inputs):
-            raise LlmcError(f"the token embedding was not recognised: {why} ({describe(node)}); "
+        where = describe(node)
+        if node.op == "Gather" and where in reasons \
+                and any(tensor.name == "input_ids" for tensor in node.inputs):
+            raise LlmcError(f"the token embedding was not recognised: {reasons[where]} ({where}); "
                             f"llmc adds learned positions to it, or what is the same for every "
                             f"token")
 

@@ -119,7 +119,8 @@ class Checkpoint:
             own, pattern = rename_source_key(name, renamings, mergers)
             if pattern is None:
                 self.names[own] = name
-                made, pattern = rename_source_key(name, renamings, others)
+                made, pattern = rename_source_key(name, renamings, others) if others \
+                    else (own, None)
                 if pattern is not None:
                     self.unmade[made] = name, " and ".join(
                         type(each).__name__ for each in unknown[pattern].operations)
@@ -215,8 +216,9 @@ def check_made(model: torch.nn.Module, checkpoint: Checkpoint, origin: str) -> N
     Raises:
         LlmcError: it names one of them, and the way.
     """
+    known = model.state_dict()
     for own, (name, how) in checkpoint.unmade.items():
-        if own in model.state_dict() and checkpoint.get(own) is None:
+        if own in known and checkpoint.get(own) is None:
             raise LlmcError(f"'{origin}' has a tensor '{name}', of which transformers makes "
                             f"'{own}' by {how}, which llmc does not do")
 
