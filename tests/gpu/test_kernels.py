@@ -700,6 +700,18 @@ def test_experts_in_fewer_bits_of_any_size(extension, stored, group_size, hidden
     check(extension, plugins.registry()["Experts"], fields, inputs, "bfloat16")
 
 
+@pytest.mark.parametrize("stored", ["", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(("tokens", "more"), [(1, {}), (6, {"others": 11, "biased": True}),
+                                              (40, {"residual": True}), (700, {"favoured": 1})])
+def test_whichever_experts_their_kernels_are_timed_with_those_asked_for_are_taken(
+        extension, tokens, more, stored):
+    rng = np.random.default_rng(tokens)
+    fields, inputs = experts_of(rng, tokens, 384, 256, 9, 3, **more)
+    if stored:
+        fields, inputs = packed_experts(rng, stored, 128, fields, inputs)
+    check(extension, plugins.registry()["Experts"], fields, inputs, "bfloat16")
+
+
 @RANDOM
 @given(tokens=st.integers(1, 128), hidden=st.sampled_from([16, 72, 264]), dtype=DTYPE,
        inner=st.sampled_from([8, 40, 136]), num_experts=st.sampled_from([3, 5, 60, 128]),

@@ -151,27 +151,26 @@ const float* Gemm::repeated(float number, int count, cudaStream_t stream) {
   return arrays.back().second;
 }
 
-bool Gemm::takes_first(bool usual) {
-  if (decided_.empty()) return usual;
-  const bool is_first = decided_.front();
-  decided_.pop_front();
-  return is_first;
+bool Gemm::would_time(const std::vector<int64_t>& shape, cudaStream_t stream) const {
+  return decided_.empty() && times_ && first_.count(shape) == 0 && !is_captured(stream);
 }
 
-void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second, float saved) {
+void Gemm::choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second, float saved,
+                  bool usual) {
   if (shape.size() != kWayShape) throw Error("a choice depends on other numbers");
-  if (!decided_.empty()) return takes_first(true) ? first() : second();
-  auto known = first_.find(shape);
-  if (known == first_.end() && times_ && !is_captured(stream)) {
+  bool is_first = usual;
+  if (!decided_.empty()) {
+    is_first = decided_.front();
+    decided_.pop_front();
+  } else if (would_time(shape, stream)) {
     const float one = time(stream, first);
-    known = first_.emplace(shape, (1 - saved) * one <= time(stream, second)).first;
+    is_first = first_[shape] = (1 - saved) * one <= time(stream, second);
+  } else {
+    // That of as many rows, or of the fewest that are more.
+    const auto known = first_.lower_bound(shape);
+    if (known != first_.end() && std::equal(shape.begin(), shape.end() - 1, known->first.begin())) is_first = known->second;
   }
-  if (known == first_.end()) {
-    // That of the fewest rows that are as many.
-    known = first_.lower_bound(shape);
-    if (known != first_.end() && !std::equal(shape.begin(), shape.end() - 1, known->first.begin())) known = first_.end();
-  }
-  if (known == first_.end() || known->second) first();
+  if (is_first) first();
   else second();
 }
 

@@ -139,13 +139,13 @@ class Gemm {
   const float* repeated(float number, int count, cudaStream_t stream);
 
   // Do something one of two ways, the faster one. shape: 5 numbers that the choice depends on, the rows last; fewer than
-  // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first. `saved`: what
-  // the second must save at least, of the time of the first.
+  // the shapes of run(). Where nothing is known of as many rows or more, and nothing may be timed, the first, or not the
+  // `usual` one. `saved`: what the second must save at least, of the time of the first.
   using Way = std::function<void()>;
   void choose(const std::vector<int64_t>& shape, cudaStream_t stream, const Way& first, const Way& second,
-              float saved = kSaved);
-  // Whether to take the first of two ways that cannot be timed: `usual`, unless decide() has said.
-  bool takes_first(bool usual);
+              float saved = kSaved, bool usual = true);
+  // Whether that would time both: for those who then have other inputs for them.
+  bool would_time(const std::vector<int64_t>& shape, cudaStream_t stream) const;
   // Of the next choices, one after the other, whether they are the first way: for tests.
   void decide(const std::vector<bool>& firsts) { decided_ = {firsts.begin(), firsts.end()}; }
 

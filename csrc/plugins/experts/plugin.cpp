@@ -1,3 +1,4 @@
+#include <random>
 #include <tuple>
 
 #include "../common/quantized.h"
@@ -5,8 +6,8 @@
 namespace llmc {
 namespace {
 
-// Pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of weights of four bits, of
-// eight, and so many tokens of any that is not rounded, or where it is one pair for so many experts.
+// Where nothing was timed, pairs of an expert, on average, up to which the kernels for few tokens are taken; on a Hopper of
+// weights of four bits, of eight, and so many tokens of any that is not rounded, or where it is one pair for so many experts.
 constexpr int64_t kFewPairs = 8, kFewFourOnHopper = 4, kFewEightOnHopper = 1, kFewOnHopper = 8, kFewRoundedOnHopper = 2;
 
 // How the field weight_dtype has weights stored, and whether their groups have zeros.
@@ -33,7 +34,8 @@ class Experts : public Plugin {
     p_.limit = real(fields, "limit");
     p_.up_offset = real(fields, "up_offset");
     p_.scale_input = integer(fields, "scale_input") != 0;
-    p_.first_expert = integer(fields, "sharded") != 0 ? integer(fields, "first_expert") : 0;
+    sharded_ = integer(fields, "sharded") != 0;
+    p_.first_expert = sharded_ ? integer(fields, "first_expert") : 0;
     if (p_.top_k < 1) throw Error("Experts' top_k " + std::to_string(p_.top_k) + " is not 1 or more");
     std::tie(packing_.codes, zeros_) = codes_of(std::get<std::string>(fields.at("weight_dtype")));
     const auto& rounding = std::get<std::string>(fields.at("activation_dtype"));
@@ -93,8 +95,8 @@ class Experts : public Plugin {
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
     const Shape& down = in[kDown].shape;
-    return kernels::experts_scratch(in[0].dtype, static_cast<int>(in[0].shape[0]), p_.top_k, static_cast<int>(down[0]),
-                                    static_cast<int>(down[1]), inner_of(in), p_.rounded);
+    return kSpread + kernels::experts_scratch(in[0].dtype, static_cast<int>(in[0].shape[0]), p_.top_k,
+                                              static_cast<int>(down[0]), static_cast<int>(down[1]), inner_of(in), p_.rounded);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
@@ -112,12 +114,29 @@ class Experts : public Plugin {
     if (const Tensor* bias = optional(in, 5)) p.gate_up_bias = bias->data;
     if (const Tensor* bias = optional(in, 6)) p.down_bias = bias->data;
     if (const Tensor* residual = optional(in, 11)) p.residual = residual->data;
-    p.scratch = workspace;
+    p.scratch = static_cast<char*>(workspace) + kSpread;
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.num_experts = static_cast<int>(in[kDown].shape[0]);
     p.hidden = static_cast<int>(in[kDown].shape[1]);
     p.inner = inner_of(in);
-    check(kernels::experts(in[0].dtype, p, way(in[0].dtype, p, context), context.stream), "Experts");
+    const DType dtype = in[0].dtype;
+    using Way = kernels::ExpertsWay;
+    const auto run = [&](const kernels::ExpertsParams& params, Way way) {
+      check(kernels::experts(dtype, params, way, context.stream), "Experts");
+    };
+    if (!has_tiles(dtype, p)) return run(p, Way::kPlain);
+    if (int64_t{p.num_tokens} * p.top_k > kernels::kFewExpertPairs) return run(p, Way::kMany);
+    const std::vector<int64_t> shape = way_shape(dtype, p);
+    const bool times = context.gemm->would_time(shape, context.stream);
+    kernels::ExpertsParams others = p;
+    if (times) others.experts = choices_of_unlike(p, static_cast<int32_t*>(workspace), context), others.narrow = true;
+    const auto by = [&](Way way) {
+      return [&, way] {
+        if (times) run(others, way);
+        run(p, way);
+      };
+    };
+    context.gemm->choose(shape, context.stream, by(Way::kFew), by(Way::kMany), /*saved=*/0, is_usually_few(p));
   }
 
   void prepare(const std::vector<Tensor>& in, std::set<const void*>& done, cudaStream_t stream) const override {
@@ -140,6 +159,7 @@ class Experts : public Plugin {
  private:
   static constexpr size_t kGateUp = 3, kDown = 4;
   static constexpr int kMxfp4Group = 32;
+  static constexpr int64_t kSpread = kernels::kFewExpertPairs * sizeof(int32_t);  // bytes of choices to time with
   static size_t scale_of(size_t stack) { return stack == kGateUp ? 7 : 9; }
 
   bool packed() const { return packing_.codes != kernels::Codes::kNone; }
@@ -154,27 +174,62 @@ class Experts : public Plugin {
     return made;
   }
 
-  static kernels::ExpertsWay way(DType dtype, const kernels::ExpertsParams& p, const Context& context) {
+  // Whether other kernels serve than those that take any sizes.
+  static bool has_tiles(DType dtype, const kernels::ExpertsParams& p) {
+    if (dtype == DType::kFloat32 || p.hidden % 8 != 0 || p.inner % 8 != 0) return false;
     const kernels::ExpertsPacking& packing = p.gate_up_packing;
-    if (dtype == DType::kFloat32 || p.hidden % 8 != 0 || p.inner % 8 != 0) return kernels::ExpertsWay::kPlain;
-    if (packing.codes != kernels::Codes::kNone &&
-        !(kernels::experts_tiled(packing.codes, packing.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden) &&
-          kernels::experts_tiled(packing.codes, packing.group_size, p.hidden, p.inner)))
-      return kernels::ExpertsWay::kPlain;
-    const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
-    const bool few = !kernels::serves_experts_on_hopper(p)
-                         ? p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts
-                     : is_four(packing.codes) ? pairs <= kFewFourOnHopper * p.num_experts
-                     : p.rounded              ? kFewRoundedOnHopper * pairs <= p.num_experts
-                     : p.num_tokens <= kFewOnHopper ? true
-                         : packing.codes != kernels::Codes::kNone && pairs <= kFewEightOnHopper * p.num_experts;
-    return pairs <= kernels::kFewExpertPairs && context.gemm->takes_first(few) ? kernels::ExpertsWay::kFew
-                                                                               : kernels::ExpertsWay::kMany;
+    return packing.codes == kernels::Codes::kNone ||
+           (kernels::experts_tiled(packing.codes, packing.group_size, p.gated ? 2 * p.inner : p.inner, p.hidden) &&
+            kernels::experts_tiled(packing.codes, packing.group_size, p.hidden, p.inner));
+  }
+
+  static bool is_usually_few(const kernels::ExpertsParams& p) {
+    const int64_t pairs = int64_t{p.num_tokens} * p.top_k;
+    const kernels::Codes codes = p.gate_up_packing.codes;
+    if (!kernels::serves_experts_on_hopper(p)) return p.num_tokens <= kernels::kGemvRows || pairs <= kFewPairs * p.num_experts;
+    if (is_four(codes)) return pairs <= kFewFourOnHopper * p.num_experts;
+    if (p.rounded) return kFewRoundedOnHopper * pairs <= p.num_experts;
+    return p.num_tokens <= kFewOnHopper || (codes != kernels::Codes::kNone && pairs <= kFewEightOnHopper * p.num_experts);
+  }
+
+  // What the choice between kernels for few and for many tokens depends on (Gemm::choose); no other op's kind has this bit.
+  static std::vector<int64_t> way_shape(DType dtype, const kernels::ExpertsParams& p) {
+    constexpr int64_t kOfExperts = 1 << 14;
+    const kernels::ExpertsPacking& packing = p.gate_up_packing;
+    const int64_t kind = kOfExperts + p.gated + 2 * (packing.zero != nullptr) + 4 * (packing.group_size == kMxfp4Group) +
+                         16 * static_cast<int64_t>(packing.codes) + 512 * p.rounded + 1024 * (p.rounded_group != 0);
+    return {static_cast<int64_t>(dtype), p.hidden, p.inner,
+            kind | int64_t{p.num_experts} << 20 | int64_t{p.top_k} << 40, p.num_tokens};
+  }
+
+  // Choices of tokens that are unlike, at `at`. Those of a step that is run to be timed are alike and choose the same experts, as
+  // completions of one prompt nearly do. Of these the likeliest r of all experts have a share of √(r / all), as a model's
+  // experts are not used evenly; experts that are about as likely are of different ranks.
+  const int32_t* choices_of_unlike(const kernels::ExpertsParams& p, int32_t* at, const Context& context) const {
+    int ranks = 1;
+    if (sharded_ && context.communicator != nullptr)
+      check(ncclCommCount(context.communicator, &ranks), "asking a communicator");
+    const int all = p.num_experts * ranks;
+    std::mt19937 random;
+    std::vector<int32_t> experts;
+    for (int token = 0; token < p.num_tokens; ++token) {
+      std::vector<bool> chosen(all);
+      for (int i = 0; i < p.top_k; ++i) {
+        const double uniform = random() / 4294967296.0;
+        int next = static_cast<int>(all * uniform * uniform);
+        for (int tried = 0; chosen[next] && tried < all; ++tried) next = (next + 1) % all;
+        chosen[next] = true;
+        experts.push_back(next % ranks * p.num_experts + next / ranks);
+      }
+    }
+    check(cudaMemcpyAsync(at, experts.data(), experts.size() * sizeof(int32_t), cudaMemcpyHostToDevice, context.stream),
+          "experts to time with");
+    return at;
   }
 
   kernels::ExpertsParams p_{};
   kernels::ExpertsPacking packing_{};
-  bool zeros_ = false;
+  bool zeros_ = false, sharded_ = false;
 };
 
 }  // namespace
