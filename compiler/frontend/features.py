@@ -79,6 +79,8 @@ FEATURES = (
     Feature("attention in chunks that see the one before", r"^LocalSelfAttention$"),
     Feature("n-gram attention (a stream for each further token that is predicted)",
             r"NgramSelfAttention$"),
+    Feature("lengths that are counted from the tokens (none sees those that are pad_index)",
+            r"^(XLM|Flaubert)Model$"),
     Feature("biases of attention by segments", r"SegmentPositionEmbedding$"),
     Feature("biases of attention that are computed from queries", r"RelativeLogits$"),
     Feature("attention to the outputs of earlier layers", r"AttentionResidual$"),

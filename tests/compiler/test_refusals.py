@@ -46,6 +46,8 @@ FEATURES = {
                    r"has n-gram attention"),
     "cpmant": (dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, dim_head=16),
                r"has biases of attention by segments"),
+    "xlm": (dict(emb_dim=64, n_layers=2, n_heads=4, causal=True),
+            r"has lengths that are counted from the tokens .* \(XLMModel 'transformer'\)"),
     "bert": (dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
              r"has attention both ways \(a token sees those after it\) \(BertSelfAttention "),
 }
