@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.check.diff import diff
+from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
 from llmc.compiler.targets import Options
@@ -121,6 +122,18 @@ def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_pat
         assert llm.manifest.dims.num_layers == 18
         assert {layer.head_dim for layer in llm.manifest.chips[0].cache} == {16, 32}
         families.assert_close(llm.logits(row), families.reference_logits(model, row))
+
+
+def test_inputs_for_each_layer_of_more_layers_than_are_exported(tmp_path, monkeypatch):
+    """They are made of a weight for all layers, which no config of a few describes."""
+    counts = families.count_exported(monkeypatch, "Sdpa")
+    model = families.tiny_model("gemma4_text", num_kv_shared_layers=0)
+    raw = load(families.save(model, tmp_path))
+    assert raw.notes == () and all(count == 4 for count in counts)
+    ids = np.random.default_rng(0).integers(3, families.VOCAB, 20)
+    got = run_graph(raw.graph, {"input_ids": ids[None], "position_ids": np.arange(20)[None]},
+                    ["logits"])
+    families.assert_close(got["logits"][0], families.reference_logits(model, ids.tolist()))
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt_rtx"])
