@@ -124,6 +124,12 @@ def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_pat
         families.assert_close(llm.logits(row), families.reference_logits(model, row))
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_the_head_is_divided_by_tokens_behind_a_projection_too(before, tmp_path):
+    """OPT-350m's hidden states are wider than its embeddings, which are its head."""
+    check_family("opt", [1, 2, 3], tmp_path, word_embed_proj_dim=32, do_layer_norm_before=before)
+
+
 def test_inputs_for_each_layer_of_more_layers_than_are_exported(tmp_path, monkeypatch):
     """They are made of a weight for all layers, which no config of a few describes."""
     counts = families.count_exported(monkeypatch, "Sdpa")
