@@ -130,6 +130,11 @@ def test_the_head_is_divided_by_tokens_behind_a_projection_too(before, tmp_path)
     check_family("opt", [1, 2, 3], tmp_path, word_embed_proj_dim=32, do_layer_norm_before=before)
 
 
+def test_norms_without_weights_of_rows_of_all_tokens(tmp_path):
+    """As Galactica's, which are OPT's."""
+    check_family("opt", [1, 2], tmp_path, layer_norm_elementwise_affine=False, enable_bias=False)
+
+
 def test_inputs_for_each_layer_of_more_layers_than_are_exported(tmp_path, monkeypatch):
     """They are made of a weight for all layers, which no config of a few describes."""
     counts = families.count_exported(monkeypatch, "Sdpa")
