@@ -130,6 +130,23 @@ def test_the_head_is_divided_by_tokens_behind_a_projection_too(before, tmp_path)
     check_family("opt", [1, 2, 3], tmp_path, word_embed_proj_dim=32, do_layer_norm_before=before)
 
 
+@pytest.mark.parametrize(("family", "changes"), [
+    ("olmo", {"clip_qkv": 0.3}), ("mpt", {"attn_config": {"clip_qkv": 0.5}}),
+    pytest.param("olmoe", {"clip_qkv": 0.5}, marks=pytest.mark.thorough)])
+def test_queries_keys_and_values_may_be_bounded(family, changes, tmp_path):
+    check_family(family, [1, 2, 3, 4], tmp_path, **changes)
+
+
+def test_bounded_queries_keys_and_values_are_divided_by_heads(tmp_path):
+    model = families.tiny_model("olmo", clip_qkv=0.3)
+    hf_dir = families.save(model, tmp_path / "hf")
+    manifest = llmc.compile(hf_dir, tmp_path / "case", target="cuda", tp_size=2)
+    assert {layer.num_kv_heads for chip in manifest.chips for layer in chip.cache} == {1}
+    row = unequal()[0][0]
+    for logits in Interpreters(tmp_path / "case")._on_all(lambda rank: rank.run(row, 0)):
+        families.assert_close(logits, families.reference_logits(model, row))
+
+
 def test_norms_without_weights_of_rows_of_all_tokens(tmp_path):
     """As Galactica's, which are OPT's."""
     check_family("opt", [1, 2], tmp_path, layer_norm_elementwise_affine=False, enable_bias=False)

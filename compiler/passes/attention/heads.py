@@ -6,6 +6,7 @@ element of each head comes from. Random inputs then prove the whole: columns, ga
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -96,13 +97,15 @@ class Branch:
         return projected
 
 
-def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoMatch:
-    """What one input of Sdpa is.
+def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container[int] = ()) -> \
+        Branch | NoMatch:
+    """What one input of Sdpa is; `rows` has the ids of tensors that are taken as they are, whatever
+    makes them.
 
     Raises:
         CannotEvaluate: ONNX Runtime cannot run what lies above it.
     """
-    piece = cone(tensor, data, ROTARY, _per_head_norm)
+    piece = cone(tensor, data, ROTARY, _per_head_norm, rows)
     if isinstance(piece, NoMatch):
         return piece
     sources = [t for t in piece.inputs if id(t) in data and producer(t) is not None]
