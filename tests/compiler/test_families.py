@@ -1,5 +1,7 @@
 """Every family against transformers: prefill and 16 cached decode steps, at each tp size."""
 
+import json
+
 import families
 import numpy as np
 import pytest
@@ -236,5 +238,12 @@ def test_a_rope_that_changes_with_the_length_is_refused_with_the_length(tmp_path
     changes = {**changes, "max_position_embeddings": 256}
     hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="compile with --max_seq_len of at most 64"):
-        llmc.compile(hf_dir, tmp_path / "case")
-    llmc.compile(hf_dir, tmp_path / "case", max_seq_len=64)
+        llmc.compile(hf_dir, tmp_path / "case", max_seq_len=256)
+    config = json.loads((hf_dir / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    older = {**config, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling,
+             "original_max_position_embeddings": scaling.pop("original_max_position_embeddings")}
+    for saved in (json.loads((hf_dir / "config.json").read_text()), older):
+        (hf_dir / "config.json").write_text(json.dumps(saved))
+        made = llmc.compile(hf_dir, tmp_path / "case")
+        assert made.dims.max_seq_len == 64
