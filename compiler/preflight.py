@@ -115,6 +115,9 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     keys = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length",
             "max_target_positions")
     limit = about.number(*keys)
+    if limit is not None and limit < 2:
+        raise LlmcError(f"'{about.name}' has max_position_embeddings {limit}, where a sequence has "
+                        f"two positions at least; correct its config")
     chosen = about.number("index_topk")  # keys that sparse attention chooses, up to there all
     if chosen is not None and wish is not None and wish > chosen:
         raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: beyond index_topk {chosen} "
