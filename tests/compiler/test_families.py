@@ -95,8 +95,12 @@ def test_the_schedule_decodes_an_unequal_batch(family, tmp_path):
         check_steps(llm, rows, cuts, [families.reference_logits(model, row) for row in rows])
 
 
-def test_heads_may_be_normed_behind_the_rotary_embedding(tmp_path):
-    check_family("hunyuan_v1_dense", [1, 2], tmp_path, **families.FAMILIES["qwen3"])
+@pytest.mark.parametrize("changes", [
+    {}, {**families.rope("yarn", factor=4.0, attention_factor=3.0,
+                         original_max_position_embeddings=16), "rms_norm_eps": 5e-3}])
+def test_heads_may_be_normed_behind_the_rotary_embedding(changes, tmp_path):
+    """Where a factor of the embedding is nothing but a smaller epsilon."""
+    check_family("hunyuan_v1_dense", [1, 2], tmp_path, **{**families.FAMILIES["qwen3"], **changes})
 
 
 @pytest.mark.parametrize("changes", [families.GEMMA4_LARGE, families.GEMMA4_MOE])

@@ -138,9 +138,12 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container
         return norm
     if heads.order:
         return NoMatch("a norm of heads whose last elements are rotated", norms[0])
-    for own in (norm, replace(norm, after_rotary=True)):
-        if _norm_is_inside(piece, sources[0], widths[0], own, heads):
-            return Branch(tuple(sources), heads, own)
+    behind = replace(norm, after_rotary=True)
+    # A factor of cos and sin, as yarn has one, is normed away, but for what epsilon is beside it.
+    scaled = replace(behind, epsilon=norm.epsilon / heads.gain**2), replace(heads, gain=1.0)
+    for own, inner in ((norm, heads), (behind, heads), scaled):
+        if _norm_is_inside(piece, sources[0], widths[0], own, inner):
+            return Branch(tuple(sources), inner, own)
     return NoMatch("it is not a per-head norm before or behind a rotary embedding", norms[0])
 
 
