@@ -55,6 +55,16 @@ class About:
         return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
 
     @property
+    def switches_at(self) -> int | None:
+        """Up to which length a rotary embedding is one, where it is another for longer sequences
+        (longrope).
+        """
+        key = "original_max_position_embeddings"
+        text = self.config.get("text_config") or self.config
+        rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+        return (rope.get(key) or self.number(key)) if "long_factor" in rope else None
+
+    @property
     def num_heads(self) -> int | None:
         """The fewest that an attention has."""
         found = [heads for key in ("num_attention_heads", "n_head", "n_heads", "num_heads",
@@ -97,7 +107,7 @@ def check_model(options: Options, about: About) -> None:
 
 def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "") -> int:
     """How many positions a sequence may use, `wish` or as many as is sensible: all that the model
-    has where they cost nothing, which is in blocks of a GPU.
+    has where they cost nothing, which is in blocks of a GPU, and one rotary embedding has.
 
     Raises:
         LlmcError: the model has not so many.
@@ -105,6 +115,9 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     keys = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length",
             "max_target_positions")
     limit = about.number(*keys)
+    if limit is not None and limit < 2:
+        raise LlmcError(f"'{about.name}' has max_position_embeddings {limit}, where a sequence has "
+                        f"two positions at least; correct its config")
     chosen = about.number("index_topk")  # keys that sparse attention chooses, up to there all
     if chosen is not None and wish is not None and wish > chosen:
         raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: beyond index_topk {chosen} "
@@ -113,12 +126,9 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     if chosen is not None:
         limit = min(limit or chosen, chosen)
     if wish is None:
-        rope = about.config.get("rope_scaling") or about.config.get("rope_parameters") or {}
-        switches = "original_max_position_embeddings" in rope and "long_factor" in rope
-        if limit is not None and target in (cpu.KIND, cuda.KIND) and not about.has_encoder and \
-                not switches:
-            return limit
-        return min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
+        free = target in (cpu.KIND, cuda.KIND) and not about.has_encoder
+        most = limit if free and limit else min(limit or _DEFAULT_MAX_SEQ_LEN, _DEFAULT_MAX_SEQ_LEN)
+        return min(most, about.switches_at or most)
     if about.has_encoder and about.number(keys[0]) is None:
         limit = None  # T5's n_positions, whose positions are relative: what it was trained with
     if wish < 2 or (limit is not None and wish > limit):

@@ -100,7 +100,8 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
                 config._attn_implementation = "eager"
                 model = auto.from_config(config, trust_remote_code=trust_remote_code)
         return model.eval()
-    except (ValueError, KeyError, ImportError, TypeError, AssertionError, AttributeError) as error:
+    except (ValueError, LookupError, ArithmeticError, ImportError, TypeError, AssertionError,
+            AttributeError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
                         f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}") from error

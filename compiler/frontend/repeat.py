@@ -109,13 +109,23 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
         _shorten(text_config(short), key, picked, renumber)
         try:
             with torch.device("meta"):
-                _, few = _find_layers(build(short, part, trust_remote_code), part, len(picked))
+                fewer = build(short, part, trust_remote_code)
+                inside, few = _find_layers(fewer, part, len(picked))
         except (CannotRepeat, LlmcError):  # such as a list of layers that are not there any more
             continue
-        if [_signature(layer) for layer in few] == [signatures[i] for i in picked]:
+        if [_signature(layer) for layer in few] == [signatures[i] for i in picked] \
+                and _shapes_beside(fewer, inside) == _shapes_beside(model, name):
             return LayerPlan(short, part, name, picked, group)
     _check_places(text, count, picked)
     return LayerPlan(copy.deepcopy(config), part, name, picked, group, cut=True)
+
+
+def _shapes_beside(model: torch.nn.Module, layers_name: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that are not of these layers, by name: a table for all layers,
+    such as of Gemma 4's inputs for each, is of another size where there are fewer.
+    """
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+            if not name.startswith(f"{layers_name}.")}
 
 
 def _check_places(text: Any, count: int, picked: Sequence[int]) -> None:

@@ -132,6 +132,7 @@ def _root_cause(error: BaseException) -> str:
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,
                   kept: Sequence[int] = ()) -> ir.Model:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
+    _want_logits_alone(config)
     # Rotary tables and scales keep their values.
     with init_empty_weights(include_buffers=False), Reproducible():
         model: Any = build(config, part, trust_remote_code)
@@ -162,6 +163,16 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
             longest or 0)
     _see(exported.graph, functions, part, longest)
     return exported
+
+
+def _want_logits_alone(config: Any) -> None:
+    """Turn off what training asks of a model besides, in its config: with a loss of the routers,
+    Mixtral's first output is that.
+    """
+    for own in (config, text_config(config)):
+        for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+            if getattr(own, name, None):
+                setattr(own, name, False)
 
 
 def _choose_all_keys(model: torch.nn.Module) -> None:

@@ -315,18 +315,23 @@ EXPAND = Rule("expand", frozenset({"Expand"}), _expands_for_nothing,
 
 
 def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
-    """A Shape of a computed tensor whose dimensions are all numbers or an input's own."""
+    """A Shape of a computed tensor, of dimensions that are all numbers or an input's own."""
     tensor = node.inputs[0]
     if not tensor.inputs:
         return None  # an input's own shape
     if tensor.shape is None or not all(isinstance(dim, int) or dim in _DIMENSIONS
-                                       for dim in tensor.shape):
+                                       for dim in _dimensions(node)):
         return NoMatch("the shape of a computed tensor is not known", tensor)
     return node
 
 
+def _dimensions(node: gs.Node) -> list[int | str]:
+    """Of the tensor's dimensions those that a Shape node tells."""
+    return list(node.inputs[0].shape)[node.attrs.get("start", 0):node.attrs.get("end", None)]
+
+
 def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
-    dims = list(node.inputs[0].shape)[node.attrs.get("start", 0):node.attrs.get("end", None)]
+    dims = _dimensions(node)
     name = node.outputs[0].name
     if all(isinstance(dim, int) for dim in dims):
         node.inputs.clear()

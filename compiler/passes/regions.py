@@ -1,4 +1,5 @@
-"""Layers that are divided among ranks as one: attention with a gate, and layers that keep a state.
+"""Layers that are divided among ranks as one: attention with a gate or of bounded queries, keys and
+values, and layers that keep a state.
 
 Given:   linear layers → convolution, gates, norms of groups, attention or a state → linear layers
 Result:  for each tensor between the linear layers, which of its columns each rank has: those of its
@@ -57,7 +58,8 @@ def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None) -> Region:
     """All regions of a graph whose parts can be divided."""
     found, seen = Region(), set[int]()
     for seed in graph.nodes:
-        if id(seed) in seen or not (state_of(seed) or _is_gated(graph, seed)):
+        if id(seed) in seen or not (state_of(seed) or _is_gated(graph, seed)
+                                    or _is_bounded(seed)):
             continue
         region = _Spread(graph, head)
         divides = region.spread(seed)
@@ -79,6 +81,15 @@ def _is_gated(graph: gs.Graph, node: gs.Node) -> bool:
     return any(user is not None and user.op in ELEMENTWISE and not is_llmc(user)
                and sum(not isinstance(t, gs.Constant) for t in user.inputs) > 1
                for user in users)
+
+
+def _is_bounded(node: gs.Node) -> bool:
+    """Whether attention reads what an op makes element by element of a linear layer's result."""
+    way = shard_of(node, ByHeads)
+    makers = [producer(tensor) for name in way.heads if (tensor := operand(node, name)) is not None
+              ] if way is not None else []
+    return any(maker is not None and not is_llmc(maker) and maker.op in ELEMENTWISE
+               for maker in makers)
 
 
 class _Spread:

@@ -85,11 +85,13 @@ class Plan:
         region: what is divided together, which was decided first.
         group_size: columns that stay together, as weights will be stored in groups of so many.
         expert_parallel: whether ranks have whole experts.
+        head: the LM head, which is always divided by tokens.
     """
 
     tp_size: int
     group_size: int = 1
     expert_parallel: bool = False
+    head: gs.Node | None = None
     region: Region = field(default_factory=Region)
     ways: dict[int, Shard] = field(default_factory=dict)
     columns: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -179,9 +181,9 @@ def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
         LlmcError: there are fewer experts, or columns of them, than ranks.
     """
     head = lm_head(graph) if graph.outputs[0].name == "logits" else None
-    plan = Plan(tp_size, group_size, expert_parallel, find_regions(graph, tp_size, head))
+    plan = Plan(tp_size, group_size, expert_parallel, head, find_regions(graph, tp_size, head))
     for node in graph.nodes:
-        way = _choose(graph, node, plan, node is head)
+        way = _choose(graph, node, plan)
         if way is not None:
             plan.ways[id(node)] = way
     for node in graph.nodes:
@@ -193,7 +195,7 @@ def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
     return plan
 
 
-def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard | None:
+def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
     """How to divide a node, and in `plan` what becomes of its result; None: each rank does it all.
     """
     result = node.outputs[0]
@@ -214,10 +216,10 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan, is_head: bool) -> Shard 
             plan.partial.add(id(result))
             return way
         if isinstance(way, ByRows):
-            columns = _columns(graph, node, way, plan, is_head)
+            columns = _columns(graph, node, way, plan)
             if columns is not None:
                 plan.columns[id(result)] = columns
-                if is_head:
+                if node is plan.head:
                     plan.gather.add(id(result))
                 return way
         if isinstance(way, ByHeads) and _takes_heads(node, way, plan):
@@ -286,12 +288,11 @@ def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
     return divided[0]
 
 
-def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan, is_head: bool) -> \
-        list[np.ndarray] | None:
+def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan) -> list[np.ndarray] | None:
     """The columns of its result that each rank makes; None where all must make all."""
     result, tp_size = node.outputs[0], plan.tp_size
     width = values_of(operands(node)[way.inputs[0]]).shape[0] // way.stacked
-    if is_head:
+    if node is plan.head:
         return list(np.arange(width).reshape(tp_size, -1))
     if id(result) in plan.region.columns:
         return plan.region.columns[id(result)]
@@ -339,8 +340,8 @@ def _can_be_cut(graph: gs.Graph, tensor: gs.Tensor, plan: Plan) -> bool:
 
 
 def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor, plan: Plan) -> bool:
-    if id(user.outputs[0]) in plan.region.columns:
-        return False  # a layer of low rank: the second product is cut by rows
+    if user is plan.head or id(user.outputs[0]) in plan.region.columns:
+        return False  # a layer of low rank: the second product is cut by rows, or by tokens
     for way in _ways(user):
         if isinstance(way, ByColumns):
             if operand(user, way.x) is tensor and is_linear(user, way) \

@@ -47,6 +47,13 @@ def test_an_unknown_architecture(hf, tmp_path):
     refused(hf, tmp_path, "does not know architecture 'quantum_llm'")
 
 
+@pytest.mark.parametrize("number", [-1, 0, 1])
+def test_a_config_without_positions(hf, tmp_path, number):
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": number}))
+    refused(hf, tmp_path, f"has max_position_embeddings {number}, where")
+
+
 def test_a_missing_tensor(hf, tmp_path):
     tensors = load_file(hf / "model.safetensors")
     del tensors["model.layers.2.mlp.up_proj.weight"]

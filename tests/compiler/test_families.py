@@ -1,5 +1,7 @@
 """Every family against transformers: prefill and 16 cached decode steps, at each tp size."""
 
+import json
+
 import families
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import llmc
 from llmc.compiler.check.diff import diff
+from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
 from llmc.compiler.targets import Options
@@ -92,8 +95,12 @@ def test_the_schedule_decodes_an_unequal_batch(family, tmp_path):
         check_steps(llm, rows, cuts, [families.reference_logits(model, row) for row in rows])
 
 
-def test_heads_may_be_normed_behind_the_rotary_embedding(tmp_path):
-    check_family("hunyuan_v1_dense", [1, 2], tmp_path, **families.FAMILIES["qwen3"])
+@pytest.mark.parametrize("changes", [
+    {}, {**families.rope("yarn", factor=4.0, attention_factor=3.0,
+                         original_max_position_embeddings=16), "rms_norm_eps": 5e-3}])
+def test_heads_may_be_normed_behind_the_rotary_embedding(changes, tmp_path):
+    """Where a factor of the embedding is nothing but a smaller epsilon."""
+    check_family("hunyuan_v1_dense", [1, 2], tmp_path, **{**families.FAMILIES["qwen3"], **changes})
 
 
 @pytest.mark.parametrize("changes", [families.GEMMA4_LARGE, families.GEMMA4_MOE])
@@ -121,6 +128,46 @@ def test_layers_that_read_an_earlier_ones_cache_are_repeated_like_others(tmp_pat
         assert llm.manifest.dims.num_layers == 18
         assert {layer.head_dim for layer in llm.manifest.chips[0].cache} == {16, 32}
         families.assert_close(llm.logits(row), families.reference_logits(model, row))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_head_is_divided_by_tokens_behind_a_projection_too(before, tmp_path):
+    """OPT-350m's hidden states are wider than its embeddings, which are its head."""
+    check_family("opt", [1, 2, 3], tmp_path, word_embed_proj_dim=32, do_layer_norm_before=before)
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("olmo", {"clip_qkv": 0.3}), ("mpt", {"attn_config": {"clip_qkv": 0.5}}),
+    pytest.param("olmoe", {"clip_qkv": 0.5}, marks=pytest.mark.thorough)])
+def test_queries_keys_and_values_may_be_bounded(family, changes, tmp_path):
+    check_family(family, [1, 2, 3, 4], tmp_path, **changes)
+
+
+def test_bounded_queries_keys_and_values_are_divided_by_heads(tmp_path):
+    model = families.tiny_model("olmo", clip_qkv=0.3)
+    hf_dir = families.save(model, tmp_path / "hf")
+    manifest = llmc.compile(hf_dir, tmp_path / "case", target="cuda", tp_size=2)
+    assert {layer.num_kv_heads for chip in manifest.chips for layer in chip.cache} == {1}
+    row = unequal()[0][0]
+    for logits in Interpreters(tmp_path / "case")._on_all(lambda rank: rank.run(row, 0)):
+        families.assert_close(logits, families.reference_logits(model, row))
+
+
+def test_norms_without_weights_of_rows_of_all_tokens(tmp_path):
+    """As Galactica's, which are OPT's."""
+    check_family("opt", [1, 2], tmp_path, layer_norm_elementwise_affine=False, enable_bias=False)
+
+
+def test_inputs_for_each_layer_of_more_layers_than_are_exported(tmp_path, monkeypatch):
+    """They are made of a weight for all layers, which no config of a few describes."""
+    counts = families.count_exported(monkeypatch, "Sdpa")
+    model = families.tiny_model("gemma4_text", num_kv_shared_layers=0)
+    raw = load(families.save(model, tmp_path))
+    assert raw.notes == () and all(count == 4 for count in counts)
+    ids = np.random.default_rng(0).integers(3, families.VOCAB, 20)
+    got = run_graph(raw.graph, {"input_ids": ids[None], "position_ids": np.arange(20)[None]},
+                    ["logits"])
+    families.assert_close(got["logits"][0], families.reference_logits(model, ids.tolist()))
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt_rtx"])
@@ -195,5 +242,12 @@ def test_a_rope_that_changes_with_the_length_is_refused_with_the_length(tmp_path
     changes = {**changes, "max_position_embeddings": 256}
     hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="compile with --max_seq_len of at most 64"):
-        llmc.compile(hf_dir, tmp_path / "case")
-    llmc.compile(hf_dir, tmp_path / "case", max_seq_len=64)
+        llmc.compile(hf_dir, tmp_path / "case", max_seq_len=256)
+    config = json.loads((hf_dir / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    older = {**config, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling,
+             "original_max_position_embeddings": scaling.pop("original_max_position_embeddings")}
+    for saved in (json.loads((hf_dir / "config.json").read_text()), older):
+        (hf_dir / "config.json").write_text(json.dumps(saved))
+        made = llmc.compile(hf_dir, tmp_path / "case")
+        assert made.dims.max_seq_len == 64

@@ -6,6 +6,7 @@ element of each head comes from. Random inputs then prove the whole: columns, ga
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -96,13 +97,15 @@ class Branch:
         return projected
 
 
-def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoMatch:
-    """What one input of Sdpa is.
+def trace(tensor: gs.Tensor, data: set[int], settings: Settings, rows: Container[int] = ()) -> \
+        Branch | NoMatch:
+    """What one input of Sdpa is; `rows` has the ids of tensors that are taken as they are, whatever
+    makes them.
 
     Raises:
         CannotEvaluate: ONNX Runtime cannot run what lies above it.
     """
-    piece = cone(tensor, data, ROTARY, _per_head_norm)
+    piece = cone(tensor, data, ROTARY, _per_head_norm, rows)
     if isinstance(piece, NoMatch):
         return piece
     sources = [t for t in piece.inputs if id(t) in data and producer(t) is not None]
@@ -135,9 +138,12 @@ def trace(tensor: gs.Tensor, data: set[int], settings: Settings) -> Branch | NoM
         return norm
     if heads.order:
         return NoMatch("a norm of heads whose last elements are rotated", norms[0])
-    for own in (norm, replace(norm, after_rotary=True)):
-        if _norm_is_inside(piece, sources[0], widths[0], own, heads):
-            return Branch(tuple(sources), heads, own)
+    behind = replace(norm, after_rotary=True)
+    # A factor of cos and sin, as yarn has one, is normed away, but for what epsilon is beside it.
+    scaled = replace(behind, epsilon=norm.epsilon / heads.gain**2), replace(heads, gain=1.0)
+    for own, inner in ((norm, heads), (behind, heads), scaled):
+        if _norm_is_inside(piece, sources[0], widths[0], own, inner):
+            return Branch(tuple(sources), inner, own)
     return NoMatch("it is not a per-head norm before or behind a rotary embedding", norms[0])
 
 

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     fields_of,
+    is_llmc,
     merge_constants,
     op_of,
     operands,
     producer,
     replace,
     row_weights,
+    scalar,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
@@ -85,15 +88,18 @@ def under_head_axis(x: gs.Tensor) -> gs.Tensor | None:
 
 
 def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Tensor) -> gs.Tensor:
-    """One GEMM for queries, keys and values; where that cannot be, their concatenation."""
+    """One GEMM for queries, keys and values, and what is done to each number of all of them; where
+    that cannot be, their concatenation.
+    """
     rows = [branches[0].heads.columns.reshape(-1),
             *(branch.heads.distinct.reshape(-1) for branch in branches[1:])]
     width = sum(map(len, rows))
     name = f"{output.name}.qkv"
     shape = [*output.shape[:-1], width] if output.shape else None
     qkv = gs.Variable(name, dtype=np.float32, shape=shape)
+    behind = _same_behind(branches)
     gemms = [gemm for branch in branches if len(branch.sources) == 1
-             and row_weights(gemm := producer(branch.projected)) and gemm is not None]
+             and row_weights(gemm := _maker(branch, behind)) and gemm is not None]
     if len(gemms) < len(branches) or not all(_can_merge(gemm, gemms[0]) for gemm in gemms):
         parts: list[gs.Tensor] = []
         flat = {id(source): without_head_axis(graph, source)
@@ -115,8 +121,29 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
         gemms, given, Weight.concat([values_of(operands(gemm)[given]).take_rows(index)
                                      for gemm, index in zip(gemms, rows, strict=True)]),
         "qkv_proj", output) for given in row_weights(gemms[0])}
-    replace(graph, op, {**operands(gemms[0]), **stacked}, [qkv], gemms[0].attrs)
+    made = qkv if behind is None else gs.Variable(f"{name}.before", np.float32, shape)
+    replace(graph, op, {**operands(gemms[0]), **stacked}, [made], gemms[0].attrs)
+    if behind is not None:
+        graph.nodes.append(gs.Node(op=behind.op, name=name, attrs=dict(behind.attrs),
+                                   inputs=[made, *behind.inputs[1:]], outputs=[qkv]))
     return qkv
+
+
+def _maker(branch: Branch, behind: gs.Node | None) -> gs.Node | None:
+    """What makes a branch's source, or what is done to each of its numbers."""
+    maker = producer(branch.projected)
+    return maker if behind is None or maker is None else producer(maker.inputs[0])
+
+
+def _same_behind(branches: Sequence[Branch]) -> gs.Node | None:
+    """What is done with numbers alone, the same ones, to each element of every branch's source."""
+    nodes = [producer(branch.projected) for branch in branches if len(branch.sources) == 1]
+    forms = {None if node is None or is_llmc(node) or node.op not in ELEMENTWISE else
+             (node.op, repr(sorted(node.attrs.items())),
+              *("" if tensor.is_empty() else scalar(tensor) for tensor in node.inputs[1:]))
+             for node in nodes}
+    form = forms.pop() if len(forms) == 1 and len(nodes) == len(branches) else None
+    return nodes[0] if form is not None and None not in form else None
 
 
 def _can_merge(gemm: gs.Node, first: gs.Node) -> bool:

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.probe import LAYOUT, cone, data_tensors, token_feeds
+from llmc.compiler.graph.probe import (
+    ELEMENTWISE,
+    LAYOUT,
+    ROTARY,
+    cone,
+    data_tensors,
+    token_feeds,
+)
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -62,6 +69,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     join_before_gates(graph)
     data = data_tensors(graph)
+    rows = _bounded_rows(graph, data)
     tokens = data_tensors(graph, ("input_ids",))
     shared: dict[bytes, tuple[gs.Constant, ...]] = {}
     written: dict[tuple[int, int], _Cached] = {}
@@ -70,7 +78,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
     def check(node: gs.Node, settings: Settings) -> _Attention | NoMatch:
         cross = not {id(tensor) for tensor in node.inputs[1:3]} & tokens
-        match = _check(graph, node, data, settings, biases, cross)
+        match = _check(graph, node, data, settings, biases, cross, rows)
         if isinstance(match, NoMatch):
             return match
         if _cache_of(node) in written and {"sinks", "bias"} & operands(node).keys():
@@ -101,16 +109,27 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
                 report)
 
 
+def _bounded_rows(graph: gs.Graph, data: set[int]) -> set[int]:
+    """The ids of tensors [batch, seq, width] that an op makes element by element, as where queries,
+    keys and values are bounded: what it does is no business of attention.
+    """
+    return {id(node.outputs[0]) for node in graph.nodes
+            if node.op in ELEMENTWISE - ROTARY and id(node.outputs[0]) in data
+            and len(node.outputs[0].shape or ()) == 3
+            and isinstance(node.outputs[0].shape[-1], int)}
+
+
 def _cache_of(node: gs.Node) -> tuple[int, int]:
     """Which keys and values a node reads, as layers that share a cache read the same."""
     return id(node.inputs[1]), id(node.inputs[2])
 
 
 def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
-           biases: dict[int, Bias | NoMatch | None], cross: bool) -> _Attention | NoMatch:
+           biases: dict[int, Bias | NoMatch | None], cross: bool, rows: set[int]) -> \
+        _Attention | NoMatch:
     branches = []
     for tensor in node.inputs[:3]:
-        branch = trace(tensor, data, settings)
+        branch = trace(tensor, data, settings, rows)
         if isinstance(branch, NoMatch):
             return branch
         branches.append(branch)
