@@ -435,6 +435,66 @@ def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
     assert packed == ({FORMATS[kind][1]} if kind not in ("w4a16-g-idx", "fp8-block") else set())
 
 
+def apart(stacks, transposed, in_turns):
+    """Each expert's tensors of a float checkpoint, as linear layers have them."""
+    tensors = {}
+    for name, stack in stacks.items():
+        found = re.fullmatch(r"(.*experts)\.(gate_up|down)_proj(_bias)?", name)
+        if found is None:
+            tensors[name] = stack
+            continue
+        owner, part, bias = found.groups()
+        for index, own in enumerate(stack):
+            own = own.T if transposed and not bias else own
+            gate, up = (own[::2], own[1::2]) if in_turns else np.split(own, 2)
+            parts = {"down": own} if part == "down" else {"gate": gate, "up": up}
+            tensors |= {f"{owner}.{index}.{kind}_proj.{'bias' if bias else 'weight'}":
+                        np.ascontiguousarray(array) for kind, array in parts.items()}
+    return tensors
+
+
+def together(parts, transposed, in_turns):
+    """The opposite, of weights alone."""
+    stacks, count = {}, 4
+    for name, array in parts.items():
+        owner, _, rest = name.partition(".experts.")
+        if not rest.startswith(("0.up", "0.down")):
+            stacks |= {} if rest else {name: array}
+            continue
+        gate, up, down = (
+            [parts[f"{owner}.experts.{i}.{kind}_proj.weight"] for i in range(count)]
+            for kind in ("gate", "up", "down"))
+        both = np.stack([gate, up], 2).reshape(count, -1, array.shape[1]) if in_turns else \
+            np.concatenate([gate, up], 1)
+        part, stack = ("gate_up", both) if rest.startswith("0.up") else ("down", np.stack(down))
+        stacks[f"{owner}.experts.{part}_proj"] = stack.swapaxes(1, 2) if transposed else stack
+    return stacks
+
+
+@pytest.mark.parametrize(("family", "sizes", "transposed", "in_turns"), [
+    ("gpt_oss", {"intermediate_size": 96}, True, True),
+    ("llama4_text", {"intermediate_size": 64}, True, False),
+    ("gemma4_text", {**families.GEMMA4_MOE, "intermediate_size": 96, "moe_intermediate_size": 64,
+                     "num_hidden_layers": 2, "layer_types": ["sliding_attention",
+                                                             "full_attention"]}, False, False)])
+def test_experts_that_a_tool_made_linear_layers_are_stacks_as_the_model_s(
+        family, sizes, transposed, in_turns, tmp_path, monkeypatch):
+    """Tools that quantise linear layers put such in the place of stacks that a model has."""
+    plain = families.save(families.tiny_model(family, **sizes), tmp_path / "plain")
+    single = tmp_path / "single"
+    shutil.copytree(plain, single)
+    save_file(apart(load_file(plain / "model.safetensors"), transposed, in_turns),
+              single / "model.safetensors")
+    directory, truth = write(single, tmp_path / "hf", "w4a16")
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", tp_size=2)
+    expected = transformers_logits(plain, together(truth, transposed, in_turns))
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), expected, 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert {form.dtype for name, form in forms.items() if "expert" in name} == {"int4"}
+
+
 @pytest.mark.parametrize("value", [None, [0.1, 0.2]])
 def test_a_scale_of_activations_that_is_missing_or_several_is_refused(value, plain_hf, tmp_path):
     name = "model.layers.1.mlp.down_proj.input_scale"
