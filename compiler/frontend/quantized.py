@@ -68,7 +68,7 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     if said is None:
         decoded = Decoded(dict(open_tensors()), ())
     elif _caches_alone(said):
-        method, decoded = None, decode_plain(open_tensors, str(directory))
+        method, decoded = None, decode_plain(open_tensors, said, str(directory))
     else:
         read = decode(open_tensors, said, str(directory))
         if read is None:

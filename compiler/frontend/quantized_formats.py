@@ -64,6 +64,7 @@ _QUANT_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 # Of activations and caches, where llmc does not round as these say.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
                      r"(prob_)?output_scale|activation_scale|input_scale_ub)$")
+_OF_CACHES = re.compile(r"\.(k|v|kv)_scale$|\.(k|v)_proj\.output_scale$")
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,15 @@ def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, 
     if reader is None:
         return None
     decoder = _Decoder(open_tensors(), _group_sizes(said), origin)
-    return decoder.decoded() if reader(decoder, said) else None
+    return decoder.decoded(said) if reader(decoder, said) else None
 
 
-def decode_plain(open_tensors: Callable[[], Mapping[str, Weight]], origin: str) -> Decoded:
-    """The tensors of a checkpoint whose caches are in fewer bits and whose weights are as they are,
-    without the scales of caches.
+def decode_plain(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, Any],
+                 origin: str) -> Decoded:
+    """The tensors of a checkpoint whose caches are in fewer bits, as its config says, and whose
+    weights are as they are, without the scales of caches.
     """
-    return _Decoder(open_tensors(), frozenset(), origin).decoded()
+    return _Decoder(open_tensors(), frozenset(), origin).decoded(said)
 
 
 def _group_sizes(said: Mapping[str, Any]) -> frozenset[int]:
@@ -275,12 +277,17 @@ class _Decoder:
     def note(self, text: str, module: str) -> None:
         self._notes.setdefault(text, []).append(module)
 
-    def decoded(self) -> Decoded:
+    def decoded(self, said: Mapping[str, Any]) -> Decoded:
         """What was made, and what is left as it was.
 
         Raises:
             LlmcError: a weight is both.
         """
+        of_caches = next((said[key] for key in ("kv_cache_scheme", "kv_cache_quant_algo")
+                          if said.get(key)), None)
+        if of_caches and not any(_OF_CACHES.search(name) for name in self.left):
+            self._notes[f"KV caches are not rounded as the checkpoint's config says "
+                        f"({_arguments(of_caches)}): --kv_dtype alone decides"] = []
         for name in [name for name in self.left if _UNUSED.search(name)]:
             del self.left[name]
             self.note("scales of activations and caches are left out, which llmc does not round",
@@ -289,7 +296,8 @@ class _Decoder:
         if twice is not None:
             raise LlmcError(f"'{self.origin}' has '{twice}' both as numbers and in fewer bits; "
                             f"remove what its config does not mean")
-        notes = tuple(f"{text}: '{names[0]}'" + (f" and {len(names) - 1} more" if names[1:] else "")
+        notes = tuple(text + (f": '{names[0]}'" if names else "")
+                      + (f" and {len(names) - 1} more" if names[1:] else "")
                       for text, names in self._notes.items())
         return Decoded({**self.left, **self.made}, notes, frozenset(self.made))
 
@@ -744,10 +752,17 @@ def _say_unrounded(decoder: _Decoder, module: str, group: Mapping[str, Any],
                      for name in ("scale", "global_scale", "zero_point"))
         if isinstance(said, Mapping) and said and not stored \
                 and not (rounding and key == "input"):
-            how = [f"{said.get('num_bits')} bits", said.get("type"), said.get("strategy"),
-                   "dynamic" if said.get("dynamic") else "static"]
             decoder.note(f"{what} not rounded as the checkpoint's config says "
-                         f"({', '.join(str(word) for word in how if word)})", module)
+                         f"({_arguments(said)})", module)
+
+
+def _arguments(said: Any) -> str:
+    """How a config says that something is rounded, in its own words."""
+    if not isinstance(said, Mapping):
+        return str(said)
+    how = [f"{said.get('num_bits')} bits", said.get("type"), said.get("strategy"),
+           "dynamic" if said.get("dynamic") else "static"]
+    return ", ".join(str(word) for word in how if word)
 
 
 def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> None:

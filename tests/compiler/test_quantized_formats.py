@@ -1132,8 +1132,26 @@ def write_caches_alone(said, plain, directory, stored):
 def test_weights_beside_caches_in_fp8_are_as_they_are(said, stored, plain_hf, tmp_path):
     directory = write_caches_alone(said, plain_hf, tmp_path / "hf", stored)
     read, plain = decoded(directory), load_file(plain_hf / "model.safetensors")
-    assert read.tensors.keys() == plain.keys() and len(read.notes) == stored
+    assert read.tensors.keys() == plain.keys()
+    note, = read.notes
+    assert "caches are left out" in note if stored else "--kv_dtype alone decides" in note
     assert all(np.array_equal(tensor.load(), plain[name]) for name, tensor in read.tensors.items())
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "said"), [
+    ("w4a16", "kv_cache_scheme", STATIC, "8 bits, float, tensor, static"),
+    ("w4a16", "kv_cache_scheme", {**STATIC, "dynamic": True}, "8 bits, float, tensor, dynamic"),
+    ("autofp8", "kv_cache_scheme", "static", "static"),
+    ("modelopt-nvfp4", "kv_cache_quant_algo", "FP8", "FP8")])
+def test_that_caches_are_not_rounded_as_a_checkpoint_says_is_said(kind, key, value, said, plain_hf,
+                                                                  tmp_path):
+    """Where it has no scales of theirs, of which llmc speaks anyhow."""
+    own, make = FORMATS[kind][0]
+    for more in ({}, {key: value}):
+        directory, _ = write(plain_hf, tmp_path / f"hf{len(more)}", ({**own, **more}, make))
+        found = [note for note in decoded(directory).notes if note.startswith("KV caches")]
+        assert found == [f"KV caches are not rounded as the checkpoint's config says ({said}): "
+                         f"--kv_dtype alone decides"] * len(more)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
