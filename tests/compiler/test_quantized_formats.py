@@ -1476,6 +1476,24 @@ Q = "model.layers.1.self_attn.q_proj"
      "has no tensor '.*q_proj.g_idx', without which .* config has desc_act"),
     (arguing(pack_quantized(order=True), actorder="group"), lambda t: t.pop(f"{Q}.weight_g_idx"),
      "has no tensor '.*q_proj.weight_g_idx', without which .* config has actorder group"),
+    ("w4a16-g-idx", lambda t: t.update({f"{Q}.weight_g_idx": np.zeros(63, np.int32)}),
+     r"weight_g_idx' in .* is int32 \[63\], expected \[64\]"),
+    *[(kind, lambda t, name=f"{Q}.{name}": t.update({name: np.ones((64, 33), np.uint8)}),
+       "has rows of 66 numbers, which are no whole groups of (16|32)")
+      for kind, name in (("nvfp4", "weight_packed"), ("modelopt-nvfp4", "weight"),
+                         ("mxfp4", "weight_packed"))],
+    ("nvfp4", lambda t: t.pop(f"{Q}.weight_global_scale"), "has no tensor '.*weight_global_scale'"),
+    ("modelopt-nvfp4", lambda t: t.pop(f"{Q}.weight_scale_2"), "has no tensor '.*weight_scale_2'"),
+    ("w4a16", lambda t: t.pop(f"{Q}.weight_packed"),
+     "has no tensor '.*q_proj.weight' nor '.*q_proj.weight_packed', of which '.*weight_scale' has"),
+    ("gptq", lambda t: t.pop(f"{Q}.qweight"), "q_proj.g_idx'.* as GPTQ has it, and not what"),
+    # One scale for a row, where the config speaks of groups; 4 bits where it speaks of 8.
+    ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((64, 1), ml_dtypes.bfloat16)}),
+     "has 1 group for 64 columns, but its config speaks of groups of 32"),
+    ("w8a16", lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, ::2].copy()}),
+     "has codes of 4 bits, its config says 8"),
+    ("fp8-channel", lambda t: t.update({f"{Q}.bitmask": t.pop(f"{Q}.weight").view(np.uint8)}),
+     "has sparse weights, as its tensor '.*q_proj.bitmask' says"),
     ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.array(1, np.float32)}),
      r"weight_scale' in .* is float32 \[\], expected \[64, 1\]"),
     *[(kind, lambda t, name=f"{Q}.{name}": t.update({name: t[name].reshape(-1)}),
@@ -1537,12 +1555,29 @@ def test_blocks_are_read_as_older_configs_say_them_too(said, plain_hf, tmp_path)
       for block in ([0, 0], "32", None, 32)],
     ((dict(quant_method="fp8", weight_block_size="48"), FORMATS["fp8-block"][0][1]),
      "has weights in blocks of '48'"),
-    ((pack_quantized()[0] | {"config_groups": [1]}, pack_quantized()[1]),
-     "is quantised by compressed-tensors")])
+    *[((pack_quantized()[0] | more, pack_quantized()[1]), "is quantised by compressed-tensors")
+      for more in ({"config_groups": [1]}, {"config_groups": {"group_0": {"weights": 4}}},
+                   {"transform_config": "rotated"})]])
 def test_a_config_that_is_none_is_one_sentence(kind, said, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", kind)
     with pytest.raises(LlmcError, match=said):
         decoded(directory)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_group_of_a_config_that_rounds_what_attention_multiplies_alone_is_said(beside, plain_hf,
+                                                                                 tmp_path):
+    """As compressed-tensors has it for attention, beside weights in fewer bits or not."""
+    said, make = FORMATS["w4a16"][0] if beside else (
+        compressed("dense"), lambda name, weight: ({name: weight}, weight))
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": STATIC}
+    groups = {**(said["config_groups"] if beside else {}), "attention": attention}
+    directory, truth = write(plain_hf, tmp_path / "hf", ({**said, "config_groups": groups}, make))
+    read = decoded(directory)
+    assert read.notes == ("activations are not rounded as the checkpoint's config says (8 bits, "
+                          "float, tensor, static): 'LlamaAttention'",)
+    for name, numbers in truth.items():
+        assert read.tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
 
 
 @pytest.mark.parametrize(("width", "tp_size", "zeros", "dtype"), [
