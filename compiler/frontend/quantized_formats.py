@@ -20,7 +20,8 @@ of 32, the first code in the lowest bits:
                         as Mistral and AutoFP8 have it, with the scale of activations in
                         activation_scale or input_scale, or none: tokens have their own. One for
                         each row, as FBGEMM has it, whose input_scale_ub, a bound of tokens'
-                        scales, is left out
+                        scales, is left out. Stacks of experts have an axis more in front, and
+                        their scales are called as they are, with _scale_inv behind
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
     ModelOpt            weight in FP8, weight_scale of all or of a row, input_scale; or NVFP4's
@@ -633,7 +634,12 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
     suffix = "weight_scale_inv" if inverse or said.get("weight_block_size") else "weight_scale"
     rounding = _ALL if said.get("activation_scheme") == "static" else _TOKEN
-    for module in decoder.modules(suffix):
+    stacks = [name for name in (owner.removesuffix("_scale_inv") for owner in decoder.left
+                                if re.search(r"_proj_scale_inv$", owner)) if name in decoder.left]
+    for name in stacks:
+        _float8_experts(decoder, name, block, rounding)
+    linear = any(name.endswith(f".{suffix}") for name in decoder.left)
+    for module in decoder.modules(suffix) if linear or not stacks else ():
         _float8(decoder, module, suffix, block, rounding)
         if said.get("scale_fmt") == "ue8m0" and rounding == _TOKEN:
             decoder.note("where activations are rounded their scales are what they are, not powers "
@@ -692,6 +698,38 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: tuple[int, int] 
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
                  activation_dtype=FLOAT8 if fixed or rounding == _TOKEN else "",
                  activation_scale=scale)
+
+
+def _float8_experts(decoder: _Decoder, name: str, block: tuple[int, int] | None,
+                    rounding: str) -> None:
+    """A stack [num_experts, out, in] as transformers has it: each expert's weight by itself, or
+    each half of it where a block is no smaller than the whole, of which each has scales.
+    """
+    shape = decoder.shape_of(name)
+    scaled = decoder.shape_of(f"{name}_scale_inv")
+    if len(shape) != 3 or len(scaled) != 3:
+        raise LlmcError(f"tensor '{name}' in '{decoder.origin}' is {list(shape)} and its scales "
+                        f"{list(scaled)}, expected a stack of experts' matrices and of theirs")
+    count, rows, width = shape
+    halves = 2 if scaled[1] == 2 and (block is None or block[0] >= rows) and rows % 2 == 0 else 1
+    weight = decoder.take(name, shape, "V").reshape((count * rows, width))
+    scales = decoder.take(f"{name}_scale_inv", (count, *scaled[1:]), "fV") \
+        .reshape((count * scaled[1], scaled[2]))
+    fixed = decoder.left.pop(f"{name}_activation_scale", None)
+    made = []
+    for part in range(count * halves):
+        module = f"{name}.{part // halves}"
+        for own, source, height in (("weight", weight, rows // halves),
+                                    ("weight_scale_inv", scales, scaled[1] // halves)):
+            decoder.left[f"{module}.{own}"] = source.take_rows(
+                np.arange(part * height, (part + 1) * height))
+        if fixed is not None:
+            decoder.left[f"{module}.activation_scale"] = Weight.of(
+                fixed.load().reshape(-1)[part // halves])
+        _float8(decoder, module, "weight_scale_inv", block, rounding)
+        made.append(decoder.made.pop(f"{module}.weight"))
+    decoder.made[name] = Weight.stack([
+        Weight.concat(made[first:first + halves]) for first in range(0, len(made), halves)])
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,

@@ -495,6 +495,58 @@ def test_experts_that_a_tool_made_linear_layers_are_stacks_as_the_model_s(
     assert {form.dtype for name, form in forms.items() if "expert" in name} == {"int4"}
 
 
+@pytest.mark.parametrize(("block", "static"), [(48, False), (128, False), (None, False),
+                                               (None, True)])
+def test_stacks_of_experts_in_fp8_have_scales_of_each(block, static, tmp_path, monkeypatch):
+    """As transformers saves them, which has two scales of gate and up where a block is no smaller.
+    """
+    plain = families.save(families.tiny_model("gemma4_text", **{
+        **families.GEMMA4_MOE, "intermediate_size": 96, "moe_intermediate_size": 48,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        tmp_path / "plain")
+
+    def make(name, stack):
+        if stack.ndim == 2:
+            return float8("block" if block else "tensor", "weight_scale_inv", {}, block or 1)[
+                1](name, stack)
+        (count, rows, width), halves = stack.shape, 2 if "gate_up" in name else 1
+        height, size = block or rows, block or width
+        shape = max(-(-rows // height), halves), -(-width // size)
+        height = min(height, rows // halves)
+        codes = (stack * 100).astype(ml_dtypes.float8_e4m3fn)
+        scales = RNG.uniform(0.001, 0.02, (count, *shape)).astype(np.float32)
+        more = {f"{name}_activation_scale": np.full(count, 0.01, np.float32)} if static else {}
+        return {name: codes, f"{name}_scale_inv": scales, **more}, codes.astype(np.float32) \
+            * scales.repeat(height, 1).repeat(size, 2)[:, :rows, :width]
+
+    said = dict(quant_method="fp8", weight_block_size=block and [block, block],
+                activation_scheme="static" if static else "dynamic")
+    directory, truth = write(
+        plain, tmp_path / "hf", (said, make),
+        of=lambda name, array: is_projection(name, array) or name.endswith(("_up_proj", "n_proj")))
+    read = decoded(directory).tensors
+    assert sum(array.ndim == 3 for array in truth.values()) == 4
+    for name, numbers in truth.items():
+        assert read[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", quantize="none")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
+
+
+def test_a_stack_of_experts_in_fp8_without_its_scales_is_refused(tmp_path):
+    plain = families.save(families.tiny_model(
+        "gemma4_text", **{**families.GEMMA4_MOE, "num_hidden_layers": 2, "layer_types": [
+            "sliding_attention", "full_attention"]}), tmp_path / "plain")
+    directory, _ = write(
+        plain, tmp_path / "hf", (dict(quant_method="fp8"), lambda name, stack: (
+            {name: stack.astype(ml_dtypes.float8_e4m3fn),
+             f"{name}_scale_inv": np.ones(4, np.float32)}, stack)),
+        of=lambda name, array: name.endswith("experts.down_proj"))
+    with pytest.raises(LlmcError, match=r"experts.down_proj' .* its scales \[4\], expected"):
+        decoded(directory)
+
+
 @pytest.mark.parametrize("value", [None, [0.1, 0.2]])
 def test_a_scale_of_activations_that_is_missing_or_several_is_refused(value, plain_hf, tmp_path):
     name = "model.layers.1.mlp.down_proj.input_scale"
