@@ -793,7 +793,7 @@ def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
                         f"which llmc does not read; give a checkpoint whose weights are dense")
     for module in decoder.modules("weight_scale"):
         _check_whole(decoder, module, _groups_of(module, groups))
-        group, rounding = _group_of(module, groups), ""
+        group, rounding = _group_of(decoder, module, groups), ""
         block = next((_block(decoder, _weights(own).get("block_structure"))
                       for own in ([group] if group else groups)
                       if _weights(own).get("strategy") == "block"), None)
@@ -863,10 +863,18 @@ def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, A
         decoder.refuse_unordered(f"{module}.weight_g_idx", "actorder group")
 
 
-def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The group of a config that a module belongs to; none where several are left."""
+def _group_of(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> \
+        Mapping[str, Any]:
+    """The group of a config that a module belongs to, or that those are like that it may belong to;
+    none where these differ, which is noted where activations would be rounded.
+    """
     found = _groups_of(module, groups)
-    return found[0] if len(found) == 1 else {}
+    if all({**group, "targets": None} == {**found[0], "targets": None} for group in found):
+        return found[0]
+    if any(group.get("input_activations") for group in found):
+        decoder.note("activations are not rounded, as the targets of several groups of the "
+                     "checkpoint's config name a layer, or none does", module)
+    return {}
 
 
 def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

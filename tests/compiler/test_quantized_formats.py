@@ -1142,6 +1142,21 @@ def test_groups_of_a_config_say_which_layers_are_rounded(plain_hf, tmp_path):
             "float8_e4m3fn", np.float32(input_scale(name)))}[kind_of(name)], name
 
 
+def test_a_layer_that_groups_of_a_config_do_not_tell_apart_is_rounded_where_they_are_alike(
+        plain_hf, tmp_path):
+    said, make = FORMATS["fp8-dynamic"][0]
+    one = said["config_groups"]["group_0"] | {"targets": ["re:.*attn.*"]}
+    for alike in (True, False):
+        other = one | {"targets": ["re:.*self_attn.*", "FusedLinear"]} | (
+            {} if alike else {"output_activations": STATIC})
+        directory, truth = write(plain_hf, tmp_path / f"hf{alike}", (
+            said | {"config_groups": {"a": one, "b": other}}, make))
+        read = decoded(directory)
+        rounds = {read.tensors[name].stored.activation_dtype for name in truth}
+        assert rounds == {"float8_e4m3fn" if alike else ""}
+        assert [note[-11:] for note in read.notes] == ([] if alike else ["and 13 more"])
+
+
 def test_a_target_that_is_no_pattern_is_said(plain_hf, tmp_path):
     said, make = FORMATS["fp8-dynamic"][0]
     group = said["config_groups"]["group_0"]
