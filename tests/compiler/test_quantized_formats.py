@@ -17,6 +17,7 @@ from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend.checkpoint import open_checkpoint
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.targets import cpu, tensorrt
@@ -1669,3 +1670,11 @@ def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "w4a16")
     with pytest.raises(LlmcError, match="is quantised by compressed-tensors.*; leave out --quant"):
         llmc.compile(directory, tmp_path / "case", quantize="int8")
+
+
+def test_a_reference_that_transformers_does_not_load_is_told_by_its_method(plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", "modelopt-nvfp4")
+    llmc.compile(directory, tmp_path / "case")
+    with pytest.raises(LlmcError, match=r"cannot load .* quantised by NVIDIA ModelOpt \(NVFP4\): "
+                                        "give the model that it was made from"):
+        diff(tmp_path / "case", directory, tokens=4)
