@@ -25,11 +25,15 @@ def load_reference(model: str | Path, dtype: str = "float32") -> Model:
     import torch
     from transformers import AutoConfig
 
+    from llmc.compiler.frontend.checkpoint import read_json
     from llmc.compiler.frontend.parts import causal_lm_class
+    from llmc.compiler.frontend.quantized import method_of
 
     path = Path(model)
-    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} \
-        if path.suffix == ".gguf" else {"pretrained_model_name_or_path": find_directory(model)}
+    is_gguf = path.suffix == ".gguf"
+    directory = path.parent if is_gguf else find_directory(model)
+    source = {"pretrained_model_name_or_path": directory,
+              **({"gguf_file": path.name} if is_gguf else {})}
     try:
         config = AutoConfig.from_pretrained(**source)
         # Falcon's eager attention adds ALiBi twice.
@@ -38,7 +42,10 @@ def load_reference(model: str | Path, dtype: str = "float32") -> Model:
             attn_implementation="sdpa" if getattr(config, "alibi", False) else "eager").eval()
     except Exception as error:  # transformers raises many kinds for a bad model
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
-        raise LlmcError(f"transformers cannot load '{model}' ({first})") from error
+        method = None if is_gguf else method_of(read_json(directory / "config.json"))
+        raise LlmcError(f"transformers cannot load '{model}' ({first})" + (
+            f"; it is quantised by {method}: give the model that it was made from"
+            if method else "")) from error
 
 
 def reference_logits(model: Model, ids: Sequence[int]) -> np.ndarray:

@@ -106,6 +106,8 @@ class Checkpoint:
         mergers = [t for t in transforms if isinstance(t, WeightConverter)
                    and (_merges(t) or _splits(t))]
         others = [t for t in transforms if isinstance(t, WeightConverter) and t not in mergers]
+        stacking = _of_single_experts(model, mergers)
+        mergers += stacking
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
         self.tensors = tensors
         self.names: dict[str, str] = {}
@@ -131,8 +133,11 @@ class Checkpoint:
                 continue
             self.parts.setdefault(own, []).append(name)
             sources.setdefault(own, {}).setdefault(pattern, []).append(tensors[name])
-        self.merged |= {own: _merge(own, found, converters[next(iter(found))])
-                        for own, found in sources.items()}
+        for own, found in sources.items():
+            converter = converters[next(iter(found))]
+            made = _merge(own, found, converter)
+            self.merged[own] = _as_stacks_lie(made, self.spellings(own), model) \
+                if converter in stacking else made
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """A name with and without the base model's prefix, which checkpoints may leave out."""
@@ -192,6 +197,44 @@ def _splits(converter: WeightConverter) -> bool:
     return len(converter.source_patterns) == 1 and len(converter.target_patterns) > 1 and [
         (type(operation), operation.dim, operation.num_shards_attribute)
         for operation in converter.operations if isinstance(operation, Chunk)] == [(Chunk, 0, None)]
+
+
+def _of_single_experts(model: torch.nn.Module, known: Sequence[WeightConverter]) -> \
+        list[WeightConverter]:
+    """Converters of experts that are linear layers of their own to the stacks that a model has,
+    where transformers has none: tools that quantise put linear layers in the stacks' place.
+    """
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules()
+              if {"gate_up_proj", "down_proj"} <= module._parameters.keys()}
+    made = []
+    for leaf in sorted(leaves):
+        if any(target.endswith(f"{leaf}.gate_up_proj") for converter in known
+               for target in converter.target_patterns):
+            continue
+        for kind, end in (("weight", ""), ("bias", "_bias")):
+            made += [
+                WeightConverter([f"{leaf}.*.gate_proj.{kind}", f"{leaf}.*.up_proj.{kind}"],
+                                f"{leaf}.gate_up_proj{end}",
+                                operations=[MergeModulelist(0), Concatenate(1)]),
+                WeightConverter(f"{leaf}.*.down_proj.{kind}", f"{leaf}.down_proj{end}",
+                                operations=[MergeModulelist(0)])]
+    return made
+
+
+def _as_stacks_lie(stack: Weight, names: Sequence[str], model: torch.nn.Module) -> Weight:
+    """A stack of linear layers' weights [num_experts, out, in], or of their biases, as a model has
+    it: rows of gate and up in turns, matrices transposed.
+    """
+    modules = dict(model.named_modules())
+    owner, kind = next(((modules[own], kind) for own, _, kind in (name.rpartition(".")
+                                                                  for name in names)
+                        if own in modules), (None, ""))
+    if owner is None:
+        return stack
+    if kind.startswith("gate_up") and not getattr(owner, "is_concatenated", True):
+        stack = stack.take(np.arange(stack.shape[1]).reshape(2, -1).T.reshape(-1), 1)
+    is_transposed = owner.gate_up_proj.shape[2] == 2 * owner.down_proj.shape[1]
+    return stack.transpose() if is_transposed and len(stack.shape) == 3 else stack
 
 
 def _split(name: str, tensor: Weight, converter: WeightConverter) -> dict[str, Weight]:

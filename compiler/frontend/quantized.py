@@ -68,7 +68,7 @@ def read_quantized(directory: Path, config: Mapping[str, Any],
     if said is None:
         decoded = Decoded(dict(open_tensors()), ())
     elif _caches_alone(said):
-        method, decoded = None, decode_plain(open_tensors, str(directory))
+        method, decoded = None, decode_plain(open_tensors, said, str(directory))
     else:
         read = decode(open_tensors, said, str(directory))
         if read is None:
@@ -119,13 +119,15 @@ def _said(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _caches_alone(said: Mapping[str, Any]) -> bool:
-    """Whether KV caches are in fewer bits and no weights, as compressed-tensors and ModelOpt say
-    it.
+    """Whether KV caches, or what attention multiplies, are in fewer bits and no weights, as
+    compressed-tensors and ModelOpt say it.
     """
-    caches, of_weights = (any(said.get(key) for key in keys) for keys in (
-        ("kv_cache_scheme", "kv_cache_quant_algo"),
-        ("config_groups", "quant_algo", "quantized_layers")))
-    return caches and not of_weights \
+    groups = said.get("config_groups")
+    of_weights = any(said.get(key) for key in ("quant_algo", "quantized_layers")) or (
+        any(not isinstance(group, Mapping) or group.get("weights") for group in groups.values())
+        if isinstance(groups, Mapping) else bool(groups))
+    caches = any(said.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+    return bool(caches or groups) and not of_weights \
         and str(said["quant_method"]).lower() in ("compressed-tensors", "modelopt")
 
 
@@ -176,8 +178,12 @@ def refuse_quantized_tensors(tensors: Mapping[str, Weight], origin: str,
         pattern = re.compile(rf"({mark})$")
         name = next((name for name in tensors if pattern.search(name)), None)
         if name is not None:
+            if named:
+                raise LlmcError(f"'{origin}' has a tensor '{name}' ({tensors[name].dtype}) as "
+                                f"{method} has it, and not what belongs to it as its config says; "
+                                f"the checkpoint is not whole, or has another one's config")
             raise LlmcError(f"'{origin}' is quantised by {method}, as its tensor '{name}' "
-                            f"({tensors[name].dtype}) says, {_WAY_OUT if named else _NOT_NAMED}")
+                            f"({tensors[name].dtype}) says, {_NOT_NAMED}")
     for name, tensor in tensors.items():
         if tensor.dtype.name.startswith("float8"):
             raise LlmcError(f"'{origin}' is quantised to FP8, as its tensor '{name}' "

@@ -20,7 +20,8 @@ of 32, the first code in the lowest bits:
                         as Mistral and AutoFP8 have it, with the scale of activations in
                         activation_scale or input_scale, or none: tokens have their own. One for
                         each row, as FBGEMM has it, whose input_scale_ub, a bound of tokens'
-                        scales, is left out
+                        scales, is left out. Stacks of experts have an axis more in front, and
+                        their scales are called as they are, with _scale_inv behind
     NVFP4               weight_packed uint8 [out, in / 2], weight_scale FP8 [out, in / 16],
                         weight_global_scale, which divides; twice a number is an integer of 8 bits
     ModelOpt            weight in FP8, weight_scale of all or of a row, input_scale; or NVFP4's
@@ -64,6 +65,7 @@ _QUANT_STATE = re.compile(r"\.weight\.quant_state\.bitsandbytes__(nf4|fp4)$")
 # Of activations and caches, where llmc does not round as these say.
 _UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|(k|v|q|kv)_scale|"
                      r"(prob_)?output_scale|activation_scale|input_scale_ub)$")
+_OF_CACHES = re.compile(r"\.(k|v|kv)_scale$|\.(k|v)_proj\.output_scale$")
 
 
 @dataclass(frozen=True)
@@ -96,26 +98,38 @@ def decode(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, 
     if reader is None:
         return None
     decoder = _Decoder(open_tensors(), _group_sizes(said), origin)
-    return decoder.decoded() if reader(decoder, said) else None
+    return decoder.decoded(said) if reader(decoder, said) else None
 
 
-def decode_plain(open_tensors: Callable[[], Mapping[str, Weight]], origin: str) -> Decoded:
-    """The tensors of a checkpoint whose caches are in fewer bits and whose weights are as they are,
-    without the scales of caches.
+def decode_plain(open_tensors: Callable[[], Mapping[str, Weight]], said: Mapping[str, Any],
+                 origin: str) -> Decoded:
+    """The tensors of a checkpoint whose caches are in fewer bits, as its config says, and whose
+    weights are as they are, without the scales of caches.
     """
-    return _Decoder(open_tensors(), frozenset(), origin).decoded()
+    return _Decoder(open_tensors(), frozenset(), origin).decoded(said)
 
 
 def _group_sizes(said: Mapping[str, Any]) -> frozenset[int]:
     """Those that a config names, of all layers, of each of its groups of them or of single ones."""
-    groups, rules = said.get("config_groups"), said.get("dynamic")
-    places = [said, *_layers_of(said), *(rules.values() if isinstance(rules, Mapping) else ())]
-    if isinstance(groups, Mapping):
-        places += [group.get("weights") or {} for group in groups.values()
-                   if isinstance(group, Mapping)]
+    rules = said.get("dynamic")
+    places = [said, *map(_weights, _config_groups(said)), *_layers_of(said),
+              *(rules.values() if isinstance(rules, Mapping) else ())]
     named = [place.get(name) for place in places if isinstance(place, Mapping)
              for name in ("group_size", "q_group_size")]
     return frozenset(size for size in named if isinstance(size, int) and size > 0)
+
+
+def _config_groups(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those of layers, as compressed-tensors says how each is rounded."""
+    groups = said.get("config_groups")
+    return [group for group in groups.values() if isinstance(group, Mapping)] \
+        if isinstance(groups, Mapping) else []
+
+
+def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a group of a config says of weights."""
+    found = group.get("weights")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _layers_of(said: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -256,6 +270,17 @@ class _Decoder:
                             f"columns, but its config speaks of groups of "
                             f"{' or '.join(map(str, sorted(self.group_sizes)))}")
 
+    def whole_groups(self, name: str, width: int, size: int) -> int:
+        """How many groups of a size that a format has a row is.
+
+        Raises:
+            LlmcError: it is no whole ones.
+        """
+        if width % size:
+            raise LlmcError(f"tensor '{name}' in '{self.origin}' has rows of {width} numbers, "
+                            f"which are no whole groups of {size}")
+        return width // size
+
     def keep(self, module: str, stored: Stored, dequantized: str = "") -> None:
         """Make a module's weight; without the form where there is a reason for it."""
         weight = stored.weight(f"{module}.weight")
@@ -275,12 +300,24 @@ class _Decoder:
     def note(self, text: str, module: str) -> None:
         self._notes.setdefault(text, []).append(module)
 
-    def decoded(self) -> Decoded:
+    def decoded(self, said: Mapping[str, Any]) -> Decoded:
         """What was made, and what is left as it was.
 
         Raises:
             LlmcError: a weight is both.
         """
+        of_caches = next((said[key] for key in ("kv_cache_scheme", "kv_cache_quant_algo")
+                          if said.get(key)), None)
+        if of_caches and not any(_OF_CACHES.search(name) for name in self.left):
+            self._notes[f"KV caches are not rounded as the checkpoint's config says "
+                        f"({_arguments(of_caches)}): --kv_dtype alone decides"] = []
+        for group in _config_groups(said):
+            activations = group.get("input_activations")
+            if activations and not group.get("weights"):
+                targets = group.get("targets")
+                self.note(f"activations are not rounded as the checkpoint's config says "
+                          f"({_arguments(activations)})",
+                          str(targets[0] if isinstance(targets, list) and targets else targets))
         for name in [name for name in self.left if _UNUSED.search(name)]:
             del self.left[name]
             self.note("scales of activations and caches are left out, which llmc does not round",
@@ -289,7 +326,8 @@ class _Decoder:
         if twice is not None:
             raise LlmcError(f"'{self.origin}' has '{twice}' both as numbers and in fewer bits; "
                             f"remove what its config does not mean")
-        notes = tuple(f"{text}: '{names[0]}'" + (f" and {len(names) - 1} more" if names[1:] else "")
+        notes = tuple(text + (f": '{names[0]}'" if names else "")
+                      + (f" and {len(names) - 1} more" if names[1:] else "")
                       for text, names in self._notes.items())
         return Decoded({**self.left, **self.made}, notes, frozenset(self.made))
 
@@ -377,8 +415,11 @@ def _auto_round(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     `auto_round:auto_gptq` says; where nothing does, and zeros are in the middle, GPTQ's version 1.
     """
     for place in (said, *_layers_of(said)):
-        rounds = (place.get("act_bits") or 16) < 16 or (place.get("data_type") or "int") != "int"
-        if rounds and (place.get("bits") or 4) <= 8:
+        of_activations, bits = (
+            found if isinstance(found := place.get(name), int) else by_default
+            for name, by_default in (("act_bits", 16), ("bits", 4)))
+        rounds = 0 < of_activations < 16 or (place.get("data_type") or "int") != "int"
+        if rounds and bits <= 8:
             return False
     tool, _, packing = str(said.get("packing_format") or said.get("backend") or "").partition(":")
     if tool != "auto_round" and said.get("sym", True):
@@ -593,7 +634,12 @@ def _fp8(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     inverse = any(name.endswith(".weight_scale_inv") for name in decoder.left)
     suffix = "weight_scale_inv" if inverse or said.get("weight_block_size") else "weight_scale"
     rounding = _ALL if said.get("activation_scheme") == "static" else _TOKEN
-    for module in decoder.modules(suffix):
+    stacks = [name for name in (owner.removesuffix("_scale_inv") for owner in decoder.left
+                                if re.search(r"_proj_scale_inv$", owner)) if name in decoder.left]
+    for name in stacks:
+        _float8_experts(decoder, name, block, rounding)
+    linear = any(name.endswith(f".{suffix}") for name in decoder.left)
+    for module in decoder.modules(suffix) if linear or not stacks else ():
         _float8(decoder, module, suffix, block, rounding)
         if said.get("scale_fmt") == "ue8m0" and rounding == _TOKEN:
             decoder.note("where activations are rounded their scales are what they are, not powers "
@@ -619,7 +665,10 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: tuple[int, int] 
     each group of a token where the weight is in blocks; or all by one where the module has such.
     """
     name = f"{module}.weight"
-    if name not in decoder.left or decoder.left[name].dtype != _FP8:
+    if name not in decoder.left:
+        raise LlmcError(f"'{decoder.origin}' has no tensor '{name}' nor '{name}_packed', of which "
+                        f"'{module}.{suffix}' has the scales; the checkpoint is not whole")
+    if decoder.left[name].dtype != _FP8:
         raise LlmcError(f"'{name}' in '{decoder.origin}' is no FP8 (e4m3) weight, though it has "
                         f"scales")
     decoder.matrix(name)
@@ -649,6 +698,38 @@ def _float8(decoder: _Decoder, module: str, suffix: str, block: tuple[int, int] 
     _with_scales(decoder, module, f"{module}.{suffix}", FLOAT8, codes, block,
                  activation_dtype=FLOAT8 if fixed or rounding == _TOKEN else "",
                  activation_scale=scale)
+
+
+def _float8_experts(decoder: _Decoder, name: str, block: tuple[int, int] | None,
+                    rounding: str) -> None:
+    """A stack [num_experts, out, in] as transformers has it: each expert's weight by itself, or
+    each half of it where a block is no smaller than the whole, of which each has scales.
+    """
+    shape = decoder.shape_of(name)
+    scaled = decoder.shape_of(f"{name}_scale_inv")
+    if len(shape) != 3 or len(scaled) != 3:
+        raise LlmcError(f"tensor '{name}' in '{decoder.origin}' is {list(shape)} and its scales "
+                        f"{list(scaled)}, expected a stack of experts' matrices and of theirs")
+    count, rows, width = shape
+    halves = 2 if scaled[1] == 2 and (block is None or block[0] >= rows) and rows % 2 == 0 else 1
+    weight = decoder.take(name, shape, "V").reshape((count * rows, width))
+    scales = decoder.take(f"{name}_scale_inv", (count, *scaled[1:]), "fV") \
+        .reshape((count * scaled[1], scaled[2]))
+    fixed = decoder.left.pop(f"{name}_activation_scale", None)
+    made = []
+    for part in range(count * halves):
+        module = f"{name}.{part // halves}"
+        for own, source, height in (("weight", weight, rows // halves),
+                                    ("weight_scale_inv", scales, scaled[1] // halves)):
+            decoder.left[f"{module}.{own}"] = source.take_rows(
+                np.arange(part * height, (part + 1) * height))
+        if fixed is not None:
+            decoder.left[f"{module}.activation_scale"] = Weight.of(
+                fixed.load().reshape(-1)[part // halves])
+        _float8(decoder, module, "weight_scale_inv", block, rounding)
+        made.append(decoder.made.pop(f"{module}.weight"))
+    decoder.made[name] = Weight.stack([
+        Weight.concat(made[first:first + halves]) for first in range(0, len(made), halves)])
 
 
 def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: Weight,
@@ -695,32 +776,35 @@ def _with_scales(decoder: _Decoder, module: str, name: str, dtype: str, codes: W
 
 def _compressed(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     """Every module by the tensors that it has; the config says which formats there are."""
-    listed = said.get("config_groups")
-    groups = [group for group in listed.values() if isinstance(group, Mapping)] \
-        if isinstance(listed, Mapping) else []
+    groups = [group for group in _config_groups(said) if group.get("weights")]
     forms = {str(group.get("format") or said.get("format")) for group in groups}
-    weights = [group.get("weights") or {} for group in groups]
     if not groups or not forms <= {"pack-quantized", "float-quantized", "int-quantized",
                                    "naive-quantized", "nvfp4-pack-quantized",
                                    "mxfp4-pack-quantized"}:
         return False
-    if any(arguments.get("num_bits") not in (4, 8) for arguments in weights):
+    if any(_weights(group).get("num_bits") not in (4, 8) for group in groups):
         return False
-    if said.get("transform_config") and dict(said["transform_config"]).get("config_groups"):
+    transforms = said.get("transform_config")
+    if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups")):
         return False  # rotations of activations, which the graph has not
+    sparse = next((name for name in decoder.left if name.endswith(".bitmask")), None)
+    if sparse is not None:
+        raise LlmcError(f"'{decoder.origin}' has sparse weights, as its tensor '{sparse}' says, "
+                        f"which llmc does not read; give a checkpoint whose weights are dense")
     for module in decoder.modules("weight_scale"):
         _check_whole(decoder, module, _groups_of(module, groups))
-        group, rounding = _group_of(module, groups), ""
-        block = next((_block(decoder, own["weights"].get("block_structure"))
+        group, rounding = _group_of(decoder, module, groups), ""
+        block = next((_block(decoder, _weights(own).get("block_structure"))
                       for own in ([group] if group else groups)
-                      if (own.get("weights") or {}).get("strategy") == "block"), None)
+                      if _weights(own).get("strategy") == "block"), None)
         if f"{module}.weight_packed" in decoder.left:
-            if f"{module}.weight_global_scale" in decoder.left:
+            if f"{module}.weight_global_scale" in decoder.left \
+                    or decoder.left[f"{module}.weight_scale"].dtype == _FP8:
                 _nvfp4(decoder, module, "weight_packed", "weight_global_scale", np.divide)
             elif decoder.left[f"{module}.weight_packed"].dtype == np.uint8:
                 _packed_mxfp4(decoder, module)
             else:
-                _packed(decoder, module)
+                _packed(decoder, module, _groups_of(module, groups))
         elif f"{module}.weight" in decoder.left \
                 and decoder.left[f"{module}.weight"].dtype == np.int8:
             _int8(decoder, module, block)
@@ -744,10 +828,17 @@ def _say_unrounded(decoder: _Decoder, module: str, group: Mapping[str, Any],
                      for name in ("scale", "global_scale", "zero_point"))
         if isinstance(said, Mapping) and said and not stored \
                 and not (rounding and key == "input"):
-            how = [f"{said.get('num_bits')} bits", said.get("type"), said.get("strategy"),
-                   "dynamic" if said.get("dynamic") else "static"]
             decoder.note(f"{what} not rounded as the checkpoint's config says "
-                         f"({', '.join(str(word) for word in how if word)})", module)
+                         f"({_arguments(said)})", module)
+
+
+def _arguments(said: Any) -> str:
+    """How a config says that something is rounded, in its own words."""
+    if not isinstance(said, Mapping):
+        return str(said)
+    how = [f"{said.get('num_bits')} bits", said.get("type"), said.get("strategy"),
+           "dynamic" if said.get("dynamic") else "static"]
+    return ", ".join(str(word) for word in how if word)
 
 
 def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -759,7 +850,7 @@ def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, A
     Raises:
         LlmcError: zero points are missing, or what says whose group a column is.
     """
-    said = [group.get("weights") or {} for group in groups]
+    said = [_weights(group) for group in groups]
     if all(own.get("symmetric") is False for own in said):
         zeros = f"{module}.weight_zero_point"
         if zeros not in decoder.left:
@@ -772,10 +863,18 @@ def _check_whole(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, A
         decoder.refuse_unordered(f"{module}.weight_g_idx", "actorder group")
 
 
-def _group_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The group of a config that a module belongs to; none where several are left."""
+def _group_of(decoder: _Decoder, module: str, groups: Sequence[Mapping[str, Any]]) -> \
+        Mapping[str, Any]:
+    """The group of a config that a module belongs to, or that those are like that it may belong to;
+    none where these differ, which is noted where activations would be rounded.
+    """
     found = _groups_of(module, groups)
-    return found[0] if len(found) == 1 else {}
+    if all({**group, "targets": None} == {**found[0], "targets": None} for group in found):
+        return found[0]
+    if any(group.get("input_activations") for group in found):
+        decoder.note("activations are not rounded, as the targets of several groups of the "
+                     "checkpoint's config name a layer, or none does", module)
+    return {}
 
 
 def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -784,7 +883,8 @@ def _groups_of(module: str, groups: Sequence[Mapping[str, Any]]) -> Sequence[Map
     """
     if len(groups) == 1:
         return groups
-    targets = [[str(target) for target in group.get("targets") or ()] for group in groups]
+    targets = [[str(target) for target in given] if isinstance(given, list) else [str(given)]
+               for given in (group.get("targets") for group in groups)]
     for belongs in (lambda target: target == module,
                     lambda target: target.startswith("re:") and _fits(target[3:], module),
                     lambda target: target == "Linear"):
@@ -807,7 +907,7 @@ def _rounding(group: Mapping[str, Any], block: tuple[int, int] | None) -> str:
     """How the layers of a group of a config round their inputs to FP8 before they multiply them:
     tokens as they come, which is by groups where weights are in such blocks, or all alike.
     """
-    said, of_weights = group.get("input_activations"), group.get("weights") or {}
+    said, of_weights = group.get("input_activations"), _weights(group)
     if not isinstance(said, Mapping) or said.get("num_bits") != 8 or said.get("type") != "float":
         return ""
     how = (str(said.get("strategy")), bool(said.get("dynamic", False)))
@@ -819,7 +919,9 @@ def _rounding(group: Mapping[str, Any], block: tuple[int, int] | None) -> str:
     return {("token", True): _TOKEN, ("tensor", False): _ALL}.get(how, "")
 
 
-def _packed(decoder: _Decoder, module: str) -> None:
+def _packed(decoder: _Decoder, module: str, said: Sequence[Mapping[str, Any]]) -> None:
+    """`said`: the groups of the config that the module may belong to, one of which it has to be."""
+    own = [_weights(group) for group in said]
     shape = decoder.take(f"{module}.weight_shape", (2,), "i").load()
     rows, width = int(shape[0]), int(shape[1])
     given = decoder.left[f"{module}.weight_packed"].shape
@@ -827,18 +929,27 @@ def _packed(decoder: _Decoder, module: str) -> None:
     if bits is None:
         raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has shape "
                         f"{list(given)}, its weight_shape is {[rows, width]}")
+    if bits not in [of_group.get("num_bits") for of_group in own]:
+        raise LlmcError(f"tensor '{module}.weight_packed' in '{decoder.origin}' has codes of "
+                        f"{bits} bits, its config says {own[0].get('num_bits')}")
     packed = decoder.words(f"{module}.weight_packed", given)
     codes = _map(packed, (rows, width), np.uint8,
                  lambda block: np.ascontiguousarray(_codes(block, bits)[:, :width]))
     groups = (1, *decoder.shape_of(f"{module}.weight_scale"))[-1]
     scales = decoder.scales(f"{module}.weight_scale", (rows, groups))
+    sizes = [of_group.get("group_size") if of_group.get("strategy") == "group" else None
+             for of_group in own]
+    if groups == 1 and all(isinstance(size, int) and 0 < size < width for size in sizes):
+        raise LlmcError(f"tensor '{module}.weight_scale' in '{decoder.origin}' has 1 group for "
+                        f"{width} columns, but its config speaks of groups of {sizes[0]}")
     stored = Stored(f"int{bits}", codes, scales)
     if f"{module}.weight_zero_point" in decoder.left:
         words = decoder.words(f"{module}.weight_zero_point", (-(-rows * bits // 32), groups))
         zeros = _codes(np.ascontiguousarray(words.load().T), bits)[:, :rows].T
         stored = _with_zeros(bits, codes, scales, zeros)
-    order = decoder.left.pop(f"{module}.weight_g_idx", None)
-    belongs = None if order is None else order.load().astype(np.int64)
+    order = decoder.left.get(f"{module}.weight_g_idx")
+    belongs = None if order is None else \
+        decoder.take(f"{module}.weight_g_idx", (width,), "i").load().astype(np.int64)
     if belongs is not None and (belongs == -1).all():
         belongs = None
     if belongs is None:
@@ -847,7 +958,7 @@ def _packed(decoder: _Decoder, module: str) -> None:
                            and (belongs == np.arange(width) // (width // groups)).all()):
         decoder.keep(module, stored)
         return
-    if belongs.shape != (width,) or belongs.min() < 0 or belongs.max() >= groups:
+    if belongs.min() < 0 or belongs.max() >= groups:
         raise LlmcError(f"'{module}.weight_g_idx' in '{decoder.origin}' does not say for each of "
                         f"{width} columns which of {groups} groups it belongs to")
     _keep_ordered(decoder, module, stored, belongs)
@@ -885,7 +996,9 @@ def _modelopt(decoder: _Decoder, said: Mapping[str, Any]) -> bool:
     if not algorithms <= {"FP8", by_token, "NVFP4"}:
         return False
     for module in decoder.modules("weight_scale"):
-        if f"{module}.weight_scale_2" in decoder.left:
+        packed = decoder.left.get(f"{module}.weight")
+        if f"{module}.weight_scale_2" in decoder.left \
+                or (packed is not None and packed.dtype == np.uint8):
             _nvfp4(decoder, module, "weight", "weight_scale_2", np.multiply)
             continue
         of_rows = math.prod(decoder.shape_of(f"{module}.weight_scale")) > 1
@@ -901,7 +1014,8 @@ def _nvfp4(decoder: _Decoder, module: str, packed: str, whole: str,
     codes = decoder.take(f"{module}.{packed}", (rows, half), "u")
     given = decoder.shape_of(f"{module}.{whole}")
     scale = decoder.scales(f"{module}.{whole}", given if given == (1,) else ()).load().flat[0]
-    fine = decoder.scales(f"{module}.weight_scale", (rows, 2 * half // 16))
+    groups = decoder.whole_groups(f"{module}.{packed}", 2 * half, 16)
+    fine = decoder.scales(f"{module}.weight_scale", (rows, groups))
     decoder.note("numbers of NVFP4 are kept exactly as int8, twice their memory", module)
     decoder.keep(module, Stored(
         "int8", _map(_fp4_codes(codes), (rows, 2 * half), np.uint8,
@@ -912,8 +1026,8 @@ def _nvfp4(decoder: _Decoder, module: str, packed: str, whole: str,
 def _packed_mxfp4(decoder: _Decoder, module: str) -> None:
     rows, half = decoder.matrix(f"{module}.weight_packed")
     packed = decoder.take(f"{module}.weight_packed", (rows, half), "u")
-    _keep_mxfp4(decoder, module, packed, decoder.powers(
-        f"{module}.weight_scale", (rows, 2 * half // 32)))
+    groups = decoder.whole_groups(f"{module}.weight_packed", 2 * half, 32)
+    _keep_mxfp4(decoder, module, packed, decoder.powers(f"{module}.weight_scale", (rows, groups)))
 
 
 def _mxfp4(decoder: _Decoder, said: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from schedule_interpreter import Interpreters
 from transformers import AutoModelForCausalLM
 
 import llmc
+from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend.checkpoint import open_checkpoint
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.targets import cpu, tensorrt
@@ -433,6 +434,118 @@ def test_experts_keep_their_own_scales(kind, tp_size, tmp_path, monkeypatch):
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     packed = {form.dtype for name, form in forms.items() if "expert" in name}
     assert packed == ({FORMATS[kind][1]} if kind not in ("w4a16-g-idx", "fp8-block") else set())
+
+
+def apart(stacks, transposed, in_turns):
+    """Each expert's tensors of a float checkpoint, as linear layers have them."""
+    tensors = {}
+    for name, stack in stacks.items():
+        found = re.fullmatch(r"(.*experts)\.(gate_up|down)_proj(_bias)?", name)
+        if found is None:
+            tensors[name] = stack
+            continue
+        owner, part, bias = found.groups()
+        for index, own in enumerate(stack):
+            own = own.T if transposed and not bias else own
+            gate, up = (own[::2], own[1::2]) if in_turns else np.split(own, 2)
+            parts = {"down": own} if part == "down" else {"gate": gate, "up": up}
+            tensors |= {f"{owner}.{index}.{kind}_proj.{'bias' if bias else 'weight'}":
+                        np.ascontiguousarray(array) for kind, array in parts.items()}
+    return tensors
+
+
+def together(parts, transposed, in_turns):
+    """The opposite, of weights alone."""
+    stacks, count = {}, 4
+    for name, array in parts.items():
+        owner, _, rest = name.partition(".experts.")
+        if not rest.startswith(("0.up", "0.down")):
+            stacks |= {} if rest else {name: array}
+            continue
+        gate, up, down = (
+            [parts[f"{owner}.experts.{i}.{kind}_proj.weight"] for i in range(count)]
+            for kind in ("gate", "up", "down"))
+        both = np.stack([gate, up], 2).reshape(count, -1, array.shape[1]) if in_turns else \
+            np.concatenate([gate, up], 1)
+        part, stack = ("gate_up", both) if rest.startswith("0.up") else ("down", np.stack(down))
+        stacks[f"{owner}.experts.{part}_proj"] = stack.swapaxes(1, 2) if transposed else stack
+    return stacks
+
+
+@pytest.mark.parametrize(("family", "sizes", "transposed", "in_turns"), [
+    ("gpt_oss", {"intermediate_size": 96}, True, True),
+    ("llama4_text", {"intermediate_size": 64}, True, False),
+    ("gemma4_text", {**families.GEMMA4_MOE, "intermediate_size": 96, "moe_intermediate_size": 64,
+                     "num_hidden_layers": 2, "layer_types": ["sliding_attention",
+                                                             "full_attention"]}, False, False)])
+def test_experts_that_a_tool_made_linear_layers_are_stacks_as_the_model_s(
+        family, sizes, transposed, in_turns, tmp_path, monkeypatch):
+    """Tools that quantise linear layers put such in the place of stacks that a model has."""
+    plain = families.save(families.tiny_model(family, **sizes), tmp_path / "plain")
+    single = tmp_path / "single"
+    shutil.copytree(plain, single)
+    save_file(apart(load_file(plain / "model.safetensors"), transposed, in_turns),
+              single / "model.safetensors")
+    directory, truth = write(single, tmp_path / "hf", "w4a16")
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", tp_size=2)
+    expected = transformers_logits(plain, together(truth, transposed, in_turns))
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), expected, 1e-5)
+    forms = read_manifest(tmp_path / "case").chips[0].quantization
+    assert {form.dtype for name, form in forms.items() if "expert" in name} == {"int4"}
+
+
+@pytest.mark.parametrize(("block", "static"), [(48, False), (128, False), (None, False),
+                                               (None, True)])
+def test_stacks_of_experts_in_fp8_have_scales_of_each(block, static, tmp_path, monkeypatch):
+    """As transformers saves them, which has two scales of gate and up where a block is no smaller.
+    """
+    plain = families.save(families.tiny_model("gemma4_text", **{
+        **families.GEMMA4_MOE, "intermediate_size": 96, "moe_intermediate_size": 48,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        tmp_path / "plain")
+
+    def make(name, stack):
+        if stack.ndim == 2:
+            return float8("block" if block else "tensor", "weight_scale_inv", {}, block or 1)[
+                1](name, stack)
+        (count, rows, width), halves = stack.shape, 2 if "gate_up" in name else 1
+        height, size = block or rows, block or width
+        shape = max(-(-rows // height), halves), -(-width // size)
+        height = min(height, rows // halves)
+        codes = (stack * 100).astype(ml_dtypes.float8_e4m3fn)
+        scales = RNG.uniform(0.001, 0.02, (count, *shape)).astype(np.float32)
+        more = {f"{name}_activation_scale": np.full(count, 0.01, np.float32)} if static else {}
+        return {name: codes, f"{name}_scale_inv": scales, **more}, codes.astype(np.float32) \
+            * scales.repeat(height, 1).repeat(size, 2)[:, :rows, :width]
+
+    said = dict(quant_method="fp8", weight_block_size=block and [block, block],
+                activation_scheme="static" if static else "dynamic")
+    directory, truth = write(
+        plain, tmp_path / "hf", (said, make),
+        of=lambda name, array: is_projection(name, array) or name.endswith(("_up_proj", "n_proj")))
+    read = decoded(directory).tensors
+    assert sum(array.ndim == 3 for array in truth.values()) == 4
+    for name, numbers in truth.items():
+        assert read[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
+    monkeypatch.setattr(cpu, "KIND", "")  # bodies of standard ONNX, which are exact
+    llmc.compile(directory, tmp_path / "case", quantize="none")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain, truth), 1e-5)
+
+
+def test_a_stack_of_experts_in_fp8_without_its_scales_is_refused(tmp_path):
+    plain = families.save(families.tiny_model(
+        "gemma4_text", **{**families.GEMMA4_MOE, "num_hidden_layers": 2, "layer_types": [
+            "sliding_attention", "full_attention"]}), tmp_path / "plain")
+    directory, _ = write(
+        plain, tmp_path / "hf", (dict(quant_method="fp8"), lambda name, stack: (
+            {name: stack.astype(ml_dtypes.float8_e4m3fn),
+             f"{name}_scale_inv": np.ones(4, np.float32)}, stack)),
+        of=lambda name, array: name.endswith("experts.down_proj"))
+    with pytest.raises(LlmcError, match=r"experts.down_proj' .* its scales \[4\], expected"):
+        decoded(directory)
 
 
 @pytest.mark.parametrize("value", [None, [0.1, 0.2]])
@@ -1030,6 +1143,21 @@ def test_groups_of_a_config_say_which_layers_are_rounded(plain_hf, tmp_path):
             "float8_e4m3fn", np.float32(input_scale(name)))}[kind_of(name)], name
 
 
+def test_a_layer_that_groups_of_a_config_do_not_tell_apart_is_rounded_where_they_are_alike(
+        plain_hf, tmp_path):
+    said, make = FORMATS["fp8-dynamic"][0]
+    one = said["config_groups"]["group_0"] | {"targets": ["re:.*attn.*"]}
+    for alike in (True, False):
+        other = one | {"targets": ["re:.*self_attn.*", "FusedLinear"]} | (
+            {} if alike else {"output_activations": STATIC})
+        directory, truth = write(plain_hf, tmp_path / f"hf{alike}", (
+            said | {"config_groups": {"a": one, "b": other}}, make))
+        read = decoded(directory)
+        rounds = {read.tensors[name].stored.activation_dtype for name in truth}
+        assert rounds == {"float8_e4m3fn" if alike else ""}
+        assert [note[-11:] for note in read.notes] == ([] if alike else ["and 13 more"])
+
+
 def test_a_target_that_is_no_pattern_is_said(plain_hf, tmp_path):
     said, make = FORMATS["fp8-dynamic"][0]
     group = said["config_groups"]["group_0"]
@@ -1072,8 +1200,26 @@ def write_caches_alone(said, plain, directory, stored):
 def test_weights_beside_caches_in_fp8_are_as_they_are(said, stored, plain_hf, tmp_path):
     directory = write_caches_alone(said, plain_hf, tmp_path / "hf", stored)
     read, plain = decoded(directory), load_file(plain_hf / "model.safetensors")
-    assert read.tensors.keys() == plain.keys() and len(read.notes) == stored
+    assert read.tensors.keys() == plain.keys()
+    note, = read.notes
+    assert "caches are left out" in note if stored else "--kv_dtype alone decides" in note
     assert all(np.array_equal(tensor.load(), plain[name]) for name, tensor in read.tensors.items())
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "said"), [
+    ("w4a16", "kv_cache_scheme", STATIC, "8 bits, float, tensor, static"),
+    ("w4a16", "kv_cache_scheme", {**STATIC, "dynamic": True}, "8 bits, float, tensor, dynamic"),
+    ("autofp8", "kv_cache_scheme", "static", "static"),
+    ("modelopt-nvfp4", "kv_cache_quant_algo", "FP8", "FP8")])
+def test_that_caches_are_not_rounded_as_a_checkpoint_says_is_said(kind, key, value, said, plain_hf,
+                                                                  tmp_path):
+    """Where it has no scales of theirs, of which llmc speaks anyhow."""
+    own, make = FORMATS[kind][0]
+    for more in ({}, {key: value}):
+        directory, _ = write(plain_hf, tmp_path / f"hf{len(more)}", ({**own, **more}, make))
+        found = [note for note in decoded(directory).notes if note.startswith("KV caches")]
+        assert found == [f"KV caches are not rounded as the checkpoint's config says ({said}): "
+                         f"--kv_dtype alone decides"] * len(more)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
@@ -1398,6 +1544,24 @@ Q = "model.layers.1.self_attn.q_proj"
      "has no tensor '.*q_proj.g_idx', without which .* config has desc_act"),
     (arguing(pack_quantized(order=True), actorder="group"), lambda t: t.pop(f"{Q}.weight_g_idx"),
      "has no tensor '.*q_proj.weight_g_idx', without which .* config has actorder group"),
+    ("w4a16-g-idx", lambda t: t.update({f"{Q}.weight_g_idx": np.zeros(63, np.int32)}),
+     r"weight_g_idx' in .* is int32 \[63\], expected \[64\]"),
+    *[(kind, lambda t, name=f"{Q}.{name}": t.update({name: np.ones((64, 33), np.uint8)}),
+       "has rows of 66 numbers, which are no whole groups of (16|32)")
+      for kind, name in (("nvfp4", "weight_packed"), ("modelopt-nvfp4", "weight"),
+                         ("mxfp4", "weight_packed"))],
+    ("nvfp4", lambda t: t.pop(f"{Q}.weight_global_scale"), "has no tensor '.*weight_global_scale'"),
+    ("modelopt-nvfp4", lambda t: t.pop(f"{Q}.weight_scale_2"), "has no tensor '.*weight_scale_2'"),
+    ("w4a16", lambda t: t.pop(f"{Q}.weight_packed"),
+     "has no tensor '.*q_proj.weight' nor '.*q_proj.weight_packed', of which '.*weight_scale' has"),
+    ("gptq", lambda t: t.pop(f"{Q}.qweight"), "q_proj.g_idx'.* as GPTQ has it, and not what"),
+    # One scale for a row, where the config speaks of groups; 4 bits where it speaks of 8.
+    ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.ones((64, 1), ml_dtypes.bfloat16)}),
+     "has 1 group for 64 columns, but its config speaks of groups of 32"),
+    ("w8a16", lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, ::2].copy()}),
+     "has codes of 4 bits, its config says 8"),
+    ("fp8-channel", lambda t: t.update({f"{Q}.bitmask": t.pop(f"{Q}.weight").view(np.uint8)}),
+     "has sparse weights, as its tensor '.*q_proj.bitmask' says"),
     ("w4a16", lambda t: t.update({f"{Q}.weight_scale": np.array(1, np.float32)}),
      r"weight_scale' in .* is float32 \[\], expected \[64, 1\]"),
     *[(kind, lambda t, name=f"{Q}.{name}": t.update({name: t[name].reshape(-1)}),
@@ -1459,12 +1623,29 @@ def test_blocks_are_read_as_older_configs_say_them_too(said, plain_hf, tmp_path)
       for block in ([0, 0], "32", None, 32)],
     ((dict(quant_method="fp8", weight_block_size="48"), FORMATS["fp8-block"][0][1]),
      "has weights in blocks of '48'"),
-    ((pack_quantized()[0] | {"config_groups": [1]}, pack_quantized()[1]),
-     "is quantised by compressed-tensors")])
+    *[((pack_quantized()[0] | more, pack_quantized()[1]), "is quantised by compressed-tensors")
+      for more in ({"config_groups": [1]}, {"config_groups": {"group_0": {"weights": 4}}},
+                   {"transform_config": "rotated"})]])
 def test_a_config_that_is_none_is_one_sentence(kind, said, plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", kind)
     with pytest.raises(LlmcError, match=said):
         decoded(directory)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_group_of_a_config_that_rounds_what_attention_multiplies_alone_is_said(beside, plain_hf,
+                                                                                 tmp_path):
+    """As compressed-tensors has it for attention, beside weights in fewer bits or not."""
+    said, make = FORMATS["w4a16"][0] if beside else (
+        compressed("dense"), lambda name, weight: ({name: weight}, weight))
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": STATIC}
+    groups = {**(said["config_groups"] if beside else {}), "attention": attention}
+    directory, truth = write(plain_hf, tmp_path / "hf", ({**said, "config_groups": groups}, make))
+    read = decoded(directory)
+    assert read.notes == ("activations are not rounded as the checkpoint's config says (8 bits, "
+                          "float, tensor, static): 'LlamaAttention'",)
+    for name, numbers in truth.items():
+        assert read.tensors[name].load().tobytes() == numbers.astype(np.float32).tobytes(), name
 
 
 @pytest.mark.parametrize(("width", "tp_size", "zeros", "dtype"), [
@@ -1489,3 +1670,11 @@ def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "w4a16")
     with pytest.raises(LlmcError, match="is quantised by compressed-tensors.*; leave out --quant"):
         llmc.compile(directory, tmp_path / "case", quantize="int8")
+
+
+def test_a_reference_that_transformers_does_not_load_is_told_by_its_method(plain_hf, tmp_path):
+    directory, _ = write(plain_hf, tmp_path / "hf", "modelopt-nvfp4")
+    llmc.compile(directory, tmp_path / "case")
+    with pytest.raises(LlmcError, match=r"cannot load .* quantised by NVIDIA ModelOpt \(NVFP4\): "
+                                        "give the model that it was made from"):
+        diff(tmp_path / "case", directory, tokens=4)
