@@ -208,15 +208,18 @@ class _Decoder:
         """Empty where there is no such tensor, as of a number."""
         return self.left[name].shape if name in self.left else ()
 
-    def scales(self, name: str, shape: Sequence[int]) -> Weight:
-        """Scales float32, which are numbers other than 0 when they are read."""
+    def scales(self, name: str, shape: Sequence[int], may_vanish: bool = False) -> Weight:
+        """Scales float32, which are numbers when they are read, and other than 0 unless a format
+        has them in so few bits that they `may_vanish`.
+        """
         tensor = self.take(name, shape, "fV")
 
         def rows(start: int, stop: int) -> np.ndarray:
             block = tensor.rows(start, stop).astype(np.float32)
-            if not np.isfinite(block).all() or not block.all():
-                raise LlmcError(f"'{name}' in '{self.origin}' has a scale that is NaN, infinite or "
-                                f"0; the checkpoint is damaged")
+            if not np.isfinite(block).all() or not (may_vanish or block.all()):
+                raise LlmcError(f"'{name}' in '{self.origin}' has a scale that is NaN"
+                                f"{' or infinite' if may_vanish else ', infinite or 0'}; the "
+                                f"checkpoint is damaged")
             return block
 
         return Weight(tensor.shape, np.float32, rows, name)
@@ -1015,7 +1018,8 @@ def _nvfp4(decoder: _Decoder, module: str, packed: str, whole: str,
     given = decoder.shape_of(f"{module}.{whole}")
     scale = decoder.scales(f"{module}.{whole}", given if given == (1,) else ()).load().flat[0]
     groups = decoder.whole_groups(f"{module}.{packed}", 2 * half, 16)
-    fine = decoder.scales(f"{module}.weight_scale", (rows, groups))
+    # In FP8, beside one of all: of groups whose numbers are the smallest it is 0, and so are they.
+    fine = decoder.scales(f"{module}.weight_scale", (rows, groups), may_vanish=True)
     decoder.note("numbers of NVFP4 are kept exactly as int8, twice their memory", module)
     decoder.keep(module, Stored(
         "int8", _map(_fp4_codes(codes), (rows, 2 * half), np.uint8,

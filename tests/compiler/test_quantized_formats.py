@@ -1672,6 +1672,20 @@ def test_what_is_quantised_is_not_rounded_again(plain_hf, tmp_path):
         llmc.compile(directory, tmp_path / "case", quantize="int8")
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "modelopt-nvfp4"])
+def test_groups_of_nvfp4_whose_scale_has_vanished_are_zeros(kind, plain_hf, tmp_path):
+    """As tools write it of numbers that are small beside a weight's largest."""
+    name = f"{Q}.weight"
+    directory, truth = write(plain_hf, tmp_path / "hf", kind, lambda tensors: tensors[
+        f"{name}_scale"].__setitem__((5, 1), 0))
+    truth[name][5, 16:32] = 0
+    read = decoded(directory).tensors[name]
+    assert np.array_equal(read.load(), truth[name]) and read.stored.dtype == "int8"
+    llmc.compile(directory, tmp_path / "case")
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(TOKENS), transformers_logits(plain_hf, truth), 0.05)
+
+
 def test_a_reference_that_transformers_does_not_load_is_told_by_its_method(plain_hf, tmp_path):
     directory, _ = write(plain_hf, tmp_path / "hf", "modelopt-nvfp4")
     llmc.compile(directory, tmp_path / "case")
