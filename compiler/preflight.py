@@ -118,6 +118,10 @@ def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "")
     if limit is not None and limit < 2:
         raise LlmcError(f"'{about.name}' has max_position_embeddings {limit}, where a sequence has "
                         f"two positions at least; correct its config")
+    if wish is not None and about.switches_at is not None and wish > about.switches_at:
+        raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: '{about.name}' has another "
+                        f"rotary embedding for sequences of more than {about.switches_at} tokens; "
+                        f"compile with --max_seq_len of at most {about.switches_at}")
     chosen = about.number("index_topk")  # keys that sparse attention chooses, up to there all
     if chosen is not None and wish is not None and wish > chosen:
         raise LlmcError(f"{prefix}max_seq_len {wish} is not possible: beyond index_topk {chosen} "

@@ -16,7 +16,7 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -354,7 +354,8 @@ class _Decoder(torch.nn.Module):
 
 def _freeze_rotary(model: torch.nn.Module) -> None:
     """Keep dynamic rotary embeddings at their first frequencies, which they leave only beyond
-    max_position_embeddings. No sequence gets there: max_seq_len is at most that.
+    max_position_embeddings, and longrope's whose code branches by the length at what they are for
+    short sequences. No sequence is longer: `limit_seq_len` sees to that.
     """
     module: Any
     for module in model.modules():
@@ -364,6 +365,20 @@ def _freeze_rotary(model: torch.nn.Module) -> None:
         elif isinstance(kind, dict):
             module.rope_type = {layers: "default" if each == "dynamic" else each
                                 for layers, each in kind.items()}
+        elif kind == "longrope" and "max" in inspect.unwrap(type(module).forward).__code__.co_names:
+            module.forward = functools.partial(_of_short_sequences, module.forward)
+
+
+def _of_short_sequences(forward: Callable[..., Any], *args: Any, **others: Any) -> Any:
+    """What a rotary embedding's forward makes where the last position that it finds is the first.
+    """
+    original, thread = torch.max, threading.get_ident()
+    torch.max = lambda *given, **named: torch.tensor(0) if threading.get_ident() == thread \
+        else original(*given, **named)
+    try:
+        return forward(*args, **others)
+    finally:
+        torch.max = original
 
 
 @contextlib.contextmanager

@@ -237,6 +237,13 @@ def test_rope_scalings_are_read_from_the_graph(kind, tmp_path):
     check_family(family, [1], tmp_path, **changes)
 
 
+def test_a_rope_whose_code_asks_for_the_length_is_that_of_short_sequences(tmp_path):
+    """As Phi-3.5-MoE's, whose factor is another one for long ones."""
+    check_family("phimoe", [1, 2], tmp_path, **families.rope(
+        "longrope", short_factor=[1.0 + i / 50 for i in range(8)], long_factor=[3.0] * 8,
+        short_mscale=1.2, long_mscale=1.3, original_max_position_embeddings=64))
+
+
 def test_a_rope_that_changes_with_the_length_is_refused_with_the_length(tmp_path):
     family, changes = families.ROPES["longrope"]
     changes = {**changes, "max_position_embeddings": 256}
