@@ -27,6 +27,7 @@ from transformers import (
 
 import llmc
 from llmc.compiler import api
+from llmc.compiler.check.execute import run_graph
 from llmc.compiler.frontend import RawModel, load, trace
 from llmc.compiler.lower import divide, fuse, lower
 from llmc.compiler.targets import Options
@@ -567,6 +568,14 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e
     span = float(expected.max() - expected.min())
     worst = float(np.abs(actual - expected).max())
     assert worst <= tolerance * span, f"{worst} > {tolerance} · {span}"
+
+
+def assert_exports(raw: RawModel, model: torch.nn.Module) -> None:
+    """The raw export gives the model's logits."""
+    tokens = np.random.default_rng(0).integers(3, VOCAB, 20)
+    got = run_graph(raw.graph, {"input_ids": tokens[None], "position_ids": np.arange(20)[None]},
+                    ["logits"])
+    assert_close(got["logits"][0], reference_logits(model, tokens.tolist()))
 
 
 def plant(case: Path, chip: int, name: str, scale: float) -> None:

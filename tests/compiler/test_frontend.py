@@ -48,10 +48,7 @@ def test_a_config_that_numbers_layers_is_told_of_a_few(attending, tmp_path):
     model = families.tiny_model("bamba", num_hidden_layers=12, attn_layer_indices=attending)
     raw = load(families.save(model, tmp_path / "hf"))
     assert raw.notes == ()
-    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20)
-    got = run_graph(raw.graph, {"input_ids": tokens[None], "position_ids": np.arange(20)[None]},
-                    ["logits"])
-    families.assert_close(got["logits"][0], families.reference_logits(model, tokens.tolist()))
+    families.assert_exports(raw, model)
 
 
 def test_a_list_as_long_as_there_are_layers_may_be_of_something_else(tmp_path):
@@ -59,20 +56,14 @@ def test_a_list_as_long_as_there_are_layers_may_be_of_something_else(tmp_path):
     model = families.tiny_model("falcon_h1", num_hidden_layers=5)
     raw = load(families.save(model, tmp_path))
     assert raw.notes == ()
-    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20)
-    got = run_graph(raw.graph, {"input_ids": tokens[None], "position_ids": np.arange(20)[None]},
-                    ["logits"])
-    families.assert_close(got["logits"][0], families.reference_logits(model, tokens.tolist()))
+    families.assert_exports(raw, model)
 
 
 def test_what_training_asks_for_besides_logits_is_not_exported(tmp_path):
     model = families.tiny_model("mixtral", output_router_logits=True, output_hidden_states=True)
     raw = load(families.save(model, tmp_path))
     assert raw.notes == ()
-    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20)
-    got = run_graph(raw.graph, {"input_ids": tokens[None], "position_ids": np.arange(20)[None]},
-                    ["logits"])
-    families.assert_close(got["logits"][0], families.reference_logits(model, tokens.tolist()))
+    families.assert_exports(raw, model)
 
 
 def test_layers_are_not_cut_out_where_a_config_makes_something_of_their_numbers():
