@@ -32,7 +32,8 @@ class Difference:
 @dataclass(frozen=True)
 class BadWeight:
     """A weight of a chip that is not what the reference gives; max_abs is infinite where it is
-    missing or has another shape.
+    missing or has another shape. `off`: of one that is rounded, the root mean square of the
+    difference, of the reference's, which is beyond what rounding takes.
     """
 
     chip: int
@@ -40,11 +41,14 @@ class BadWeight:
     layer: int | None
     elements: int
     max_abs: float
+    off: float = 0.0
 
     def __str__(self) -> str:
         layer = f" of layer {self.layer}" if self.layer is not None else ""
         how = f"differs in {self.elements} element(s), by up to {self.max_abs:.3g}" \
             if math.isfinite(self.max_abs) else "is missing, not finite or of another shape"
+        if self.off:
+            how = f"is {self.off:.2g} of its size away, which no rounding makes of the reference's"
         return f"chip {self.chip}'s weight '{self.name}'{layer} {how}"
 
 

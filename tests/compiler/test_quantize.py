@@ -712,6 +712,29 @@ def test_diff_holds_the_weights_of_a_schedule_that_llmc_has_not_rounded(family, 
     assert found.name == name
 
 
+@pytest.mark.parametrize(("family", "scheme", "tp_size", "target"), [
+    ("llama", "int4", 2, "cpu"), ("qwen3_moe", "fp8", 1, "cuda"), ("gpt2", "uint4", 1, "cuda"),
+    ("gemma3_text", "int8", 1, "cpu")])
+def test_diff_tells_rounded_weights_from_those_of_another_model(family, scheme, tp_size, target,
+                                                                root, tmp_path):
+    """Which has the same norms and the same embedding."""
+    case = compiled(family, root, tmp_path / "case", tp_size, quantize=scheme, target=target)
+    model, raw = model_and_raw(family, root)
+    manifest = read_manifest(case)
+    assert not _compare_weights(families.copy_raw(raw), manifest, case)
+    other = copy.deepcopy(model)
+    torch.manual_seed(7)
+    for name, parameter in other.named_parameters():
+        if parameter.dim() > 1 and not any(part in name for part in ("embed", "wte", "wpe")):
+            torch.nn.init.normal_(parameter, std=float(parameter.detach().std()))
+    found = _compare_weights(load(families.save(other, tmp_path / "hf")), manifest, case)
+    rounded = {name for chip in manifest.chips for name in chip.quantization}
+    assert {weight.name for weight in found} >= {name for name in rounded if "layers.1." in name
+                                                 or ".h.1." in name}
+    assert all(weight.off > 1 for weight in found if weight.name in rounded)
+    assert "of its size away, which no rounding makes of the reference's" in str(found[0])
+
+
 def test_diff_knows_what_calibration_has_scaled_and_left_unfolded(talkative, tmp_path):
     _, hf, text = talkative
     llmc.compile(hf, tmp_path / "case", quantize="int4", calibrate=text, target="cuda")
