@@ -325,6 +325,17 @@ def test_heads_that_are_no_attention_s_may_be_of_any_size(family, changes, tmp_p
                           families.reference_logits(model, tokens))
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next"])
+def test_a_shared_expert_of_no_features_is_left_out(family, tmp_path):
+    model = families.tiny_model(family, shared_expert_intermediate_size=0)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
+    schedule = read_schedule(tmp_path / "case" / "chip0" / "schedule.json")
+    assert all(0 not in tensor.shape for tensor in schedule.tensors)
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    families.assert_close(Interpreter(tmp_path / "case").run(tokens, 0),
+                          families.reference_logits(model, tokens))
+
+
 def test_all_positions_of_the_model_are_the_default_where_they_cost_nothing(tmp_path):
     hf_dir = families.save(families.tiny_model("llama", max_position_embeddings=131072),
                            tmp_path / "hf")
