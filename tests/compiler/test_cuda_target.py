@@ -325,6 +325,18 @@ def test_heads_that_are_no_attention_s_may_be_of_any_size(family, changes, tmp_p
                           families.reference_logits(model, tokens))
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_keys_of_several_layers_side_by_side(tp_size, tmp_path):
+    """Whole keys and values of a latent, as its rotary embedding has a factor of its own."""
+    model = families.tiny_model("deepseek_v2", qk_nope_head_dim=16, **families.rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16))
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 tp_size=tp_size)
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    for own in Interpreters(tmp_path / "case")._on_all(lambda rank: rank.run(tokens, 0)):
+        families.assert_close(own, families.reference_logits(model, tokens))
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next"])
 def test_a_shared_expert_of_no_features_is_left_out(family, tmp_path):
     model = families.tiny_model(family, shared_expert_intermediate_size=0)
