@@ -25,6 +25,7 @@ from llmc.compiler.passes.quantize import (
     ROUNDED,
     ROUNDED_GROUPS,
     UNQUANTIZED_EXPERTS,
+    UNQUANTIZED_LAYERS,
     UNROUNDED,
     UNROUNDED_GROUPS,
     UNROUNDED_HEADS,
@@ -183,6 +184,10 @@ def _say_conversions(lowered: Lowered, options: Options, progress: Progress) -> 
             progress(f"{report.matches[UNQUANTIZED_EXPERTS]} layers' experts stay in "
                      f"{options.dtype}, as target {options.target} has no kernel for them in the "
                      f"groups that they would have; --quantize rounds the other linear layers")
+        if UNQUANTIZED_LAYERS in report.matches:
+            progress(f"{report.matches[UNQUANTIZED_LAYERS]} linear layers stay in {options.dtype}, "
+                     f"as target {options.target} has no kernel for them in the groups that they "
+                     f"would have; --quantize rounds the others")
         nearest = [text.format(report.matches[name]) for name, text in (
             (NEAREST_EXPERTS, "the experts of {} layers"),
             (NEAREST_HEADS, "{} matrices of heads, latent attention's,"))

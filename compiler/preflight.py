@@ -74,6 +74,9 @@ class About:
 
     @property
     def head_dim(self) -> int | None:
+        """What attention has by the config; None where that does not tell, as of latents."""
+        if self.number("kv_lora_rank", "state_size"):
+            return None
         dim, hidden = self.number("head_dim", "d_kv"), self.number("hidden_size", "n_embd",
                                                                    "d_model")
         if dim is None and hidden and self.num_heads and hidden % self.num_heads == 0:

@@ -105,7 +105,8 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
         return node
     if node.op == "Add":
         number = constant(node.inputs[1])
-        return node if number is not None and number.ndim == 0 and number == 0 else None
+        is_zero = number is not None and number.ndim == 0 and number == 0
+        return node if is_zero or _sums_nothing(node.inputs[1]) else None
     if node.op == "Transpose":
         perm = list(node.attrs.get("perm", ()))
         return node if perm and perm == sorted(perm) else None
@@ -121,6 +122,19 @@ def _does_nothing(node: gs.Node, settings: Settings) -> gs.Node | None:
         whole = np.all(known[0] == 0) and np.all(known[1] >= _INT_MAX) and np.all(steps == 1)
         return node if whole else None
     return None
+
+
+def _sums_nothing(tensor: gs.Tensor) -> bool:
+    """Whether it is a product of no columns, such as a shared expert's of no features, be it gated:
+    zeros, whatever the model reads.
+    """
+    node = producer(tensor)
+    if node is None or not tensor.shape or tensor.shape[-1] == 1:  # which adding might expand
+        return False
+    if node.op == "MatMul" or (node.op == "Gemm" and len(node.inputs) == 2):
+        rows = node.inputs[0].shape
+        return bool(rows) and rows[-1] == 0
+    return node.op in ("Mul", "Reshape") and any(map(_sums_nothing, node.inputs))
 
 
 DROP = Rule("no-op", frozenset({"Add", "Cast", "Concat", "Dropout", "Identity", "Slice",

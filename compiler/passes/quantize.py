@@ -49,6 +49,7 @@ DEQUANTIZED, ROUNDED = "dequantised", "activations rounded"  # in reports
 MULTIPLIED = "codes of FP8 multiplied by such"
 ROUNDED_GROUPS, UNROUNDED_GROUPS = "activations rounded in groups", "activations not rounded"
 UNQUANTIZED_EXPERTS, UNROUNDED = "experts left as they are", "activations of experts not rounded"
+UNQUANTIZED_LAYERS = "linear layers left as they are"
 WIDENED = "MXFP4 as int8"
 NEAREST_EXPERTS = "experts rounded to nearest beside a calibration"
 NEAREST_HEADS = "matrices of heads rounded to nearest beside a calibration"
@@ -101,7 +102,9 @@ def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, sett
     for values, stored in zip(weights, found, strict=True):
         if isinstance(stored, NoMatch):
             report.refuse(node, stored)
-            if values.dequantized or values.stored is not None:
+            if scheme is not None and len(weights) == 1:
+                report.count(UNQUANTIZED_LAYERS)
+            elif values.dequantized or values.stored is not None:
                 report.count(DEQUANTIZED)
     if any(_loses_rounding(values, stored, settings)
            for values, stored in zip(weights, found, strict=True)):
@@ -308,6 +311,9 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
     if stored is None:
         if scheme is None:
             return None
+        if values.shape[-1] % 2:
+            return NoMatch(f"its weight has rows of {values.shape[-1]} numbers, where kernels read "
+                           f"even ones, so it is read as numbers", values.name)
         stored = quantize(values.reshape((math.prod(values.shape[:-1]), values.shape[-1])), scheme,
                           name)
     if stored.dtype == MXFP4 and not stacked:

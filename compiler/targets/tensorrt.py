@@ -38,7 +38,6 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
-from llmc.compiler.graph.rewrite import attends
 from llmc.compiler.targets import Options, cuda, kernel_order
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
@@ -88,14 +87,12 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: Options,
     """Write `chip<rank>/` and describe it.
 
     Raises:
-        LlmcError: a kernel or TensorRT cannot do what the model asks, or the builder fails.
+        LlmcError: TensorRT cannot do what the model asks, or the builder fails.
     """
     name = f"chip{rank}"
     directory = case_dir / name
     directory.mkdir()
     graphs = [graph] if encoder is None else [graph, encoder]
-    for program in graphs:
-        _check(program)
     places, weights = write_weights(graphs, directory / WEIGHTS_NAME)
     files, steps = [weights], []
     for program, (onnx_name, script, plan) in zip(graphs, _FILES, strict=False):
@@ -171,14 +168,6 @@ def with_plugins(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
     model.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in
                               sorted({function.domain for function in model.functions}))
     return model
-
-
-def _check(graph: gs.Graph) -> None:
-    """Refuse what a kernel or TensorRT cannot do."""
-    for node in graph.nodes:
-        if attends(node) and node.attrs["head_dim"] % 8:
-            raise LlmcError(f"head_dim {node.attrs['head_dim']} is not a multiple of 8, which "
-                            f"attention kernels need; compile for --target cpu")
 
 
 def _profiles(inputs: Sequence[gs.Tensor], options: Options) -> list[dict[str, list[list[int]]]]:

@@ -79,6 +79,7 @@ class Op:
         has_core: whether csrc has a core for it, which the engines of GPUs need.
         coreless: inputs, and fields but for their defaults, that its core does not take yet.
         core_most: of fields, the most that its core takes.
+        core_multiple: of fields, what its core takes multiples of only.
         body: (fields, names of the inputs present) to the reference body: lines in ONNX text
             syntax that compute the outputs from the inputs, at `OPSET`, in standard ONNX only.
             None for a collective, which no single graph can compute.
@@ -119,6 +120,7 @@ class Op:
     has_core: bool = True
     coreless: frozenset[str] = frozenset()
     core_most: Mapping[str, int] = field(default_factory=dict)
+    core_multiple: Mapping[str, int] = field(default_factory=dict)
     reference: Callable[[Fields, Mapping[str, Any]], Sequence[Any]] | None = None
     tolerance: float = 1e-5
     samples: Callable[[Any], Sequence[Sample]] | None = None
@@ -166,10 +168,12 @@ class Op:
         """Of a node's inputs, and of its fields but for defaults, those that its core does not take
         yet; or which value of a field.
         """
-        beyond = (f"{name} {fields[name]}" for name, most in self.core_most.items()
-                  if fields.get(name, self.fields[name]) > most)
+        given = {**self.fields, **fields}
+        odd = (f"{name} {given[name]}" for name in {**self.core_most, **self.core_multiple}
+               if given[name] > self.core_most.get(name, given[name])
+               or given[name] % self.core_multiple.get(name, 1))
         changed = (name for name, value in fields.items() if value != self.fields[name])
-        return self.coreless & {*inputs, *changed} | {*beyond}
+        return self.coreless & {*inputs, *changed} | {*odd}
 
     def packed(self, fields: Fields) -> frozenset[str]:
         """The inputs whose dtypes are those of weights in fewer bits, where `fields` say so."""

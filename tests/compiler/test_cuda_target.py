@@ -304,6 +304,50 @@ def test_what_has_no_kernel_is_refused_in_one_sentence(tmp_path, monkeypatch):
     assert not (tmp_path / "case").exists()
 
 
+@pytest.mark.parametrize(("family", "changes", "what"), [
+    ("gemma4_text", {"global_head_dim": 36}, "CausalAttention with head_dim 36"),
+    ("mamba2", {"conv_kernel": 9}, "CausalConv1d with kernel_size 9")])
+def test_sizes_that_no_kernel_takes_are_refused_wherever_they_are_from(family, changes, what,
+                                                                       tmp_path):
+    hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match=f"'cuda' has no kernel for llmc::{what} yet, which"):
+        llmc.compile(hf_dir, tmp_path / "case", target="cuda")
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("deepseek_v3", {"qk_rope_head_dim": 4}),
+    ("mamba2", {"num_heads": 32, "head_dim": 4})])
+def test_heads_that_are_no_attention_s_may_be_of_any_size(family, changes, tmp_path):
+    model = families.tiny_model(family, **changes)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    families.assert_close(Interpreter(tmp_path / "case").run(tokens, 0),
+                          families.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_keys_of_several_layers_side_by_side(tp_size, tmp_path):
+    """Whole keys and values of a latent, as its rotary embedding has a factor of its own."""
+    model = families.tiny_model("deepseek_v2", qk_nope_head_dim=16, **families.rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16))
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 tp_size=tp_size)
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    for own in Interpreters(tmp_path / "case")._on_all(lambda rank: rank.run(tokens, 0)):
+        families.assert_close(own, families.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next"])
+def test_a_shared_expert_of_no_features_is_left_out(family, tmp_path):
+    model = families.tiny_model(family, shared_expert_intermediate_size=0)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda")
+    schedule = read_schedule(tmp_path / "case" / "chip0" / "schedule.json")
+    assert all(0 not in tensor.shape for tensor in schedule.tensors)
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 12).tolist()
+    families.assert_close(Interpreter(tmp_path / "case").run(tokens, 0),
+                          families.reference_logits(model, tokens))
+
+
 def test_all_positions_of_the_model_are_the_default_where_they_cost_nothing(tmp_path):
     hf_dir = families.save(families.tiny_model("llama", max_position_embeddings=131072),
                            tmp_path / "hf")

@@ -773,3 +773,12 @@ def test_scales_of_the_largest_numbers_are_finite(scheme, numbers, tiny_hf, tmp_
     weights = load_file(tmp_path / "case" / "chip0" / "weights.safetensors")
     assert all(np.isfinite(array).all() for name, array in weights.items()
                if name.endswith("_scale"))
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_rows_of_an_odd_number_are_left_as_they_are_and_that_is_said(target, tmp_path):
+    hf_dir = families.save(families.tiny_model("llama", intermediate_size=37), tmp_path / "hf")
+    said = []
+    llmc.compile(hf_dir, tmp_path / "case", quantize="int8", target=target, progress=said.append)
+    assert any(f"3 linear layers stay in float32, as target {target} has no kernel" in text
+               for text in said)

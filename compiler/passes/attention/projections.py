@@ -55,7 +55,9 @@ def _joined(graph: gs.Graph, sources: Sequence[gs.Tensor]) -> gs.Tensor:
     """Tensors side by side."""
     if len(sources) == 1:
         return sources[0]
-    joined = gs.Variable(".".join(source.name for source in sources), np.float32)
+    shape = [*sources[0].shape[:-1], sum(int(source.shape[-1]) for source in sources)] \
+        if all(source.shape for source in sources) else None
+    joined = gs.Variable(".".join(source.name for source in sources), np.float32, shape)
     graph.nodes.append(gs.Node(op="Concat", name=joined.name, attrs={"axis": -1},
                                inputs=[*sources], outputs=[joined]))
     return joined
@@ -110,7 +112,8 @@ def merged_projection(graph: gs.Graph, branches: Sequence[Branch], output: gs.Te
             if of.shape and np.array_equal(index, np.arange(of.shape[-1])):
                 parts.append(of)
                 continue
-            part = gs.Variable(f"{of.name}.{len(parts)}.{name}", dtype=np.float32)
+            part = gs.Variable(f"{of.name}.{len(parts)}.{name}", np.float32,
+                               [*of.shape[:-1], len(index)] if of.shape else None)
             parts.append(gathered(graph, of, index, part))
         graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": -1}, inputs=parts,
                                    outputs=[qkv]))

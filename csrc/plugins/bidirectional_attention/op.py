@@ -170,6 +170,7 @@ OP = Op(
     float32_inputs=frozenset({"distance_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),
     core_most={"head_dim": 256},
+    core_multiple={"head_dim": 8},
     reference=_reference,
     samples=_samples,
 )

@@ -160,6 +160,7 @@ OP = rounds_output(Op(
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     core_most={"head_dim": 512},
+    core_multiple={"head_dim": 8},
     reference=_reference,
     samples=_samples,
 ), rounds)

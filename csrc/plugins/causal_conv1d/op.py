@@ -153,6 +153,7 @@ OP = Op(
     float32_inputs=frozenset({"state"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
     output_dtypes={"state_out": "float32"},
+    core_most={"kernel_size": 8},
     reference=_reference,
     samples=_samples,
 )

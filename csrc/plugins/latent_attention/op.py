@@ -335,6 +335,7 @@ OP = Op(
     float32_inputs=frozenset({"cos", "sin", "sinks"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
     cache_inputs=frozenset({"latent_cache"}),
+    core_most={"head_dim": 2048, "query_dim": 2048},
     reference=_reference,
     samples=_samples,
 )

@@ -333,6 +333,7 @@ OP = Op(
     float32_inputs=frozenset({"state", "decay_rate", "decay_bias", "beta_bias"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "state_slots"}),
     output_dtypes={"state_out": "float32"},
+    core_most={"k_head_dim": 256},
     reference=_reference,
     samples=_samples,
 )

@@ -231,6 +231,7 @@ OP = Op(
     body=_body,
     float32_inputs=frozenset({"bias", "expert_scale"}),
     output_dtypes={"experts": "int64", "scores": "float32"},
+    core_most={"top_k": 32},
     reference=_reference,
     samples=_samples,
 )
