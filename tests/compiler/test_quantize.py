@@ -539,6 +539,22 @@ def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path
     assert not (tmp_path / "case").exists()
 
 
+@pytest.mark.parametrize(("changes", "options", "said"), [
+    ({}, {"group_size": 32}, "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 24 "
+                             "numbers; no group_size divides the rows of all that is rounded"),
+    ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64},
+     "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 32 numbers; rows of all that "
+     "is rounded are whole groups of 16 or 32"),
+    ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64, "target": "cuda"},
+     "of which a chip has 32 numbers; rows of all that is rounded are whole groups of 32")])
+def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, options, said,
+                                                                   tmp_path):
+    hf = families.save(families.tiny_model("minicpm3", intermediate_size=96, num_hidden_layers=2,
+                                           **changes), tmp_path / "hf")
+    with pytest.raises(LlmcError, match=f"does not divide the rows of .*{said}"):
+        llmc.compile(hf, tmp_path / "case", quantize="int4", **options)
+
+
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory):
     """A model whose layers see few directions, as those of real ones do, and a text for it."""
