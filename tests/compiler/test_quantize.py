@@ -555,6 +555,30 @@ def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, opti
         llmc.compile(hf, tmp_path / "case", quantize="int4", **options)
 
 
+@pytest.mark.parametrize("family", ["codegen", "llama"])
+def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(family, tmp_path):
+    """256 behind an activation of its own, and 100, by 3 chips: 85 and 33 would be refused."""
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
+    widths = [load_file(tmp_path / f"case/chip{rank}/weights.safetensors")[name].shape[1]
+              for rank in range(3) for name in read_manifest(
+                  tmp_path / "case").chips[rank].quantization
+              if name.endswith(("fc_out.weight", "down_proj.weight")) and ".0." in name]
+    assert widths == {"codegen": [96, 80, 80], "llama": [36, 32, 32]}[family]
+
+
+def test_channels_of_a_short_convolution_are_divided_in_whole_groups(tmp_path):
+    """64 channels on 3 chips: 32, 16 and 16; what has no whole groups is in even rows."""
+    model = families.tiny_model("lfm2", block_auto_adjust_ff_dim=False, intermediate_size=100)
+    hf = families.save(model, tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
+    chips = read_manifest(tmp_path / "case").chips
+    sizes = [{name: form.group_size for name, form in chip.quantization.items()} for chip in chips]
+    assert [own["model.layers.0.conv.out_proj.weight"] for own in sizes] == [32, 16, 16]
+    assert [own["model.layers.0.feed_forward.w2.weight"] for own in sizes] == [36, 32, 32]
+    families.assert_close(logits(tmp_path / "case"), families.reference_logits(model, TOKENS), 0.03)
+
+
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory):
     """A model whose layers see few directions, as those of real ones do, and a text for it."""
