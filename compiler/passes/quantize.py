@@ -266,12 +266,15 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
 
 
 def is_rounded(node: gs.Node) -> bool:
-    """Whether a quantizable op's weight is rounded where linear layers are: no table's, and none
-    that chooses experts, where a rounding changes who computes.
+    """Whether a quantizable op's weight is rounded where linear layers are: no table's, none that
+    chooses experts, where a rounding changes who computes, and no single row, by which all of what
+    a shared expert makes is multiplied, and which is too little to save.
     """
     op = op_of(node)
     assert op is not None
-    return not any(isinstance(way, ByVocabulary) for way in op.shard) \
+    weight = values_of(operands(node)[op.quantized[0].weight])
+    return (weight.divided or weight.shape[:-1] != (1,)) \
+        and not any(isinstance(way, ByVocabulary) for way in op.shard) \
         and not any(is_op(user, ROUTE) for user in node.outputs[0].outputs)
 
 

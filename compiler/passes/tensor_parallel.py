@@ -386,6 +386,8 @@ class _Shards:
         key = (id(tensor._values), str(axis), index.tobytes())
         if key not in self._made:
             shard = values.take(index, axis)
+            if shard is not values:
+                shard.divided = shard.divided or axis == 0
             if values.stored is not None and values.stored.order is None and shard.stored is None:
                 raise LlmcError(f"'{tensor.name}' is stored in groups of "
                                 f"{values.stored.group_size} along its rows of {values.shape[1]}, "

@@ -555,6 +555,26 @@ def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, opti
         llmc.compile(hf, tmp_path / "case", quantize="int4", **options)
 
 
+def test_neither_what_chooses_experts_nor_what_weighs_a_shared_one_is_rounded(tmp_path):
+    hf = families.save(families.tiny_model("qwen2_moe", moe_intermediate_size=64,
+                                           num_hidden_layers=2), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int4")
+    kept = {name for name, array in load_file(tmp_path / "case/chip0/weights.safetensors").items()
+            if "layers.1" in name and array.ndim == 2 and array.dtype == np.float32
+            and not name.endswith("_scale")}
+    assert kept == {f"model.layers.1.mlp.{name}.weight" for name in ("gate", "shared_expert_gate")}
+
+
+def test_a_single_row_that_a_chip_has_of_several_is_rounded_as_the_others_are(tmp_path):
+    """Of the four heads of a delta rule three chips have 2, 1 and 1."""
+    hf = families.save(families.tiny_model(
+        "qwen3_next", intermediate_size=96, moe_intermediate_size=96,
+        shared_expert_intermediate_size=96), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
+    names = [sorted(chip.quantization) for chip in read_manifest(tmp_path / "case").chips]
+    assert names[0] == names[1] == names[2]
+
+
 @pytest.mark.parametrize("family", ["codegen", "llama"])
 def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(family, tmp_path):
     """256 behind an activation of its own, and 100, by 3 chips: 85 and 33 would be refused."""
