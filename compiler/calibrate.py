@@ -155,8 +155,9 @@ def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if isinstance(t, gs.Constant):
             given[id(t)] = gs.Constant(t.name, t._values)
         elif not t.is_empty():
-            given[id(t)] = gs.Variable(t.name, t.dtype, [f"{t.name}.{axis}" for axis in
-                                                         range(values[t.name].ndim)])
+            known = values[t.name]  # an export does not say of all tensors what they are
+            given[id(t)] = gs.Variable(t.name, known.dtype, [f"{t.name}.{axis}" for axis in
+                                                             range(known.ndim)])
     made = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
     wanted = [t.name for t, own in zip(node.outputs, made, strict=True)
               if (id(t) not in kept or t.outputs) and not own.is_empty()]

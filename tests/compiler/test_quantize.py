@@ -685,6 +685,15 @@ def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path)
     families.assert_close(*found, 0.05)
 
 
+def test_layers_whose_export_does_not_say_of_all_tensors_what_they_are_are_calibrated(talkative,
+                                                                                      tmp_path):
+    hf = families.save(families.tiny_model("falcon_h1", vocab_size=VOCAB, num_hidden_layers=2),
+                       tmp_path / "hf")
+    write_tokenizer(hf)
+    llmc.compile(hf, tmp_path / "case", quantize="int8", calibrate=talkative[2])
+    assert read_manifest(tmp_path / "case").quantization == ("int8",)
+
+
 @pytest.mark.parametrize(("family", "sizes", "text"), [
     ("qwen3_moe", {"moe_intermediate_size": 64}, "the experts of 2 layers are rounded to nearest"),
     ("minicpm3", {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32},
