@@ -389,9 +389,10 @@ class _Shards:
             if shard is not values:
                 shard.divided = shard.divided or axis == 0
             if values.stored is not None and values.stored.order is None and shard.stored is None:
-                raise LlmcError(f"'{tensor.name}' is stored in groups of "
-                                f"{values.stored.group_size} along its rows of {values.shape[1]}, "
-                                f"which this tp_size would cut; give another, such as 1")
+                raise LlmcError(f"'{tensor.name}' is in groups of {values.stored.group_size} along "
+                                f"its rows of {values.shape[1]}, as its checkpoint or a "
+                                f"calibration has them, which this tp_size would cut; give "
+                                f"another, such as 1")
             self._made[key] = gs.Constant(tensor.name, shard)
         return self._made[key]
 
