@@ -271,12 +271,13 @@ def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.nd
 
 def _inner_units(node: gs.Node, way: ByInner, plan: Plan) -> list[int]:
     """How many columns between two products stay together, best first: those that share a scale of
-    the second's weight, in such numbers as kernels of packed experts have in a step.
+    the second's weight, in such numbers as kernels of packed experts have in a step; else pairs.
     """
     stored = values_of(operands(node)[way.down]).stored
     size = stored.group_size if stored is not None else plan.group_size
-    return [unit for some in (size, plan.group_size) if some > 1
-            for unit in (math.lcm(some, _EXPERTS_STEP), some)] + [1]
+    units = [unit for some in (size, plan.group_size) if some > 1
+             for unit in (math.lcm(some, _EXPERTS_STEP), some)]
+    return [*units, 2, 1] if units else [1]
 
 
 def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:

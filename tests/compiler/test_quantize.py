@@ -587,6 +587,15 @@ def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(fami
     assert widths == {"codegen": [96, 80, 80], "llama": [36, 32, 32]}[family]
 
 
+def test_so_do_they_share_the_columns_between_experts_products(tmp_path):
+    """40 by 3 chips; groups that no kernel has leave them numbers."""
+    said = []
+    hf = families.save(families.tiny_model("qwen3_moe", num_hidden_layers=2, intermediate_size=96),
+                       tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3, progress=said.append)
+    assert any("2 layers' experts stay in float32" in text for text in said)
+
+
 def test_channels_of_a_short_convolution_are_divided_in_whole_groups(tmp_path):
     """64 channels on 3 chips: 32, 16 and 16; what has no whole groups is in even rows."""
     model = families.tiny_model("lfm2", block_auto_adjust_ff_dim=False, intermediate_size=100)
