@@ -40,7 +40,7 @@ from llmc.compiler.graph.quantization import (
 from llmc.compiler.graph.rewrite import caches, op_of, operands, state_of, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
-from llmc.compiler.passes.quantize import is_rounded, refuse_rounded
+from llmc.compiler.passes.quantize import is_rounded, refuse_group_size, refuse_rounded, said
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
 from llmc.runtime.tokenizer import read_tokenizer
@@ -94,6 +94,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
     def wanted(tensor: gs.Tensor) -> Scheme | None:
         return head_scheme if values_of(tensor) is values_of(head) else scheme
 
+    refuse_group_size([graph], scheme, head_scheme, 1)
     values: dict[str, np.ndarray] = _feeds(graph, tokens, max_seq_len)
     last_use = {id(tensor): step for step, node in enumerate(graph.nodes)
                 for tensor in node.inputs}
@@ -113,7 +114,7 @@ def calibrate(graph: gs.Graph, tokens: Sequence[int], scheme: Scheme, head_schem
                 refuse_rounded(weight)
                 progress(f"calibrate {tensor.name}")
                 stored = space.keep(_round(weight, values[operands(node)["x"].name], own,
-                                           tensor.name))
+                                           said(weight, tensor.name)))
                 for constant in constants:
                     if constant._values is weight:
                         constant._values = stored.weight(weight.name)
@@ -154,8 +155,9 @@ def _run(node: gs.Node, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if isinstance(t, gs.Constant):
             given[id(t)] = gs.Constant(t.name, t._values)
         elif not t.is_empty():
-            given[id(t)] = gs.Variable(t.name, t.dtype, [f"{t.name}.{axis}" for axis in
-                                                         range(values[t.name].ndim)])
+            known = values[t.name]  # an export does not say of all tensors what they are
+            given[id(t)] = gs.Variable(t.name, known.dtype, [f"{t.name}.{axis}" for axis in
+                                                             range(known.ndim)])
     made = [t if t.is_empty() else gs.Variable(t.name, t.dtype) for t in node.outputs]
     wanted = [t.name for t, own in zip(node.outputs, made, strict=True)
               if (id(t) not in kept or t.outputs) and not own.is_empty()]

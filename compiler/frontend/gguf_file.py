@@ -88,8 +88,15 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
             (Path(folder) / path.name).write_bytes(header.without_vocabulary())
             return AutoConfig.from_pretrained(folder, gguf_file=path.name)
     except Exception as error:  # gguf and transformers raise many kinds for a bad file
-        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
-        raise LlmcError(f"'{path}' cannot be read as GGUF ({first})") from error
+        if f"architecture {architecture} is not supported" in str(error):
+            raise LlmcError(f"'{path}' has a model of architecture '{architecture}', which "
+                            f"transformers does not read from GGUF files; give the model's Hugging "
+                            f"Face directory") from error
+        raise LlmcError(f"'{path}' cannot be read as GGUF ({_line(error)})") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or repr(error)
 
 
 def _tokenizer_class(path: Path, config: Any) -> Any:
@@ -121,8 +128,13 @@ def _tensors(path: Path, header: GgufHeader, config: Any) -> dict[str, Weight]:
 
     architecture = header.text("general.architecture")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    with torch.device("meta"):
-        names = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), processor)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of sizes or tokens that contradict one another
+        raise LlmcError(f"transformers makes no '{type(config).__name__}' of what '{path}' says of "
+                        f"itself ({_line(error)}); give another file") from error
+    names = get_gguf_hf_weights_map(model, processor)
     found: dict[str, Weight] = {}
     for tensor in header.tensors:
         weight = _weight(path, tensor)
@@ -228,8 +240,12 @@ def _processed(weight: Weight, name: str, processor: Any, names: Mapping[str, st
         return Weight(weight.shape, np.float32,
                       lambda start, stop: process(weight.rows(start, stop)), name)
     if kind == "LlamaTensorProcessor":  # queries and keys have their rows in another order
-        rows = np.arange(weight.shape[0])
-        return weight.take_rows(process(rows))
+        try:
+            rows = process(np.arange(weight.shape[0]))
+        except ValueError as error:
+            raise LlmcError(f"tensor '{name}' {list(weight.shape)} in '{path}' has rows for other "
+                            f"heads than its metadata says; the file is damaged") from error
+        return weight.take_rows(rows)
     if kind == "GPT2TensorProcessor":
         turned = len(weight.shape) == 2 and process(np.zeros((1, 2), np.float32)).shape == (2, 1)
         return weight.transpose() if turned else weight

@@ -36,6 +36,7 @@ class Weight(LazyValues):
 
     Attributes:
         dequantized: whether its checkpoint had it in fewer bits, and `stored` was left behind.
+        divided: whether it has some of the rows, of which other ranks have the rest.
         unrounded: a form that was left behind, its own or a part's, and says that what is
             multiplied is rounded.
     """
@@ -48,6 +49,7 @@ class Weight(LazyValues):
         self.name = name
         self.stored = stored
         self.dequantized = False
+        self.divided = False
         self.unrounded: Stored | None = None
         self._rows = rows
         self._transposed: Weight | None = None
@@ -65,6 +67,7 @@ class Weight(LazyValues):
         """See what this weight has left behind of those that it is made of."""
         self.dequantized = self.stored is None and any(
             source.dequantized or source.stored is not None for source in sources)
+        self.divided = any(source.divided for source in sources)
         if self.stored is None or not self.stored.activation_dtype:
             self.unrounded = next((form for source in sources
                                    for form in (source.stored, source.unrounded)

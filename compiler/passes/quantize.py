@@ -68,6 +68,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
     """
     if settings.dequantize:
         return
+    if not settings.calibrated:
+        refuse_group_size(graphs, settings.scheme, settings.head_scheme, settings.group_multiple)
     head = id(values_of(head_weight(graphs[0])))
     made: dict[int, _Made] = {}
     for owner, node in [(graph, node) for graph in graphs for node in graph.nodes]:
@@ -267,12 +269,15 @@ def _quantize_heads(graph: gs.Graph, node: gs.Node, settings: Settings, report: 
 
 
 def is_rounded(node: gs.Node) -> bool:
-    """Whether a quantizable op's weight is rounded where linear layers are: no table's, and none
-    that chooses experts, where a rounding changes who computes.
+    """Whether a quantizable op's weight is rounded where linear layers are: no table's, none that
+    chooses experts, where a rounding changes who computes, and no single row, by which all of what
+    a shared expert makes is multiplied, and which is too little to save.
     """
     op = op_of(node)
     assert op is not None
-    return not any(isinstance(way, ByVocabulary) for way in op.shard) \
+    weight = values_of(operands(node)[op.quantized[0].weight])
+    return (weight.divided or weight.shape[:-1] != (1,)) \
+        and not any(isinstance(way, ByVocabulary) for way in op.shard) \
         and not any(is_op(user, ROUTE) for user in node.outputs[0].outputs)
 
 
@@ -286,6 +291,48 @@ def refuse_rounded(weight: Weight) -> None:
         raise LlmcError(f"'{weight.name}' is in fewer bits in its checkpoint already, which llmc "
                         f"does not round again; leave out --quantize, or give the model that it "
                         f"was made from")
+
+
+def refuse_group_size(graphs: Sequence[gs.Graph], scheme: Scheme | None,
+                      head_scheme: Scheme | None, multiple: int) -> None:
+    """Refuse groups that a row is no whole number of, and say which sizes all of them are of.
+
+    Raises:
+        LlmcError: there is such a row among what is to be rounded.
+    """
+    if scheme is None or not scheme.group_size:
+        return
+    widths: dict[int, str] = {}
+    head = values_of(head_weight(graphs[0]))
+    for node in (node for graph in graphs for node in graph.nodes):
+        op = op_of(node)
+        found = [tensor._values.matrix for tensor in node.inputs if isinstance(
+            tensor, gs.Constant) and isinstance(tensor._values, HeadMatrices)]
+        if op is not None and op.quantized:
+            weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
+            if head_scheme is not None if weights[0] is head else is_rounded(node):
+                found.extend(weights)
+        for weight in found:
+            if weight.stored is None and not weight.dequantized:
+                widths.setdefault(weight.shape[-1], weight.name.split("+")[0])
+    odd = next((width for width in widths if scheme.group_size_for(width) is None), None)
+    if odd is None:
+        return
+    common = math.gcd(*widths)
+    sizes = [str(size) for size in range(SMALLEST_GROUP, min(common, _MOST_OF_EXPERTS) + 1, 2)
+             if common % size == 0 and size % max(multiple, 1) == 0]
+    way_out = f"rows of all that is rounded are whole groups of {' or '.join(sizes)}" if sizes \
+        else "no group_size divides the rows of all that is rounded, so leave it out: each then " \
+             "has groups of its own"
+    raise LlmcError(f"group_size {scheme.group_size} does not divide the rows of '{widths[odd]}', "
+                    f"of which a chip has {odd} numbers; {way_out}")
+
+
+def said(values: Weight, name: str) -> str:
+    """What messages call a weight, which a graph has by this name: the tensors of the checkpoint
+    that it is made of, but of a stack, which has many.
+    """
+    return name if len(values.shape) == 3 else "' or '".join(dict.fromkeys(values.name.split("+")))
 
 
 @dataclass(frozen=True)
@@ -315,7 +362,7 @@ def _form(values: Weight, scheme: Scheme | None, name: str, settings: Settings,
             return NoMatch(f"its weight has rows of {values.shape[-1]} numbers, where kernels read "
                            f"even ones, so it is read as numbers", values.name)
         stored = quantize(values.reshape((math.prod(values.shape[:-1]), values.shape[-1])), scheme,
-                          name)
+                          said(values, name))
     if stored.dtype == MXFP4 and not stacked:
         stored = stored.as_int8()
     if stored.bits == 4 and stored.codes.shape[1] % 2:

@@ -29,7 +29,8 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.passes.shares import (
     HeadShare,
-    balanced,
+    columns_together,
+    deal_columns,
     head_columns,
     is_linear,
     selects_columns,
@@ -54,8 +55,11 @@ class Region:
     shares: dict[int, list[HeadShare]] = field(default_factory=dict)
 
 
-def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None) -> Region:
-    """All regions of a graph whose parts can be divided."""
+def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None,
+                 group_size: int = 1) -> Region:
+    """All regions of a graph whose parts can be divided; `group_size` columns share a scale of what
+    is to be rounded.
+    """
     found, seen = Region(), set[int]()
     for seed in graph.nodes:
         if id(seed) in seen or not (state_of(seed) or _is_gated(graph, seed)
@@ -64,7 +68,7 @@ def find_regions(graph: gs.Graph, tp_size: int, head: gs.Node | None) -> Region:
         region = _Spread(graph, head)
         divides = region.spread(seed)
         seen |= region.nodes.keys()
-        made = region.divide(tp_size) if divides else None
+        made = region.divide(tp_size, group_size) if divides else None
         if made is not None:
             found.columns.update(made.columns)
             found.shares.update(made.shares)
@@ -136,7 +140,7 @@ class _Spread:
         return way is not None and operand(node, way.x) is tensor and is_linear(node, way) \
             and sum(t is tensor for t in node.inputs) == 1
 
-    def divide(self, tp_size: int) -> Region | None:
+    def divide(self, tp_size: int, group_size: int) -> Region | None:
         """What each rank has; None where its heads cannot be dealt out, or cut groups."""
         keyed = [node for node in self.nodes.values()
                  if shard_of(node, ByStateHeads) or shard_of(node, ByHeads)]
@@ -149,7 +153,7 @@ class _Spread:
                 return None
             made.shares[id(keyed[0])] = share_heads(*counts, tp_size)
         for key, tensor in self._tensors.items():
-            columns = self._divided(tensor, self._kind[key], keyed, made, tp_size)
+            columns = self._divided(tensor, self._kind[key], keyed, made, tp_size, group_size)
             if columns is None:
                 return None
             made.columns[key] = columns
@@ -157,14 +161,15 @@ class _Spread:
                            for node in self.nodes.values()) else None
 
     def _divided(self, tensor: gs.Tensor, kind: str, keyed: Sequence[gs.Node], region: Region,
-                 tp_size: int) -> list[np.ndarray] | None:
+                 tp_size: int, group_size: int) -> list[np.ndarray] | None:
         width = tensor.shape[-1]
         if not keyed:  # channels that know nothing of one another
             if any(other.shape[-1] != width for other in self._tensors.values()) \
                     or width < tp_size:
                 return None
-            ends = np.cumsum(balanced(width, tp_size))[:-1]
-            return np.split(np.arange(width), ends)
+            together = max(columns_together(self._graph, other, group_size)
+                           for other in self._tensors.values())
+            return deal_columns(width, tp_size, together)
         node, shares = keyed[0], region.shares[id(keyed[0])]
         if kind == _PACKED:
             return [head_columns(share, _groups(node)) for share in shares]

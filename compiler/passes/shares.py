@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.rewrite import fields_of
-from llmc.plugins.roles import ByColumns
+from llmc.compiler.graph.probe import ELEMENTWISE
+from llmc.compiler.graph.quantization import SMALLEST_GROUP
+from llmc.compiler.graph.rewrite import (
+    consumers,
+    fields_of,
+    is_llmc,
+    operand,
+    operands,
+    shard_of,
+    values_of,
+)
+from llmc.plugins.roles import ByColumns, ByElements
+
+_UNITS = (32, 16, 8, 4, 2)  # columns that chips may share in place of those that share a scale
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,37 @@ def share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> list[HeadSha
 def balanced(total: int, parts: int) -> list[int]:
     """`total` in `parts` that differ by at most one, the larger first."""
     return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def deal_columns(width: int, parts: int, together: int) -> list[np.ndarray]:
+    """The columns of each part, where so many share a scale: in whole groups, else as many each, if
+    that leaves parts of groups that kernels have, else in such parts, else in even numbers.
+    """
+    units = [unit for unit in (together, 1, *_UNITS) if unit <= together and width % unit == 0
+             and width // unit >= parts]
+    dealt = [np.split(np.arange(width), np.cumsum(balanced(width // unit, parts))[:-1] * unit)
+             for unit in units]
+    groups = [math.gcd(together, *map(len, columns)) for columns in dealt]
+    place = next((place for place, size in enumerate(groups) if size >= SMALLEST_GROUP), None)
+    if place is None:
+        place = next((place for place, size in enumerate(groups) if size % 2 == 0), units.index(1))
+    return dealt[place]
+
+
+def columns_together(graph: gs.Graph, tensor: gs.Tensor, group_size: int) -> int:
+    """How many columns of a tensor share a scale of the weight that multiplies it, or what is made
+    of it element by element; a weight has groups of `group_size` if it is not stored in others.
+    """
+    found = [1]
+    for user in consumers(graph, tensor):
+        way = shard_of(user, ByColumns)
+        if user is not None and way is not None and operand(user, way.x) is tensor:
+            stored = values_of(operands(user)[way.inputs[0]]).stored
+            found.append(stored.group_size if stored is not None else group_size)
+        elif user is not None and (shard_of(user, ByElements) is not None or (
+                not is_llmc(user) and (user.op in ELEMENTWISE or selects_rows(user)))):
+            found.append(columns_together(graph, user.outputs[0], group_size))
+    return max(found)
 
 
 def head_columns(share: HeadShare, kinds: Sequence[tuple[int, int, bool]]) -> np.ndarray:

@@ -45,6 +45,8 @@ from llmc.compiler.passes.regions import Region, find_regions
 from llmc.compiler.passes.shares import (
     HeadShare,
     balanced,
+    columns_together,
+    deal_columns,
     head_columns,
     is_linear,
     selects_columns,
@@ -181,7 +183,8 @@ def make_plan(graph: gs.Graph, tp_size: int, group_size: int = 1,
         LlmcError: there are fewer experts, or columns of them, than ranks.
     """
     head = lm_head(graph) if graph.outputs[0].name == "logits" else None
-    plan = Plan(tp_size, group_size, expert_parallel, head, find_regions(graph, tp_size, head))
+    plan = Plan(tp_size, group_size, expert_parallel, head, find_regions(
+        graph, tp_size, head, group_size))
     for node in graph.nodes:
         way = _choose(graph, node, plan)
         if way is not None:
@@ -268,12 +271,13 @@ def _deal_out(node: gs.Node, way: ByExperts | ByInner, plan: Plan) -> list[np.nd
 
 def _inner_units(node: gs.Node, way: ByInner, plan: Plan) -> list[int]:
     """How many columns between two products stay together, best first: those that share a scale of
-    the second's weight, in such numbers as kernels of packed experts have in a step.
+    the second's weight, in such numbers as kernels of packed experts have in a step; else pairs.
     """
     stored = values_of(operands(node)[way.down]).stored
     size = stored.group_size if stored is not None else plan.group_size
-    return [unit for some in (size, plan.group_size) if some > 1
-            for unit in (math.lcm(some, _EXPERTS_STEP), some)] + [1]
+    units = [unit for some in (size, plan.group_size) if some > 1
+             for unit in (math.lcm(some, _EXPERTS_STEP), some)]
+    return [*units, 2, 1] if units else [1]
 
 
 def _takes_heads(node: gs.Node, way: ByHeads, plan: Plan) -> bool:
@@ -304,25 +308,13 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan) -> list[np
     if attention is None or heads is None:
         if width < tp_size:
             return None
-        unit = _unit(users[0], result, plan.group_size)
-        if width % unit or width // unit < tp_size:
-            unit = 1
-        ends = np.cumsum(balanced(width // unit, tp_size))[:-1] * unit
-        return np.split(np.arange(width), ends)
+        return deal_columns(width, tp_size,
+                            columns_together(graph, result, plan.group_size))
     name = next(name for name in heads.heads if operand(attention, name) is result)
     fields = attention.attrs
     shares = share_heads(fields["num_heads"], fields["num_kv_heads"], tp_size)
     plan.shares[id(result)] = shares
     return [_head_columns(heads.heads[name], share, fields, width) for share in shares]
-
-
-def _unit(user: gs.Node | None, tensor: gs.Tensor, group_size: int) -> int:
-    """How many columns of a tensor stay together, as they share a scale of the weight behind it."""
-    for way in () if user is None else _ways(user):
-        if isinstance(way, ByColumns) and operand(user, way.x) is tensor:
-            stored = values_of(operands(user)[way.inputs[0]]).stored
-            return stored.group_size if stored is not None else group_size
-    return 1
 
 
 def _head_columns(kinds: str, share: HeadShare, fields: dict[str, int], width: int) -> np.ndarray:
@@ -395,10 +387,13 @@ class _Shards:
         key = (id(tensor._values), str(axis), index.tobytes())
         if key not in self._made:
             shard = values.take(index, axis)
+            if shard is not values:
+                shard.divided = shard.divided or axis == 0
             if values.stored is not None and values.stored.order is None and shard.stored is None:
-                raise LlmcError(f"'{tensor.name}' is stored in groups of "
-                                f"{values.stored.group_size} along its rows of {values.shape[1]}, "
-                                f"which this tp_size would cut; give another, such as 1")
+                raise LlmcError(f"'{tensor.name}' is in groups of {values.stored.group_size} along "
+                                f"its rows of {values.shape[1]}, as its checkpoint or a "
+                                f"calibration has them, which this tp_size would cut; give "
+                                f"another, such as 1")
             self._made[key] = gs.Constant(tensor.name, shard)
         return self._made[key]
 

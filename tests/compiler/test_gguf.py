@@ -324,6 +324,19 @@ def test_what_transformers_leaves_out_is_refused(file, match, tmp_path):
         read(write(tmp_path / "m.gguf", file))
 
 
+@pytest.mark.parametrize(("file", "match"), [
+    (File("deepseek2", layer={}), "architecture 'deepseek2', which transformers does not read"),
+    (File(layer={**LAYER, "attn_k.weight": (30, 64)}),
+     r"'blk.0.attn_k.weight' \[30, 64\] in '.*' has rows for other heads than its metadata says"),
+    (File(fields={**LLAMA, "attention.head_count": 0}), "cannot be read as GGUF|makes no 'Llama"),
+    (File("phi3"), "makes no 'Phi3Config' of what '.*' says of itself .Padding_idx must be within"),
+    (File(fields={**LLAMA, "context_length": "x"}), "field 'max_position_embeddings': .* expected"),
+])
+def test_what_contradicts_itself_or_is_not_known_is_one_sentence(file, match, tmp_path):
+    with pytest.raises(llmc.LlmcError, match=match):
+        read(write(tmp_path / "m.gguf", file))
+
+
 def test_one_file_of_several_is_refused(tmp_path):
     path = tmp_path / "m-00001-of-00002.gguf"
     writer = gguf.GGUFWriter(path, "llama")

@@ -539,6 +539,75 @@ def test_what_cannot_be_rounded_is_one_sentence(options, said, tiny_hf, tmp_path
     assert not (tmp_path / "case").exists()
 
 
+@pytest.mark.parametrize(("changes", "options", "said"), [
+    ({}, {"group_size": 32}, "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 24 "
+                             "numbers; no group_size divides the rows of all that is rounded"),
+    ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64},
+     "'model.layers.0.self_attn.q_b_proj.weight', of which a chip has 32 numbers; rows of all that "
+     "is rounded are whole groups of 16 or 32"),
+    ({"q_lora_rank": 32, "kv_lora_rank": 32}, {"group_size": 64, "target": "cuda"},
+     "of which a chip has 32 numbers; rows of all that is rounded are whole groups of 32")])
+def test_a_group_size_that_does_not_fit_is_told_with_those_that_do(changes, options, said,
+                                                                   tmp_path):
+    hf = families.save(families.tiny_model("minicpm3", intermediate_size=96, num_hidden_layers=2,
+                                           **changes), tmp_path / "hf")
+    with pytest.raises(LlmcError, match=f"does not divide the rows of .*{said}"):
+        llmc.compile(hf, tmp_path / "case", quantize="int4", **options)
+
+
+def test_neither_what_chooses_experts_nor_what_weighs_a_shared_one_is_rounded(tmp_path):
+    hf = families.save(families.tiny_model("qwen2_moe", moe_intermediate_size=64,
+                                           num_hidden_layers=2), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int4")
+    kept = {name for name, array in load_file(tmp_path / "case/chip0/weights.safetensors").items()
+            if "layers.1" in name and array.ndim == 2 and array.dtype == np.float32
+            and not name.endswith("_scale")}
+    assert kept == {f"model.layers.1.mlp.{name}.weight" for name in ("gate", "shared_expert_gate")}
+
+
+def test_a_single_row_that_a_chip_has_of_several_is_rounded_as_the_others_are(tmp_path):
+    """Of the four heads of a delta rule three chips have 2, 1 and 1."""
+    hf = families.save(families.tiny_model(
+        "qwen3_next", intermediate_size=96, moe_intermediate_size=96,
+        shared_expert_intermediate_size=96), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
+    names = [sorted(chip.quantization) for chip in read_manifest(tmp_path / "case").chips]
+    assert names[0] == names[1] == names[2]
+
+
+@pytest.mark.parametrize("family", ["codegen", "llama"])
+def test_chips_share_columns_in_even_numbers_that_are_groups_if_they_can_be(family, tmp_path):
+    """256 behind an activation of its own, and 100, by 3 chips: 85 and 33 would be refused."""
+    hf = families.save(families.tiny_model(family), tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
+    widths = [load_file(tmp_path / f"case/chip{rank}/weights.safetensors")[name].shape[1]
+              for rank in range(3) for name in read_manifest(
+                  tmp_path / "case").chips[rank].quantization
+              if name.endswith(("fc_out.weight", "down_proj.weight")) and ".0." in name]
+    assert widths == {"codegen": [96, 80, 80], "llama": [36, 32, 32]}[family]
+
+
+def test_so_do_they_share_the_columns_between_experts_products(tmp_path):
+    """40 by 3 chips; groups that no kernel has leave them numbers."""
+    said = []
+    hf = families.save(families.tiny_model("qwen3_moe", num_hidden_layers=2, intermediate_size=96),
+                       tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3, progress=said.append)
+    assert any("2 layers' experts stay in float32" in text for text in said)
+
+
+def test_channels_of_a_short_convolution_are_divided_in_whole_groups(tmp_path):
+    """64 channels on 3 chips: 32, 16 and 16; what has no whole groups is in even rows."""
+    model = families.tiny_model("lfm2", block_auto_adjust_ff_dim=False, intermediate_size=100)
+    hf = families.save(model, tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int8", tp_size=3)
+    chips = read_manifest(tmp_path / "case").chips
+    sizes = [{name: form.group_size for name, form in chip.quantization.items()} for chip in chips]
+    assert [own["model.layers.0.conv.out_proj.weight"] for own in sizes] == [32, 16, 16]
+    assert [own["model.layers.0.feed_forward.w2.weight"] for own in sizes] == [36, 32, 32]
+    families.assert_close(logits(tmp_path / "case"), families.reference_logits(model, TOKENS), 0.03)
+
+
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory):
     """A model whose layers see few directions, as those of real ones do, and a text for it."""
@@ -623,6 +692,15 @@ def test_layers_that_read_another_ones_cache_are_calibrated(talkative, tmp_path)
         with llmc.LLM(tmp_path / name) as llm:
             found.append(llm.logits(TOKENS))
     families.assert_close(*found, 0.05)
+
+
+def test_layers_whose_export_does_not_say_of_all_tensors_what_they_are_are_calibrated(talkative,
+                                                                                      tmp_path):
+    hf = families.save(families.tiny_model("falcon_h1", vocab_size=VOCAB, num_hidden_layers=2),
+                       tmp_path / "hf")
+    write_tokenizer(hf)
+    llmc.compile(hf, tmp_path / "case", quantize="int8", calibrate=talkative[2])
+    assert read_manifest(tmp_path / "case").quantization == ("int8",)
 
 
 @pytest.mark.parametrize(("family", "sizes", "text"), [

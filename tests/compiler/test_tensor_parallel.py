@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import llmc
 from llmc.compiler.frontend import load
 from llmc.compiler.lower import fuse
+from llmc.compiler.passes.shares import deal_columns
 from llmc.compiler.passes.tensor_parallel import partition, share_heads
 from llmc.compiler.targets import Options
 from llmc.runtime.manifest import CollectiveStep, read_manifest
@@ -29,6 +30,17 @@ def test_every_query_head_is_on_one_rank_beside_its_kv_head(num_kv_heads, group,
         per_kv = heads // len(share.kv_heads)
         assert [h // group for h in range(share.start, share.stop)] == \
             list(np.repeat(share.kv_heads, per_kv))
+
+
+@pytest.mark.parametrize(("width", "parts", "together", "expected"), [
+    (100, 3, 1, [34, 33, 33]), (384, 2, 128, [256, 128]), (96, 2, 96, [48, 48]),
+    (256, 3, 128, [96, 96, 64]), (100, 2, 16, [50, 50]), (100, 3, 16, [36, 32, 32]),
+    (85, 3, 16, [29, 28, 28])])
+def test_columns_are_dealt_out_in_what_weights_in_fewer_bits_can_have(width, parts, together,
+                                                                      expected):
+    dealt = deal_columns(width, parts, together)
+    assert [len(columns) for columns in dealt] == expected
+    assert np.concatenate(dealt).tolist() == list(range(width))
 
 
 def test_nine_heads_of_three_groups_on_two_ranks_are_two_groups_and_one():
