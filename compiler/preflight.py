@@ -49,10 +49,14 @@ class About:
     def name(self) -> str:
         return architecture_of(self.config)
 
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The config, or its part about text."""
+        return self.config.get("text_config") or self.config
+
     def number(self, *keys: str) -> int | None:
-        """The first of these keys that the config, or its part about text, has."""
-        text = self.config.get("text_config") or self.config
-        return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
+        """The first of these keys that it has."""
+        return next((self.text[key] for key in keys if isinstance(self.text.get(key), int)), None)
 
     @property
     def switches_at(self) -> int | None:
@@ -60,8 +64,7 @@ class About:
         (longrope).
         """
         key = "original_max_position_embeddings"
-        text = self.config.get("text_config") or self.config
-        rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+        rope = self.text.get("rope_scaling") or self.text.get("rope_parameters") or {}
         return (rope.get(key) or self.number(key)) if "long_factor" in rope else None
 
     @property

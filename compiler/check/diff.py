@@ -103,6 +103,7 @@ _QUANTIZED_TOLERANCES = {8: 0.1, 4: 0.5}
 # bits in groups take 0.09 and FP8 0.03, calibration 0.5 where a text says little; what has
 # nothing to do with it is 1 away or more.
 _ROUNDED_WEIGHT = 0.9
+_STORED = ("", "_scale", "_zero", "_min")  # what the names of its parts end in
 _TOKENS = 24
 
 
@@ -574,7 +575,9 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
                         have = file.get_slice(name) if name in names else None
                         found = _compare_weight(rank, name, have, values)
                     elif name in chip.quantization and in_order:
-                        found = _compare_rounded(rank, name, file, chip.quantization[name], values)
+                        have = {part: file.get_slice(name + part) for part in _STORED
+                                if name + part in names}
+                        found = _compare_rounded(rank, name, have, chip.quantization[name], values)
                     if found is not None:
                         bad.append(found)
         except (OSError, SafetensorError) as error:
@@ -608,30 +611,29 @@ def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
     return names
 
 
-def _compare_rounded(rank: int, name: str, file: Any, form: WeightForm, expected: Weight) -> \
-        BadWeight | None:
+def _compare_rounded(rank: int, name: str, have: Mapping[str, Any], form: WeightForm,
+                     expected: Weight) -> BadWeight | None:
     """One weight that is rounded, here or before: whether it is no further from what the reference
-    gives than that takes it.
+    gives than that takes it. `have`: slices of the file, by what their names end in.
     """
-    keys = {part: f"{name}{part}" for part in ("", "_scale", "_zero", "_min")}
-    there = {part: file.get_slice(key) for part, key in keys.items() if key in {*file.keys()}}
-    if tuple(there[""].get_shape()[:-1]) != expected.shape[:-1]:
+    if not {"", "_scale"} <= have.keys() \
+            or tuple(have[""].get_shape()[:-1]) != expected.shape[:-1]:
         return _bad_weight(rank, name, math.prod(expected.shape), math.inf)
     fields = {"weight_dtype": form.dtype, "group_size": form.group_size}
     start, count, worst, error, whole = 0, 0, 0.0, 0.0, 0.0
     for block in expected.blocks():
         stop = start + len(block)
         parts = {part: rows[start:stop].reshape(-1, rows.get_shape()[-1])
-                 for part, rows in there.items()}
+                 for part, rows in have.items()}
         start = stop
         wanted = block.reshape(-1, block.shape[-1]).astype(np.float64)
         gap = np.abs(dequantized(fields, parts[""], parts["_scale"], parts.get("_zero"),
                                  parts.get("_min"))[:, :wanted.shape[1]] - wanted)
         worst, count = max(worst, float(gap.max())), count + gap.size
         error, whole = error + float((gap**2).sum()), whole + float((wanted**2).sum())
-    off = math.sqrt(error / whole) if whole else math.inf * error
-    return _bad_weight(rank, name, count, worst, off) \
-        if not off <= _ROUNDED_WEIGHT else None
+    if error <= _ROUNDED_WEIGHT**2 * whole:
+        return None
+    return _bad_weight(rank, name, count, worst, math.sqrt(error / whole) if whole else math.inf)
 
 
 def _bad_weight(rank: int, name: str, count: int, worst: float, off: float = 0.0) -> BadWeight:

@@ -133,10 +133,11 @@ class Checkpoint:
                 continue
             self.parts.setdefault(own, []).append(name)
             sources.setdefault(own, {}).setdefault(pattern, []).append(tensors[name])
+        modules = dict(model.named_modules()) if stacking else {}
         for own, found in sources.items():
             converter = converters[next(iter(found))]
             made = _merge(own, found, converter)
-            self.merged[own] = _as_stacks_lie(made, self.spellings(own), model) \
+            self.merged[own] = _as_stacks_lie(made, self.spellings(own), modules) \
                 if converter in stacking else made
 
     def spellings(self, name: str) -> tuple[str, ...]:
@@ -221,11 +222,10 @@ def _of_single_experts(model: torch.nn.Module, known: Sequence[WeightConverter])
     return made
 
 
-def _as_stacks_lie(stack: Weight, names: Sequence[str], model: torch.nn.Module) -> Weight:
+def _as_stacks_lie(stack: Weight, names: Sequence[str], modules: Mapping[str, Any]) -> Weight:
     """A stack of linear layers' weights [num_experts, out, in], or of their biases, as a model has
     it: rows of gate and up in turns, matrices transposed.
     """
-    modules = dict(model.named_modules())
     owner, kind = next(((modules[own], kind) for own, _, kind in (name.rpartition(".")
                                                                   for name in names)
                         if own in modules), (None, ""))

@@ -813,6 +813,21 @@ def test_diff_tells_rounded_weights_from_those_of_another_model(family, scheme, 
     assert "of its size away, which no rounding makes of the reference's" in str(found[0])
 
 
+def test_diff_knows_a_weight_of_zeros_and_one_whose_scales_are_gone(tmp_path):
+    model = families.tiny_model("llama", intermediate_size=96)
+    torch.nn.init.zeros_(model.model.layers[1].self_attn.o_proj.weight)
+    hf = families.save(model, tmp_path / "hf")
+    llmc.compile(hf, tmp_path / "case", quantize="int4", group_size=32)
+    manifest = read_manifest(tmp_path / "case")
+    assert not _compare_weights(load(hf), manifest, tmp_path / "case")
+    path = tmp_path / "case" / "chip0" / "weights.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    save_file({key: tensor for key, tensor in tensors.items() if key != f"{name}_scale"}, path)
+    found, = _compare_weights(load(hf), manifest, tmp_path / "case")
+    assert found.name == name and "is missing" in str(found)
+
+
 def test_diff_knows_what_calibration_has_scaled_and_left_unfolded(talkative, tmp_path):
     _, hf, text = talkative
     llmc.compile(hf, tmp_path / "case", quantize="int4", calibrate=text, target="cuda")
