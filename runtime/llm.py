@@ -17,6 +17,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.beam_search import Beams
-from llmc.runtime.decoding.params import SamplingParams, listed, shown, whole
+from llmc.runtime.decoding.params import GUIDES, SamplingParams, listed, shown, whole
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.loop import Call, Loop, Outbox, Work
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
@@ -33,12 +34,15 @@ from llmc.runtime.metrics import together
 from llmc.runtime.prompts import Prompt, read_token_ids
 from llmc.runtime.replica import Room, find_devices, load_replica
 from llmc.runtime.request import Completion, Piece, Reader, Request, Searching, Token
+from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.session import Session
 
 _MAX_BATCH_SIZE = 16
 _MOST_SEQUENCES = 65536  # of a step: each has a slot, on the host too
 _MAX_TOKENS = 2048  # of a step, in all
+# Requests with a grammar wait for each other, and not for the threads of others.
+_GRAMMARS = ThreadPoolExecutor(2, "llmc-grammars")
 # What all prompts of one beam search have in common.
 _SEARCH = ("beam_width", "length_penalty", "diversity_rate", "early_stopping")
 
@@ -137,6 +141,22 @@ class _Loaded:
                 write them; or it is an encoder-decoder model.
         """
         return self._reader.chat_prompt(messages, tools, chat_template_kwargs or {})
+
+    def render_chat(self, messages: str | Sequence[Mapping[str, object]], *,
+                    tools: Sequence[Mapping[str, object]] | None = None,
+                    chat_template_kwargs: Mapping[str, object] | None = None) -> str:
+        """`chat_prompt` as a text, before it is tokenized."""
+        return self._reader.render_chat(messages, tools, chat_template_kwargs or {})
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """Child processes for jobs on untrusted input."""
+        return self._reader.sandbox
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """tokenizer.json; None where the model was compiled without a tokenizer."""
+        return self._reader.tokenizer_file if self.tokenizer is not None else None
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text's token ids, as of a prompt.
@@ -388,7 +408,9 @@ class AsyncLLM(_Loaded):
         """`stream`, but each time all tokens that are there: who is slower than they come has less
         to do for each.
         """
-        requests = await asyncio.to_thread(self._reader.requests, prompts, params)
+        threads = _GRAMMARS if _has_grammar(params) else None  # None: asyncio's own
+        requests = await asyncio.get_running_loop().run_in_executor(
+            threads, self._reader.requests, prompts, params)
         async with aclosing(self._made(requests, _priority(priority))) as all_made:
             async for made in all_made:
                 yield [piece for own in made for piece in self._pieces(own, all_beams)]
@@ -443,6 +465,11 @@ class _Alarm:
             events, self._events = self._events, []
         for event in events:
             event.set()
+
+
+def _has_grammar(params: SamplingParams | Sequence[SamplingParams] | None) -> bool:
+    each = [params] if isinstance(params, SamplingParams) else params or ()
+    return any(getattr(own, name) for own in each for name in GUIDES)
 
 
 def _close(loops: list[Loop]) -> None:

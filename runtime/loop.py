@@ -269,6 +269,15 @@ class Loop:
             self._scheduler.append(sequence, token.token_id)
         return token
 
+    def _go_on_masked(self, sequence: Running, owner: Completing, error: LlmcError | None) -> None:
+        """The token mask of a sequence is there, or cannot be had."""
+        assert owner.guide is not None
+        owner.guide.pending = False
+        if error is not None and sequence in self._owners:
+            call, _ = self._owners[sequence]
+            self._forget(call)
+            call.outbox.fail(error)
+
     def _search(self, sequence: Running, owner: Searching, chosen: Chosen) -> Searching | None:
         going_on = owner.take(chosen)
         if going_on is not None:
@@ -317,9 +326,13 @@ class Loop:
         else:
             owner = completing = self._completing(request, sample)
             completing.latest = call.begun
+            guide = completing.guide
             sequence = Running(number, prompt, request.limit, owner.state, key=key, source=source,
-                               stalled=lambda: call.outbox.is_behind(completing),
-                               mask=None if completing.guide is None else completing.guide.mask)
+                               stalled=lambda: call.outbox.is_behind(completing) or
+                               (guide is not None and guide.pending),
+                               mask=None if guide is None else guide.mask)
+            completing.masked = lambda error: self._mention(
+                lambda: self._go_on_masked(sequence, completing, error))
         self._owners[sequence] = call, owner
         return sequence
 

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
+from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log_softmax
 from llmc.runtime.decoding.guide import Guide, Guides
 from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode, shown
@@ -22,9 +23,10 @@ from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.manifest import PAGED, Manifest
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
+from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.scheduler import Chosen
 from llmc.runtime.step import SamplingState
-from llmc.runtime.tokenizer import load_tokenizer, render_chat
+from llmc.runtime.tokenizer import encode, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Completing:
         self.sampler = request.sampler(sample)
         self.latest = time.monotonic()
         self.guide = request.decoding.guide and request.decoding.guide.copy()
+        self.masked: Callable[[LlmcError | None], object] | None = None  # see Guide.advance
         self.generated = self.num_cached_tokens = 0
         self._text = TextStream(tokenizer, shown_before, request.params.stop,
                                 request.params.show_special_tokens)
@@ -163,7 +166,7 @@ class Completing:
         elif self.generated >= self.request.limit:
             reason = "length"
         if self.guide is not None and reason is None:
-            self.guide.advance(token)
+            self.guide.advance(token, self.masked)
         return Token(self, token, ends, self.generated, reason, logprobs, text)
 
     def piece(self, token: Token) -> Piece:
@@ -279,17 +282,24 @@ class Reader:
     def __init__(self, manifest: Manifest, case_dir: Path, max_slots: int) -> None:
         self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
         self.tokenizer = load_tokenizer(manifest, case_dir)
+        self.sandbox = Sandbox()
+        template = manifest.tokenizer.chat_template
+        self._chat_template = template and ChatTemplate(case_dir / template, self.sandbox)
         self._guides: Guides | None = None
         self._guides_lock = threading.Lock()
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """tokenizer.json of the case directory, where it has one."""
+        return self._case_dir / (self.manifest.tokenizer.path or "") / "tokenizer.json"
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """See `LLM.tokenize`."""
         if self.tokenizer is None:
-            raise LlmcError("this model was compiled without a tokenizer; give token ids")
+            raise _no_tokenizer()
         if not is_unicode(text):
             raise LlmcError("a prompt is not valid Unicode; write it as UTF-8")
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return encode(self.tokenizer, [text], add_special_tokens)[0]
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """See `LLM.detokenize`."""
@@ -297,8 +307,8 @@ class Reader:
             raise LlmcError("this model was compiled without a tokenizer, so it makes no text")
         ids = read_token_ids(token_ids, "token_ids")
         self._check_tokens(ids)
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
+        text, = self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def requests(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
@@ -325,16 +335,25 @@ class Reader:
                                     self._forced_tokens(own, limit)))
         return requests
 
-    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
+    def render_chat(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,
-                    chat_template_kwargs: Mapping[str, object]) -> list[int]:
-        """See `LLM.chat_prompt`."""
+                    chat_template_kwargs: Mapping[str, object]) -> str:
+        """See `LLM.render_chat`."""
         read = read_messages(messages)
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
                             f"which does not chat; give what its encoder is to read as the prompt, "
                             f"without --chat")
-        text = render_chat(self.manifest, self._case_dir, read, tools, chat_template_kwargs)
+        if not self._chat_template:
+            raise LlmcError(f"'{self.manifest.source.architecture}' has no chat template; give the "
+                            f"prompt as the model expects it, without --chat")
+        return self._chat_template.render(read, tools, chat_template_kwargs)
+
+    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
+                    tools: Sequence[Mapping[str, object]] | None,
+                    chat_template_kwargs: Mapping[str, object]) -> list[int]:
+        """See `LLM.chat_prompt`."""
+        text = self.render_chat(messages, tools, chat_template_kwargs)
         return self.tokenize(text, add_special_tokens=False)  # the template has them
 
     def completing(self, request: Request, sample: int) -> Completing:
@@ -360,8 +379,9 @@ class Reader:
                             "which a guide needs")
         with self._guides_lock:  # to make it takes a second
             if self._guides is None:
-                self._guides = Guides(self.tokenizer, self.manifest.dims.vocab_size,
-                                      self.manifest.tokenizer.eos_token_ids)
+                self._guides = Guides(self.tokenizer, self.tokenizer_file,
+                                      self.manifest.dims.vocab_size,
+                                      self.manifest.tokenizer.eos_token_ids, self.sandbox)
         return self._guides.read(params)
 
     def _forced_tokens(self, params: SamplingParams, limit: int) -> dict[int, tuple[int, ...]]:
@@ -399,12 +419,14 @@ class Reader:
     def _bad_words(self, params: SamplingParams, ends: frozenset[int]) -> list[tuple[int, ...]]:
         """The bad words as token ids; a text with and without a space before it."""
         words: list[tuple[int, ...]] = []
+        texts = [word for word in params.bad_words if isinstance(word, str)]
+        if texts and self.tokenizer is None:
+            raise _no_tokenizer()
+        plain, spaced = (encode(self.tokenizer, own, add_special_tokens=False) if own else []
+                         for own in (texts, [f" {word}" for word in texts]))
+        read = dict(zip(texts, zip(plain, spaced, strict=True), strict=True))
         for word in params.bad_words:
-            if isinstance(word, str):
-                ways = [tuple(self.tokenize(text, add_special_tokens=False))
-                        for text in (word, f" {word}")]
-            else:
-                ways = [tuple(word)]
+            ways = [*map(tuple, read[word])] if isinstance(word, str) else [tuple(word)]
             for ids in ways:
                 self._check_tokens(ids)
                 if not ids or (len(ids) == 1 and ids[0] in ends):
@@ -449,6 +471,10 @@ class Reader:
                             f"{dims.max_seq_len}; shorten it, or compile with a larger "
                             f"--max_seq_len")
         self._check_tokens(ids)
+
+
+def _no_tokenizer() -> LlmcError:
+    return LlmcError("this model was compiled without a tokenizer; give token ids")
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \

@@ -1,25 +1,18 @@
-"""The tokenizer of a case directory and its chat template."""
+"""The tokenizer of a case directory."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from llmc.errors import LlmcError
 from llmc.runtime.manifest import MANIFEST_NAME, Manifest
-
-_MAX_CHARACTERS = 2**24  # that a chat template may write: more than any model reads
-_MAX_SECONDS = 2.0  # of a core, that it may take; what real ones take is milliseconds
 
 
 def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
@@ -64,95 +57,94 @@ def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | N
     return token if token is not None and token < vocab_size else None
 
 
-def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[str, object]],
-                tools: Sequence[Mapping[str, object]] | None = None,
-                variables: Mapping[str, object] | None = None) -> str:
-    """Messages as the model's chat template writes them, ready for its answer.
-
-    Args:
-        tools: that the model may call.
-        variables: of the template, beside those that it always has.
+def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    """Tokenize without the GIL, which `Tokenizer.encode` holds.
 
     Raises:
-        LlmcError: the model has no chat template, or the template cannot write the messages.
+        LlmcError: the tokenizer fails, as where its regular expression exceeds a limit.
     """
-    if manifest.tokenizer.chat_template is None:
-        raise LlmcError(f"'{manifest.source.architecture}' has no chat template; give the prompt "
-                        f"as the model expects it, without --chat")
-    path = case_dir / manifest.tokenizer.chat_template
     try:
-        return _render(path, {**(variables or {}), "messages": list(messages), "documents": None,
-                              "tools": None if tools is None else list(tools),
-                              "add_generation_prompt": True})
-    except Exception as error:  # a template is a program, and may raise what it likes
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, jinja2.TemplateError):
-            reason = f"{type(error).__name__}: {reason}"
-        raise LlmcError(f"the chat template '{path}' cannot be used ({reason}); give the prompt as "
-                        f"the model expects it, without --chat") from error
+        found = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    except BaseException as error:  # tokenizers raises Exception, and a panic is not even that
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise LlmcError(f"the tokenizer cannot read the text ({error})") from error
+    return [own.ids for own in found]
 
 
-def _render(path: Path, variables: Mapping[str, object]) -> str:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-    template = environment.from_string(path.read_text(encoding="utf-8"))
-    parts, size = [], 0
-    for part in template.generate({**_special_tokens(path), **variables}):
-        parts.append(part)
-        size += len(part)
-        if size > _MAX_CHARACTERS:
-            raise jinja2.TemplateError(f"it writes more than {_MAX_CHARACTERS} characters")
-    return "".join(parts)
+def min_tokens(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """A lower bound of a text's number of tokens, from its size alone: 0 where there is none.
 
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox for one rendering, whose loops end: each `range` has bounds, but loops in loops
-    would keep a thread for days, and no thread can be ended from without.
+    There is one for BPE over bytes. Each byte of a text is then part of some token, but for those
+    bytes that the vocabulary lacks, which are dropped.
     """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._end = time.thread_time() + _MAX_SECONDS
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(jinja2.nodes.For):
-            turn = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("turn"), [], [], None, None)
-            loop.body.insert(0, jinja2.nodes.ExprStmt(turn).set_lineno(loop.lineno))
-        return template
-
-    def turn(self) -> None:
-        """A loop begins a turn."""
-        if time.thread_time() > self._end:
-            raise jinja2.TemplateError(f"its loops take more than {_MAX_SECONDS:g} s")
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    dropped = _dropped_bytes(tokenizer, vocab)
+    most = max(len(token.encode()) for token in vocab) * _shortening(tokenizer)
+    if dropped is None or not most:
+        return lambda text: 0
+    return lambda text: int(len(text.encode().translate(None, dropped)) // most)
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here its body stands as it is."""
-
-    tags = {"generation"}  # noqa: RUF012  Jinja declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: object) -> None:
-    raise jinja2.TemplateError(str(message))
+def _dropped_bytes(tokenizer: Tokenizer, vocab: Container[str]) -> bytes | None:
+    """Bytes that the vocabulary lacks; None where others may be dropped, too."""
+    if not isinstance(tokenizer.model, BPE) or tokenizer.truncation is not None or any(
+            own.lstrip or own.rstrip  # such a token takes any number of blanks
+            for own in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    if any(own["type"] == "ByteLevel" for own in _components(tokenizer.pre_tokenizer)):
+        return bytes(byte for byte, own in bytes_to_unicode().items() if own not in vocab)
+    whole = tokenizer.model.byte_fallback and all(f"<0x{own:02X}>" in vocab for own in range(256))
+    return b"" if whole else None
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """Unlike Jinja's own filter, without escapes for HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+def _shortening(tokenizer: Tokenizer) -> int:
+    """How many times shorter a text may become by normalization; 0: there is no bound."""
+    times = 1
+    for own in _components(tokenizer.normalizer):
+        if own["type"] in ("NFC", "NFKC"):
+            times = 4  # composed characters are shorter, by less than this
+        elif own["type"] not in ("Prepend", "NFD", "NFKD") and not (
+                own["type"] == "Replace" and "String" in own["pattern"]
+                and len(own["content"].encode()) >= len(own["pattern"]["String"].encode())):
+            return 0
+    return times
 
 
-def _special_tokens(template: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token` and so on as texts, from tokenizer_config.json beside it."""
-    path = template.with_name("tokenizer_config.json")
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    texts = {name: value["content"] if isinstance(value, dict) else value
-             for name, value in config.items() if name.endswith("_token") and value}
-    return {"bos_token": "", "eos_token": "",
-            **{name: text for name, text in texts.items() if isinstance(text, str)}}
+def bytes_to_unicode() -> dict[int, str]:
+    """The characters that stand for bytes in GPT-2's vocabulary and all byte-level ones."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {**{byte: chr(byte) for byte in shown},
+            **{byte: chr(256 + place) for place, byte in enumerate(hidden)}}
+
+
+def _components(component: Any) -> Iterator[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as tokenizer.json has it, or each one of a sequence."""
+    if component is not None:
+        state = json.loads(component.__getstate__())
+        yield from state.get("normalizers", state.get("pretokenizers", [state]))
+
+
+# In a child process.
+
+
+@cache
+def load_for_texts(path: Path) -> tuple[Tokenizer, Callable[[str], int]]:
+    """A tokenizer, and its `min_tokens`."""
+    tokenizer = read_tokenizer(path.parent)
+    return tokenizer, min_tokens(tokenizer)
+
+
+def tokenize_long(path: Path, text: str, add_special_tokens: bool, limit: int) -> \
+        tuple[int, list[int]]:
+    """Tokenize a text, unless its size alone shows that it has more than `limit` tokens.
+
+    Returns:
+        The number of tokens, or a lower bound of it, and the tokens where they are at most `limit`.
+    """
+    tokenizer, least = load_for_texts(path)
+    if least(text) > limit:
+        return least(text), []
+    ids, = encode(tokenizer, [text], add_special_tokens)
+    return len(ids), ids if len(ids) <= limit else []

@@ -26,6 +26,7 @@ from llmc.server.limits import OPEN, Gate, Limits
 from llmc.server.log import LOGGER, Logged, note
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
+from llmc.server.offload import MAX_TOKENS
 from llmc.server.openapi import DOWN, OPERATIONS, description
 from llmc.server.protocol import (
     Body,
@@ -138,15 +139,20 @@ class Api:
             tokens = await self.model.read_messages(
                 body.messages, chat_template_kwargs=body.chat_template_kwargs)
         else:
-            tokens, = await self.model.read_prompts([body.prompt or ""], body.add_special_tokens)
-        texts = [self.model.token_text(token) for token in tokens] if body.return_token_strs \
-            else None
+            count, tokens = await self.model.offload.tokenize(
+                body.prompt or "", body.add_special_tokens, MAX_TOKENS)
+            if count > len(tokens):
+                raise ApiError(f"the prompt has at least {count} tokens, /tokenize returns at most "
+                               f"{MAX_TOKENS}; send it in parts", param="prompt")
+        texts = await asyncio.to_thread(lambda: [*map(self.model.token_text, tokens)]) \
+            if body.return_token_strs else None
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.llm.max_model_len,
                              "tokens": tokens, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._read(request, DetokenizeRequest)
-        return JSONResponse({"prompt": self.model.llm.detokenize(body.tokens)})
+        text = await asyncio.to_thread(self.model.llm.detokenize, body.tokens)
+        return JSONResponse({"prompt": text})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -214,6 +220,7 @@ class Api:
         except TimeoutError:
             raise ApiError(f"the request's body did not come in {self._limits.body_timeout:g} s",
                            408) from None
+        await self.model.offload.check_body(raw)
         body = kind.read(raw)
         if body.ignored:
             note(request.scope, ignored=body.ignored)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from llmc.runtime.request import Piece
 from llmc.server.answer import Choices, Object
 from llmc.server.errors import ApiError
-from llmc.server.model import Job, Model
+from llmc.server.model import Job, Model, check_choices
 from llmc.server.protocol import CompletionRequest
 
 _MAX_TOKENS = 16  # where a client does not say, as OpenAI has it
@@ -22,6 +22,7 @@ async def read_completion(model: Model, body: CompletionRequest) -> Job:
     """
     if not body.prompts:
         raise ApiError("there is no prompt; give at least one", param="prompt")
+    check_choices(len(body.prompts), body.n or 1)
     prompts = await model.read_prompts(body.prompts, body.add_special_tokens)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return Job(prompts, body.sampling(max_tokens, body.logprobs), body.priority)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError
+from llmc.server.offload import Offload
 from llmc.server.protocol import MAX_CHOICES, Message
 from llmc.server.tools import ToolCallParser, parser_of
 
@@ -27,9 +27,7 @@ class Job:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.prompts) * self.n > MAX_CHOICES:
-            raise ApiError(f"{len(self.prompts)} prompts with {self.n} choices each are more than "
-                           f"{MAX_CHOICES} choices; send several requests")
+        check_choices(len(self.prompts), self.n)
 
     @property
     def n(self) -> int:
@@ -49,6 +47,13 @@ class Job:
         return piece.index * self.n + piece.sample
 
 
+def check_choices(prompts: int, n: int) -> None:
+    """Raises ApiError where a request asks for more than `MAX_CHOICES`."""
+    if prompts * n > MAX_CHOICES:
+        raise ApiError(f"{prompts} prompts with {n} choices each are more than {MAX_CHOICES} "
+                       f"choices; send several requests")
+
+
 class Model:
     """A loaded case directory under a name.
 
@@ -62,6 +67,7 @@ class Model:
     def __init__(self, llm: AsyncLLM, name: str,
                  tool_call_parser: ToolCallParser | None = None) -> None:
         self.llm, self.name = llm, name
+        self.offload = Offload(llm)
         self.created, self.requests = int(time.time()), 0
         template = llm.manifest.tokenizer.chat_template
         self.tool_call_parser = tool_call_parser
@@ -85,33 +91,37 @@ class Model:
 
     async def read_prompts(self, prompts: Sequence[str | list[int]],
                            add_special_tokens: bool = True) -> list[list[int]]:
-        """Texts as token ids. Of a long one that takes a while, so others go on meanwhile.
+        """Token ids of prompts.
 
         Raises:
+            ApiError: a text has more tokens than the model takes.
             LlmcError: see `LLM.tokenize`.
         """
-        def read() -> list[list[int]]:
-            return [self.llm.tokenize(prompt, add_special_tokens) if isinstance(prompt, str)
-                    else prompt for prompt in prompts]
-
-        return await asyncio.to_thread(read)
+        return [await self._tokenize(prompt, add_special_tokens) if isinstance(prompt, str)
+                else prompt for prompt in prompts]
 
     async def read_messages(self, messages: Sequence[Message],
                             tools: Sequence[Mapping[str, object]] | None = None,
                             chat_template_kwargs: Mapping[str, object] | None = None) -> list[int]:
-        """A conversation as token ids.
+        """Token ids of a conversation.
 
         Raises:
-            ApiError: a message holds what is no text.
-            LlmcError: see `LLM.chat_prompt`.
+            ApiError: a message has content other than text, or all have more tokens than the model
+                takes.
+            LlmcError: see `LLM.render_chat`.
         """
-        written = [_message(index, message) for index, message in enumerate(messages)]
+        text = await self.offload.render_chat(
+            lambda: [_message(index, message) for index, message in enumerate(messages)], tools,
+            chat_template_kwargs)
+        return await self._tokenize(text, add_special_tokens=False)
 
-        def read() -> list[int]:
-            return self.llm.chat_prompt(written, tools=tools,
-                                        chat_template_kwargs=chat_template_kwargs)
-
-        return await asyncio.to_thread(read)
+    async def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        most = self.llm.max_model_len
+        count, ids = await self.offload.tokenize(text, add_special_tokens, most)
+        if count > len(ids):
+            raise ApiError(f"the prompt has at least {count} tokens, the model takes at most "
+                           f"{most}; shorten it", code="context_length_exceeded")
+        return ids
 
     def token_text(self, token_id: int) -> str:
         """One token's text; empty without a tokenizer."""

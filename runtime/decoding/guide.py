@@ -1,11 +1,21 @@
-"""Completions that follow a JSON schema, a regular expression or a grammar, by llguidance: before
-each token, which ones may come.
+"""Structured output by llguidance: a completion follows a JSON schema, a regular expression, a list
+of choices or a grammar. Before each token, a mask says which tokens may come.
+
+A grammar is a program that a client wrote. Deep nesting overflows llguidance's native stack, and a
+small text may take minutes to compile. So a child process with limits on CPU time, memory and stack
+compiles it first. Only then does this process, on a thread with a larger stack.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,98 +23,188 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import SamplingParams, shown
+from llmc.runtime.decoding.params import GUIDES, SamplingParams, shown
+from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
 
 # One way to write a value: where any blanks may stand, a model can write them for ever.
 _JSON = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+# Of llguidance: about 5,000 object properties, as OpenAI's API allows. A mask takes 50 ms there.
+_MAX_GRAMMAR_SIZE = 50_000
+_MAX_LEXER_STATES = 50_000  # of up to 2 kB each
+_MAX_GRAMMAR_BYTES = 512 * 1024
+_CHECK = JobLimits(cpu_seconds=5, memory_mib=512, stack_kib=2048)
+_COMPILE_STACK = 64 * 2**20  # bytes; what compiled on _CHECK's stack fits many times
+_CACHED = 64  # compiled grammars
+_CACHED_BYTES = 16 * 1024  # of a grammar's text; a compiled one takes some hundred times as much
+_SLOW = 0.001  # seconds; a mask that takes longer is computed beside the step loop
+
+_masks = ThreadPoolExecutor(1, "llmc-masks")
 
 
 class Guide:
-    """What guides one completion, at one place of it."""
+    """The state of one completion in its grammar, and the mask of its next token.
+
+    Attributes:
+        pending: the mask is being computed by another thread.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-vocab_size // 32), np.int32)
+        self._seconds = 0.0  # that the last mask took
+        self.pending = False
         self._find()
 
     def copy(self) -> Guide:
-        """Another at the same place."""
+        """Another completion in the same state."""
         other = object.__new__(Guide)
         other._matcher, other._mask = self._matcher.deep_copy(), self._mask.copy()
+        other._seconds, other.pending = self._seconds, False
         return other
 
     def mask(self) -> np.ndarray:
         """The tokens that may come, as in `Step.masks`."""
         return self._mask.view(np.uint32)
 
-    def advance(self, token: int) -> None:
-        """A token has come.
+    def advance(self, token: int,
+                done: Callable[[LlmcError | None], object] | None = None) -> None:
+        """Consume a token and find the next mask.
+
+        Args:
+            done: where the mask is slow to compute, another thread does, and calls this with what
+                went wrong. `pending` is set meanwhile, until the caller clears it.
 
         Raises:
-            LlmcError: there is no way on, or to find it takes more than a step may.
+            LlmcError: no token may follow, or to find one exceeds llguidance's limits.
         """
+        if done is None or self._seconds < _SLOW:
+            self._consume(token)
+        else:
+            self.pending = True
+            _masks.submit(self._consume_apart, token, done)
+
+    def _consume_apart(self, token: int, done: Callable[[LlmcError | None], object]) -> None:
+        try:
+            self._consume(token)
+        except LlmcError as error:
+            done(error)
+        else:
+            done(None)
+
+    def _consume(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._find()
 
     def _find(self) -> None:
+        started = time.perf_counter()
         if not self._matcher.is_error():
             self._mask[:] = 0
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._matcher.is_error():
             reason = " ".join(self._matcher.get_error().split())
             raise LlmcError(f"the guide cannot be followed ({shown(reason)[1:-1]})")
+        self._seconds = time.perf_counter() - started
 
 
 class Guides:
-    """Reads guides for one model.
+    """Compiles grammars for one model, and keeps the compiled ones that were used last.
 
     Args:
-        end_tokens: of which one ends a completion.
+        tokenizer_file: that child processes read; `tokenizer` is the same one, loaded.
+        end_tokens: EOS tokens, of which one ends a completion.
 
     Raises:
         LlmcError: llguidance is not installed, or cannot use the tokenizer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokenizer_file: Path, vocab_size: int,
+                 end_tokens: Sequence[int], sandbox: Sandbox) -> None:
         self._library, self._vocab_size = _import_llguidance(), vocab_size
-        try:
-            self._tokenizer = self._library.LLTokenizer(
-                tokenizer.to_str(), n_vocab=vocab_size, eos_token=[*end_tokens])
-        except Exception as error:  # whatever it raises
-            raise LlmcError(f"llguidance cannot use this model's tokenizer ({error}); leave the "
-                            f"guide out") from error
+        ends = tuple(end_tokens)
+        self._tokenizer = _ll_tokenizer(tokenizer.to_str(), vocab_size, ends)
+        self._sandbox = sandbox
+        self._lane = Lane(_CHECK, prepare=partial(_load, tokenizer_file, vocab_size, ends))
+        self._check = partial(_check, tokenizer_file, vocab_size, ends)
+        self._compiled: OrderedDict[tuple[str, str], Guide] = OrderedDict()
+        self._lock = threading.Lock()
 
     def read(self, params: SamplingParams) -> Guide:
-        """What guides a completion from its start.
+        """A completion's state at its start.
 
         Raises:
-            LlmcError: the guide is not sound.
+            LlmcError: the grammar is broken, or too large.
         """
-        matcher = self._library.LLMatcher(self._tokenizer, self._grammar(params), log_level=0)
-        if matcher.is_error():
-            raise _unreadable(matcher.get_error())
-        return Guide(matcher, self._vocab_size)
+        key = _source(params)
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+        if found is None:
+            found = self._compile(*key)
+            if len(key[1]) > _CACHED_BYTES:
+                return found
+            with self._lock:
+                self._compiled[key] = found
+                if len(self._compiled) > _CACHED:
+                    self._compiled.popitem(last=False)
+        return found.copy()
 
-    def _grammar(self, params: SamplingParams) -> str:
-        """As llguidance reads it."""
-        matcher = self._library.LLMatcher
+    def _compile(self, kind: str, source: str) -> Guide:
+        size = len(source.encode())
+        if size > _MAX_GRAMMAR_BYTES:
+            raise LlmcError(f"{kind} has {size} bytes, at most {_MAX_GRAMMAR_BYTES} are compiled; "
+                            f"simplify it")
         try:
-            if params.guided_json is not None:
-                assert isinstance(params.guided_json, str)
-                return str(matcher.grammar_from_json_schema(params.guided_json, defaults=_JSON))
-            if params.guided_regex is not None:
-                return str(matcher.grammar_from_regex(params.guided_regex))
-            if params.guided_choice:
-                texts = " | ".join(json.dumps(own) for own in params.guided_choice)
-                return str(matcher.grammar_from_lark(f"start: {texts}"))
-            from llguidance.gbnf_to_lark import any_to_lark
-            return str(matcher.grammar_from_lark(any_to_lark(params.guided_grammar or "")))
-        except Exception as error:  # of a converter
-            raise _unreadable(str(error)) from error
+            grammar = self._sandbox.run(self._lane, self._check, kind, source)
+            return _on_large_stack(lambda: Guide(
+                _matcher(self._library, self._tokenizer, grammar), self._vocab_size))
+        except LlmcError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise LlmcError(f"the guide cannot be read ({reason})") from error
 
 
-def _unreadable(reason: str) -> LlmcError:
-    return LlmcError(f"the guide cannot be read ({' '.join(reason.split())[:300]})")
+def _source(params: SamplingParams) -> tuple[str, str]:
+    """Which of `GUIDES` is given, and its text."""
+    if params.guided_choice:
+        return "guided_choice", json.dumps(params.guided_choice)
+    kind = next(name for name in GUIDES if getattr(params, name))
+    return kind, getattr(params, kind)
+
+
+def _matcher(library: ModuleType, tokenizer: Any, grammar: str) -> Any:
+    """A compiled grammar.
+
+    Raises:
+        LlmcError: it is broken, or exceeds llguidance's limits.
+    """
+    limits = library.LLParserLimits(max_grammar_size=_MAX_GRAMMAR_SIZE,
+                                    max_lexer_states=_MAX_LEXER_STATES)
+    matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise LlmcError(matcher.get_error())
+    return matcher
+
+
+def _on_large_stack(work: Callable[[], Guide]) -> Guide:
+    """Run some work on a thread of its own, whose stack is larger than usual."""
+    outcome: list[Guide | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # the caller's to know
+            outcome.append(error)
+
+    before = threading.stack_size(_COMPILE_STACK)
+    try:
+        thread = threading.Thread(target=run, name="llmc-grammar")
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _import_llguidance() -> ModuleType:
@@ -114,3 +214,48 @@ def _import_llguidance() -> ModuleType:
         raise LlmcError(f"a guide needs {error.name}; install it with: "
                         f"pip install 'llmc[serve]'") from error
     return llguidance
+
+
+def _ll_tokenizer(text: str, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
+    try:
+        return _import_llguidance().LLTokenizer(text, n_vocab=vocab_size, eos_token=[*end_tokens])
+    except Exception as error:  # whatever it raises
+        raise LlmcError(f"llguidance cannot use this model's tokenizer ({error}); leave the guide "
+                        f"out") from error
+
+
+# In a child process.
+
+
+@cache
+def _load(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...]) -> Any:
+    return _ll_tokenizer(tokenizer_file.read_text("utf-8"), vocab_size, end_tokens)
+
+
+def _check(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...], kind: str,
+           source: str) -> str:
+    """Convert a grammar into llguidance's form, and do with it what the caller's process will.
+
+    Raises:
+        LlmcError: it is broken, or exceeds llguidance's limits.
+    """
+    library = _import_llguidance()
+    try:
+        grammar = _converted(library.LLMatcher, kind, source)
+    except Exception as error:  # whatever a converter raises
+        raise LlmcError(str(error)) from error
+    matcher = _matcher(library, _load(tokenizer_file, vocab_size, end_tokens), grammar)
+    Guide(matcher, vocab_size).copy()
+    return grammar
+
+
+def _converted(matcher: Any, kind: str, source: str) -> str:
+    if kind == "guided_json":
+        return str(matcher.grammar_from_json_schema(source, defaults=_JSON))
+    if kind == "guided_regex":
+        return str(matcher.grammar_from_regex(source))
+    if kind == "guided_choice":
+        texts = " | ".join(json.dumps(own) for own in json.loads(source))
+        return str(matcher.grammar_from_lark(f"start: {texts}"))
+    from llguidance.gbnf_to_lark import any_to_lark
+    return str(matcher.grammar_from_lark(any_to_lark(source)))

@@ -20,6 +20,7 @@ from llmc.errors import LlmcError
 
 MAX_N = 2**16  # completions of a prompt, which a result holds together
 MAX_STOP = 64  # each is looked for after every token
+MAX_STOP_CHARACTERS = 4096  # of one stop string
 _MAX_BIAS = 3.4e38  # of float32
 # What beam search leaves no place for.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs")
@@ -237,6 +238,9 @@ class SamplingParams:
             yield "a text of guided_choice is empty"
         if len(self.stop) > MAX_STOP:
             yield f"there are {len(self.stop)} stop strings; give at most {MAX_STOP}"
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            yield (f"a stop string has {longest} characters; give at most {MAX_STOP_CHARACTERS}")
         if len(self.stop_token_ids) > MAX_STOP:
             yield f"there are {len(self.stop_token_ids)} stop_token_ids; give at most {MAX_STOP}"
 

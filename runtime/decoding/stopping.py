@@ -24,7 +24,7 @@ class TextStream:
         # Tokens whose text is out, and those after them.
         self._context = _context(tokenizer, prompt) if tokenizer is not None else []
         self._pending: list[int] = []
-        self._stop = tuple(stop)
+        self._stop = [_StopString(own) for own in stop]
         self._held = ""
         self.stopped = False
 
@@ -46,14 +46,13 @@ class TextStream:
         """What can be shown of the text so far and this."""
         old = len(self._held)
         self._held += text
-        ends = [index for index in (self._held.find(stop, max(0, old - len(stop) + 1))
-                                    for stop in self._stop) if index >= 0]
-        if ends and may_stop:
+        starts = [old + end - len(stop.text) for stop in self._stop
+                  for end in stop.push(text)[:1]]
+        if starts and may_stop:
             self.stopped = True
-            text, self._held = self._held[:min(ends)], ""
+            text, self._held = self._held[:min(starts)], ""
             return text
-        keep = max((size for stop in self._stop for size in range(1, len(stop))
-                    if self._held.endswith(stop[:size])), default=0)
+        keep = max((stop.matched for stop in self._stop), default=0)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         return text
@@ -74,6 +73,46 @@ class TextStream:
             self._pending = []
         text, self._held = text + self._held, ""
         return text
+
+
+class _StopString:
+    """Finds a stop string in a text that comes in pieces, by Knuth, Morris and Pratt.
+
+    The failure table grows with the longest match so far, so the work is proportional to the text,
+    however long the stop string is.
+
+    Attributes:
+        matched: characters at the text's end that begin the stop string, all of it excluded.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self.matched = text, 0
+        self._shorter = [0, 0]  # by characters matched: the next shorter match that ends there
+
+    def push(self, text: str) -> list[int]:
+        """Read on. Returns where matches end, in characters of this piece."""
+        ends: list[int] = []
+        if not self.matched and self.text[0] not in text:
+            return ends
+        for place, own in enumerate(text, 1):
+            self.matched = self._extended(self.matched, own)
+            if self.matched == len(self.text):
+                ends.append(place)
+                self.matched = self._after(self.matched)
+        return ends
+
+    def _extended(self, matched: int, own: str) -> int:
+        while self.text[matched] != own:
+            if not matched:
+                return 0
+            matched = self._after(matched)
+        return matched + 1
+
+    def _after(self, matched: int) -> int:
+        while len(self._shorter) <= matched:
+            last = len(self._shorter) - 1
+            self._shorter.append(self._extended(self._shorter[last], self.text[last]))
+        return self._shorter[matched]
 
 
 def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:

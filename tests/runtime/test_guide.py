@@ -2,15 +2,18 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import families
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import llmc
-from llmc.runtime.decoding import processors
+from llmc.runtime.decoding import guide, processors
 from llmc.runtime.engines.cuda import mask_arrays
 from llmc.runtime.step import Limits, Step
 
@@ -176,3 +179,94 @@ def test_1000_completions_of_smollm2_follow_50_schemas(tmp_path):
     for own in made:
         assert own.finish_reason == "stop"
         jsonschema.validate(json.loads(own.text), schemas()[own.index], format_checker=checker)
+
+
+def chain(link, count=3000):
+    """A schema of so many definitions, each of which is a link to the next."""
+    definitions = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
+    return {"$defs": {**definitions, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+@pytest.mark.parametrize("params", [
+    dict(guided_json=chain(lambda ref: ref)),
+    dict(guided_json=chain(lambda ref: {"type": "object", "properties": {"x": ref}})),
+    dict(guided_json=chain(lambda ref: {"anyOf": [ref, {"type": "null"}]})),
+    dict(guided_json=chain(lambda ref: {"allOf": [ref, {"minLength": 1}]})),
+    dict(guided_grammar="start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000))
+         + 'a9000: "x"\n'),
+    dict(guided_grammar="start: A0\n" + "".join(f"A{i}: A{i + 1} \"x\"\n" for i in range(9000))
+         + 'A9000: "x"\n')], ids=["ref", "properties", "anyOf", "allOf", "rules", "terminals"])
+def test_a_grammar_that_overflows_the_native_stack_is_refused(llm, params):
+    with pytest.raises(llmc.LlmcError, match="cannot be read .it takes more than .*too deeply"):
+        llm.generate("a", llmc.SamplingParams(**params))
+    assert guided(llm, 1, guided_json={"type": "boolean"})
+
+
+@pytest.mark.parametrize(("params", "said"), [
+    (dict(guided_json={"properties": {f"p{i}": {"maxLength": i} for i in range(9000)}}),
+     "too big|too large|takes more than"),
+    (dict(guided_regex="x*" * 90_000), "takes more than|cannot be read"),
+    (dict(guided_choice=["y" * 600_000]), "guided_choice has 600004 bytes, at most 524288")])
+def test_a_grammar_that_is_too_large_is_refused(llm, params, said):
+    with pytest.raises(llmc.LlmcError, match=said):
+        llm.generate("a", llmc.SamplingParams(**params))
+
+
+def test_a_grammar_that_was_compiled_is_not_compiled_again(llm, monkeypatch):
+    schema = {"type": "integer", "minimum": 17, "maximum": 99}
+    before = guided(llm, 1, guided_json=schema)
+    monkeypatch.setattr(guide, "_matcher", None)  # which nothing can call
+    assert guided(llm, 1, guided_json=schema) == before
+
+
+def test_masks_that_are_slow_are_found_beside_the_steps(llm, monkeypatch):
+    """A completion gets the same tokens, and an error is its own."""
+    params = llmc.SamplingParams(max_tokens=60, temperature=1.0, seed=4, guided_json=SHORT[6])
+    expected = llm.generate([[5, 6]] * 3, params)
+    monkeypatch.setattr(guide, "_SLOW", 0.0)
+    assert llm.generate([[5, 6]] * 3, params) == expected
+    monkeypatch.setattr(guide.Guide, "_consume", lambda self, token: self._refuse())
+    monkeypatch.setattr(guide.Guide, "_refuse", refuse, raising=False)
+    free = llm.stream([5, 6], llmc.SamplingParams(max_tokens=20, ignore_eos=True))
+    next(free)
+    with pytest.raises(llmc.LlmcError, match="no way on"):
+        llm.generate([[5, 6]], params)
+    assert len([*free]) == 19
+
+
+def refuse(self):
+    raise llmc.LlmcError("there is no way on")
+
+
+NAMES = st.sampled_from(["a", "b", "$ref", "é", "x-y", ""])
+LEAVES = st.sampled_from([
+    {"type": "string"}, {"type": "integer", "minimum": -3}, {"$ref": "#"}, {"$ref": "#/$defs/a"},
+    {"enum": [1, "a", None]}, {"const": {}}, {"type": "string", "pattern": "(a|b)*c{2,9}"},
+    {"type": "string", "format": "date-time"}, {"type": ["null", "number"]}, {}, True, False])
+SCHEMAS = st.recursive(LEAVES, lambda inner: st.one_of(
+    st.dictionaries(NAMES, inner, max_size=3).map(lambda own: {"type": "object",
+                                                               "properties": own}),
+    st.tuples(st.sampled_from(["anyOf", "oneOf", "allOf"]),
+              st.lists(inner, min_size=1, max_size=3)).map(lambda own: {own[0]: own[1]}),
+    st.builds(lambda own, most: {"type": "array", "items": own, "maxItems": most}, inner,
+              st.integers(0, 10**6)),
+    st.builds(lambda own, times: {"$defs": {"a": own}, "allOf": [{"$ref": "#/$defs/a"}] * times},
+              inner, st.integers(1, 40))), max_leaves=12)
+RULES = st.lists(st.tuples(st.sampled_from("abc"), st.lists(
+    st.sampled_from(["a", "b", "c", '"x"', "/y+z?/", "(", ")", "|", "*", "?", "~1..9999", "X"]),
+    max_size=5)), max_size=5).map(
+        lambda rules: "start: a\n" + "".join(f"{name}: {' '.join(own)}\n" for name, own in rules))
+EXPRESSIONS = st.lists(st.sampled_from([
+    "a", "(", ")", "|", "*", "+", "{1,99}", "{999}", "[^b]", ".", "\\d", "(?:", "\\b", "^", "&",
+    "~", "é"]), max_size=14).map("".join)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(SCHEMAS.map(lambda own: dict(guided_json=own if isinstance(own, dict) else {})),
+                 RULES.map(lambda own: dict(guided_grammar=own)),
+                 EXPRESSIONS.map(lambda own: dict(guided_regex=own))))
+def test_no_grammar_ends_the_process(llm, params):
+    """This process must survive, and so must the model."""
+    with suppress(llmc.LlmcError):
+        llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=3, temperature=1.0, seed=1, **params))
+    llm.check_health()

@@ -4,40 +4,12 @@ import families
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tiny_tokenizers import TEXTS, byte_fallback, byte_level
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from llmc.runtime.decoding.stopping import TextStream
-
-SAMPLES = [
-    "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇫🇷🇯🇵", "🙂", "東京都に行きました。", "你好，世界！",
-    "한국어 텍스트", "नमस्ते दुनिया", "مرحبا بالعالم", "שלום", "ไทย", "naïve café",
-    "e\u0301a\u0308o\u0302", "Z\u0337\u0322\u031ba\u0334", "the quick brown fox ", "\n\n",
-    "\t", "  ", "0.5€", "𝕌𝕟𝕚", "\ufffd", "\u200b", "END", "</s>",
-]
-TEXTS = st.lists(st.sampled_from(SAMPLES) | st.text(max_size=6), max_size=8).map("".join)
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def byte_level():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(SAMPLES * 3, trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return tokenizer
-
-
-def byte_fallback():
-    """As Llama 2 has it: words begin with ▁, and what is not in the vocabulary is bytes."""
-    vocab = [*BYTES, "▁", *"thequickbrownfx", "th", "the", "▁the"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)},
-                                     [("t", "h"), ("th", "e"), ("▁", "the")], byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
-                                                 normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
-                                           decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return tokenizer
+import llmc
+from llmc.runtime.decoding.stopping import TextStream, _StopString
 
 
 def smollm2():
@@ -123,3 +95,22 @@ def test_a_stop_string_behind_which_a_character_begins_is_not_shown():
     tokenizer.decoder = decoders.ByteLevel()
     assert tokenizer.decode([0, 1]) == "EN\ufffd"
     assert "".join(pieces(tokenizer, [0, 1], ["EN"])) == ""
+
+
+@given(stop=st.text("ab", min_size=1, max_size=7), texts=st.lists(st.text("ab", max_size=5)))
+def test_matches_of_a_stop_string_are_found_across_pieces(stop, texts):
+    found, text = _StopString(stop), ""
+    for own in texts:
+        ends = [len(text) + end for end in found.push(own)]
+        text += own
+        assert ends == [end for end in range(len(text) - len(own) + 1, len(text) + 1)
+                        if text[:end].endswith(stop)]
+        assert found.matched == max(size for size in range(len(stop)) if text.endswith(stop[:size]))
+
+
+def test_matching_costs_what_was_generated_however_long_the_stop_string():
+    found = _StopString("z" * 10**6)
+    assert found.push("yz" * 10 + "z" * 10) == [] and found.matched == 11
+    assert len(found._shorter) <= 12
+    with pytest.raises(llmc.LlmcError, match="has 4097 characters; give at most 4096"):
+        llmc.SamplingParams(stop=["z" * 4097])

@@ -1,0 +1,259 @@
+"""Jobs on untrusted input, in child processes with limits on CPU time, memory and stack.
+
+Some of what a request or a case directory brings is a program: a chat template, a grammar, a
+regular expression of a tokenizer. It may not end, may allocate without bound, or may overflow the
+stack of the native library that reads it, which ends the process. So it runs here first.
+
+    caller ── pickled job ──▶ worker (forked for one lane) ──▶ JSON result, or end of file
+                                ▲ fork
+    caller ── socket, limits ─▶ fork server (single-threaded, holds the imports)
+
+The fork server forks a worker in about 2 ms. A worker that exceeds a limit is killed by the
+kernel. Its caller then gets an `LlmcError`, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from llmc.errors import LlmcError
+
+_MIB = 2**20
+_NICENESS = 10  # engines that share the cores go first
+_PREPARATION_SECONDS = 60  # of the fork server, once for each kind of job
+_WALL = 10  # times the limit of CPU time, and a minute: a backstop for a worker that gets no core
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """Limits of one job.
+
+    Args:
+        cpu_seconds: user and system time.
+        memory_mib: address space beside what the fork server has.
+        stack_kib: of the native stack.
+    """
+
+    cpu_seconds: float
+    memory_mib: int
+    stack_kib: int = 8192
+
+
+@dataclass(eq=False)
+class Lane:
+    """Jobs of one kind: their limits, and how many run at once.
+
+    Args:
+        workers: processes that may work at once; further callers wait.
+        reuse: keep a worker for the next job, where jobs return the memory that they take.
+        prepare: a picklable callable that the fork server runs once, before it forks.
+    """
+
+    limits: JobLimits
+    workers: int = 1
+    reuse: bool = False
+    prepare: Callable[[], object] | None = None
+    idle: list[Connection] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate = threading.BoundedSemaphore(self.workers)
+
+
+class Sandbox:
+    """The fork server and its workers. Starts with the first job; any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._finalizer = weakref.finalize(self, _nothing)
+
+    def run(self, lane: Lane, job: Callable[..., Any], *args: object) -> Any:
+        """Run a job in a worker of a lane.
+
+        Args:
+            job: a picklable callable. It returns what JSON can hold.
+
+        Returns:
+            The job's result, through JSON.
+
+        Raises:
+            LlmcError: what the job raised, or which limit it exceeded; for the caller to complete.
+        """
+        try:
+            payload = pickle.dumps((job, args))
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+            raise LlmcError(f"it has values that are no JSON: {error}") from error
+        with lane.gate:
+            try:
+                worker = lane.idle.pop()
+            except IndexError:
+                worker = self._fork(lane, job)
+            started = time.monotonic()
+            reply = _exchange(worker, payload, _wall_seconds(lane.limits))
+            if reply is None:
+                worker.close()
+                raise LlmcError(_exceeded(lane.limits, time.monotonic() - started))
+            if lane.reuse:
+                lane.idle.append(worker)
+            else:
+                worker.close()
+        result = json.loads(reply)
+        if "error" in result:
+            raise LlmcError(str(result["error"]))
+        return result["value"]
+
+    def start(self) -> None:
+        """Start the fork server now, so that the first job does not wait for it."""
+        with self._lock:
+            self._connect()
+
+    def close(self) -> None:
+        """End the fork server. Workers end with their jobs."""
+        self._finalizer()
+
+    def _fork(self, lane: Lane, job: Callable[..., Any]) -> Connection:
+        ours, theirs = socket.socketpair()
+        message = pickle.dumps((lane.limits, lane.prepare, job))
+        with self._lock, theirs:
+            for attempt in (1, 2):  # a fork server that a preparation ended is started anew
+                try:
+                    socket.send_fds(self._connect(), [message], [theirs.fileno()])
+                    break
+                except OSError as error:
+                    self._finalizer()
+                    if attempt == 2:
+                        ours.close()
+                        raise LlmcError(f"no child process can be started ({error})") from error
+        return Connection(ours.detach())
+
+    def _connect(self) -> socket.socket:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self._finalizer()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                                  "TOKENIZERS_PARALLELISM": "false"})
+        self._control = ours
+        self._finalizer = weakref.finalize(self, _end, self._process, ours)
+        return ours
+
+
+def _nothing() -> None:
+    pass
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+def _exchange(worker: Connection, payload: bytes, seconds: float) -> bytes | None:
+    """A worker's reply; None where it ended without one."""
+    try:
+        worker.send_bytes(payload)
+        return worker.recv_bytes() if worker.poll(seconds) else None
+    except (EOFError, OSError):
+        return None
+
+
+def _exceeded(limits: JobLimits, seconds: float) -> str:
+    if seconds >= limits.cpu_seconds:
+        return f"it takes more than {limits.cpu_seconds:g} s of CPU time"
+    return f"it takes more than {limits.memory_mib} MiB of memory, or nests too deeply"
+
+
+def _wall_seconds(limits: JobLimits) -> float:
+    return _WALL * limits.cpu_seconds + 60
+
+
+# What the child processes do.
+
+
+def _serve_forks(control: socket.socket) -> None:
+    """Fork a worker for each socket that comes, until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent's to handle
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    os.nice(_NICENESS)
+    while True:
+        message, sockets, _, _ = socket.recv_fds(control, 65536, 1)
+        if not message:
+            return
+        limits, prepare, _ = pickle.loads(message)  # which imports the job's module, once for all
+        if prepare is not None:
+            _prepare(prepare)
+        if os.fork() == 0:
+            control.close()
+            _work(Connection(sockets[0]), limits)
+            os._exit(0)
+        os.close(sockets[0])
+
+
+def _prepare(prepare: Callable[[], object]) -> None:
+    signal.alarm(_PREPARATION_SECONDS)  # whose default action ends this process
+    try:
+        prepare()
+    except Exception:
+        pass  # the job meets it again, and says so
+    finally:
+        signal.alarm(0)
+
+
+def _work(caller: Connection, limits: JobLimits) -> None:
+    """Do one job after the other."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # a native library that aborts writes there
+        os.dup2(quiet, stream)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_STACK, limits.stack_kib * 1024)
+    _limit(resource.RLIMIT_AS, _address_space() + limits.memory_mib * _MIB)
+    while True:
+        try:
+            job, args = pickle.loads(caller.recv_bytes())
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)  # SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_REAL, _wall_seconds(limits) - 30)
+        try:
+            result = {"value": job(*args)}
+        except MemoryError:
+            return  # as where the native allocator aborts
+        except BaseException as error:  # pyo3's panics are no Exceptions
+            result = {"error": " ".join(str(error).split()) or type(error).__name__}
+        caller.send_bytes(json.dumps(result).encode())
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    _serve_forks(socket.socket(fileno=int(sys.argv[1])))

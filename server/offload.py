@@ -1,0 +1,90 @@
+"""Work that a request brings and that must not hold the event loop, or take a core from others.
+
+| work | where |
+| --- | --- |
+| a text of up to 32 KiB | a thread; `tokenizers` holds no GIL there |
+| a longer text | one child process at a time, at low priority, refused by its size where possible |
+| a chat template | two child processes |
+| a body of many JSON values | counted by a child process, before pydantic reads it |
+| a grammar | see `llmc.runtime.decoding.guide` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.sandbox import JobLimits, Lane
+from llmc.runtime.tokenizer import load_for_texts, tokenize_long
+from llmc.server.errors import ApiError
+from llmc.server.json_values import count_values
+
+MAX_TOKENS = 2**18  # that /tokenize returns
+MAX_VALUES = 2**15  # of a body's JSON: pydantic takes up to 1 us for each, and holds the GIL
+_SHORT = 32 * 1024  # characters
+# Threads that wait for child processes. Each kind waits for its own only.
+_TEXTS = ThreadPoolExecutor(1, "llmc-texts")
+_TEMPLATES = ThreadPoolExecutor(2, "llmc-templates")
+_BODIES = ThreadPoolExecutor(1, "llmc-bodies")
+
+
+class Offload:
+    """Tokenizes, renders and counts for the server of one model."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        path = llm.tokenizer_file
+        self._texts = Lane(JobLimits(cpu_seconds=30, memory_mib=4096),
+                           prepare=path and partial(load_for_texts, path))
+        self._bodies = Lane(JobLimits(cpu_seconds=10, memory_mib=1024))
+        llm.sandbox.start()
+
+    async def tokenize(self, text: str, add_special_tokens: bool, limit: int) -> \
+            tuple[int, list[int]]:
+        """A text's token ids.
+
+        Returns:
+            The number of tokens, or a lower bound of it, and the tokens where they are at most
+            `limit`.
+
+        Raises:
+            LlmcError: see `LLM.tokenize`.
+        """
+        path = self._llm.tokenizer_file
+        if len(text) <= _SHORT or path is None:
+            ids = await asyncio.to_thread(self._llm.tokenize, text, add_special_tokens)
+            return len(ids), ids
+        count, ids = await asyncio.get_running_loop().run_in_executor(
+            _TEXTS, self._llm.sandbox.run, self._texts, tokenize_long, path, text,
+            add_special_tokens, limit)
+        return count, ids
+
+    async def render_chat(self, messages: Callable[[], Sequence[Mapping[str, object]]],
+                          tools: Sequence[Mapping[str, object]] | None,
+                          chat_template_kwargs: Mapping[str, object] | None) -> str:
+        """See `LLM.render_chat`; `messages` makes them, in another thread."""
+        def render() -> str:
+            return self._llm.render_chat(messages(), tools=tools,
+                                         chat_template_kwargs=chat_template_kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(_TEMPLATES, render)
+
+    async def check_body(self, raw: bytes) -> None:
+        """Refuse a body of so many JSON values that reading it would hold the event loop.
+
+        Raises:
+            ApiError: it has more than a prompt of token ids could need.
+        """
+        most = max(MAX_VALUES, 2 * self._llm.max_model_len)
+        if sum(map(raw.count, (b",", b"[", b"{"))) < most:  # strings may have some, too
+            return
+        count = await asyncio.get_running_loop().run_in_executor(
+            _BODIES, self._llm.sandbox.run, self._bodies, count_values, raw)
+        if count < 0:
+            raise ApiError("Invalid JSON")
+        if count > most:
+            raise ApiError(f"the body has {count} JSON values, at most {most} are read; send texts "
+                           f"instead of token ids, or several requests", 413)
