@@ -3,6 +3,7 @@ remains.
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -50,6 +51,74 @@ def test_no_body_is_the_server_s_fault(server, request_):
 def test_clients_that_come_and_go_leave_nothing(server):
     became = asyncio.run(come_and_go(server, 2, 1))
     assert {number for number, kind in became if kind == "answered"} == {*range(16)}
+    until(lambda: is_empty(server))
+
+
+def definitions(count):
+    """A schema of so many definitions, each of which is a property of the one before."""
+    links = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}}
+             for i in range(count)}
+    return {"$defs": {**links, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+def properties(count, name):
+    return {"type": "object", "properties": {f"{name}{i}": {"maxLength": i % 30 + 1}
+                                             for i in range(count)}}
+
+
+def completion(**fields):
+    return "/v1/completions", {"prompt": [5, 6], "max_tokens": 2, **fields}
+
+
+def chat(**fields):
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}],
+                                    "max_tokens": 2, **fields}
+
+
+def body(text):
+    return "/v1/completions", text.encode()
+
+
+WORDS = "the quick brown fox " * 150_000  # 3 MB
+# A kind, its requests at once, and what the first is answered.
+ABUSE = {
+    "definitions by guided_json": ([completion(guided_json=definitions(3000))] * 2, "too deeply"),
+    "definitions by response_format": ([chat(response_format={
+        "type": "json_schema", "json_schema": {"name": "x", "schema": definitions(3000)}})],
+        "too deeply"),
+    "rules": ([completion(guided_grammar="start: a0\n" + "".join(
+        f"a{i}: a{i + 1}\n" for i in range(9000)) + 'a9000: "x"\n')], "too deeply"),
+    "properties": ([completion(guided_json=properties(1200, name)) for name in "abcd"], ""),
+    "a stop string": ([completion(stop=["z" * 1_000_000], max_tokens=50)], "at most 4096"),
+    "a long prompt": ([completion(prompt=WORDS)] * 2, "has at least"),
+    "a long message": ([chat(messages=[{"role": "user", "content": WORDS}])], "has at least"),
+    "a long text to tokenize": ([("/tokenize", {"prompt": WORDS})] * 2, "at most 262144"),
+    "many token ids": ([body('{"prompt": [' + "1," * 600_000 + "1]}")], "JSON values"),
+    "many prompts": ([body('{"prompt": [' + '"a",' * 600_000 + '"a"]}')], "JSON values"),
+    "many messages": ([body('{"messages": [' + '{"role": "u"},' * 150_000 + "{}]}")],
+                      "JSON values"),
+    "many unknown values": ([body('{"prompt": "a", "x": [' + "{}," * 500_000 + "1]}")],
+                            "JSON values"),
+    "values of a wrong type": ([completion(bad_words=[["a"]] * 15_000)], "bad_words"),
+    "many long words": ([completion(bad_words=["a b" * 500] * 5000)], ""),
+}
+
+
+@pytest.mark.parametrize("kind", ABUSE)
+def test_an_abusive_request_leaves_others_their_answers(server, kind):
+    requests, said = ABUSE[kind]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        asked = [threads.submit(server.post, *own) for own in requests]
+        answered = 0
+        while answered < 3 or not all(own.done() for own in asked):
+            server.get("/health")
+            status, _, answer = server.post(*completion(ignore_eos=True))
+            assert status == 200 and answer["usage"]["completion_tokens"] == 2
+            answered += 1
+        status, _, answer = asked[0].result()
+        assert status in (400, 413) if said else status in (200, 400), answer
+        assert said in answer.get("error", {}).get("message", ""), answer
+    assert server.process.poll() is None
     until(lambda: is_empty(server))
 
 
