@@ -88,7 +88,7 @@ ABUSE = {
         "too deeply"),
     "rules": ([completion(guided_grammar="start: a0\n" + "".join(
         f"a{i}: a{i + 1}\n" for i in range(9000)) + 'a9000: "x"\n')], "too deeply"),
-    "properties": ([completion(guided_json=properties(1200, name)) for name in "abcd"], ""),
+    "properties": ([completion(guided_json=properties(600, name)) for name in "abcd"], ""),
     "a stop string": ([completion(stop=["z" * 1_000_000], max_tokens=50)], "at most 4096"),
     "a long prompt": ([completion(prompt=WORDS)] * 2, "has at least"),
     "a long message": ([chat(messages=[{"role": "user", "content": WORDS}])], "has at least"),
