@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llmc.errors import LlmcError
+from llmc.runtime.fair_queue import WaitingGroup
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.pace import Pace
 from llmc.runtime.request import Completing, Request, Searching, Token
-from llmc.runtime.scheduler import Chosen, Lease, Line, Scheduled, Scheduler
+from llmc.runtime.scheduler import Chosen, Lease, Scheduled, Scheduler
 from llmc.runtime.scheduler import Sequence as Running
 from llmc.runtime.step import Engine, Sampled
 
@@ -118,7 +119,7 @@ class Loop:
         self._check_step, self._skip_step = check_step, skip_step
         # A caller's thread would take cores from a step that runs on them.
         self._reads = engine.limits.ahead == 1
-        self._calls: dict[Call, Line] = {}
+        self._calls: dict[Call, WaitingGroup] = {}
         self._owners: dict[Running, tuple[Call, Completing | Searching]] = {}
         self._numbers = itertools.count()
         self._condition = threading.Condition()
@@ -331,10 +332,10 @@ class Loop:
             del self._calls[call]
 
     def _forget(self, call: Call) -> None:
-        line = self._calls.pop(call, None)
-        if line is None:
+        group = self._calls.pop(call, None)
+        if group is None:
             return
-        self._scheduler.drop(line)
+        self._scheduler.drop(group)
         for sequence in [own for own, (whose, _) in self._owners.items() if whose is call]:
             del self._owners[sequence]
             self._scheduler.remove(sequence)
