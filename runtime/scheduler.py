@@ -372,7 +372,8 @@ class Scheduler:
         if own.order < wants.order:
             return False
         theirs, its = _rivals(own, wants)
-        return own.priority > wants.priority or wants is self.running[0] or theirs.slots >= its.slots
+        return own.priority > wants.priority or theirs.slots >= its.slots \
+            or wants is self.running[0]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
