@@ -661,28 +661,41 @@ def _ended_by_sigterm() -> Iterator[None]:
               help="How the model calls tools.  [default: as its chat template does]")
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")
-@click.option("--api_key", default=None, envvar="LLMC_API_KEY", show_envvar=True,
-              help="That clients must give.  [default: none]")
-@click.option("--max_waiting", default=256, help="Requests beside those that are decoded; more "
-                                                 "are told to come again.")
+@click.option("--api_key", "api_keys", multiple=True, envvar="LLMC_API_KEY", show_envvar=True,
+              help="Key that clients must give; several times for several keys, and with spaces "
+                   "between them in the variable. Others see it in the list of processes.  "
+                   "[default: none]")
+@click.option("--api_key_file", default=None, type=click.Path(path_type=Path),
+              help="File with `name: key` or `key` a line: more keys. The log has the names.")
+@click.option("--max_waiting", default=256, help="Sequences beside those that are decoded; a "
+                                                 "request for more is told to come again.")
+@click.option("--max_seqs_per_key", default=None, type=int,
+              help="Sequences of one API key that run or wait at once.  [default: an equal part "
+                   "for each key, at least those that are decoded at once]")
+@click.option("--allow_priority", is_flag=True, help="Let requests have a priority; without it, "
+                                                     "one other than 0 is refused.")
 @click.option("--max_request_bytes", default=8 * 2**20, help="Of a request's body.")
 @click.option("--request_timeout", default=1800.0, help="Seconds that a request may take.")
 @click.option("--drain_timeout", default=30, help="Seconds that requests have to end after a "
                                                   "SIGTERM.")
 @_loading_options
-def serve_command(case_dir: Path, api_key: str | None, max_waiting: int, max_request_bytes: int,
-                  request_timeout: float, drain_timeout: int, **options: Any) -> None:
+def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path | None,
+                  max_waiting: int, max_seqs_per_key: int | None, allow_priority: bool,
+                  max_request_bytes: int, request_timeout: float, drain_timeout: int,
+                  **options: Any) -> None:
     """Serve the model in CASE_DIR by OpenAI's HTTP interface."""
     try:
-        from llmc.server.limits import Limits
+        from llmc.server.limits import Limits, read_api_keys
         from llmc.server.serve import serve
     except ModuleNotFoundError as error:
         raise LlmcError(f"the server needs {error.name}; install it with: "
                         f"pip install 'llmc[serve]'") from error
 
     serve(case_dir, limits=Limits(
-        api_key=api_key, max_waiting=max_waiting, max_request_bytes=max_request_bytes,
-        request_timeout=request_timeout, drain_timeout=drain_timeout), **options)
+        api_keys=read_api_keys(api_keys, api_key_file), max_waiting=max_waiting,
+        max_seqs_per_key=max_seqs_per_key, allow_priority=allow_priority,
+        max_request_bytes=max_request_bytes, request_timeout=request_timeout,
+        drain_timeout=drain_timeout), **options)
 
 
 @main.command("inspect")

@@ -91,6 +91,10 @@ class Blocks:
         """Blocks that a table needs to have room for so many positions."""
         return max(0, self.spans(length) - len(table.blocks))
 
+    def alone(self, table: Table) -> int:
+        """Number of a table's blocks that no other table has."""
+        return sum(self._users[block] == 1 for block in table.blocks)
+
     def has(self, table: Table, position: int, count: int) -> bool:
         """Whether a table has room for so many positions from one on, in blocks of its own."""
         blocks, size = table.blocks, self.block_size

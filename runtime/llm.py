@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
 import threading
@@ -26,9 +27,16 @@ import numpy as np
 
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.beam_search import Beams
-from llmc.runtime.decoding.params import GUIDES, SamplingParams, listed, shown, whole
+from llmc.runtime.decoding.params import (
+    GUIDES,
+    SamplingParams,
+    is_unicode,
+    listed,
+    shown,
+    whole,
+)
 from llmc.runtime.engines import BLOCK_SIZE
-from llmc.runtime.loop import Call, Loop, Outbox, Work
+from llmc.runtime.loop import Call, Loop, Outbox, Scheduling, Work
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.metrics import together
 from llmc.runtime.prompts import Prompt, read_token_ids
@@ -219,7 +227,8 @@ class _Loaded:
                 if taken.finish_reason:
                     break
 
-    def _calls(self, requests: list[Request], outbox: Outbox) -> list[tuple[Loop, Call]]:
+    def _calls(self, requests: list[Request], outbox: Outbox, scheduling: Scheduling) -> \
+            list[tuple[Loop, Call]]:
         """What each replica is to do: as many completions as the others."""
         self._first()
         count = len(self._loops)
@@ -231,7 +240,7 @@ class _Loaded:
             return lambda request: range((of - starts[request.index]) % count, request.params.n,
                                          count)
 
-        return [(loop, Call(requests, share(index), outbox))
+        return [(loop, Call(requests, share(index), outbox, scheduling))
                 for index, loop in enumerate(self._loops)]
 
 
@@ -251,26 +260,30 @@ class LLM(_Loaded):
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 priority: int = 0) -> list[Completion]:
+                 priority: int = 0, tenant: str | None = None,
+                 cache_salt: str | None = None) -> list[Completion]:
         """Complete each prompt; see `stream`. Where a prompt has n completions, they follow one
         another.
         """
-        return sorted(self.complete(prompts, params, priority=priority),
+        return sorted(self.complete(prompts, params, priority=priority, tenant=tenant,
+                                    cache_salt=cache_salt),
                       key=lambda c: (c.index, c.sample))
 
     def complete(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 priority: int = 0,
+                 priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
                  progress: Callable[[Piece], object] = lambda piece: None) -> Iterator[Completion]:
         """Yield each completion as soon as it is whole; `progress` is called with each piece. See
         `stream`.
         """
         requests = self._reader.requests(prompts, params)
-        return _completions(requests, self._stream(requests, _priority(priority)), progress)
+        scheduling = _scheduling(priority, tenant, cache_salt)
+        return _completions(requests, self._stream(requests, scheduling), progress)
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
                params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-               priority: int = 0, arrivals: Sequence[float] | None = None) -> Iterator[Piece]:
+               priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
+               arrivals: Sequence[float] | None = None) -> Iterator[Piece]:
         """Yield each token as it is made, those of a beam search when it is done. Closing the
         iterator stops the work; where nobody reads it, its completions wait.
 
@@ -279,6 +292,11 @@ class LLM(_Loaded):
                 are what an encoder reads, where the model has one.
             params: for all prompts, or one for each; None for `SamplingParams()`.
             priority: from -100 to 100, lower ones go first.
+            tenant: name of the user or customer. Tenants have equal shares of the slots while
+                others wait, whatever they ask for, and so have the calls of a tenant. None: the
+                call is a tenant of its own.
+            cache_salt: a text; only calls with the same one share cached prefixes. None: with
+                other calls without one.
             arrivals: seconds from now, at the first piece that is asked for, when each prompt
                 comes; None: all at once.
 
@@ -288,7 +306,8 @@ class LLM(_Loaded):
                 token is allowed; or a step failed.
         """
         requests = self._reader.requests(prompts, params)
-        return self._stream(requests, _priority(priority), _arrivals(arrivals, len(requests)))
+        return self._stream(requests, _scheduling(priority, tenant, cache_salt),
+                            _arrivals(arrivals, len(requests)))
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:
         """float32 [num_tokens, vocab_size] for one sequence from its start; of an encoder-decoder
@@ -334,11 +353,11 @@ class LLM(_Loaded):
         if requests[0].params.beam_width == 1:
             raise LlmcError("beam_width 1 is no beam search; give SamplingParams(beam_width=2) or "
                             "more, or use generate")
-        found = {made.request.index: made.beams() for made in self._made(requests, 0)
+        found = {made.request.index: made.beams() for made in self._made(requests, Scheduling())
                  if isinstance(made, Searching)}
         return Beams.join([found[request.index] for request in requests])
 
-    def _made(self, requests: list[Request], priority: int,
+    def _made(self, requests: list[Request], scheduling: Scheduling,
               arrivals: Sequence[float] | None = None) -> Iterator[Token | Searching]:
         """What comes of requests, until all of it has come."""
         ready = threading.Event()
@@ -348,7 +367,7 @@ class LLM(_Loaded):
             while coming or work.left:
                 wait = coming[0][0] + start - time.monotonic() if coming else None
                 if wait is not None and wait <= 0:
-                    work.begin(self._calls(coming.popleft()[1], work.outbox), priority)
+                    work.begin(self._calls(coming.popleft()[1], work.outbox, scheduling))
                     continue
                 made = work.take()
                 if not made:
@@ -358,9 +377,9 @@ class LLM(_Loaded):
         finally:
             work.abort()
 
-    def _stream(self, requests: list[Request], priority: int,
+    def _stream(self, requests: list[Request], scheduling: Scheduling,
                 arrivals: Sequence[float] | None = None) -> Iterator[Piece]:
-        for made in self._made(requests, priority, arrivals):
+        for made in self._made(requests, scheduling, arrivals):
             yield from self._pieces(made)
 
 
@@ -379,15 +398,18 @@ class AsyncLLM(_Loaded):
         await asyncio.to_thread(_close, self._loops)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
-                       priority: int = 0) -> AsyncIterator[Piece]:
+                       priority: int = 0, tenant: str | None = None,
+                       cache_salt: str | None = None) -> AsyncIterator[Piece]:
         """`stream` of one prompt."""
-        async with aclosing(self.stream([prompt], params, priority=priority)) as pieces:
+        async with aclosing(self.stream([prompt], params, priority=priority, tenant=tenant,
+                                        cache_salt=cache_salt)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def stream(self, prompts: Prompt | Sequence[Prompt],
                      params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                     priority: int = 0, all_beams: bool = False) -> AsyncGenerator[Piece, None]:
+                     priority: int = 0, tenant: str | None = None, cache_salt: str | None = None,
+                     all_beams: bool = False) -> AsyncGenerator[Piece, None]:
         """Yield each token of all completions as it is made; see `LLM.stream`. Closing the
         iterator, or cancelling the task that reads it, stops the work; where nobody reads it, it
         waits.
@@ -395,15 +417,17 @@ class AsyncLLM(_Loaded):
         Args:
             all_beams: of a beam search all sequences, best first, each a sample; else the best.
         """
-        async with aclosing(self.stream_batches(prompts, params, priority=priority,
-                                                all_beams=all_beams)) as batches:
+        async with aclosing(self.stream_batches(
+                prompts, params, priority=priority, tenant=tenant, cache_salt=cache_salt,
+                all_beams=all_beams)) as batches:
             async for pieces in batches:
                 for piece in pieces:
                     yield piece
 
     async def stream_batches(self, prompts: Prompt | Sequence[Prompt],
                              params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                             priority: int = 0, all_beams: bool = False) -> \
+                             priority: int = 0, tenant: str | None = None,
+                             cache_salt: str | None = None, all_beams: bool = False) -> \
             AsyncGenerator[list[Piece], None]:
         """`stream`, but each time all tokens that are there: who is slower than they come has less
         to do for each.
@@ -411,17 +435,18 @@ class AsyncLLM(_Loaded):
         threads = _GRAMMARS if _has_grammar(params) else None  # None: asyncio's own
         requests = await asyncio.get_running_loop().run_in_executor(
             threads, self._reader.requests, prompts, params)
-        async with aclosing(self._made(requests, _priority(priority))) as all_made:
+        scheduling = _scheduling(priority, tenant, cache_salt)
+        async with aclosing(self._made(requests, scheduling)) as all_made:
             async for made in all_made:
                 yield [piece for own in made for piece in self._pieces(own, all_beams)]
 
-    async def _made(self, requests: list[Request], priority: int) -> \
+    async def _made(self, requests: list[Request], scheduling: Scheduling) -> \
             AsyncGenerator[list[Token | Searching], None]:
         """What comes of requests, until all of it has come; each time all that is there."""
         ready, alarm = asyncio.Event(), _Alarm.of_running_loop()
         work = Work(lambda: alarm.ring(ready))
         try:
-            work.begin(self._calls(requests, work.outbox), priority)
+            work.begin(self._calls(requests, work.outbox, scheduling))
             while work.left:
                 made = work.take()
                 if made:
@@ -524,11 +549,23 @@ def _whole(name: str, value: object, least: int) -> int:
     return read
 
 
-def _priority(value: object) -> int:
-    read = _whole("priority", value, -MOST_PRIORITY)
-    if read > MOST_PRIORITY:
-        raise LlmcError(f"priority {read} is above {MOST_PRIORITY}")
-    return read
+def _scheduling(priority: object, tenant: object, cache_salt: object) -> Scheduling:
+    """Arguments of a call, read. A salt is hashed by another function than blocks are, so no
+    tokens lead to the same hash.
+    """
+    level = _whole("priority", priority, -MOST_PRIORITY)
+    if level > MOST_PRIORITY:
+        raise LlmcError(f"priority {level} is above {MOST_PRIORITY}")
+    salt = _name("cache_salt", cache_salt)
+    return Scheduling(level, _name("tenant", tenant), b"" if salt is None else hashlib.blake2b(
+        salt.encode(), digest_size=32, person=b"cache_salt").digest())
+
+
+def _name(name: str, value: object) -> str | None:
+    """An argument that is a text of at least one character, or None."""
+    if value is not None and not (isinstance(value, str) and value and is_unicode(value)):
+        raise LlmcError(f"{name} is {shown(value)}; give a text that is not empty, or None")
+    return value
 
 
 def _power(name: str, value: object) -> int:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llmc.errors import LlmcError
+from llmc.runtime.fair_queue import WaitingGroup
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.pace import Pace
 from llmc.runtime.request import Completing, Request, Searching, Token
-from llmc.runtime.scheduler import Chosen, Lease, Line, Scheduled, Scheduler
+from llmc.runtime.scheduler import Chosen, Lease, Scheduled, Scheduler
 from llmc.runtime.scheduler import Sequence as Running
 from llmc.runtime.step import Engine, Sampled
 
@@ -70,6 +71,22 @@ class Outbox:
         return self._unread[owner] >= _UNREAD or len(self._ready) >= _UNREAD_IN_ALL
 
 
+@dataclass(frozen=True)
+class Scheduling:
+    """How the requests of a call are scheduled, and which prefixes they share.
+
+    Args:
+        priority: lower ones go first.
+        tenant: whose share of the slots they are a part of. None: each call has its own.
+        salt: is hashed into the names of their blocks, so that only calls with the same one share
+            prefixes.
+    """
+
+    priority: int = 0
+    tenant: str | None = None
+    salt: bytes = b""
+
+
 @dataclass(eq=False)
 class Call:
     """What one caller wants of one loop: some samples of its requests."""
@@ -77,6 +94,7 @@ class Call:
     requests: Sequence[Request]
     samples: Callable[[Request], Sequence[int]]
     outbox: Outbox
+    scheduling: Scheduling = Scheduling()
     begun: float = field(default_factory=time.monotonic)
     left: int = field(init=False)  # completions
     longest: int = field(init=False)  # the most new tokens that one may have
@@ -118,7 +136,7 @@ class Loop:
         self._check_step, self._skip_step = check_step, skip_step
         # A caller's thread would take cores from a step that runs on them.
         self._reads = engine.limits.ahead == 1
-        self._calls: dict[Call, Line] = {}
+        self._calls: dict[Call, WaitingGroup] = {}
         self._owners: dict[Running, tuple[Call, Completing | Searching]] = {}
         self._numbers = itertools.count()
         self._condition = threading.Condition()
@@ -133,7 +151,7 @@ class Loop:
 
     # What callers do, each in a thread of its own.
 
-    def add(self, call: Call, priority: int = 0) -> None:
+    def add(self, call: Call) -> None:
         """Complete what a call wants.
 
         Raises:
@@ -148,7 +166,8 @@ class Loop:
         def order() -> None:
             self._pace.came()
             try:
-                self._calls[call] = self._scheduler.add(self._sequences(call), priority)
+                self._calls[call] = self._scheduler.add(
+                    self._sequences(call), call.scheduling.priority, call.scheduling.tenant)
             except Exception as error:  # this call's own
                 call.outbox.fail(error)
 
@@ -311,7 +330,7 @@ class Loop:
         for request in call.requests:
             number = next(self._numbers)
             source = request.source if self._encodes else None
-            prompt, key = list(request.prompt), request.key(self._encodes)
+            prompt, key = list(request.prompt), call.scheduling.salt + request.key(self._encodes)
             for sample in call.samples(request):
                 yield self._sequence(call, request, number, sample, prompt, key, source)
 
@@ -344,10 +363,10 @@ class Loop:
             del self._calls[call]
 
     def _forget(self, call: Call) -> None:
-        line = self._calls.pop(call, None)
-        if line is None:
+        group = self._calls.pop(call, None)
+        if group is None:
             return
-        self._scheduler.drop(line)
+        self._scheduler.drop(group)
         for sequence in [own for own, (whose, _) in self._owners.items() if whose is call]:
             del self._owners[sequence]
             self._scheduler.remove(sequence)
@@ -379,7 +398,7 @@ class Work:
         self._calls: list[tuple[Loop, Call]] = []
         self.left = 0
 
-    def begin(self, calls: list[tuple[Loop, Call]], priority: int) -> None:
+    def begin(self, calls: list[tuple[Loop, Call]]) -> None:
         """Have replicas begin with calls whose outbox is this one's.
 
         Raises:
@@ -389,7 +408,7 @@ class Work:
         self.left += sum(call.left for _, call in calls)
         try:
             for loop, call in calls:
-                loop.add(call, priority)
+                loop.add(call)
         except BaseException:
             self.abort()
             raise

@@ -1,35 +1,38 @@
 """Which sequences run in the next step, and how many tokens of each.
 
-All that wait or run are in one order, by priority and arrival. Whoever is behind gives its blocks
-back where somebody before it lacks them, and is computed again later. A priority is worth so many
-steps of waiting and no more, so nobody waits for ever; and the first in order has all blocks if it
-needs them, so that it always goes on.
+Running sequences are in one order, by priority and arrival. A sequence that lacks blocks preempts
+later ones, which are recomputed; the first in order gets all blocks if it needs them, so that it
+always goes on. A priority is worth a fixed number of steps of waiting, so nobody waits for ever.
+
+Waiting sequences are admitted by fair shares of the slots (fair_queue.py). No request and no tenant
+holds all slots while another waits: one that has no slot preempts the youngest sequence of the one
+that holds the most. This costs one recomputation of few tokens, most of which the prefix cache
+still has; to wait for a completion costs up to its whole length. Only a share without any slot
+preempts, so each arrival preempts once, and what was preempted cannot preempt back.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from llmc.runtime.blocks import Blocks, Chain, Table
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
 from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, Step
 
-HEAD_START = 256  # steps that a priority is before the next
 MOST_PRIORITY = 100  # and the least is as far below 0
-_LOOKED_AT = 64  # callers, for one that can enter
+_LOOKED_AT = 64  # waiting groups, for one whose prompt is not being computed
 _MIXED = 512  # tokens of a step that some wait for, where no prompt has waited long
 _LONG = 4  # steps
-
-_Key = tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -56,7 +59,8 @@ class Sequence:
         beams: what each beam goes on with, once known.
         coming: names of blocks that it is about to compute.
         epoch: how often it has ended, or had to leave.
-        line: in which it waits since it had to leave.
+        share: of its request.
+        group: in which it waits since it was preempted.
     """
 
     request: int
@@ -70,7 +74,7 @@ class Sequence:
     stalled: Callable[[], bool] = lambda: False
     mask: Callable[[], np.ndarray] | None = None
     tokens: list[int] = field(default_factory=list)
-    order: _Key = ()
+    order: Order = ()
     priority: int = 0
     chain: Chain | None = None
     slots: list[int] = field(default_factory=list)
@@ -81,10 +85,17 @@ class Sequence:
     beams: list[int] = field(default_factory=list)
     coming: list[bytes] = field(default_factory=list)
     epoch: int = 0
-    line: Line | None = None
+    share: Share = field(init=False, repr=False)
+    group: WaitingGroup | None = None
 
     def __post_init__(self) -> None:
         self.known = len(self.prompt)  # tokens whose keys and values can be computed
+
+    @property
+    def tenant(self) -> Share:
+        """The share that the request's is a part of."""
+        assert self.share.parent is not None
+        return self.share.parent
 
     @property
     def searches(self) -> bool:
@@ -109,25 +120,6 @@ class Sequence:
         return 1 if self.ahead and len(self.tokens) + self.ahead < self.limit else 0
 
 
-class Line:
-    """Sequences of one caller, of which only the first that waits is made. Each is behind the one
-    before.
-    """
-
-    def __init__(self, sequences: Iterator[Sequence], order: _Key, priority: int) -> None:
-        self._sequences, self.order, self.priority = sequences, order, priority
-        self.first: Sequence | None = None
-        self._taken = 0
-        self.take()
-
-    def take(self) -> None:
-        """The first enters, and the next is made."""
-        self.first = next(self._sequences, None)
-        if self.first is not None and self.first.epoch == 0:
-            self.first.order, self.first.priority = (*self.order, self._taken), self.priority
-            self._taken += 1
-
-
 @dataclass(frozen=True)
 class Scheduled:
     """A step, and for each of its `sample` the sequence, and its epoch."""
@@ -147,7 +139,6 @@ class Scheduled:
 
 
 _Row = tuple[Sequence, int]  # and how many new tokens of each of its rows
-_Entry = tuple[_Key, int, Line]
 
 
 @dataclass(frozen=True)
@@ -210,8 +201,10 @@ class Scheduler:
         self.blocks = Blocks(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
         self.preemptions = self.queries = self.hits = 0
-        self._lines: list[_Entry] = []  # a heap
-        self._aside: list[_Entry] = []  # whose first is stalled, so that nobody is behind them
+        self._shares = Share()  # of all tenants
+        self._tenants: WeakValueDictionary[str, Share] = WeakValueDictionary()
+        self._groups: dict[WaitingGroup, None] = {}  # that wait
+        self._hidden: list[WaitingGroup] = []  # of these, not to be admitted in this step
         self._slots = list(range(limits.max_slots))  # a heap: the lowest are used first
         self._memory: dict[int, list[int]] = {}  # request: row and users
         self._memory_rows = list(range(limits.max_slots))
@@ -222,35 +215,47 @@ class Scheduler:
 
     # Who is there.
 
-    def add(self, sequences: Iterable[Sequence], priority: int = 0) -> Line:
-        """A caller comes, whose sequences enter one after the other."""
-        self._arrivals += 1
-        line = Line(iter(sequences), (self._steps + priority * HEAD_START, self._arrivals),
-                    priority)
-        self._wait(line)
-        return line
+    def add(self, sequences: Iterable[Sequence], priority: int = 0,
+            tenant: str | None = None) -> WaitingGroup:
+        """Queue the sequences of a request.
 
-    def drop(self, line: Line) -> None:
-        """What waits in a line is not wanted any more."""
-        line.first = None
+        Args:
+            tenant: whose share of the slots the request has a part of. None: its own.
+        """
+        self._arrivals += 1
+        group = WaitingGroup(iter(sequences), (self._steps + priority * HEAD_START, self._arrivals),
+                             priority, Share(self._tenant(tenant)))
+        self._wait(group)
+        return group
+
+    def _tenant(self, name: str | None) -> Share:
+        if name is None:
+            return Share(self._shares)
+        return self._tenants.setdefault(name, Share(self._shares))
+
+    def drop(self, group: WaitingGroup) -> None:
+        """Forget what waits in a group."""
+        group.first = None
+        self._wait(group)
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence ends, wherever it is."""
-        if sequence.line is not None:
-            sequence.line.first = None
+        if sequence.group is not None:
+            self.drop(sequence.group)
         elif sequence.slots:
             self._give_back(sequence)
             self.running.remove(sequence)
+            sequence.share.hold(-sequence.width)
+            sequence.share.moved(self._steps)
 
     @property
     def waiting(self) -> int:
-        """Callers of whom something waits."""
+        """Number of requests and preempted sequences that wait. Any thread may ask."""
         return len(self._firsts())
 
     def _firsts(self) -> list[Sequence]:
-        """Of each line the sequence that waits."""
-        return [line.first for _, _, line in itertools.chain(self._lines, self._aside)
-                if line.first is not None]
+        """The first sequence of each waiting group."""
+        return [group.first for group in list(self._groups) if group.first is not None]
 
     def problem(self, prompt: int, limit: int, width: int = 1) -> str | None:
         """Why a sequence could never run."""
@@ -289,11 +294,7 @@ class Scheduler:
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
                 copies += self._own(sequence)
                 rows.append((sequence, count))
-        while budget > 0 and (line := self._enter(rows)):
-            entering = line.first
-            assert entering is not None
-            line.take()
-            self._wait(line)
+        while budget > 0 and (entering := self._enter(rows)):
             count = min(self._before_branching(entering, entering.known - entering.computed),
                         budget)
             budget -= count
@@ -310,8 +311,8 @@ class Scheduler:
         waited for steps. So a prompt that comes alone stalls nobody, and of many none has to wait.
         """
         prompts = [(own.order[0], own.priority) for own, count in wanted.items() if count > 1]
-        if first := self._next():
-            prompts.append((first.order[0], first.priority))
+        if group := self._next():
+            prompts.append((group.order[0], group.priority))
         waited = max((self._steps - came + priority * HEAD_START for came, priority in prompts),
                      default=0)
         if not decoding or waited > _LONG:
@@ -339,7 +340,7 @@ class Scheduler:
                 for table in tables:
                     self.blocks.grow(table, length)
                 return True
-            if not self._leave_for(sequence.order, {id(own) for own, _ in rows}, sequence):
+            if not self._leave_for(sequence, {id(own) for own, _ in rows}):
                 return False
 
     def _tables(self, sequence: Sequence) -> list[Table]:
@@ -349,69 +350,88 @@ class Scheduler:
         return [self.blocks.own(table, sequence.computed) for table in self._tables(sequence)
                 if self.blocks.shared(table, sequence.computed)]
 
-    def _leave_for(self, order: _Key, kept: set[int], wants: Sequence) -> bool:
-        """Have a sequence behind that order leave, or a stalled one; a session first of all."""
+    def _leave_for(self, wants: Sequence, kept: set[int]) -> bool:
+        """Free blocks for a running sequence: end a session, or else preempt a stalled or a later
+        sequence. Of later ones, first those of the lowest priority, then of the largest share.
+        """
         if self._leases:
             self.end(self._leases[-1])
             return True
-        behind = [own for own in self.running if id(own) not in kept and own is not wants
-                  and (own.order > order or own.stalled())]
-        if not behind:
+        later = [own for own in self.running if id(own) not in kept and own is not wants
+                 and (own.stalled() or self._may_lose_blocks(own, wants))]
+        if not later:
             return False
-        self._preempt(max(behind, key=lambda own: (own.stalled(), own.order)))
+        self._preempt(max(later, key=lambda own: (own.stalled(), own.priority, *_held(own),
+                                                  own.order)))
         return True
+
+    def _may_lose_blocks(self, own: Sequence, wants: Sequence) -> bool:
+        """Whether a sequence may be preempted for another's growth. Those of a smaller share only
+        for the first in order, which always goes on.
+        """
+        if own.order < wants.order:
+            return False
+        theirs, its = _rivals(own, wants)
+        return own.priority > wants.priority or theirs.slots >= its.slots \
+            or wants is self.running[0]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.remove(sequence)
-        sequence.line = Line(iter([sequence]), sequence.order, sequence.priority)
-        self._wait(sequence.line)
+        sequence.group = WaitingGroup(iter([sequence]), sequence.order, sequence.priority,
+                                      sequence.share)
+        self._wait(sequence.group)
 
-    def _wait(self, line: Line) -> None:
-        if line.first is not None:
-            self._arrivals += 1
-            heapq.heappush(self._lines, (line.first.order, self._arrivals, line))
+    def _wait(self, group: WaitingGroup) -> None:
+        """Sort a group by what of it waits now."""
+        if group.first is None:
+            self._groups.pop(group, None)
+        else:
+            self._groups[group] = None
+        group.moved(self._steps)
+
+    def _hide(self, group: WaitingGroup) -> None:
+        group.hidden = True
+        self._hidden.append(group)
+        group.moved(self._steps)
 
     def _bring_back(self) -> None:
-        """Those that were set aside wait again where they may go on."""
-        aside, self._aside = self._aside, []
-        for entry in aside:
-            first = entry[2].first
-            if first is not None and first.stalled():
-                self._aside.append(entry)
-            elif first is not None:
-                heapq.heappush(self._lines, entry)
+        """Hidden groups may be admitted again, except stalled ones."""
+        hidden, self._hidden = self._hidden, []
+        for group in hidden:
+            if group.first is not None and group.first.stalled():
+                self._hidden.append(group)
+            else:
+                group.hidden = False
+                group.moved(self._steps)
 
-    def _next(self) -> Sequence | None:
-        """The first that waits and may go on, which is that of `_lines[0]`."""
-        while self._lines:
-            first = self._lines[0][2].first
-            if first is not None and not first.stalled():
-                return first
-            entry = heapq.heappop(self._lines)
-            if first is not None:
-                self._aside.append(entry)
+    def _next(self) -> WaitingGroup | None:
+        """The group to admit next whose first sequence is not stalled."""
+        while group := self._shares.head(self._steps):
+            assert group.first is not None
+            if not group.first.stalled():
+                return group
+            self._hide(group)
         return None
 
-    def _enter(self, rows: list[_Row]) -> Line | None:
-        """The line whose first sequence runs from now on, and which waits no more; None where no
-        one can.
-        """
-        passed: list[_Entry] = []
-        entered = None
-        while len(passed) < _LOOKED_AT and (first := self._next()):
-            entry = heapq.heappop(self._lines)
-            if self._is_coming(first):
-                passed.append(entry)
-                continue
-            if self._begin(first, rows):
-                entered = entry[2]
-            else:
-                passed.append(entry)
-            break
-        for entry in passed:
-            heapq.heappush(self._lines, entry)
-        return entered
+    def _ready(self) -> WaitingGroup | None:
+        """`_next`, except groups whose prompt is being computed for another sequence."""
+        for _ in range(_LOOKED_AT):
+            group = self._next()
+            if group is None or not self._is_coming(group):
+                return group
+            self._hide(group)
+        return None
+
+    def _enter(self, rows: list[_Row]) -> Sequence | None:
+        """Admit the next sequence; None if none can be."""
+        group = self._ready()
+        if group is None or (first := group.first) is None or not self._begin(first, rows):
+            return None
+        first.share.hold(first.width)
+        group.take()
+        self._wait(group)
+        return first
 
     def _names(self, sequence: Sequence) -> list[bytes]:
         """The names of its blocks, as far as its tokens are known."""
@@ -422,10 +442,12 @@ class Scheduler:
             chain.extend(sequence.prompt + sequence.tokens)
         return chain.names
 
-    def _is_coming(self, sequence: Sequence) -> bool:
-        """Whether its prompt, or at least half of what it would compute, is being computed for
-        another.
+    def _is_coming(self, group: WaitingGroup) -> bool:
+        """Whether the prompt of its first sequence, or at least half of what that would compute, is
+        being computed for another.
         """
+        sequence = group.first
+        assert sequence is not None
         first = self._first.get(sequence.request)
         if first is not None and \
                 first.computed < len(first.prompt) - self.limits.keeps_states:
@@ -453,7 +475,7 @@ class Scheduler:
                 self.blocks.close(table)
                 return False
             spare = len(self.running)
-        sequence.line = None
+        sequence.group = None
         sequence.tables = [table]
         sequence.slots = [heapq.heappop(self._slots) for _ in range(sequence.width)]
         sequence.computed = min(len(table.blocks) * self.blocks.block_size, sequence.known - 1)
@@ -486,27 +508,81 @@ class Scheduler:
         return self.blocks.open(self.blocks.match(names, sequence.known))
 
     def _make_way(self) -> None:
-        """Have those of lower priority leave for the first that waits, before they get a step."""
-        first = self._next()
-        if first is None or all(own.priority <= first.priority for own in self.running):
+        """Preempt for the sequence to admit next, before the running ones get a step: by priority,
+        or if its share holds nothing.
+        """
+        group = self._ready()
+        if group is None or (first := group.first) is None:
             return
+        if any(own.priority > first.priority for own in self.running):
+            lacks = self._lacks(first)
+            while not self._has_room(first, lacks):
+                if not self._leave_for_new(first, set()):
+                    break
+        for own in self._beyond_share(first):
+            self._preempt(own)
+
+    def _lacks(self, first: Sequence) -> int:
+        """Blocks that a waiting sequence needs and does not find."""
         found = len(self.blocks.match(self._names(first), first.known))
-        lacks = self.blocks.spans(first.known) - found
-        while len(self._slots) < first.width or lacks > self.blocks.free - len(self.running):
-            if not self._leave_for_new(first, set()):
-                return
+        return self.blocks.spans(first.known) - found
+
+    def _has_room(self, first: Sequence, lacks: int) -> bool:
+        return len(self._slots) >= first.width and lacks <= self.blocks.free - len(self.running)
 
     def _leave_for_new(self, sequence: Sequence, kept: set[int]) -> bool:
-        """Have one leave for a sequence that is to enter: only one of lower priority, or a stalled
-        one, or a session.
+        """Free a slot and blocks for a waiting sequence: end a session, or else preempt a stalled
+        sequence, or one of lower priority.
         """
-        if any(own.stalled() or (own.priority > sequence.priority and own.order > sequence.order)
-               for own in self.running if id(own) not in kept):
-            kept.update(id(own) for own in self.running
-                        if not own.stalled() and own.priority <= sequence.priority)
-        elif not self._leases:
+        if self._leases:
+            self.end(self._leases[-1])
+            return True
+        after = [own for own in self.running if id(own) not in kept
+                 and (own.stalled() or self._goes_before(sequence, own))]
+        if not after:
             return False
-        return self._leave_for(sequence.order, kept, sequence)
+        self._preempt(max(after, key=lambda own: (own.stalled(), own.order)))
+        return True
+
+    def _goes_before(self, first: Sequence, own: Sequence) -> bool:
+        """Whether a waiting sequence has priority over a running one, also once that waits: it
+        would be admitted first if it had lost the last slot of its share.
+        """
+        if own.priority <= first.priority or own.order < first.order:
+            return False
+        its, theirs = _rivals(first, own)
+        return not its.slots or theirs.slots > own.width or \
+            not has_waited_for(own.order, first.priority, self._steps)
+
+    def _beyond_share(self, first: Sequence) -> list[Sequence]:
+        """Running sequences to preempt for a waiting one whose request or tenant has no slot: of
+        the rival with the most slots the youngest, at most half of them. None if that is not
+        enough, or there is room. A beam search is not preempted, which would begin again.
+        """
+        parent = first.tenant if first.tenant.slots else self._shares
+        if first.share.slots or first.width > 1 or parent.slots == parent.holders:
+            return []
+        lacks = self._lacks(first)
+        if self._has_room(first, lacks) or self._leases or \
+                any(own.stalled() for own in self.running):  # which `_begin` takes
+            return []
+
+        def share(own: Sequence) -> Share:
+            return own.tenant if parent is self._shares else own.share
+
+        rivals = [own for own in self.running if own.width == 1 and share(own).parent is parent
+                  and share(own).slots > 1
+                  and has_waited_for(first.order, own.priority, self._steps)]
+        rivals.sort(key=lambda own: (share(own).slots, own.share.slots, own.order), reverse=True)
+        free, victims = self.blocks.free - len(self.running), list[Sequence]()
+        for own in rivals:
+            if share(own) is not share(rivals[0]) or len(victims) == share(own).slots // 2:
+                break
+            victims.append(own)
+            free += self.blocks.alone(own.tables[0]) + 1
+            if lacks <= free:
+                return victims
+        return []
 
     def _give_back(self, sequence: Sequence) -> None:
         for table in sequence.tables:
@@ -634,3 +710,15 @@ class Scheduler:
                 heapq.heappush(self._slots, slot)
                 heapq.heappush(self._memory_rows, row)
             lease.slots = []
+
+
+def _rivals(one: Sequence, other: Sequence) -> tuple[Share, Share]:
+    """The shares of two sequences on the level where they differ: of tenants or of requests."""
+    if one.tenant is other.tenant:
+        return one.share, other.share
+    return one.tenant, other.tenant
+
+
+def _held(own: Sequence) -> tuple[int, int]:
+    """Slots of a sequence's tenant and request."""
+    return own.tenant.slots, own.share.slots

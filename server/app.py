@@ -102,7 +102,7 @@ class Api:
 
     def __init__(self, model: Model, limits: Limits) -> None:
         self.model, self._limits = model, limits
-        self._gate = Gate(model.llm.max_num_seqs + limits.max_waiting)
+        self._gate = Gate.of(limits, model.llm.max_num_seqs)
         self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
 
     async def swap(self, model: Model) -> None:
@@ -188,10 +188,12 @@ class Api:
                         read: Callable[[Model, _Generating], Coroutine[Any, Any, Job]],
                         answered: Callable[[Model, _Generating, Job], Answer]) -> Response:
         body = await self._read(request, kind)
+        self._limits.check_priority(body.priority)
+        key = request.scope["llmc.api_key"]
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         model = self.model
         with ExitStack() as stack:
-            stack.enter_context(self._gate.entered())
+            stack.enter_context(self._gate.entered(body.num_sequences, key))
             stack.enter_context(model.working())
             try:
                 async with asyncio.timeout_at(deadline):
@@ -201,7 +203,8 @@ class Api:
                         request.scope, prompt_tokens=job.prompt_tokens,
                         cached_tokens=answer.cached_tokens,
                         completion_tokens=answer.completion_tokens))
-                    pieces = self._metrics.measured(job, model.pieces(job))
+                    pieces = self._metrics.measured(job, model.pieces(
+                        job, key, self._limits.cache_salt(key, body.cache_salt)))
                     if not body.stream:
                         return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
                     events = answer.stream(pieces)

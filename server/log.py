@@ -77,8 +77,10 @@ class Logged:
         fields = scope["llmc.log"] = {}
         try:
             try:
-                self._limits.check_key(scope["path"], Headers(scope=scope).get(
-                    "authorization", "").encode("latin-1"))
+                scope["llmc.api_key"] = key = self._limits.check_key(
+                    scope["path"], Headers(scope=scope).get("authorization", "").encode("latin-1"))
+                if key is not None:
+                    note(scope, api_key=key)
             except ApiError as error:
                 refused = JSONResponse(error_body(error.status, str(error), code=error.code),
                                        error.status, headers=error.headers)

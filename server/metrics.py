@@ -40,7 +40,9 @@ class _Now(Collector):
                  now["waiting"]),
                 ("vllm:kv_cache_usage_perc", "Part of the KV cache that is used, from 0 to 1.",
                  now["cache_usage"]),
-                ("llmc:requests_inside", "Requests that generate or wait.", self._gate.inside)):
+                ("llmc:requests_inside", "Requests that generate or wait.", self._gate.inside),
+                ("llmc:sequences_inside", "Sequences of these requests.",
+                 self._gate.sequences)):
             gauge = GaugeMetricFamily(name, text, labels=_LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge

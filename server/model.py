@@ -127,10 +127,11 @@ class Model:
         """One token's text; empty without a tokenizer."""
         return "" if self.llm.tokenizer is None else self.llm.detokenize([token_id])
 
-    def pieces(self, job: Job) -> AsyncGenerator[list[Piece], None]:
+    def pieces(self, job: Job, tenant: str | None, cache_salt: str | None) -> \
+            AsyncGenerator[list[Piece], None]:
         """What is generated, each time all that is there; closing this stops the work."""
         return self.llm.stream_batches(job.prompts, job.params, priority=job.priority,
-                                       all_beams=True)
+                                       tenant=tenant, cache_salt=cache_salt, all_beams=True)
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:

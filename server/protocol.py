@@ -130,6 +130,7 @@ class Generation(Body):
     skip_special_tokens: bool = True
     bad_words: list[str | list[int]] | None = None
     priority: int = Field(0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
+    cache_salt: str | None = Field(None, min_length=1)
     use_beam_search: bool = False
     length_penalty: float | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -143,6 +144,11 @@ class Generation(Body):
     end_id: int | None = None
     early_stopping: bool | Literal["never"] | None = None
     diversity_rate: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it asks for, beams among them."""
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -230,6 +236,10 @@ class CompletionRequest(Generation):
         """One or several."""
         several: list[Any] = [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
         return [several] if several and isinstance(several[0], int) else several
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * super().num_sequences
 
 
 class Part(BaseModel):

@@ -109,6 +109,12 @@ def test_what_is_no_prompt_is_one_sentence(llm, prompts, message):
     (dict(logit_bias={5: 1e39}),
      "the logit_bias 1e+39 of token 5 is neither a number of float32 nor -inf, which forbids it"),
     (dict(n=10**6, temperature=1.0), "n 1000000 is not from 1 to 65536"),
+    (dict(logprobs=1001), "logprobs 1001 exceeds 1000; ask for fewer"),
+    (dict(bad_words=["a"] * 1025), "bad_words has 1025 words; give at most 1024"),
+    (dict(bad_words=["é" * 5000, [5] * 6385]),
+     "bad_words has 16385 bytes and token ids in all; give at most 16384"),
+    (dict(logit_bias=dict.fromkeys(range(16385), 1.0)),
+     "logit_bias has 16385 tokens; give at most 16384, or a guided_grammar of what is allowed"),
 ])
 def test_what_is_no_parameter_is_one_sentence(arguments, message):
     with pytest.raises(LlmcError) as error:

@@ -87,6 +87,7 @@ class Wish:
     arrives: int
     aborts: int | None
     stalls: range
+    tenant: str | None = None
     got: list = field(default_factory=list)
 
     def alone(self):
@@ -129,8 +130,10 @@ def calls_of(wishes, together):
     return calls
 
 
-def run(wishes, limits, budget, depth, reuse=True, together=False):
-    """Let them come, go on and leave; what each got, and the scheduler."""
+def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None):
+    """Let them come, go on and leave; what each got, and the scheduler. `watch` is called after
+    each step, with what runs by wish, and the wishes that are left.
+    """
     scheduler, engine = Scheduler(limits, budget, reuse=reuse), Histories(limits)
     under_way, lines, owners, now = deque(), {}, {}, 0
     waiting = deque(calls_of(wishes, together))
@@ -167,7 +170,7 @@ def run(wishes, limits, budget, depth, reuse=True, together=False):
                 else:
                     call.append(wish)
             if call:
-                line = scheduler.add(map(sequence, call), call[0].priority)
+                line = scheduler.add(map(sequence, call), call[0].priority, call[0].tenant)
                 lines |= dict.fromkeys(call, line)
         for wish in [wish for wish in left if wish.aborts == now and wish in lines]:
             abort(wish)
@@ -194,6 +197,9 @@ def run(wishes, limits, budget, depth, reuse=True, together=False):
                     scheduler.go_on(own, *wish.got[-1])
                 else:
                     scheduler.append(own, chosen.token)
+        watch([owners[own] for own in scheduler.running if own in owners], left)
+    assert not scheduler.waiting and not scheduler._shares.slots and not scheduler._shares.holders
+    assert scheduler._shares.head(scheduler._steps) is None
     assert scheduler.blocks.free == limits.num_blocks and not any(scheduler.blocks._users)
     assert not scheduler.running and not scheduler._coming and not scheduler._first
     assert sorted(scheduler._slots) == list(range(limits.max_slots))
@@ -205,7 +211,8 @@ WISHES = st.lists(st.builds(
     width=st.sampled_from([1, 1, 1, 1, 2, 3]), priority=st.integers(-1, 1),
     arrives=st.integers(0, 30), aborts=st.none() | st.none() | st.integers(1, 40),
     stalls=st.builds(lambda start, length: range(start, start + length),
-                     st.integers(1, 40), st.sampled_from([0, 0, 20]))), max_size=10)
+                     st.integers(1, 40), st.sampled_from([0, 0, 20])),
+    tenant=st.sampled_from([None, None, "a", "b"])), max_size=10)
 
 
 @settings(deadline=None, max_examples=400)
@@ -345,3 +352,102 @@ def test_a_session_s_blocks_go_to_those_who_lack_them():
     assert not lease.slots and scheduler.extend(newer, [8, 8]) and scheduler.lease(3) is None
     scheduler.add(iter([Sequence(0, [1] * 9, 2, lambda tokens: SamplingState(None))]))
     assert scheduler.schedule() is not None and not newer.slots
+
+
+def finished(own):
+    return len(own.got) == own.count
+
+
+def test_an_arrival_gets_a_slot_from_a_request_that_holds_all():
+    many = [wish([n] * 4, 40) for n in range(12)]
+    late = wish([20] * 4, 3, arrives=8)
+    expected = [own.alone() for own in many]
+    when = []
+    late.got = Watched([], lambda: when.append(max(len(own.got) for own in many)))
+    seen = []
+    scheduler, _ = run([*many, late], Limits(400, 4, 64, 4, 512, 2), 64, 2, together=True,
+                       watch=lambda running, left: seen.append(len(running)))
+    assert when[-1] < 20 and scheduler.preemptions == 1
+    assert [own.got for own in many] == expected
+    assert seen.count(4) > 100  # alone, the request has all slots
+
+
+def test_a_request_finishes_while_others_arrive_all_the_time():
+    many = [wish([n] * 4, 20) for n in range(8)]
+    crowd = [wish([20 + n % 20] * 4, 3, arrives=1 + n // 2) for n in range(1000)]
+    seen = []
+    many[-1].got = Watched([], lambda: seen.append(sum(map(finished, crowd))))
+    run([*many, *crowd], Limits(400, 4, 64, 3, 512, 1), 64, 1, together=True)
+    assert len(seen) == 20 and seen[-1] < 900
+
+
+def test_tenants_have_equal_shares_of_the_slots_however_many_requests_they_have():
+    first = [wish([n] * 4, 12, tenant="a") for n in range(40)]
+    second = [wish([n, 1] * 2, 12, arrives=20, tenant="b") for n in range(20)]
+    shares = []
+
+    def watch(running, left):
+        if any(map(finished, second)) and sum(own.tenant == "b" for own in left) > 4:
+            shares.append(sum(own.tenant == "b" for own in running))
+
+    run([*first, *second], Limits(400, 4, 64, 6, 512, 1), 64, 1, watch=watch)
+    assert len(shares) > 40 and 2.4 < np.mean(shares) <= 3
+
+
+def test_a_request_gets_a_slot_from_another_of_its_tenant():
+    many = [wish([n] * 4, 40, tenant="a") for n in range(8)]
+    late = wish([20] * 4, 2, arrives=8, tenant="a")
+    when = []
+    late.got = Watched([], lambda: when.append(max(len(own.got) for own in many)))
+    run([*many, late], Limits(400, 4, 64, 4, 512, 1), 64, 1, together=True)
+    assert when[-1] < 20
+
+
+def test_no_tenant_loses_its_last_slot_to_another():
+    """Nobody preempts a last sequence, so what waits takes turns as sequences end."""
+    wishes = [wish([n] * 4, 10, tenant=str(n)) for n in range(20)]
+    scheduler, _ = run(wishes, Limits(400, 4, 64, 4, 512, 1), 64, 1)
+    assert not scheduler.preemptions
+
+
+def test_a_beam_search_is_not_preempted_for_its_share():
+    beams, late = wish([1] * 4, 30, width=4), wish([0] * 4, 2, arrives=5)
+    scheduler, _ = run([beams, late], Limits(400, 4, 64, 4, 512, 1), 64, 1)
+    assert not scheduler.preemptions
+
+
+def test_an_arrival_keeps_its_blocks_while_those_of_a_larger_share_grow():
+    many = [wish([n] * 4, 60) for n in range(6)]
+    late = wish([20] * 4, 40, arrives=20)
+    when = []
+    late.got = Watched([], lambda: when.append(sum(map(finished, many))))
+    expected = [own.alone() for own in many]
+    left_out = []
+
+    def watch(running, left):
+        if 0 < len(late.got) < late.count and late not in running:
+            left_out.append(len(late.got))
+
+    scheduler, _ = run([*many, late], Limits(40, 4, 32, 6, 512, 1), 32, 1, together=True,
+                       watch=watch)
+    assert scheduler.preemptions > 1 and not left_out
+    assert [own.got for own in many] == expected
+
+
+def test_an_arrival_gets_blocks_from_a_request_that_holds_them_all():
+    many = [wish([n] * 4, 40) for n in range(4)]
+    late = wish([20] * 12, 2, arrives=24)
+    when = []
+    late.got = Watched([], lambda: when.append(sum(map(finished, many))))
+    run([*many, late], Limits(33, 4, 32, 8, 512, 1), 32, 1, together=True)
+    assert when[0] == 0
+
+
+def test_a_lower_priority_waits_no_longer_than_it_is_worth_behind_one_large_request():
+    many = [wish([n % 20] * 4, 40) for n in range(100)]
+    poor = wish([30] * 4, 2, priority=1, arrives=10)
+    when = []
+    poor.got = Watched([], lambda: when.append(sum(map(finished, many))))
+    scheduler, _ = run([*many, poor], Limits(400, 4, 64, 2, 512, 1), 64, 1, together=True)
+    steps = when[0] * 40 / 2
+    assert HEAD_START - 80 < steps < HEAD_START + 160 and scheduler.preemptions == 1

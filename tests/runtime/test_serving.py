@@ -152,6 +152,37 @@ def test_prompts_that_begin_alike_are_computed_once(case_tp1):
         assert after["cache_queries"] - before["cache_queries"] == 26
 
 
+def test_only_calls_with_the_same_salt_share_prefixes(case_tp1):
+    prompt = list(range(10, 34))
+
+    def cached(salt):
+        return next(llm.stream([prompt], tokens(2), cache_salt=salt)).num_cached_tokens
+
+    with llmc.LLM(case_tp1, block_size=4) as llm:
+        salts = (None, "a", "b", None, "a", "b", "ab")
+        assert [cached(salt) for salt in salts] == [0, 0, 0, 20, 20, 20, 0]
+        # A salt that is the text of tokens leads to none of their blocks.
+        block = np.array(prompt[:4], np.int64).tobytes().decode()
+        assert next(llm.stream([prompt[4:]], tokens(2), cache_salt=block)).num_cached_tokens == 0
+        both = llm.stream([prompt], tokens(2, n=3, temperature=1.0, seed=1), cache_salt="n")
+        assert sorted({(own.sample, own.num_cached_tokens > 0) for own in both}) == [
+            (0, False), (1, True), (2, True)]
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_tenant_does_not_wait_for_all_completions_of_another(case_tp1, alone, calls):
+    with llmc.LLM(case_tp1, max_batch_size=3) as llm:
+        busy = [llm.stream(PROMPTS, tokens(30), tenant="a") for _ in range(calls)]
+        for stream in busy:
+            next(stream)
+        late = llm.generate([PROMPTS[1]], tokens(2), tenant="b")
+        assert late[0].token_ids == alone[1][:2]
+        assert llm.metrics()["finished"] < calls * len(PROMPTS)
+        for stream in busy:
+            stream.close()
+        assert_empty(llm)
+
+
 def test_a_row_no_longer_has_what_the_padding_of_a_short_prompt_has_overwritten(case_tp1, alone):
     """Two prompts are run at once, the shorter in the row of one that is asked again."""
     again, longer = PROMPTS[4], max(PROMPTS, key=len)
@@ -250,6 +281,10 @@ def test_what_cannot_begin_is_its_own_caller_s_to_know(case_tp1, alone, monkeypa
                                 (-101, "priority -101 is below -100")):
             with pytest.raises(llmc.LlmcError, match=match):
                 llm.generate([PROMPTS[0]], priority=priority)
+        for name in ("tenant", "cache_salt"):
+            for value in ("", 3, "\ud800"):
+                with pytest.raises(llmc.LlmcError, match=f"{name} is .* give a text that is not"):
+                    llm.generate([PROMPTS[0]], **{name: value})
         with monkeypatch.context() as patched:
             patched.setattr(llm._loops[0], "_completing", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):

@@ -6,7 +6,7 @@ from server_process import serving
 
 @pytest.fixture(scope="session")
 def server(case_tp1):
-    with serving(case_tp1) as own:
+    with serving(case_tp1, "--allow_priority") as own:
         yield own
 
 
