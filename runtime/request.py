@@ -332,8 +332,7 @@ class Reader:
         read = read_messages(messages)
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
-                            f"which does not chat; give what its encoder is to read as the prompt, "
-                            f"without --chat")
+                            f"which does not chat; give what its encoder is to read as the prompt")
         text = render_chat(self.manifest, self._case_dir, read, tools, chat_template_kwargs)
         return self.tokenize(text, add_special_tokens=False)  # the template has them
 
@@ -409,7 +408,7 @@ class Reader:
                 self._check_tokens(ids)
                 if not ids or (len(ids) == 1 and ids[0] in ends):
                     problem = "the end token; give min_tokens or ignore_eos" if ids else "no token"
-                    raise LlmcError(f"bad word {word!r} is {problem}")
+                    raise LlmcError(f"bad word {shown(word)} is {problem}")
             words += ways
         if self.manifest.encoder is not None:
             words += [word for word in self.manifest.encoder.bad_words

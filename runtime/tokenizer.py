@@ -15,7 +15,7 @@ import jinja2.parser
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
 from llmc.runtime.manifest import MANIFEST_NAME, Manifest
 
 _MAX_CHARACTERS = 2**24  # that a chat template may write: more than any model reads
@@ -78,7 +78,7 @@ def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[s
     """
     if manifest.tokenizer.chat_template is None:
         raise LlmcError(f"'{manifest.source.architecture}' has no chat template; give the prompt "
-                        f"as the model expects it, without --chat")
+                        f"as plain text, in the form that the model expects")
     path = case_dir / manifest.tokenizer.chat_template
     try:
         return _render(path, {**(variables or {}), "messages": list(messages), "documents": None,
@@ -88,8 +88,9 @@ def render_chat(manifest: Manifest, case_dir: Path, messages: Sequence[Mapping[s
         reason = " ".join(str(error).split()) or type(error).__name__
         if not isinstance(error, jinja2.TemplateError):
             reason = f"{type(error).__name__}: {reason}"
-        raise LlmcError(f"the chat template '{path}' cannot be used ({reason}); give the prompt as "
-                        f"the model expects it, without --chat") from error
+        raise LlmcError(f"the chat template '{path}' cannot be used ({shortened(reason, 300)}); "
+                        f"give the prompt as plain text, in the form that the model expects") \
+            from error
 
 
 def _render(path: Path, variables: Mapping[str, object]) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llmc.errors import shortened
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
@@ -80,8 +81,8 @@ class Model:
     def check_name(self, name: str | None) -> None:
         """Raises ApiError where a client names another model."""
         if name is not None and name != self.name:
-            raise ApiError(f"there is no model '{name}'; this server has '{self.name}'", 404,
-                           param="model", code="model_not_found")
+            raise ApiError(f"there is no model '{shortened(name)}'; this server has '{self.name}'",
+                           404, param="model", code="model_not_found")
 
     async def read_prompts(self, prompts: Sequence[str | list[int]],
                            add_special_tokens: bool = True) -> list[list[int]]:
@@ -132,8 +133,8 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise ApiError(f"message {index} has a part of type '{part.type}'; models here "
-                               f"read text", param="messages")
+                raise ApiError(f"message {index} has a part of type '{shortened(part.type)}'; "
+                               f"models here read text", param="messages")
         content = "\n".join(part.text or "" for part in content)
     written["content"] = content or ""
     for call in written.get("tool_calls", ()):
