@@ -13,7 +13,7 @@ from llmc.errors import LlmcError
 from llmc.server.errors import ApiError
 
 # What may be had without a key: nothing is generated, and nobody's texts are told.
-OPEN = ("/", "/health", "/metrics", "/openapi.json", "/version")
+OPEN = ("/", "/health", "/load", "/metrics", "/openapi.json", "/ping", "/version")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Limits:
         request_timeout: seconds from a request's coming to its end.
         body_timeout: seconds for a request's body to come.
         drain_timeout: seconds that requests have to end once the server is to.
+        header_timeout: seconds for the line and the headers of a request.
+        write_timeout: seconds after which a connection ends whose client takes nothing of an
+            answer.
+        stall_timeout: seconds without a step, while there is work, after which /health is 503.
 
     Raises:
         LlmcError: a number is not above 0, or the key is empty.
@@ -39,13 +43,17 @@ class Limits:
     request_timeout: float = 1800.0
     body_timeout: float = 30.0
     drain_timeout: int = 30
+    header_timeout: float = 10.0
+    write_timeout: float = 60.0
+    stall_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         if self.api_key == "":
             raise LlmcError("api_key is empty; give one, or leave it out")
         if self.max_waiting < 0:
             raise LlmcError(f"max_waiting {self.max_waiting} is below 0")
-        for name in ("max_request_bytes", "request_timeout", "body_timeout", "drain_timeout"):
+        for name in ("max_request_bytes", "request_timeout", "body_timeout", "drain_timeout",
+                     "header_timeout", "write_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise LlmcError(f"{name} {getattr(self, name)} is not above 0")
 
