@@ -649,6 +649,21 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _list(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
+    """Texts, as a JSON list or with commas between them."""
+    if value is None:
+        return None
+    try:
+        read = json.loads(value) if value.lstrip().startswith("[") else \
+            [part.strip() for part in value.split(",") if part.strip()]
+    except ValueError:
+        read = None
+    if not isinstance(read, list) or not all(isinstance(part, str) for part in read):
+        raise LlmcError(f"--{param.name} '{value}' is not a list; give one such as a,b or "
+                        f"'[\"a\", \"b\"]'")
+    return read
+
+
 @main.command("serve")
 @click.argument("case_dir", type=click.Path(path_type=Path))
 @device_option
@@ -676,17 +691,48 @@ def _ended_by_sigterm() -> Iterator[None]:
                                                      "one other than 0 is refused.")
 @click.option("--max_request_bytes", default=8 * 2**20, help="Of a request's body.")
 @click.option("--request_timeout", default=1800.0, help="Seconds that a request may take.")
+@click.option("--header_timeout", default=10.0, help="Seconds that the headers of a request may "
+                                                     "take.")
+@click.option("--write_timeout", default=60.0,
+              help="Seconds after which a connection whose client reads nothing is closed.")
+@click.option("--stall_timeout", default=60.0,
+              help="Seconds without a completed step, while there is work, after which /health is "
+                   "503.")
 @click.option("--drain_timeout", default=30, help="Seconds that requests have to end after a "
                                                   "SIGTERM.")
+@click.option("--allowed_hosts", callback=_list, metavar="HOST,…",
+              help="Host names that requests may use beside localhost, 127.0.0.1 and [::1]; * for "
+                   "any.  [default: none where --host is a loopback address, else *]")
+@click.option("--allowed_origins", callback=_list, default="[]", metavar="ORIGIN,…",
+              help="Origins whose web pages may use the server (CORS), as https://example.com; * "
+                   "for any. Like the next two, a list with commas or in JSON.")
+@click.option("--allowed_methods", callback=_list, default="*", metavar="METHOD,…",
+              help="HTTP methods that those pages may use.")
+@click.option("--allowed_headers", callback=_list, default="*", metavar="HEADER,…",
+              help="Request headers that those pages may set.")
+@click.option("--allow_credentials", is_flag=True, help="Those pages may send credentials.")
+@click.option("--ssl_keyfile", type=click.Path(path_type=Path), help="Key of the certificate, PEM.")
+@click.option("--ssl_certfile", type=click.Path(path_type=Path),
+              help="Certificate, PEM; serves HTTPS.")
+@click.option("--ssl_ca_certs", type=click.Path(path_type=Path),
+              help="Authorities of clients' certificates, PEM.")
+@click.option("--ssl_cert_reqs", type=click.IntRange(0, 2), default=0,
+              help="Clients' certificates: 0 not asked for, 1 optional, 2 required.")
 @_loading_options
 def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path | None,
                   max_waiting: int, max_seqs_per_key: int | None, allow_priority: bool,
-                  max_request_bytes: int, request_timeout: float, drain_timeout: int,
+                  max_request_bytes: int, request_timeout: float, header_timeout: float,
+                  write_timeout: float, stall_timeout: float, drain_timeout: int,
+                  ssl_keyfile: Path | None, ssl_certfile: Path | None, ssl_ca_certs: Path | None,
+                  ssl_cert_reqs: int, allowed_hosts: list[str] | None, allowed_origins: list[str],
+                  allowed_methods: list[str], allowed_headers: list[str], allow_credentials: bool,
                   **options: Any) -> None:
     """Serve the model in CASE_DIR by OpenAI's HTTP interface."""
     try:
+        from llmc.server.access import Access
         from llmc.server.limits import Limits, read_api_keys
         from llmc.server.serve import serve
+        from llmc.server.tls import tls_context
     except ModuleNotFoundError as error:
         raise LlmcError(f"the server needs {error.name}; install it with: "
                         f"pip install 'llmc[serve]'") from error
@@ -695,7 +741,11 @@ def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path 
         api_keys=read_api_keys(api_keys, api_key_file), max_waiting=max_waiting,
         max_seqs_per_key=max_seqs_per_key, allow_priority=allow_priority,
         max_request_bytes=max_request_bytes, request_timeout=request_timeout,
-        drain_timeout=drain_timeout), **options)
+        header_timeout=header_timeout, write_timeout=write_timeout, stall_timeout=stall_timeout,
+        drain_timeout=drain_timeout),
+        access=Access(allowed_hosts, allowed_origins, allowed_methods, allowed_headers,
+                      allow_credentials),
+        tls=tls_context(ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs), **options)
 
 
 @main.command("inspect")

@@ -10,3 +10,13 @@ class LlmcError(Exception):
 
 class CheckFailed(LlmcError):
     """The work ran, and what it found fails a check: the command line exits with 1."""
+
+
+def shortened(text: str, limit: int = 64) -> str:
+    """Cut a text to `limit` characters, at a word where there is one, and mark it by an ellipsis.
+    """
+    if len(text) <= limit:
+        return text
+    cut = text[:limit - 1]
+    words, _, rest = cut.rpartition(" ")
+    return (words if len(rest) < limit // 2 else cut).rstrip() + "…"

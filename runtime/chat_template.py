@@ -18,7 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
 
 _MAX_CHARACTERS = 2**24  # of a rendered prompt: more than any model reads
@@ -54,8 +54,9 @@ class ChatTemplate:
                 **(variables or {}), "messages": list(messages), "documents": None,
                 "tools": None if tools is None else list(tools), "add_generation_prompt": True})
         except LlmcError as error:
-            raise LlmcError(f"the chat template '{self._path}' cannot be used ({error}); give the "
-                            f"prompt as the model expects it, without --chat") from error
+            raise LlmcError(f"the chat template '{self._path}' cannot be used "
+                            f"({shortened(str(error), 300)}); give the prompt as plain text, in "
+                            f"the form that the model expects") from error
         return text
 
 

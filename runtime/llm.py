@@ -198,6 +198,11 @@ class _Loaded:
         for loop in self._loops:
             loop.check_health()
 
+    def stalled_seconds(self) -> float:
+        """Seconds for which a replica that has work has neither completed a step nor taken orders.
+        """
+        return max((loop.stalled_seconds() for loop in self._loops), default=0.0)
+
     def metrics(self) -> dict[str, Any]:
         """What the replicas do and have done: sequences `running` and callers `waiting`,
         `generated_tokens`, `tokens_per_second` of the last ten seconds, `finished` completions,

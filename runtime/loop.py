@@ -96,8 +96,10 @@ class Call:
     outbox: Outbox
     scheduling: Scheduling = Scheduling()
     begun: float = field(default_factory=time.monotonic)
+    aborted: bool = False
     left: int = field(init=False)  # completions
     longest: int = field(init=False)  # the most new tokens that one may have
+    sequences: set[Running] = field(init=False, default_factory=set)  # that exist now
 
     def __post_init__(self) -> None:
         self.left = sum(len(self.samples(request)) for request in self.requests)
@@ -145,6 +147,7 @@ class Loop:
         self._pace = Pace()
         self._error: BaseException | None = None
         self._closing = False
+        self._busy_since: float | None = None  # start of this turn of the loop; None while idle
         self.metrics = Metrics(scheduler)
         self._thread = threading.Thread(target=self._serve, name="llmc-loop", daemon=True)
         self._thread.start()
@@ -175,7 +178,8 @@ class Loop:
             self._tell(order)
 
     def abort(self, call: Call) -> None:
-        """Nobody wants it any more: its blocks are free at once."""
+        """Nobody wants it any more: its blocks are free once the step that runs has ended."""
+        call.aborted = True
         self._mention(lambda: self._forget(call))
 
     def go_on(self) -> None:
@@ -196,6 +200,11 @@ class Loop:
         with self._condition:
             self._check()
 
+    def stalled_seconds(self) -> float:
+        """Seconds since a step completed or orders were taken; 0 without work."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def run(self, work: Callable[[Scheduler, Engine], _Result]) -> _Result:
         """Have the thread do some work between two steps, and wait for what it returns."""
         errand = _Errand(work)
@@ -213,14 +222,18 @@ class Loop:
     def _mention(self, order: Callable[[], None]) -> None:
         """`_tell` what does not matter where the loop has ended."""
         with self._condition:
-            self._orders.append(order)
-            self._condition.notify()
+            self._order(order)
 
     def _tell(self, order: Callable[[], None]) -> None:
         with self._condition:
             self._check()
-            self._orders.append(order)
-            self._condition.notify()
+            self._order(order)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        if self._busy_since is None:
+            self._busy_since = time.monotonic()
+        self._condition.notify()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -318,6 +331,8 @@ class Loop:
     def _take_orders(self, wait: float | None) -> None:
         """Do what callers said since; wait until they say something, so many seconds at most."""
         with self._condition:
+            idle = wait is None and not self._orders
+            self._busy_since = None if idle else time.monotonic()
             self._condition.wait_for(lambda: self._orders or self._closing, wait)
             if self._closing:  # what was said is for `_end`
                 raise LlmcError("this LLM was closed")
@@ -341,7 +356,7 @@ class Loop:
             owner = searching = self._searching(request, call.longest)
             sequence = Running(number, prompt, request.limit, owner.state,
                                width=request.params.beam_width, candidates=searching.candidates,
-                               key=key, source=source)
+                               key=key, source=source, aborted=lambda: call.aborted)
         else:
             owner = completing = self._completing(request, sample)
             completing.latest = call.begun
@@ -349,14 +364,17 @@ class Loop:
             sequence = Running(number, prompt, request.limit, owner.state, key=key, source=source,
                                stalled=lambda: call.outbox.is_behind(completing) or
                                (guide is not None and guide.pending),
+                               aborted=lambda: call.aborted,
                                mask=None if guide is None else guide.mask)
             completing.masked = lambda error: self._mention(
                 lambda: self._go_on_masked(sequence, completing, error))
         self._owners[sequence] = call, owner
+        call.sequences.add(sequence)
         return sequence
 
     def _leave(self, sequence: Running) -> None:
         call, _ = self._owners.pop(sequence)
+        call.sequences.discard(sequence)
         self._scheduler.remove(sequence)
         call.left -= 1
         if not call.left:
@@ -367,9 +385,10 @@ class Loop:
         if group is None:
             return
         self._scheduler.drop(group)
-        for sequence in [own for own, (whose, _) in self._owners.items() if whose is call]:
+        for sequence in call.sequences:
             del self._owners[sequence]
             self._scheduler.remove(sequence)
+        call.sequences.clear()
 
     def _end(self, error: BaseException) -> None:
         """Tell all callers, and take no more."""

@@ -61,15 +61,16 @@ class Metrics:
         """Numbers by name, and two lists of times."""
         scheduler = self._scheduler
         blocks = scheduler.blocks
+        running, waiting, free_blocks = scheduler.load()
         since = time.monotonic() - _RECENT
         with self._lock:
             recent = sum(count for when, count in self._recent if when >= since)
-            return dict(running=len(scheduler.running), waiting=scheduler.waiting,
+            return dict(running=running, waiting=waiting,
                         generated_tokens=self.generated, tokens_per_second=recent / _RECENT,
                         finished=self.finished,
                         preemptions=scheduler.preemptions, cache_queries=scheduler.queries,
                         cache_hits=scheduler.hits, blocks=blocks.num_blocks,
-                        block_size=blocks.block_size, free_blocks=blocks.free,
+                        block_size=blocks.block_size, free_blocks=free_blocks,
                         first=list(self.first), between=list(self.between))
 
 

@@ -342,11 +342,10 @@ class Reader:
         read = read_messages(messages)
         if self.manifest.encoder is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
-                            f"which does not chat; give what its encoder is to read as the prompt, "
-                            f"without --chat")
+                            f"which does not chat; give what its encoder is to read as the prompt")
         if not self._chat_template:
             raise LlmcError(f"'{self.manifest.source.architecture}' has no chat template; give the "
-                            f"prompt as the model expects it, without --chat")
+                            f"prompt as plain text, in the form that the model expects")
         return self._chat_template.render(read, tools, chat_template_kwargs)
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
@@ -431,7 +430,7 @@ class Reader:
                 self._check_tokens(ids)
                 if not ids or (len(ids) == 1 and ids[0] in ends):
                     problem = "the end token; give min_tokens or ignore_eos" if ids else "no token"
-                    raise LlmcError(f"bad word {word!r} is {problem}")
+                    raise LlmcError(f"bad word {shown(word)} is {problem}")
             words += ways
         if self.manifest.encoder is not None:
             words += [word for word in self.manifest.encoder.bad_words

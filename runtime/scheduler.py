@@ -49,6 +49,7 @@ class Sequence:
         key: what else changes the content of its blocks.
         source: what an encoder reads.
         stalled: whether it is not to go on for now.
+        aborted: whether nobody wants it any more; it is removed before the next step.
         mask: which tokens it may choose next, as in `Step.masks`; it waits for its last token then.
 
     Attributes:
@@ -72,6 +73,7 @@ class Sequence:
     key: bytes = b""
     source: Listed[int] | None = None
     stalled: Callable[[], bool] = lambda: False
+    aborted: Callable[[], bool] = lambda: False
     mask: Callable[[], np.ndarray] | None = None
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
@@ -252,6 +254,21 @@ class Scheduler:
     def waiting(self) -> int:
         """Number of requests and preempted sequences that wait. Any thread may ask."""
         return len(self._firsts())
+
+    def load(self) -> tuple[int, int, int]:
+        """Running sequences, waiting callers and free blocks, for any thread to read. Aborted
+        sequences count as gone, though a step that runs holds their blocks until it ends.
+        """
+        present = list(self.running)
+        wanted = [own for own in present if not own.aborted()]
+        waiting = sum(not own.aborted() for own in self._firsts())
+        free = self.blocks.free
+        if len(wanted) < len(present):
+            tables = [table for own in wanted for table in list(own.tables)]
+            tables += [table for lease in list(self._leases) for table in lease.tables]
+            used = {block for table in tables for block in list(table.blocks)}
+            free = max(free, self.blocks.num_blocks - len(used))
+        return len(wanted), waiting, free
 
     def _firsts(self) -> list[Sequence]:
         """The first sequence of each waiting group."""
@@ -596,7 +613,7 @@ class Scheduler:
                 heapq.heappush(self._memory_rows, self._memory.pop(sequence.request)[0])
         if self._first.get(sequence.request) is sequence:
             del self._first[sequence.request]
-        self._coming -= Counter(sequence.coming)
+        self._has_come(sequence.coming)
         sequence.tables, sequence.slots, sequence.beams, sequence.coming = [], [], [], []
         sequence.computed = sequence.ahead = 0
         sequence.epoch += 1
@@ -645,6 +662,13 @@ class Scheduler:
         if not searched:
             self._name(sequence)
 
+    def _has_come(self, names: Listed[bytes]) -> None:
+        """One sequence fewer will compute these."""
+        for name in names:
+            self._coming[name] -= 1
+            if self._coming[name] <= 0:
+                del self._coming[name]
+
     def _name(self, sequence: Sequence) -> None:
         """Others may begin with what is computed of it."""
         table, length = sequence.tables[0], min(sequence.computed, sequence.known)
@@ -655,7 +679,7 @@ class Scheduler:
         self.blocks.name(table, names, length)
         done = names[before:table.named]
         if sequence.coming and done:
-            self._coming -= Counter(sequence.coming[:len(done)])
+            self._has_come(sequence.coming[:len(done)])
             sequence.coming = sequence.coming[len(done):]
 
     # What became of it.

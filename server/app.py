@@ -17,13 +17,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
+from llmc.server.access import Access, Authenticated, Guarded
 from llmc.server.answer import Answer, event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
-from llmc.server.errors import ApiError, error_body
+from llmc.server.errors import ApiError, context_error, error_body, prompt_too_long
 from llmc.server.limits import OPEN, Gate, Limits
-from llmc.server.log import LOGGER, Logged, note
+from llmc.server.log import ENDING, LOGGER, Logged, note
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.offload import MAX_TOKENS
@@ -66,6 +67,7 @@ class _Events(StreamingResponse):
                          headers={"cache-control": "no-cache"})
         self._first, self._others, self._deadline = first, others, deadline
         self._told, self._done = told, done
+        self._begun = False
 
     async def _all(self) -> AsyncGenerator[bytes, None]:
         yield self._first
@@ -78,30 +80,43 @@ class _Events(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # the server ends, and drain_timeout has passed
+            if not self._begun:
+                raise
+            await self._end(send, ApiError(ENDING, 503))
         finally:
             await self._others.aclose()
             self._done()
 
     async def stream_response(self, send: Send) -> None:
+        self._begun = True
         try:
             async with asyncio.timeout_at(self._deadline):
                 await super().stream_response(send)
         except TimeoutError as error:
             await self._others.aclose()
-            with suppress(TimeoutError):  # perhaps because the client does not read
-                async with asyncio.timeout(1):
-                    await send({"type": "http.response.body", "body": self._told(error)})
+            await self._end(send, error)
+
+    async def _end(self, send: Send, error: Exception) -> None:
+        """Send an error as the last event, unless the client does not read."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await send({"type": "http.response.body", "body": self._told(error)})
 
 
 class Api:
     """OpenAI's interface, and what of vLLM's servers their clients expect.
 
+    Args:
+        access: None: any Host, and no page of another origin.
+
     Attributes:
         model: that new requests get.
     """
 
-    def __init__(self, model: Model, limits: Limits) -> None:
+    def __init__(self, model: Model, limits: Limits, access: Access | None = None) -> None:
         self.model, self._limits = model, limits
+        self._access = access or Access()
         self._gate = Gate.of(limits, model.llm.max_num_seqs)
         self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
 
@@ -116,7 +131,8 @@ class Api:
         return Starlette(
             routes=[Route(own.path.replace("{name}", "{name:path}"), getattr(self, own.endpoint),
                           methods=[own.method]) for own in OPERATIONS],
-            middleware=[Middleware(Logged, limits=self._limits)],
+            middleware=[Middleware(Logged), Middleware(Guarded, access=self._access),
+                        *self._access.cors, Middleware(Authenticated, limits=self._limits)],
             exception_handlers={HTTPException: self._refused, LlmcError: self._wrong,
                                 ClientDisconnect: self._gone, Exception: self._failed})
 
@@ -126,10 +142,12 @@ class Api:
         return await self._generate(request, ChatRequest, read_chat, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, read_completion, CompletionAnswer)
+        return await self._generate(request, CompletionRequest, read_completion, CompletionAnswer,
+                                    "prompt")
 
     async def responses(self, request: Request) -> Response:
-        return await self._generate(request, ResponsesRequest, read_response, ResponseAnswer)
+        return await self._generate(request, ResponsesRequest, read_response, ResponseAnswer,
+                                    "input")
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
@@ -158,15 +176,27 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def named(self, request: Request) -> Response:
-        self.model.check_name(request.path_params["name"])
+        name = request.path_params["name"]
+        if not name:  # /v1/models/
+            return await self.models(request)
+        self.model.check_name(name)
         return JSONResponse(self._described())
 
     async def health(self, request: Request) -> Response:
         try:
             self.model.llm.check_health()
-        except LlmcError as error:
-            raise ApiError(str(error), 503) from None
+        except LlmcError:
+            raise ApiError(DOWN, 503) from None
+        stalled = self.model.llm.stalled_seconds()
+        if stalled > self._limits.stall_timeout:
+            raise ApiError(f"no step has completed for {stalled:.0f} s, though there is work",
+                           503, code="stalled")
         return Response()
+
+    ping = post_ping = health  # SageMaker's path, as vLLM has it
+
+    async def load(self, request: Request) -> Response:
+        return JSONResponse({"server_load": self._gate.inside})
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -186,7 +216,9 @@ class Api:
 
     async def _generate(self, request: Request, kind: type[_Generating],
                         read: Callable[[Model, _Generating], Coroutine[Any, Any, Job]],
-                        answered: Callable[[Model, _Generating, Job], Answer]) -> Response:
+                        answered: Callable[[Model, _Generating, Job], Answer],
+                        param: str = "messages") -> Response:
+        """Answer a request that generates text; its prompt is the field `param`."""
         body = await self._read(request, kind)
         self._limits.check_priority(body.priority)
         key = request.scope["llmc.api_key"]
@@ -198,6 +230,7 @@ class Api:
             try:
                 async with asyncio.timeout_at(deadline):
                     job = await read(model, body)
+                    _check_length(model, job, param)
                     answer = answered(model, body, job)
                     stack.callback(lambda: note(
                         request.scope, prompt_tokens=job.prompt_tokens,
@@ -260,9 +293,7 @@ class Api:
                 self.model.llm.check_health()
             except LlmcError as reason:
                 LOGGER.error("%s", reason)
-                status = 503
-        if status == 503:
-            return status, DOWN
+                return 503, DOWN
         return status, str(error).replace(str(self.model.llm.case_dir.absolute()), self.model.name)
 
     async def _wrong(self, request: Request, error: Exception) -> Response:
@@ -274,8 +305,9 @@ class Api:
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = {404: f"there is no {request.url.path} here",
-                   405: f"{request.url.path} does not take {request.method}"}.get(
+        path = shortened(request.url.path)
+        message = {404: f"there is no {path} here",
+                   405: f"{path} does not take {shortened(request.method)}"}.get(
                        error.status_code, error.detail)
         return JSONResponse(error_body(error.status_code, message), error.status_code,
                             headers=error.headers)
@@ -285,6 +317,24 @@ class Api:
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         return JSONResponse(error_body(500, _FAILED), 500)
+
+
+def _check_length(model: Model, job: Job, param: str) -> None:
+    """Refuse prompts beyond the model's length, in words by which OpenAI's clients know it.
+
+    Raises:
+        ApiError: a prompt, or it and its completion, has more tokens than the model takes.
+    """
+    manifest, limit = model.llm.manifest, model.max_prompt_len
+    given = max(map(len, job.prompts), default=0)
+    room = limit - given + 1  # the last token of a completion has no position
+    completion = min(job.params.max_tokens, manifest.dims.max_seq_len - given + 1)
+    if room < 1:
+        raise prompt_too_long(limit, given, param)
+    if manifest.encoder is None and completion > room:
+        raise context_error(limit, f"you requested {given + completion} tokens ({given} in the "
+                                   f"{param}, {completion} in the completion). Please reduce the "
+                                   f"length of the {param} or max_tokens.", param)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:

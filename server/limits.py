@@ -17,7 +17,7 @@ from llmc.errors import LlmcError
 from llmc.server.errors import ApiError
 
 # What may be had without a key: nothing is generated, and nobody's texts are told.
-OPEN = ("/", "/health", "/metrics", "/openapi.json", "/version")
+OPEN = ("/", "/health", "/load", "/metrics", "/openapi.json", "/ping", "/version")
 
 
 # A line of --api_key_file: `name: key`, or `key`. A bearer token has no spaces.
@@ -39,6 +39,10 @@ class Limits:
         request_timeout: seconds from a request's coming to its end.
         body_timeout: seconds for a request's body to come.
         drain_timeout: seconds that requests have to end once the server is to.
+        header_timeout: seconds for the line and the headers of a request.
+        write_timeout: seconds after which a connection ends whose client takes nothing of an
+            answer.
+        stall_timeout: seconds without a step, while there is work, after which /health is 503.
 
     Raises:
         LlmcError: a number is not above 0, or a key is empty or has two names.
@@ -52,6 +56,9 @@ class Limits:
     request_timeout: float = 1800.0
     body_timeout: float = 30.0
     drain_timeout: int = 30
+    header_timeout: float = 10.0
+    write_timeout: float = 60.0
+    stall_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         names: dict[str, str] = {}
@@ -66,7 +73,8 @@ class Limits:
         if self.max_seqs_per_key is not None and self.max_seqs_per_key < 1:
             raise LlmcError(f"max_seqs_per_key {self.max_seqs_per_key} is below 1; give at least "
                             f"1, or leave it out")
-        for name in ("max_request_bytes", "request_timeout", "body_timeout", "drain_timeout"):
+        for name in ("max_request_bytes", "request_timeout", "body_timeout", "drain_timeout",
+                     "header_timeout", "write_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise LlmcError(f"{name} {getattr(self, name)} is not above 0")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -11,14 +12,16 @@ import time
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc.server.errors import ApiError, error_body
-from llmc.server.limits import Limits
+from llmc.errors import shortened
+from llmc.server.errors import ApiError, error_response
 
 LOGGER = logging.getLogger("llmc.server")
+ENDING = "the server is shutting down, and its drain_timeout has passed; send the request again"
+_FREQUENT = ("/health", "/load", "/metrics", "/ping")  # logged at level debug
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C's
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,48 +54,48 @@ def note(scope: Scope, **fields: object) -> None:
 
 
 class Logged:
-    """Gives each request an id, lets it in by its key, and logs what became of it. An id that a
-    client gives, as X-Request-Id, is kept.
+    """Gives each request an id and logs its outcome. A client's own X-Request-Id is kept; its
+    `traceparent` is logged, and both are in the answer.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app, self._limits = app, limits
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, given = time.monotonic(), Headers(scope=scope).get("x-request-id", "")
-        number = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        started, echoed = time.monotonic(), _echoed(Headers(scope=scope))
         status, whole = 499, False  # 499: the client was gone before
 
         async def sending(message: Message) -> None:
             nonlocal status, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = number
+                MutableHeaders(scope=message).update(echoed)
             whole = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         fields = scope["llmc.log"] = {}
         try:
-            try:
-                scope["llmc.api_key"] = key = self._limits.check_key(
-                    scope["path"], Headers(scope=scope).get("authorization", "").encode("latin-1"))
-                if key is not None:
-                    note(scope, api_key=key)
-            except ApiError as error:
-                refused = JSONResponse(error_body(error.status, str(error), code=error.code),
-                                       error.status, headers=error.headers)
-                await refused(scope, receive, sending)
-            else:
-                await self._app(scope, receive, sending)
+            await self._app(scope, receive, sending)
+        except asyncio.CancelledError:  # the server ends, and drain_timeout has passed
+            if status == 499:
+                await error_response(ApiError(ENDING, 503))(scope, receive, sending)
         except BaseException:
             status, whole = 500, True
             raise
         finally:
-            level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
+            level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
             LOGGER.log(level, "request", extra={"fields": {
-                "request_id": number, "method": scope["method"], "path": scope["path"],
-                "status": status if whole else 499,
-                "seconds": round(time.monotonic() - started, 4), **fields}})
+                "request_id": echoed["X-Request-Id"], "method": shortened(scope["method"]),
+                "path": shortened(scope["path"], 200), "status": status if whole else 499,
+                "seconds": round(time.monotonic() - started, 4), **fields,
+                **({"traceparent": echoed["traceparent"]} if "traceparent" in echoed else {})}})
+
+
+def _echoed(headers: Headers) -> dict[str, str]:
+    """Headers of the answer that tell requests apart."""
+    given, trace = headers.get("x-request-id", ""), headers.get("traceparent", "")
+    echoed = {"X-Request-Id": given if _ID.fullmatch(given) else secrets.token_hex(16)}
+    return echoed | ({"traceparent": trace} if _TRACEPARENT.fullmatch(trace) else {})

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llmc.errors import shortened
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
-from llmc.server.errors import ApiError
+from llmc.server.errors import ApiError, prompt_too_long
 from llmc.server.offload import Offload
 from llmc.server.protocol import MAX_CHOICES, Message
 from llmc.server.tools import ToolCallParser, parser_of
@@ -86,8 +87,8 @@ class Model:
     def check_name(self, name: str | None) -> None:
         """Raises ApiError where a client names another model."""
         if name is not None and name != self.name:
-            raise ApiError(f"there is no model '{name}'; this server has '{self.name}'", 404,
-                           param="model", code="model_not_found")
+            raise ApiError(f"there is no model '{shortened(name)}'; this server has '{self.name}'",
+                           404, param="model", code="model_not_found")
 
     async def read_prompts(self, prompts: Sequence[str | list[int]],
                            add_special_tokens: bool = True) -> list[list[int]]:
@@ -97,13 +98,14 @@ class Model:
             ApiError: a text has more tokens than the model takes.
             LlmcError: see `LLM.tokenize`.
         """
-        return [await self._tokenize(prompt, add_special_tokens) if isinstance(prompt, str)
+        return [await self._tokenize(prompt, add_special_tokens, "prompt") if isinstance(prompt, str)
                 else prompt for prompt in prompts]
 
     async def read_messages(self, messages: Sequence[Message],
                             tools: Sequence[Mapping[str, object]] | None = None,
-                            chat_template_kwargs: Mapping[str, object] | None = None) -> list[int]:
-        """Token ids of a conversation.
+                            chat_template_kwargs: Mapping[str, object] | None = None,
+                            param: str = "messages") -> list[int]:
+        """Token ids of a conversation, which is the request's field `param`.
 
         Raises:
             ApiError: a message has content other than text, or all have more tokens than the model
@@ -113,15 +115,20 @@ class Model:
         text = await self.offload.render_chat(
             lambda: [_message(index, message) for index, message in enumerate(messages)], tools,
             chat_template_kwargs)
-        return await self._tokenize(text, add_special_tokens=False)
+        return await self._tokenize(text, False, param)
 
-    async def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        most = self.llm.max_model_len
+    async def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        most = self.max_prompt_len
         count, ids = await self.offload.tokenize(text, add_special_tokens, most)
         if count > len(ids):
-            raise ApiError(f"the prompt has at least {count} tokens, the model takes at most "
-                           f"{most}; shorten it", code="context_length_exceeded")
+            raise prompt_too_long(most, count, param, at_least=True)
         return ids
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of the longest prompt."""
+        encoder = self.llm.manifest.encoder
+        return self.llm.max_model_len if encoder is None else encoder.max_seq_len
 
     def token_text(self, token_id: int) -> str:
         """One token's text; empty without a tokenizer."""
@@ -143,8 +150,8 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise ApiError(f"message {index} has a part of type '{part.type}'; models here "
-                               f"read text", param="messages")
+                raise ApiError(f"message {index} has a part of type '{shortened(part.type)}'; "
+                               f"models here read text", param="messages")
         content = "\n".join(part.text or "" for part in content)
     written["content"] = content or ""
     for call in written.get("tool_calls", ()):

@@ -28,6 +28,8 @@ _WRONG = {400: "what is asked cannot be had", 404: "another model is served",
           415: "the body is no JSON by its type"}
 _FULL = {429: "come again after Retry-After seconds"}
 DOWN = "a step failed; the model has to be loaded again"
+_UNAVAILABLE = "a step failed, or the server is shutting down"
+_UNHEALTHY = "a step failed, or none has completed for long"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Operation:
 
 def _post(path: str, endpoint: str, body: type[Body], *answer: str,
           generates: bool = False) -> Operation:
-    wrong = _WRONG | {503: DOWN} | (_FULL if generates else {})
+    wrong = _WRONG | {503: _UNAVAILABLE} | (_FULL if generates else {})
     return Operation("POST", path, endpoint, answer, body, tuple(sorted(wrong.items())))
 
 
@@ -71,7 +73,10 @@ OPERATIONS = (
     Operation("GET", "/v1/models", "models", ("object", "data")),
     Operation("GET", "/v1/models/{name}", "named", ("id", "object", "created", "owned_by"),
               wrong=((404, _WRONG[404]),)),
-    Operation("GET", "/health", "health", "", wrong=((503, DOWN),)),
+    Operation("GET", "/health", "health", "", wrong=((503, _UNHEALTHY),)),
+    Operation("GET", "/ping", "ping", "", wrong=((503, _UNHEALTHY),)),
+    Operation("POST", "/ping", "post_ping", "", wrong=((503, _UNHEALTHY),)),
+    Operation("GET", "/load", "load", ("server_load",)),
     Operation("GET", "/version", "version", ("version",)),
     Operation("GET", "/metrics", "metrics", "text/plain"),
     Operation("GET", "/openapi.json", "openapi", ("openapi", "info", "paths")),
@@ -116,7 +121,8 @@ def _described(own: Operation, is_open: bool) -> _Object:
 
 
 def _wrong(own: Operation, is_open: bool) -> dict[int, str]:
-    return dict(own.wrong) | ({} if is_open else {401: "the API key is missing or wrong"})
+    return dict(own.wrong) | {403: "the Host or the Origin is not accepted"} | (
+        {} if is_open else {401: "the API key is missing or wrong"})
 
 
 def _content(own: Operation) -> _Object:

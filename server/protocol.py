@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.scheduler import MOST_PRIORITY
 from llmc.server.errors import ApiError
@@ -20,6 +20,7 @@ from llmc.server.errors import ApiError
 MAX_LOGPROBS = 20  # of a token, as OpenAI has it
 MAX_CHOICES = 128  # of a request, in all
 _MAX_CALLS = 16  # of an answer that must call tools
+_MAX_IGNORED = 20  # names of a request that its line of the log has
 
 # Fields that are not served: the values that ask for nothing, and what to do instead.
 _Refused = dict[str, tuple[tuple[Any, ...], str]]
@@ -56,7 +57,7 @@ class Body(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = [str(part) for part in first["loc"]]
-            name = ".".join(place)
+            name = shortened(".".join(place))
             raise ApiError(f"{name}: {first['msg']}" if name else first["msg"],
                            param=place[0] if place else None) from None
         for name, value in (body.model_extra or {}).items():
@@ -68,8 +69,9 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that were given and mean nothing here."""
-        return sorted(name for name in self.model_extra or {} if name not in self.REFUSED)
+        """Fields that were given and mean nothing here, for the log: few, and short."""
+        names = sorted(name for name in self.model_extra or {} if name not in self.REFUSED)
+        return [*map(shortened, names[:_MAX_IGNORED]), *(["…"] if names[_MAX_IGNORED:] else [])]
 
 
 class StreamOptions(BaseModel):
@@ -344,7 +346,7 @@ class ChatRequest(Generation):
             name = self.tool_choice.function.name
             found = [tool for tool in self.tools if tool.function.name == name]
             if not found:
-                raise ApiError(f"tool_choice names '{name}', which is none of tools",
+                raise ApiError(f"tool_choice names '{shortened(name)}', which is none of tools",
                                param="tool_choice")
             return found[:1]
         if self.tool_choice == "required" and not self.tools:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +19,33 @@ import uvicorn
 from llmc.errors import LlmcError
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.manifest import MANIFEST_NAME
+from llmc.server.access import Access
 from llmc.server.app import Api
+from llmc.server.connection import Acceptor, HttpProtocol, close_silent_peers
 from llmc.server.limits import Limits
 from llmc.server.log import LOGGER, log_to_stderr
 from llmc.server.model import Model
 from llmc.server.tools import ToolCallParser
 
 _LOOK = 1.0  # seconds between two looks at a case directory
+_KEEP_ALIVE = 5  # seconds that a connection is idle between two requests
+_LAST_WORDS = 2.0  # seconds for the errors of requests that drain_timeout ends
 _Stamp = tuple[int, int, int]
 
 
 def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | None = None, limits: Limits | None = None,
+          access: Access | None = None, tls: ssl.SSLContext | None = None,
           tool_call_parser: ToolCallParser | None = None, watch: bool = False,
           **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
-    before the signal is still answered, as long as `drain_timeout` says.
+    before the signal is still answered, as long as `drain_timeout` says. SIGHUP is ignored.
 
     Args:
         host: an address of this machine; 0.0.0.0 is all of them.
         port: 0 lets the system choose.
         served_model_name: None: the name of the directory.
+        tls: None: plain HTTP.
         tool_call_parser: how the model calls tools. None: what its chat template says.
         watch: load what replaces the case directory, and let it take over; requests that are under
             way end with what they began with.
@@ -46,14 +55,24 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         LlmcError: the address cannot be had, or see `LLM`.
     """
     case_dir = Path(case_dir).absolute()  # as which no error tells it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with _bind(host, port) as bound:
         name = served_model_name or case_dir.resolve().name
         log_to_stderr()
         _allow_connections()
         asyncio.run(_serve(
-            bound, limits or Limits(),
+            bound, limits or Limits(), _for_address(access or Access(), bound), tls,
             lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser),
             case_dir if watch else None))
+
+
+def _for_address(access: Access, bound: socket.socket) -> Access:
+    """The hosts that are accepted where no option says so."""
+    if access.allowed_hosts is not None:
+        return access
+    address = str(bound.getsockname()[0]).partition("%")[0]  # an IPv6 zone follows it
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    return replace(access, allowed_hosts=() if is_loopback else ("*",))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -74,23 +93,26 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _serve(bound: socket.socket, limits: Limits, load: Callable[[], Model],
-                 watched: Path | None) -> None:
+async def _serve(bound: socket.socket, limits: Limits, access: Access,
+                 tls: ssl.SSLContext | None, load: Callable[[], Model], watched: Path | None) -> \
+        None:
     before = None if watched is None else _stamp(watched)
-    api = Api(await asyncio.to_thread(load), limits)
+    api = Api(await asyncio.to_thread(load), limits, access)
     watching = None
     if watched is not None:
         watching = asyncio.create_task(_watch(api, watched, before, load))
+    # h11 is uvicorn's parser in every installation, and the one that is strict here.
     server = _Server(uvicorn.Config(
-        api.app(), log_config=None, access_log=False, server_header=False, lifespan="off",
-        ws="none", timeout_graceful_shutdown=limits.drain_timeout))
+        api.app(), http=HttpProtocol, log_config=None, access_log=False, server_header=False,
+        lifespan="off", ws="none", timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=limits.drain_timeout), bound, limits, tls)
     # uvicorn ends by these in good order, and then sends them on to what was there before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server.ready = lambda: LOGGER.info("serving", extra={"fields": {
-        "url": _url(bound), "model": api.model.name}})
+        "url": _url(bound, tls is not None), "model": api.model.name}})
     try:
-        await server.serve(sockets=[bound])
+        await server.serve()
     finally:
         if watching is not None:
             watching.cancel()
@@ -130,13 +152,35 @@ def _stamp(case_dir: Path) -> _Stamp | None:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens."""
+    """uvicorn's server behind an `Acceptor`, whose requests are told when it ends them.
+
+    Attributes:
+        ready: called once it listens.
+    """
 
     ready: Callable[[], object]
 
+    def __init__(self, config: uvicorn.Config, bound: socket.socket, limits: Limits,
+                 tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._bound, self._limits, self._tls = bound, limits, tls
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(sockets=[])
+        close_silent_peers(self._bound, self._limits.write_timeout)
+        self._acceptor = Acceptor(self._bound, self._protocol, self._tls,
+                                  self._limits.header_timeout, self.config.backlog)
         self.ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._acceptor.close()
+        await super().shutdown(sockets=[])
+        if self.server_state.tasks:  # which are cancelled now
+            await asyncio.wait({*self.server_state.tasks}, timeout=_LAST_WORDS)
+
+    def _protocol(self, closed: Callable[[HttpProtocol], None]) -> HttpProtocol:
+        return HttpProtocol(header_timeout=self._limits.header_timeout, closed=closed,
+                            config=self.config, server_state=self.server_state, app_state={})
 
 
 def _allow_connections() -> None:
@@ -146,6 +190,7 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _url(bound: socket.socket) -> str:
+def _url(bound: socket.socket, is_tls: bool) -> str:
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{'https' if is_tls else 'http'}://{authority}"

@@ -1,6 +1,11 @@
-"""A process of `llmc serve` on a free port, and the `openai` package's client of it."""
+"""A process of `llmc serve` on a free port, the `openai` package's client of it, and a request to
+the application itself.
+"""
 
+import asyncio
 import json
+import re
+import resource
 import subprocess
 import sys
 import threading
@@ -12,18 +17,20 @@ import openai
 
 
 class Server:
-    """A process of `llmc serve`."""
+    """A process of `llmc serve`; `descriptors` are the most files that it may have open."""
 
-    def __init__(self, case, *options, cwd=None):
+    def __init__(self, case, *options, cwd=None, descriptors=None):
+        limit = (descriptors, descriptors)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "llmc.cli", "serve", str(case), "--port", "0",
              "--served_model_name", "tiny", *map(str, options)],
-            stderr=subprocess.PIPE, text=True, cwd=cwd)
+            stderr=subprocess.PIPE, text=True, cwd=cwd, preexec_fn=None if descriptors is None
+            else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit))
         first = []
         for line in self.process.stderr:
             first.append(line)
-            if "http://" in line:
-                self.url = "http://" + line.split("http://")[1].split('"')[0]
+            if found := re.search(r'https?://[^"]+', line):
+                self.url = found[0]
                 break
         else:
             raise AssertionError("".join(first))
@@ -57,8 +64,8 @@ class Server:
 
 
 @contextmanager
-def serving(case, *options, cwd=None):
-    server = Server(case, *options, cwd=cwd)
+def serving(case, *options, **process):
+    server = Server(case, *options, **process)
     try:
         yield server
     finally:
@@ -72,3 +79,26 @@ def until(condition, seconds=10):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+async def ask(app, path, body=None, answered=None):
+    """A status and a body, by the application itself; the event is set as the body begins."""
+    sent, asked = [], asyncio.Event()
+
+    async def receive():
+        if asked.is_set():
+            await asyncio.Event().wait()  # the client stays
+        asked.set()
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message):
+        sent.append(message)
+        if answered is not None and message.get("body"):
+            answered.set()
+
+    await app({"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1",
+               "method": "GET" if body is None else "POST", "path": path, "raw_path": path.encode(),
+               "query_string": b"", "headers": [(b"content-type", b"application/json")],
+               "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 1), "scheme": "http"},
+              receive, send)
+    return sent[0]["status"], b"".join(own.get("body", b"") for own in sent[1:]).decode()

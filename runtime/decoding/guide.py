@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import GUIDES, SamplingParams, shown
+from llmc.errors import LlmcError, shortened
+from llmc.runtime.decoding.params import GUIDES, SamplingParams
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
 
 # One way to write a value: where any blanks may stand, a model can write them for ever.
@@ -102,7 +102,7 @@ class Guide:
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._matcher.is_error():
             reason = " ".join(self._matcher.get_error().split())
-            raise LlmcError(f"the guide cannot be followed ({shown(reason)[1:-1]})")
+            raise LlmcError(f"the guide cannot be followed ({shortened(reason, 300)})")
         self._seconds = time.perf_counter() - started
 
 
@@ -159,7 +159,7 @@ class Guides:
             return _on_large_stack(lambda: Guide(
                 _matcher(self._library, self._tokenizer, grammar), self._vocab_size))
         except LlmcError as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = shortened(" ".join(str(error).split()), 300)
             raise LlmcError(f"the guide cannot be read ({reason})") from error
 
 

@@ -235,7 +235,7 @@ class SamplingParams:
                        f"-inf, which forbids it")
         for name in _NOT_WITH_BEAMS if self.beam_width > 1 else ():
             if getattr(self, name) != getattr(type(self), name):
-                yield (f"{name} {getattr(self, name)!r} does not go with beam_width "
+                yield (f"{name} {shown(getattr(self, name))} does not go with beam_width "
                        f"{self.beam_width}, as beam search makes one completion of the likeliest "
                        f"tokens; leave {name} out, or beam_width at 1")
         if self.n > 1 and self.temperature == 0:

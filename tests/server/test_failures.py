@@ -9,34 +9,12 @@ import threading
 
 import families
 import pytest
+from server_process import ask
 
 import llmc
 from llmc.server.app import Api
 from llmc.server.limits import Limits
 from llmc.server.model import Model
-
-
-async def ask(app, path, body=None, answered=None):
-    """A status and a body, by the application itself; the event is set as the body begins."""
-    sent, asked = [], asyncio.Event()
-
-    async def receive():
-        if asked.is_set():
-            await asyncio.Event().wait()  # the client stays
-        asked.set()
-        return {"type": "http.request", "body": json.dumps(body).encode()}
-
-    async def send(message):
-        sent.append(message)
-        if answered is not None and message.get("body"):
-            answered.set()
-
-    await app({"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1",
-               "method": "GET" if body is None else "POST", "path": path, "raw_path": path.encode(),
-               "query_string": b"", "headers": [(b"content-type", b"application/json")],
-               "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 1), "scheme": "http"},
-              receive, send)
-    return sent[0]["status"], b"".join(own.get("body", b"") for own in sent[1:]).decode()
 
 
 @pytest.mark.parametrize("error", [llmc.LlmcError("/secret is on fire"), RuntimeError("/secret")])

@@ -186,7 +186,7 @@ def test_what_is_not_served_is_refused_by_name(client):
     (dict(n=3, temperature=0), "n 3 completions would be the same"),
     (dict(max_tokens=0), "max_tokens 0 is below 1"), (dict(logprobs=50), "more than 20"),
     (dict(prompt=[5000]), "5000 is not in the vocabulary of 300"), (dict(prompt=""), "is empty"),
-    (dict(prompt=[]), "there is no prompt"), (dict(prompt=[5] * 100), "100 tokens, the KV cache"),
+    (dict(prompt=[]), "there is no prompt"), (dict(prompt=[5] * 100), "prompt has 100 tokens"),
     (dict(n=1000), "n: Input should be less than or equal to 128"),
     (dict(prompt=[[5]] * 100, n=2), "more than 128 choices"),
     (dict(logit_bias={"5000": 1}), "token id 5000 is not in the vocabulary")])

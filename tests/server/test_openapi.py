@@ -13,7 +13,8 @@ def test_the_description_has_all_paths_and_fields(server):
     assert {*told["paths"]} >= {"/v1/chat/completions", "/v1/completions", "/v1/responses",
                                 "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
     chat = told["paths"]["/v1/chat/completions"]["post"]
-    assert {*chat["responses"]} == {"200", "400", "401", "404", "408", "413", "415", "429", "503"}
+    assert {*chat["responses"]} == {"200", "400", "401", "403", "404", "408", "413", "415", "429",
+                                    "503"}
     schemas = told["components"]["schemas"]
     assert {*schemas["ChatRequest"]["properties"]} == {*ChatRequest.model_fields}
     found = json.dumps(told).split('"$ref": "#/components/schemas/')[1:]
