@@ -13,10 +13,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
+from llmc.runtime.decoding.json_schema import exact_schema
 from llmc.runtime.decoding.params import SamplingParams, shown
 
 # One way to write a value: where any blanks may stand, a model can write them for ever.
 _JSON = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_MAX_REASON = 2000  # characters of an error
 
 
 class Guide:
@@ -91,7 +93,8 @@ class Guides:
         try:
             if params.guided_json is not None:
                 assert isinstance(params.guided_json, str)
-                return str(matcher.grammar_from_json_schema(params.guided_json, defaults=_JSON))
+                schema = exact_schema(params.guided_json)
+                return str(matcher.grammar_from_json_schema(schema, defaults=_JSON))
             if params.guided_regex is not None:
                 return str(matcher.grammar_from_regex(params.guided_regex))
             if params.guided_choice:
@@ -99,12 +102,26 @@ class Guides:
                 return str(matcher.grammar_from_lark(f"start: {texts}"))
             from llguidance.gbnf_to_lark import any_to_lark
             return str(matcher.grammar_from_lark(any_to_lark(params.guided_grammar or "")))
+        except LlmcError as error:
+            raise _unreadable(str(error)) from None
         except Exception as error:  # of a converter
             raise _unreadable(str(error)) from error
 
 
 def _unreadable(reason: str) -> LlmcError:
-    return LlmcError(f"the guide cannot be read ({' '.join(reason.split())[:300]})")
+    """The error for a guide that llguidance refuses, with its reason."""
+    if "coerce_one_of" in reason:
+        reason = ("the alternatives of oneOf may overlap; use anyOf, or let oneOf mean anyOf by "
+                  '"x-guidance": {"coerce_one_of": true} at the root of the schema')
+    if reason.startswith("Unimplemented keys: "):
+        keys = reason.removeprefix("Unimplemented keys: ").strip("[]").replace('"', "")
+        reason = f"unsupported keywords of JSON Schema: {keys}; leave them out"
+    return LlmcError(f"the guide cannot be read ({_shortened(' '.join(reason.split()))})")
+
+
+def _shortened(text: str) -> str:
+    """A text of at most `_MAX_REASON` characters, cut at a word."""
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON].rpartition(" ")[0] + " …"
 
 
 def _import_llguidance() -> ModuleType:
