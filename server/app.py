@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.server.answer import Answer, event
+from llmc.server.answer import Answer, error_event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, error_body
@@ -36,6 +37,7 @@ from llmc.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from llmc.server.response_store import ResponseStore
 from llmc.server.responses import ResponseAnswer, read_response
 
 _FAILED = "the server failed; its log says why"
@@ -95,12 +97,17 @@ class _Events(StreamingResponse):
 class Api:
     """OpenAI's interface, and what of vLLM's servers their clients expect.
 
+    Args:
+        responses: the store of /v1/responses. None: nothing is stored.
+
     Attributes:
         model: that new requests get.
     """
 
-    def __init__(self, model: Model, limits: Limits) -> None:
+    def __init__(self, model: Model, limits: Limits, responses: ResponseStore | None = None) -> \
+            None:
         self.model, self._limits = model, limits
+        self._responses = responses or ResponseStore(0, 1)
         self._gate = Gate(model.llm.max_num_seqs + limits.max_waiting)
         self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
 
@@ -128,7 +135,18 @@ class Api:
         return await self._generate(request, CompletionRequest, read_completion, CompletionAnswer)
 
     async def responses(self, request: Request) -> Response:
-        return await self._generate(request, ResponsesRequest, read_response, ResponseAnswer)
+        return await self._generate(
+            request, ResponsesRequest, partial(read_response, self._responses),
+            partial(ResponseAnswer, self._responses))
+
+    async def stored_response(self, request: Request) -> Response:
+        return Response(self._responses.response(request.path_params["name"]),
+                        media_type="application/json")
+
+    async def delete_response(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._responses.delete(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
@@ -227,11 +245,11 @@ class Api:
         """The event of what went wrong in a stream."""
         if isinstance(error, LlmcError):
             status, message = self._told(error)
-            return event(error_body(status, message))
+            return error_event(status, message)
         if isinstance(error, TimeoutError):
-            return event(error_body(408, self._late(), code="timeout"))
+            return error_event(408, self._late(), "timeout")
         LOGGER.error("a stream failed", exc_info=error)
-        return event(error_body(500, _FAILED))
+        return error_event(500, _FAILED)
 
     def _described(self) -> dict[str, Any]:
         model = self.model
