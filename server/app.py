@@ -25,6 +25,13 @@ from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, error_body
 from llmc.server.limits import OPEN, Gate, Limits
 from llmc.server.log import LOGGER, Logged, note
+from llmc.server.messages import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    count_tokens,
+    read_message,
+)
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.openapi import DOWN, OPERATIONS, description
@@ -40,6 +47,9 @@ from llmc.server.protocol import (
 from llmc.server.response_store import ResponseStore
 from llmc.server.responses import ResponseAnswer, read_response
 
+# Ollama's endpoints, and what to use instead.
+_OLLAMA = {"/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions",
+           "/api/tags": "/v1/models", "/api/embed": "an embeddings server"}
 _FAILED = "the server failed; its log says why"
 _PAGE = Path(__file__).with_name("page.html")
 # The page has all that it needs, and speaks with this server alone.
@@ -147,6 +157,13 @@ class Api:
         name = request.path_params["name"]
         self._responses.delete(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def messages(self, request: Request) -> Response:
+        return await self._generate(request, MessagesRequest, read_message, MessageAnswer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._read(request, CountTokensRequest)
+        return JSONResponse({"input_tokens": await count_tokens(self.model, body)})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
@@ -282,8 +299,11 @@ class Api:
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = {404: f"there is no {request.url.path} here",
-                   405: f"{request.url.path} does not take {request.method}"}.get(
+        path = request.url.path
+        instead = f"; Ollama's interface is not served, use {_OLLAMA[path]}" \
+            if path in _OLLAMA else ""
+        message = {404: f"there is no {path} here{instead}",
+                   405: f"{path} does not take {request.method}"}.get(
                        error.status_code, error.detail)
         return JSONResponse(error_body(error.status_code, message), error.status_code,
                             headers=error.headers)

@@ -25,7 +25,8 @@ class ApiError(LlmcError):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> \
         dict[str, Any]:
-    """The JSON of an error."""
+    """The JSON of an error, as OpenAI has it; `type` beside it is Anthropic's."""
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
         status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"type": "error", "error": {"message": message, "type": kind, "param": param,
+                                       "code": code}}

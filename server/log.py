@@ -77,8 +77,7 @@ class Logged:
         fields = scope["llmc.log"] = {}
         try:
             try:
-                self._limits.check_key(scope["path"], Headers(scope=scope).get(
-                    "authorization", "").encode("latin-1"))
+                self._limits.check_key(scope["path"], _authorization(Headers(scope=scope)))
             except ApiError as error:
                 refused = JSONResponse(error_body(error.status, str(error), code=error.code),
                                        error.status, headers=error.headers)
@@ -94,3 +93,10 @@ class Logged:
                 "request_id": number, "method": scope["method"], "path": scope["path"],
                 "status": status if whole else 499,
                 "seconds": round(time.monotonic() - started, 4), **fields}})
+
+
+def _authorization(headers: Headers) -> bytes:
+    """The authorization of a request; Anthropic's clients give their key as x-api-key."""
+    key = headers.get("x-api-key")
+    given = headers.get("authorization", "" if key is None else f"Bearer {key}")
+    return given.encode("latin-1")

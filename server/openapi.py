@@ -11,6 +11,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from llmc import __version__
+from llmc.server.messages import CountTokensRequest, MessagesRequest
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -71,6 +72,9 @@ OPERATIONS = (
               wrong=((404, _NOT_STORED),)),
     Operation("DELETE", "/v1/responses/{name}", "delete_response", ("id", "object", "deleted"),
               wrong=((404, _NOT_STORED),)),
+    _post("/v1/messages", "messages", MessagesRequest, "id", "type", "role", "content", "model",
+          "stop_reason", "usage", generates=True),
+    _post("/v1/messages/count_tokens", "count_tokens", CountTokensRequest, "input_tokens"),
     _post("/tokenize", "tokenize", TokenizeRequest, "count", "max_model_len", "tokens"),
     _post("/detokenize", "detokenize", DetokenizeRequest, "prompt"),
     Operation("GET", "/v1/models", "models", ("object", "data")),
