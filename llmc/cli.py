@@ -672,8 +672,15 @@ def _list(ctx: click.Context, param: click.Parameter, value: str | None) -> list
 @click.option("--served_model_name", default=None,
               help="What clients call the model.  [default: the directory's name]")
 @click.option("--tool_call_parser", default=None,
-              type=click.Choice(["hermes", "llama3_json", "harmony"]),
-              help="How the model calls tools.  [default: as its chat template does]")
+              help="How the model calls tools: hermes, llama3_json, llama4_pythonic, mistral, "
+                   "qwen3_coder, glm45, deepseek_v3, deepseek_v31, kimi_k2, minimax_m2 or harmony. "
+                   " [default: as its chat template does]")
+@click.option("--reasoning_parser", default="auto",
+              help="Marks around the model's reasoning: think, mistral, seed_oss, none, or auto "
+                   "for those of its chat template.")
+@click.option("--response_store_mb", default=64.0, help="Memory for stored responses of "
+                                                        "/v1/responses; 0 stores none.")
+@click.option("--response_store_ttl", default=3600.0, help="Seconds that a response is stored.")
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")
 @click.option("--api_key", "api_keys", multiple=True, envvar="LLMC_API_KEY", show_envvar=True,

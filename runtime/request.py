@@ -421,8 +421,9 @@ class Reader:
         texts = [word for word in params.bad_words if isinstance(word, str)]
         if texts and self.tokenizer is None:
             raise _no_tokenizer()
-        plain, spaced = (encode(self.tokenizer, own, add_special_tokens=False) if own else []
-                         for own in (texts, [f" {word}" for word in texts]))
+        plain, spaced = (
+            encode(self.tokenizer, own, add_special_tokens=False) if self.tokenizer else []
+            for own in (texts, [f" {word}" for word in texts]))
         read = dict(zip(texts, zip(plain, spaced, strict=True), strict=True))
         for word in params.bad_words:
             ways = [*map(tuple, read[word])] if isinstance(word, str) else [tuple(word)]

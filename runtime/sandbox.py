@@ -80,7 +80,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._finalizer = weakref.finalize(self, _nothing)
+        self._finalizer: weakref.finalize[..., Sandbox] = weakref.finalize(self, _nothing)
 
     def run(self, lane: Lane, job: Callable[..., Any], *args: object) -> Any:
         """Run a job in a worker of a lane.

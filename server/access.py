@@ -125,10 +125,17 @@ class Authenticated:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             scope["llmc.api_key"] = key = self._limits.check_key(
-                scope["path"], Headers(scope=scope).get("authorization", "").encode("latin-1"))
+                scope["path"], _authorization(Headers(scope=scope)))
             if key is not None:
                 note(scope, api_key=key)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+
+def _authorization(headers: Headers) -> bytes:
+    """The authorization of a request; Anthropic's clients give their key as x-api-key."""
+    key = headers.get("x-api-key")
+    given = headers.get("authorization", "" if key is None else f"Bearer {key}")
+    return given.encode("latin-1")

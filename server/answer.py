@@ -11,8 +11,11 @@ from contextlib import aclosing
 from typing import Any, ClassVar
 
 from llmc.runtime.request import Piece
+from llmc.server.errors import error_body
 from llmc.server.model import Job, Model
+from llmc.server.output_parser import OutputParser
 from llmc.server.protocol import Generation
+from llmc.server.text_reader import Delta
 
 DONE = b"data: [DONE]\n\n"
 Object = dict[str, Any]
@@ -24,13 +27,18 @@ def event(content: Object, name: str = "") -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
 
 
+def error_event(status: int, message: str, code: str | None = None) -> bytes:
+    """The last event of a stream in which something went wrong."""
+    return event(error_body(status, message, code=code), "error")
+
+
 class Answer(ABC):
     """One request's answer, in the making."""
 
     def __init__(self, model: Model, job: Job) -> None:
         self.model, self.job = model, job
         self.created = int(time.time())
-        self.completion_tokens = 0
+        self.completion_tokens = self.reasoning_tokens = 0
         self._cached: dict[int, int] = {}  # tokens of each prompt that were in the cache
 
     @abstractmethod
@@ -47,6 +55,11 @@ class Answer(ABC):
         if piece.sample == 0:
             self._cached[piece.index] = piece.num_cached_tokens
 
+    def parsed(self, parser: OutputParser, piece: Piece) -> Iterator[Delta]:
+        """Deltas of a piece, which is counted where it is reasoning."""
+        self.reasoning_tokens += parser.is_reasoning
+        yield from parser.push(piece.text, piece.finish_reason is not None)
+
     @property
     def cached_tokens(self) -> int:
         """Of the prompts, as far as that is known."""
@@ -57,7 +70,8 @@ class Answer(ABC):
         prompt = self.job.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens,
                 "total_tokens": prompt + self.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+                "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
 
 
 class Choices(Answer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +20,19 @@ from starlette.types import Receive, Scope, Send
 from llmc import __version__
 from llmc.errors import LlmcError, shortened
 from llmc.server.access import Access, Authenticated, Guarded
-from llmc.server.answer import Answer, event
+from llmc.server.answer import Answer, error_event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, context_error, error_body, prompt_too_long
 from llmc.server.limits import OPEN, Gate, Limits
 from llmc.server.log import ENDING, LOGGER, Logged, note
+from llmc.server.messages import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    count_tokens,
+    read_message,
+)
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.offload import MAX_TOKENS
@@ -38,8 +46,12 @@ from llmc.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from llmc.server.response_store import ResponseStore
 from llmc.server.responses import ResponseAnswer, read_response
 
+# Ollama's endpoints, and what to use instead.
+_OLLAMA = {"/api/chat": "/v1/chat/completions", "/api/generate": "/v1/completions",
+           "/api/tags": "/v1/models", "/api/embed": "an embeddings server"}
 _FAILED = "the server failed; its log says why"
 _PAGE = Path(__file__).with_name("page.html")
 # The page has all that it needs, and speaks with this server alone.
@@ -109,14 +121,17 @@ class Api:
 
     Args:
         access: None: any Host, and no page of another origin.
+        responses: the store of /v1/responses. None: nothing is stored.
 
     Attributes:
         model: that new requests get.
     """
 
-    def __init__(self, model: Model, limits: Limits, access: Access | None = None) -> None:
+    def __init__(self, model: Model, limits: Limits, access: Access | None = None,
+                 responses: ResponseStore | None = None) -> None:
         self.model, self._limits = model, limits
         self._access = access or Access()
+        self._responses = responses or ResponseStore(0, 1)
         self._gate = Gate.of(limits, model.llm.max_num_seqs)
         self._metrics = Metrics(lambda: self.model.llm.metrics(), self._gate, model.name)
 
@@ -146,8 +161,25 @@ class Api:
                                     "prompt")
 
     async def responses(self, request: Request) -> Response:
-        return await self._generate(request, ResponsesRequest, read_response, ResponseAnswer,
-                                    "input")
+        return await self._generate(
+            request, ResponsesRequest, partial(read_response, self._responses),
+            partial(ResponseAnswer, self._responses), "input")
+
+    async def stored_response(self, request: Request) -> Response:
+        return Response(self._responses.response(request.path_params["name"]),
+                        media_type="application/json")
+
+    async def delete_response(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._responses.delete(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def messages(self, request: Request) -> Response:
+        return await self._generate(request, MessagesRequest, read_message, MessageAnswer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._read(request, CountTokensRequest)
+        return JSONResponse({"input_tokens": await count_tokens(self.model, body)})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
@@ -270,11 +302,11 @@ class Api:
         """The event of what went wrong in a stream."""
         if isinstance(error, LlmcError):
             status, message = self._told(error)
-            return event(error_body(status, message))
+            return error_event(status, message)
         if isinstance(error, TimeoutError):
-            return event(error_body(408, self._late(), code="timeout"))
+            return error_event(408, self._late(), "timeout")
         LOGGER.error("a stream failed", exc_info=error)
-        return event(error_body(500, _FAILED))
+        return error_event(500, _FAILED)
 
     def _described(self) -> dict[str, Any]:
         model = self.model
@@ -306,7 +338,9 @@ class Api:
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = shortened(request.url.path)
-        message = {404: f"there is no {path} here",
+        instead = f"; Ollama's interface is not served, use {_OLLAMA[path]}" \
+            if path in _OLLAMA else ""
+        message = {404: f"there is no {path} here{instead}",
                    405: f"{path} does not take {shortened(request.method)}"}.get(
                        error.status_code, error.detail)
         return JSONResponse(error_body(error.status_code, message), error.status_code,

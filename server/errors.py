@@ -29,11 +29,14 @@ class ApiError(LlmcError):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> \
         dict[str, Any]:
-    """The JSON of an error, whose texts are short whatever of a client's they repeat."""
+    """The JSON of an error, as OpenAI has it; `type` beside it is Anthropic's. Its texts are short,
+    whatever of a client's they repeat.
+    """
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
         status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": shortened(message, _MAX_MESSAGE), "type": kind,
-                      "param": None if param is None else shortened(param), "code": code}}
+    return {"type": "error", "error": {
+        "message": shortened(message, _MAX_MESSAGE), "type": kind,
+        "param": None if param is None else shortened(param), "code": code}}
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.errors import shortened
+import jinja2
+
+from llmc.errors import LlmcError, shortened
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError, prompt_too_long
 from llmc.server.offload import Offload
 from llmc.server.protocol import MAX_CHOICES, Message
-from llmc.server.tools import ToolCallParser, parser_of
+from llmc.server.reasoning import REASONING_MARKS, recognized_reasoning
+from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
 
 
 @dataclass(frozen=True)
@@ -59,21 +62,29 @@ class Model:
     """A loaded case directory under a name.
 
     Args:
-        tool_call_parser: how it calls tools. None: what its chat template says.
+        tool_call_parser: a name of `TOOL_PARSERS`. None: the chat template chooses.
+        reasoning_parser: a name of `REASONING_MARKS`, `auto` to let the chat template choose, or
+            `none`.
 
     Attributes:
         requests: that it works on.
+        shows_tools: whether the chat template shows tools to the model.
+        special_tokens: texts of the tokenizer's special tokens.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str,
-                 tool_call_parser: ToolCallParser | None = None) -> None:
+    def __init__(self, llm: AsyncLLM, name: str, tool_call_parser: str | None = None,
+                 reasoning_parser: str = "auto") -> None:
         self.llm, self.name = llm, name
         self.offload = Offload(llm)
         self.created, self.requests = int(time.time()), 0
-        template = llm.manifest.tokenizer.chat_template
-        self.tool_call_parser = tool_call_parser
-        if tool_call_parser is None and template is not None:
-            self.tool_call_parser = parser_of((llm.case_dir / template).read_text("utf-8"))
+        path = llm.manifest.tokenizer.chat_template
+        template = "" if path is None else (llm.case_dir / path).read_text("utf-8")
+        self.tool_call_parser = tool_call_parser or recognized_parser(template)
+        self.reasoning_parser = recognized_reasoning(template) if reasoning_parser == "auto" \
+            else None if reasoning_parser == "none" else reasoning_parser
+        self.shows_tools = _names_tools(template)
+        tokens = () if llm.tokenizer is None else llm.tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = frozenset(own.content for own in tokens if own.special)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -98,8 +109,8 @@ class Model:
             ApiError: a text has more tokens than the model takes.
             LlmcError: see `LLM.tokenize`.
         """
-        return [await self._tokenize(prompt, add_special_tokens, "prompt") if isinstance(prompt, str)
-                else prompt for prompt in prompts]
+        return [prompt if not isinstance(prompt, str) else
+                await self._tokenize(prompt, add_special_tokens, "prompt") for prompt in prompts]
 
     async def read_messages(self, messages: Sequence[Message],
                             tools: Sequence[Mapping[str, object]] | None = None,
@@ -141,6 +152,24 @@ class Model:
                                        tenant=tenant, cache_salt=cache_salt, all_beams=True)
 
 
+def check_parsers(tool_call_parser: str | None, reasoning_parser: str) -> None:
+    """Raises LlmcError where a parser's name is unknown."""
+    for option, name, known in (
+            ("tool_call_parser", tool_call_parser, [*TOOL_PARSERS]),
+            ("reasoning_parser", reasoning_parser, ["auto", "none", *REASONING_MARKS])):
+        if name is not None and name not in known:
+            raise LlmcError(f"--{option} '{name}' is unknown; give one of: {', '.join(known)}")
+
+
+def _names_tools(template: str) -> bool:
+    """Whether a chat template has the variable `tools`."""
+    try:
+        return any(kind == "name" and value == "tools"
+                   for _, kind, value in jinja2.Environment().lex(template))
+    except jinja2.TemplateSyntaxError:  # which its first use reports
+        return False
+
+
 def _message(index: int, message: Message) -> dict[str, Any]:
     """A message as chat templates want it: its content a text, and the arguments of calls no JSON
     text but what that says.
@@ -156,7 +185,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     written["content"] = content or ""
     for call in written.get("tool_calls", ()):
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}") or {}
         except (ValueError, RecursionError):
             raise ApiError(f"the arguments of a tool call in message {index} are not JSON",
                            param="messages") from None

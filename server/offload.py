@@ -38,7 +38,7 @@ class Offload:
         self._llm = llm
         path = llm.tokenizer_file
         self._texts = Lane(JobLimits(cpu_seconds=30, memory_mib=4096),
-                           prepare=path and partial(load_for_texts, path))
+                           prepare=partial(load_for_texts, path) if path else None)
         self._bodies = Lane(JobLimits(cpu_seconds=10, memory_mib=1024))
         llm.sandbox.start()
 

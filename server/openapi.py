@@ -11,6 +11,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from llmc import __version__
+from llmc.server.messages import CountTokensRequest, MessagesRequest
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -27,6 +28,7 @@ _WRONG = {400: "what is asked cannot be had", 404: "another model is served",
           408: "the body, or the answer, took too long", 413: "the body is too large",
           415: "the body is no JSON by its type"}
 _FULL = {429: "come again after Retry-After seconds"}
+_NOT_STORED = "the response is not stored"
 DOWN = "a step failed; the model has to be loaded again"
 _UNAVAILABLE = "a step failed, or the server is shutting down"
 _UNHEALTHY = "a step failed, or none has completed for long"
@@ -68,6 +70,13 @@ OPERATIONS = (
     _post("/v1/completions", "completions", CompletionRequest, *_CHOICES, generates=True),
     _post("/v1/responses", "responses", ResponsesRequest, "id", "object", "created_at", "model",
           "output", "status", "usage", generates=True),
+    Operation("GET", "/v1/responses/{name}", "stored_response", ("id", "object", "output"),
+              wrong=((404, _NOT_STORED),)),
+    Operation("DELETE", "/v1/responses/{name}", "delete_response", ("id", "object", "deleted"),
+              wrong=((404, _NOT_STORED),)),
+    _post("/v1/messages", "messages", MessagesRequest, "id", "type", "role", "content", "model",
+          "stop_reason", "usage", generates=True),
+    _post("/v1/messages/count_tokens", "count_tokens", CountTokensRequest, "input_tokens"),
     _post("/tokenize", "tokenize", TokenizeRequest, "count", "max_model_len", "tokens"),
     _post("/detokenize", "detokenize", DetokenizeRequest, "prompt"),
     Operation("GET", "/v1/models", "models", ("object", "data")),

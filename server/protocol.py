@@ -7,15 +7,27 @@ the request's line of the log.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from llmc.errors import LlmcError, shortened
-from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.decoding.params import GUIDES, SamplingParams
 from llmc.runtime.scheduler import MOST_PRIORITY
 from llmc.server.errors import ApiError
+from llmc.server.tool_schema import calls_schema
 
 MAX_LOGPROBS = 20  # of a token, as OpenAI has it
 MAX_CHOICES = 128  # of a request, in all
@@ -37,7 +49,33 @@ _REFUSED: _Refused = {
 _Model = TypeVar("_Model", bound="Body")
 
 
-class Body(BaseModel):
+class Fields(BaseModel):
+    """Fields of a request. One that is null is not given, unless it is required: clients send
+    unset options so.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        required = {field.alias or name for name, field in cls.model_fields.items()
+                    if field.is_required()}
+        return {name: value for name, value in given.items()
+                if value is not None or name in required}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema,
+                                     handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, own in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in own.get(
+                    "anyOf", ()):
+                schema["properties"][name] = {"anyOf": [own, {"type": "null"}]}
+        return schema
+
+
+class Body(Fields):
     """A request's body."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -74,14 +112,14 @@ class Body(BaseModel):
         return [*map(shortened, names[:_MAX_IGNORED]), *(["…"] if names[_MAX_IGNORED:] else [])]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """What else a stream tells; `continuous_usage_stats` is vLLM's."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Fields):
     """Of a response_format; `strict` is always so."""
 
     name: str = ""
@@ -90,14 +128,14 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """What an answer is to be."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Fields):
     """vLLM's: at most one of them."""
 
     model_config = ConfigDict(extra="forbid")
@@ -244,23 +282,31 @@ class CompletionRequest(Generation):
         return len(self.prompts) * super().num_sequences
 
 
-class Part(BaseModel):
-    """Of a message's content."""
+class Part(Fields):
+    """A part of a message's content."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal(cls, given: Any) -> Any:
+        """An assistant's refusal is its text."""
+        if isinstance(given, dict) and given.get("type") == "refusal":
+            return {"type": "text", "text": given.get("refusal")}
+        return given
 
-class FunctionCall(BaseModel):
-    """What an assistant called."""
+
+class FunctionCall(Fields):
+    """The function that an assistant called."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(Fields):
     """A call in a message of an assistant."""
 
     id: str | None = None
@@ -268,8 +314,8 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class Message(BaseModel):
-    """Of a conversation; templates get other keys as they are."""
+class Message(Fields):
+    """A message of a conversation; templates get other keys as they are."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -279,9 +325,18 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal(cls, given: Any) -> Any:
+        """A message that holds a refusal instead of content has it as content."""
+        if isinstance(given, dict) and given.get("content") is None and \
+                isinstance(given.get("refusal"), str):
+            return {**given, "content": given["refusal"]}
+        return given
 
-class Function(BaseModel):
-    """What a tool is."""
+
+class Function(Fields):
+    """A tool's function."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -289,28 +344,127 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    """That a model may call."""
+class Tool(Fields):
+    """A tool that a model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
-    """Of a choice."""
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools that a model is shown, and the calls that it must make.
+
+    Args:
+        mode: `auto` leaves it to the model; `required` and `named` force a call, the latter of
+            the one tool.
+        parallel: whether an answer may have several calls.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    mode: Literal["auto", "required", "named"] = "auto"
+    parallel: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode != "auto"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of an answer that is forced to call."""
+        parameters = {tool.function.name: tool.function.parameters or _ANY_OBJECT
+                      for tool in self.tools}
+        if self.mode == "named":
+            own, = parameters.values()
+            return own
+        return calls_schema(parameters, _MAX_CALLS if self.parallel else 1)
+
+
+def chosen_tools(tools: Sequence[Tool], mode: str, names: Sequence[str] | None = None,
+                 parallel: bool = True) -> ToolUse:
+    """The tools that a request's tool_choice leaves.
+
+    Args:
+        mode: `none`, `auto`, `required` or `named`.
+        names: of the tools that may be called; None: all of them.
+
+    Raises:
+        ApiError: a name is none of the tools', or a call is required and there is no tool.
+    """
+    if mode == "none":
+        return ToolUse()
+    if names is not None:
+        known = {tool.function.name: tool for tool in tools}
+        for name in names:
+            if name not in known:
+                raise ApiError(f"tool_choice names '{name}', which is none of tools",
+                               param="tool_choice")
+        tools = [known[name] for name in dict.fromkeys(names)]
+    if mode == "required" and not tools:
+        raise ApiError("tool_choice is required, but there are no tools", param="tool_choice")
+    forced: Literal["auto", "required", "named"] = "required" if mode == "required" else \
+        "named" if mode == "named" else "auto"
+    return ToolUse(tuple(tools), forced, parallel)
+
+
+class NamedFunction(Fields):
+    """The function that a tool_choice names."""
 
     name: str
 
 
-class NamedTool(BaseModel):
-    """The one that is to be called."""
+class NamedTool(Fields):
+    """A tool_choice of one tool."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class ChatRequest(Generation):
-    """Of /v1/chat/completions."""
+class AllowedNames(Fields):
+    """Which tools may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool]
+
+
+class AllowedTools(Fields):
+    """A tool_choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
+class Conversation(Generation):
+    """A request that continues a conversation."""
+
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+
+    @property
+    @abstractmethod
+    def tool_use(self) -> ToolUse:
+        """The tools that may be called.
+
+        Raises:
+            ApiError: tool_choice does not fit them.
+        """
+
+    @property
+    def template_variables(self) -> Mapping[str, Any] | None:
+        """Variables of the chat template, beside those that it always has."""
+        return self.chat_template_kwargs
+
+    def _guides(self) -> dict[str, Any]:
+        given = super()._guides()
+        if not self.tool_use.is_forced:
+            return given
+        if given or any(getattr(self, own) is not None for own in GUIDES):
+            raise ApiError("response_format and the like do not go with a tool_choice that forces "
+                           "a call", param="tool_choice")
+        return {"guided_json": self.tool_use.schema}
+
+
+class ChatRequest(Conversation):
+    """The body of /v1/chat/completions."""
 
     REFUSED: ClassVar[_Refused] = _REFUSED | {
         "echo": ((False, None), "the messages are known to you"),
@@ -331,52 +485,33 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    reasoning_effort: str | None = None  # a variable of the chat template
 
     @property
-    def offered(self) -> list[Tool]:
-        """Tools that the model is told of: all, the one that is named, or none.
-
-        Raises:
-            ApiError: none has that name, or there is none.
-        """
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            found = [tool for tool in self.tools if tool.function.name == name]
-            if not found:
-                raise ApiError(f"tool_choice names '{shortened(name)}', which is none of tools",
-                               param="tool_choice")
-            return found[:1]
-        if self.tool_choice == "required" and not self.tools:
-            raise ApiError("tool_choice is required, but there are no tools", param="tool_choice")
-        return [] if self.tool_choice == "none" else self.tools
+    def tool_use(self) -> ToolUse:
+        choice, parallel = self.tool_choice, self.parallel_tool_calls
+        if isinstance(choice, str):
+            return chosen_tools(self.tools, choice, parallel=parallel)
+        if isinstance(choice, NamedTool):
+            return chosen_tools(self.tools, "named", [choice.function.name])
+        allowed = choice.allowed_tools
+        return chosen_tools(self.tools, allowed.mode, [own.function.name for own in allowed.tools],
+                            parallel)
 
     @property
-    def forces_a_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-
-    def _guides(self) -> dict[str, Any]:
-        given = super()._guides()
-        if not self.forces_a_call:
-            return given
-        if given:
-            raise ApiError("response_format and the like do not go with a tool_choice that forces "
-                           "a call", param="tool_choice")
-        schemas = {tool.function.name: tool.function.parameters or _ANY_OBJECT
-                   for tool in self.offered}
-        if isinstance(self.tool_choice, NamedTool):
-            return {"guided_json": schemas[self.tool_choice.function.name]}
-        calls = [{"type": "object", "properties": {"name": {"const": name}, "parameters": schema},
-                  "required": ["name", "parameters"], "additionalProperties": False}
-                 for name, schema in schemas.items()]
-        return {"guided_json": {"type": "array", "items": {"anyOf": calls}, "minItems": 1,
-                                "maxItems": _MAX_CALLS if self.parallel_tool_calls else 1}}
+    def template_variables(self) -> Mapping[str, Any] | None:
+        return _with_effort(self.chat_template_kwargs, self.reasoning_effort)
 
 
-class TextFormat(BaseModel):
-    """What a response is to be: response_format, laid flat."""
+def _with_effort(variables: Mapping[str, Any] | None, effort: str | None) -> \
+        Mapping[str, Any] | None:
+    return variables if effort is None else {"reasoning_effort": effort, **(variables or {})}
+
+
+class TextFormat(Fields):
+    """The form of a response's text: response_format, laid flat."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
@@ -385,27 +520,66 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
-    """Of a response's text."""
+class TextOptions(Fields):
+    """Options of a response's text."""
 
     format: TextFormat = TextFormat()
 
 
-class Item(Message):
-    """Of a response's input."""
+class ReasoningOptions(Fields):
+    """Options of a response's reasoning."""
 
-    type: Literal["message"] = "message"
+    effort: str | None = None
 
 
-class ResponsesRequest(Generation):
-    """Of /v1/responses: text in, text out."""
+class Item(Fields):
+    """An item of a response's input or output: a message, a call, its output, or reasoning."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "message"
+    id: str | None = None
+    # Of a message, and of reasoning.
+    role: str | None = None
+    content: str | list[Part] | None = None
+    # Of a call, and of its output.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class ResponseTool(Fields):
+    """A tool of a response, laid flat."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedResponseTool(Fields):
+    """A tool_choice of one tool, laid flat."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedResponseTools(Fields):
+    """A tool_choice of some of the tools, laid flat."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedResponseTool]
+
+
+class ResponsesRequest(Conversation):
+    """The body of /v1/responses: text in, text and calls of functions out."""
 
     REFUSED: ClassVar[_Refused] = _REFUSED | {
-        "tools": ((None, []), "give them to /v1/chat/completions"),
-        "tool_choice": ((None, "none", "auto"), "give tools to /v1/chat/completions"),
-        "previous_response_id": ((None,), "nothing is stored; give the conversation as input"),
-        "conversation": ((None,), "nothing is stored; give the conversation as input"),
-        "prompt": ((None,), "nothing is stored; give instructions and input"),
+        "conversation": ((None,), "give previous_response_id, or the conversation as input"),
+        "prompt": ((None,), "give instructions and input"),
         "background": ((None, False), "ask for a stream"),
         "truncation": ((None, "disabled"), "shorten the input"),
         "top_logprobs": ((None, 0), "ask /v1/chat/completions"),
@@ -413,25 +587,104 @@ class ResponsesRequest(Generation):
 
     input: str | list[Item]
     instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    metadata: dict[str, Any] = Field(default_factory=dict)
     max_output_tokens: int | None = None
     text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools \
+        = "auto"
+    parallel_tool_calls: bool = True
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation."""
-        first = [Message(role="system", content=self.instructions)] if self.instructions else []
+    def items(self) -> list[Item]:
+        """The input as items."""
         if isinstance(self.input, str):
-            return [*first, Message(role="user", content=self.input)]
-        return [*first, *(Message.model_validate(item.model_dump(exclude={"type"}))
-                          for item in self.input)]
+            return [Item(type="message", role="user", content=self.input)]
+        return self.input
+
+    @property
+    def tool_use(self) -> ToolUse:
+        tools, choice = [*map(_function_tool, self.tools)], self.tool_choice
+        parallel = self.parallel_tool_calls
+        if isinstance(choice, str):
+            return chosen_tools(tools, choice, parallel=parallel)
+        if isinstance(choice, NamedResponseTool):
+            return chosen_tools(tools, "named", [choice.name])
+        return chosen_tools(tools, choice.mode, [own.name for own in choice.tools], parallel)
+
+    @property
+    def template_variables(self) -> Mapping[str, Any] | None:
+        return _with_effort(self.chat_template_kwargs, self.reasoning.effort)
 
     def _guides(self) -> dict[str, Any]:
-        own = self.text.format
+        given, own = super()._guides(), self.text.format
         if own.type == "text":
-            return super()._guides()
+            return given
+        if self.tool_use.is_forced:
+            raise ApiError("text.format does not go with a tool_choice that forces a call",
+                           param="tool_choice")
         if own.type == "json_schema" and own.schema_ is None:
             raise ApiError("text.format has no schema", param="text")
         return {"guided_json": own.schema_ if own.type == "json_schema" else _ANY_OBJECT}
+
+
+def _function_tool(tool: ResponseTool) -> Tool:
+    if tool.type != "function":
+        raise ApiError(f"a tool of type '{tool.type}' is not served; give tools of type "
+                       f"'function'", param="tools", code="unsupported_parameter")
+    return Tool(type="function", function=Function.model_validate(
+        tool.model_dump(include={"name", "description", "parameters", "strict"})))
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """Items as messages: reasoning, text and calls that follow each other are one message.
+
+    Raises:
+        ApiError: an item is of a type that is not served, or lacks what its type needs.
+    """
+    messages: list[dict[str, Any]] = []
+    own: dict[str, Any] | None = None  # the assistant's message under way
+    for index, item in enumerate(items):
+        if item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": _needed(index, item, "call_id"),
+                             "content": item.output or ""})
+            own = None
+        elif item.type == "message" and item.role != "assistant":
+            messages.append({"role": _needed(index, item, "role"), "content": item.content})
+            own = None
+        elif item.type in ("message", "function_call", "reasoning"):
+            if own is None or (item.type == "reasoning" and len(own) > 1) or (
+                    item.type == "message" and ("content" in own or "tool_calls" in own)):
+                own = {"role": "assistant"}
+                messages.append(own)
+            _add_to(own, index, item)
+        else:
+            raise ApiError(f"input {index} is of type '{item.type}'; give messages, "
+                           f"function_call, function_call_output or reasoning", param="input")
+    return [Message.model_validate(message) for message in messages
+            if len(message) > 1 or message["role"] != "assistant"]
+
+
+def _add_to(message: dict[str, Any], index: int, item: Item) -> None:
+    """Put an assistant's item into its message."""
+    if item.type == "message":
+        message["content"] = item.content
+    elif item.type == "function_call":
+        message.setdefault("tool_calls", []).append({
+            "id": item.call_id or item.id, "function": {
+                "name": _needed(index, item, "name"), "arguments": item.arguments or "{}"}})
+    elif isinstance(item.content, list):
+        message["reasoning_content"] = "\n".join(part.text or "" for part in item.content)
+
+
+def _needed(index: int, item: Item, name: str) -> str:
+    value = getattr(item, name)
+    if not isinstance(value, str) or not value:
+        raise ApiError(f"input {index} of type '{item.type}' has no {name}", param="input")
+    return value
 
 
 class TokenizeRequest(Body):

@@ -1,26 +1,37 @@
-"""/v1/responses: OpenAI's newer interface, as far as it is text in and text out. Nothing is
-stored.
-"""
+"""/v1/responses: OpenAI's newer interface, for text and calls of functions."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from llmc.runtime.request import Piece
 from llmc.server.answer import Answer, Object, event
-from llmc.server.chat import has_channels, with_channels
+from llmc.server.chat import read_conversation
 from llmc.server.errors import ApiError
-from llmc.server.harmony import Harmony
 from llmc.server.model import Job, Model
-from llmc.server.protocol import ResponsesRequest
-from llmc.server.tools import merged
+from llmc.server.output_parser import output_parser
+from llmc.server.protocol import Item, Message, ResponsesRequest, messages_of
+from llmc.server.response_store import ResponseStore
+from llmc.server.text_reader import Delta
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of items' ids
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # of items' content
+_LOGPROBS: dict[str, Object] = {"message": {"logprobs": []}, "reasoning": {}}  # of texts' events
 
 
-async def read_response(model: Model, body: ResponsesRequest) -> Job:
-    """What is to be generated.
+@dataclass(frozen=True)
+class ResponseJob(Job):
+    """The work for a response, with the items of its conversation."""
+
+    items: Sequence[Item] = ()
+
+
+async def read_response(store: ResponseStore, model: Model, body: ResponsesRequest) -> ResponseJob:
+    """The work that a request asks for.
 
     Raises:
         LlmcError: the input is not sound, or the model does not chat.
@@ -28,94 +39,170 @@ async def read_response(model: Model, body: ResponsesRequest) -> Job:
     if body.n not in (None, 1):
         raise ApiError("n is not served; a response is one", param="n",
                        code="unsupported_parameter")
-    prompt = await model.read_messages(body.messages)
-    room = max(model.llm.max_model_len - len(prompt), 1)
-    max_tokens = room if body.max_output_tokens is None else body.max_output_tokens
-    return Job([prompt], with_channels(model, body.sampling(max_tokens, None)), body.priority)
+    items = store.conversation(body)
+    first = [Message(role="system", content=body.instructions)] if body.instructions else []
+    job = await read_conversation(model, body, [*first, *messages_of(items)],
+                                  body.max_output_tokens)
+    return ResponseJob(job.prompts, job.params, job.priority, items)
 
 
 class ResponseAnswer(Answer):
-    def __init__(self, model: Model, body: ResponsesRequest, job: Job) -> None:
+    """A response: items of reasoning, text and calls, in the order in which the model wrote them.
+
+    Args:
+        store: keeps the response.
+    """
+
+    def __init__(self, store: ResponseStore, model: Model, body: ResponsesRequest, job: Job) -> \
+            None:
         super().__init__(model, job)
-        self._body = body
-        self._id, self._message_id = (f"{kind}_{secrets.token_hex(24)}" for kind in ("resp", "msg"))
-        self._text, self._reason = "", "stop"
-        self._channels = Harmony(()) if has_channels(model, job.params) else None
+        self._store, self._body = store, body
+        self._id = _new_id("resp")
+        self._output: list[Object] = []
+        self._is_open = False  # the last item
+        self._reason = "stop"
+        self._parser = output_parser(model, body, job)
+        self._numbers = itertools.count()
 
     async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
         async for pieces in batches:
             for piece in pieces:
                 self._take(piece)
-        return self._response(self._status, [self._message(self._status, [self._part()])])
+        self._end()
+        return self._finished()
 
     async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
             AsyncGenerator[bytes, None]:
-        numbers = itertools.count()
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-
-        def told(kind: str, content: Object) -> bytes:
-            kind = f"response.{kind}"
-            return event({"type": kind, "sequence_number": next(numbers), **content}, kind)
-
         async with aclosing(batches):
             # Before the first, something may be wrong with the request.
             pieces: list[Piece] | None = await anext(batches)
-            yield told("created", {"response": self._response("in_progress", [])})
-            yield told("in_progress", {"response": self._response("in_progress", [])})
-            yield told("output_item.added", {"output_index": 0,
-                                             "item": self._message("in_progress", [])})
-            yield told("content_part.added", {**place, "part": self._part()})
+            for kind in ("created", "in_progress"):
+                yield self._event(kind, {"response": self._response("in_progress")})
             while pieces is not None:
-                text = "".join(map(self._take, pieces))
-                if text:
-                    yield told("output_text.delta", {**place, "delta": text, "logprobs": []})
+                events = b"".join(itertools.chain.from_iterable(map(self._take, pieces)))
+                if events:
+                    yield events
                 pieces = await anext(batches, None)
-        yield told("output_text.done", {**place, "text": self._text, "logprobs": []})
-        yield told("content_part.done", {**place, "part": self._part()})
-        item = self._message(self._status, [self._part()])
-        yield told("output_item.done", {"output_index": 0, "item": item})
-        yield told(self._status, {"response": self._response(self._status, [item])})
+        yield b"".join(self._end())
+        yield self._event(self._status, {"response": self._finished()})
 
-    def _take(self, piece: Piece) -> str:
-        """What a piece adds to the text; reasoning does nothing."""
+    def _take(self, piece: Piece) -> list[bytes]:
+        """The events of a piece."""
         self.count(piece)
-        text = piece.text
-        if self._channels is not None:
-            deltas = [*self._channels.push(text),
-                      *(self._channels.finish() if piece.finish_reason else ())]
-            text = merged(deltas)[0]
-        self._text += text
         self._reason = piece.finish_reason or self._reason
-        return text
+        return [event for delta in self.parsed(self._parser, piece) for event in self._emit(delta)]
+
+    def _emit(self, delta: Delta) -> Iterator[bytes]:
+        if "reasoning_content" in delta:
+            yield from self._text("reasoning", delta["reasoning_content"])
+        elif "content" in delta:
+            yield from self._text("message", delta["content"])
+        else:
+            call, = delta["tool_calls"]
+            function = call["function"]
+            if "id" in call:
+                yield from self._open({"type": "function_call", "call_id": call["id"],
+                                       "name": function["name"], "arguments": ""})
+            if function["arguments"]:
+                self._output[-1]["arguments"] += function["arguments"]
+                yield self._event("function_call_arguments.delta", {
+                    **self._place(), "delta": function["arguments"]})
+
+    def _text(self, kind: str, text: str) -> Iterator[bytes]:
+        if not self._is_open or self._output[-1]["type"] != kind:
+            yield from self._open_text(kind)
+        self._output[-1]["content"][0]["text"] += text
+        yield self._event(f"{_PARTS[kind]}.delta", {**self._place(0), "delta": text,
+                                                    **_LOGPROBS[kind]})
+
+    def _open_text(self, kind: str) -> Iterator[bytes]:
+        part: Object = {"type": _PARTS[kind], "text": ""}
+        if kind == "message":
+            own: Object = {"type": kind, "role": "assistant", "content": []}
+            part |= {"annotations": [], "logprobs": []}
+        else:
+            own = {"type": kind, "summary": [], "content": []}
+        yield from self._open(own)
+        self._output[-1]["content"].append(part)
+        yield self._event("content_part.added", {**self._place(0), "part": part})
+
+    def _open(self, item: Object) -> Iterator[bytes]:
+        """Events of an item that begins, after those of the one before."""
+        yield from self._close("completed")
+        self._output.append({**item, "id": _new_id(_PREFIXES[item["type"]]),
+                             "status": "in_progress"})
+        self._is_open = True
+        yield self._event("output_item.added", {"output_index": len(self._output) - 1,
+                                                "item": self._output[-1]})
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        if not self._is_open:
+            return
+        item = self._output[-1]
+        item["status"], self._is_open = status, False
+        if item["type"] == "function_call":
+            yield self._event("function_call_arguments.done", {
+                **self._place(), "name": item["name"], "arguments": item["arguments"]})
+        else:
+            part, kind = item["content"][0], item["type"]
+            yield self._event(f"{_PARTS[kind]}.done", {**self._place(0), "text": part["text"],
+                                                       **_LOGPROBS[kind]})
+            yield self._event("content_part.done", {**self._place(0), "part": part})
+        yield self._event("output_item.done", {"output_index": len(self._output) - 1,
+                                               "item": item})
+
+    def _end(self) -> list[bytes]:
+        """The events of the last item's end. A response without items has an empty message."""
+        opened = [] if self._output else [*self._open_text("message")]
+        return [*opened, *self._close(self._status)]
+
+    def _finished(self) -> Object:
+        """The whole response, once it is stored."""
+        response = self._response(self._status)
+        if self._body.store:
+            assert isinstance(self.job, ResponseJob)
+            before = [item.model_dump(exclude_none=True) for item in self.job.items]
+            self._store.put(response, [*before, *self._output])
+        return response
+
+    def _place(self, part: int | None = None) -> Object:
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return place if part is None else {**place, "content_index": part}
+
+    def _event(self, kind: str, content: Object) -> bytes:
+        kind = f"response.{kind}"
+        return event({"type": kind, "sequence_number": next(self._numbers), **content}, kind)
 
     @property
     def _status(self) -> str:
         return "completed" if self._reason == "stop" else "incomplete"
 
-    def _part(self) -> Object:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
-
-    def _message(self, status: str, content: list[Object]) -> Object:
-        return {"type": "message", "id": self._message_id, "status": status, "role": "assistant",
-                "content": content}
-
-    def _response(self, status: str, output: list[Object]) -> Object:
+    def _response(self, status: str) -> Object:
         body, usage = self._body, self.usage()
+        choice = body.tool_choice
         return {
             "id": self._id, "object": "response", "created_at": self.created, "status": status,
             "error": None, "incomplete_details":
                 {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "metadata": {}, "model": self.model.name, "output": output,
-            "parallel_tool_calls": True, "previous_response_id": None, "store": False,
+            "metadata": body.metadata, "model": self.model.name, "output": self._output,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "store": body.store and self._store.enabled,
             "temperature": self.job.params.temperature, "top_p": self.job.params.top_p,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True,
                                                            exclude_defaults=True)
                      | {"type": body.text.format.type}},
-            "tool_choice": "auto", "tools": [], "truncation": "disabled",
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools], "truncation": "disabled",
             "usage": None if status == "in_progress" else {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": self.cached_tokens},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
                 "total_tokens": usage["total_tokens"]}}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"

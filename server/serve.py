@@ -24,8 +24,8 @@ from llmc.server.app import Api
 from llmc.server.connection import Acceptor, HttpProtocol, close_silent_peers
 from llmc.server.limits import Limits
 from llmc.server.log import LOGGER, log_to_stderr
-from llmc.server.model import Model
-from llmc.server.tools import ToolCallParser
+from llmc.server.model import Model, check_parsers
+from llmc.server.response_store import ResponseStore
 
 _LOOK = 1.0  # seconds between two looks at a case directory
 _KEEP_ALIVE = 5  # seconds that a connection is idle between two requests
@@ -36,7 +36,8 @@ _Stamp = tuple[int, int, int]
 def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | None = None, limits: Limits | None = None,
           access: Access | None = None, tls: ssl.SSLContext | None = None,
-          tool_call_parser: ToolCallParser | None = None, watch: bool = False,
+          tool_call_parser: str | None = None, reasoning_parser: str = "auto",
+          response_store_mb: float = 64, response_store_ttl: float = 3600, watch: bool = False,
           **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
     before the signal is still answered, as long as `drain_timeout` says. SIGHUP is ignored.
@@ -46,14 +47,20 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         port: 0 lets the system choose.
         served_model_name: None: the name of the directory.
         tls: None: plain HTTP.
-        tool_call_parser: how the model calls tools. None: what its chat template says.
+        tool_call_parser: how the model calls tools. None: as its chat template does.
+        reasoning_parser: the marks around the model's reasoning; `auto` are those of its chat
+            template.
+        response_store_mb: megabytes of stored responses; 0 stores none.
+        response_store_ttl: seconds that a response is stored.
         watch: load what replaces the case directory, and let it take over; requests that are under
             way end with what they began with.
         loading: of `AsyncLLM`.
 
     Raises:
-        LlmcError: the address cannot be had, or see `LLM`.
+        LlmcError: the address cannot be had, an option is out of range, or see `LLM`.
     """
+    check_parsers(tool_call_parser, reasoning_parser)
+    responses = ResponseStore(int(response_store_mb * 1e6), response_store_ttl)
     case_dir = Path(case_dir).absolute()  # as which no error tells it
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with _bind(host, port) as bound:
@@ -61,8 +68,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         log_to_stderr()
         _allow_connections()
         asyncio.run(_serve(
-            bound, limits or Limits(), _for_address(access or Access(), bound), tls,
-            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser),
+            bound, limits or Limits(), _for_address(access or Access(), bound), tls, responses,
+            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser),
             case_dir if watch else None))
 
 
@@ -94,10 +101,10 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(bound: socket.socket, limits: Limits, access: Access,
-                 tls: ssl.SSLContext | None, load: Callable[[], Model], watched: Path | None) -> \
-        None:
+                 tls: ssl.SSLContext | None, responses: ResponseStore,
+                 load: Callable[[], Model], watched: Path | None) -> None:
     before = None if watched is None else _stamp(watched)
-    api = Api(await asyncio.to_thread(load), limits, access)
+    api = Api(await asyncio.to_thread(load), limits, access, responses)
     watching = None
     if watched is not None:
         watching = asyncio.create_task(_watch(api, watched, before, load))

@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError, shortened
+from llmc.runtime.decoding.json_schema import exact_schema
 from llmc.runtime.decoding.params import GUIDES, SamplingParams
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
 
@@ -36,6 +37,7 @@ _CHECK = JobLimits(cpu_seconds=5, memory_mib=512, stack_kib=2048)
 _COMPILE_STACK = 64 * 2**20  # bytes; what compiled on _CHECK's stack fits many times
 _CACHED = 64  # compiled grammars
 _CACHED_BYTES = 16 * 1024  # of a grammar's text; a compiled one takes some hundred times as much
+_MAX_REASON = 2000  # characters of an error
 _SLOW = 0.001  # seconds; a mask that takes longer is computed beside the step loop
 
 _masks = ThreadPoolExecutor(1, "llmc-masks")
@@ -159,8 +161,7 @@ class Guides:
             return _on_large_stack(lambda: Guide(
                 _matcher(self._library, self._tokenizer, grammar), self._vocab_size))
         except LlmcError as error:
-            reason = shortened(" ".join(str(error).split()), 300)
-            raise LlmcError(f"the guide cannot be read ({reason})") from error
+            raise _unreadable(str(error)) from error
 
 
 def _source(params: SamplingParams) -> tuple[str, str]:
@@ -207,6 +208,18 @@ def _on_large_stack(work: Callable[[], Guide]) -> Guide:
     return outcome[0]
 
 
+def _unreadable(reason: str) -> LlmcError:
+    """The error for a grammar that llguidance refuses, with its reason."""
+    if "coerce_one_of" in reason:
+        reason = ("the alternatives of oneOf may overlap; use anyOf, or let oneOf mean anyOf by "
+                  '"x-guidance": {"coerce_one_of": true} at the root of the schema')
+    if reason.startswith("Unimplemented keys: "):
+        keys = reason.removeprefix("Unimplemented keys: ").strip("[]").replace('"', "")
+        reason = f"unsupported keywords of JSON Schema: {keys}; leave them out"
+    reason = shortened(" ".join(reason.split()), _MAX_REASON)
+    return LlmcError(f"the guide cannot be read ({reason})")
+
+
 def _import_llguidance() -> ModuleType:
     try:
         import llguidance
@@ -251,7 +264,7 @@ def _check(tokenizer_file: Path, vocab_size: int, end_tokens: tuple[int, ...], k
 
 def _converted(matcher: Any, kind: str, source: str) -> str:
     if kind == "guided_json":
-        return str(matcher.grammar_from_json_schema(source, defaults=_JSON))
+        return str(matcher.grammar_from_json_schema(exact_schema(source), defaults=_JSON))
     if kind == "guided_regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "guided_choice":

@@ -51,6 +51,56 @@ def test_a_schema_is_followed(llm, schema):
             assert text == json.dumps(value)  # with one space after each comma
 
 
+@pytest.mark.parametrize("schema", [
+    {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
+    {"type": "integer", "exclusiveMinimum": -2**53 - 5, "exclusiveMaximum": -2**53 - 3},
+    {"type": "integer", "minimum": -2**60, "exclusiveMinimum": 5, "exclusiveMaximum": 2**60,
+     "maximum": 9},
+    {"type": "integer", "minimum": 2**63 - 3000, "maximum": 2**64 - 1},
+    {"type": "array", "items": {"enum": [2**60, 10**30]}, "minItems": 1, "maxItems": 1}])
+def test_integers_beyond_float64_are_followed(llm, schema):
+    for text in guided(llm, 4, guided_json=schema):
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(("schema", "said"), [
+    ({"type": "integer", "minimum": 2**62 + 1, "maximum": 2**62 + 3}, "no integer within the"),
+    ({"type": "integer", "minimum": 2**63}, "the bound 9223372036854775808 is beyond"),
+    ({"type": "number", "minimum": 10**400}, "is beyond what structured output can represent"),
+    ({"enum": ["a", {"b": [2**53 + 1]}]}, "the integer 9007199254740993 cannot be represented"),
+    ({"const": 2**64}, "the integer 18446744073709551616 cannot be represented")])
+def test_integers_that_cannot_be_represented_are_refused(llm, schema, said):
+    with pytest.raises(llmc.LlmcError, match=said):
+        llm.generate([[5]], llmc.SamplingParams(guided_json=schema))
+
+
+def test_unknown_formats_are_annotations(llm):
+    """A property and a constant named format are no keywords."""
+    own = {"type": "string", "format": "password", "maxLength": 3}
+    schema = {"type": "object", "properties": {"format": own, "x": {"const": {"format": "path"}}},
+              "required": ["format", "x"], "additionalProperties": False}
+    for text in guided(llm, 2, guided_json=schema):
+        jsonschema.validate(json.loads(text), schema)
+    for text in guided(llm, 2, guided_json={"type": "string", "format": "date"}):
+        assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', text)
+
+
+def test_a_refused_schema_is_explained_in_whole_words(llm):
+    either = {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 3},
+                        {"type": "number", "minimum": 5, "maximum": 6}]}
+    with pytest.raises(llmc.LlmcError, match=re.escape(
+            'by "x-guidance": {"coerce_one_of": true} at the root of the schema')):
+        llm.generate([[5]], llmc.SamplingParams(guided_json=either))
+    own = {"x-guidance": {"coerce_one_of": True}, **either}
+    for text in guided(llm, 2, guided_json=own, logit_bias={2: 9.0}):
+        jsonschema.validate(json.loads(text), own)
+    with pytest.raises(llmc.LlmcError, match="unsupported keywords of JSON Schema: not; leave"):
+        llm.generate([[5]], llmc.SamplingParams(guided_json={"not": {"const": 3}}))
+    long = {"$ref": "#/$defs/" + "x" * 500}
+    with pytest.raises(llmc.LlmcError, match="x{500}' does not exist"):
+        llm.generate([[5]], llmc.SamplingParams(guided_json=long))
+
+
 def test_expressions_choices_and_grammars_are_followed(llm):
     assert all(re.fullmatch("(ab|c)+d{2}", text) for text in
                guided(llm, 8, guided_regex="(ab|c){1,5}d{2}"))

@@ -1,7 +1,18 @@
-"""A server that tests share."""
+"""Servers that tests share."""
+
+import json
+import shutil
 
 import pytest
 from server_process import serving
+
+import llmc
+
+# Shows the name of the first tool, reasoning, calls by their arguments, and a variable.
+TOOL_TEMPLATE = (
+    "T{{ tools[0].function.name if tools }}{% for m in messages %}{{ m.reasoning_content }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.x + 1 }}"
+    "{% endfor %}{% endfor %}{{ enable_thinking }}")
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +24,21 @@ def server(case_tp1):
 @pytest.fixture(scope="session")
 def client(server):
     return server.client
+
+
+@pytest.fixture(scope="session")
+def tool_case(tiny_hf, tmp_path_factory):
+    """The tiny model with a chat template that shows tools, and with room for them."""
+    root = tmp_path_factory.mktemp("tools")
+    shutil.copytree(tiny_hf, root / "hf")
+    config = json.loads((root / "hf" / "config.json").read_text())
+    (root / "hf" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    (root / "hf" / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    llmc.compile(root / "hf", root / "case")
+    return root / "case"
+
+
+@pytest.fixture(scope="session")
+def tool_server(tool_case):
+    with serving(tool_case, "--tool_call_parser", "llama3_json") as own:
+        yield own

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.runtime.request import Piece
-from llmc.server.chat import ChatAnswer, with_channels
-from llmc.server.harmony import Harmony
+from llmc.server.chat import ChatAnswer
 from llmc.server.model import Job
+from llmc.server.output_parser import with_marks
 from llmc.server.protocol import ChatRequest
-from llmc.server.tools import merged, parser_of
+from llmc.server.tool_parsers import Harmony, merged
 
 START = "<|start|>assistant"
 THINK = "<|channel|>analysis<|message|>User asks 2 < 3.<|end|>"
@@ -40,7 +40,7 @@ REASON, ANSWER = "User asks 2 < 3.", "Yes: <b>2 < 3</b> <|maybe"
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 250), max_size=40))
 def test_channels_are_told_apart(text, reasoning, content, calls, cuts):
-    own = Harmony(["add", "get_weather"])
+    own = Harmony({"add": None, "get_weather": None})
     ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
     deltas = [delta for start, end in zip([0, *ends], ends, strict=False)
               for delta in own.push(text[start:end])]
@@ -52,18 +52,19 @@ def test_channels_are_told_apart(text, reasoning, content, calls, cuts):
 
 
 def test_what_is_known_is_told_at_once():
-    own = Harmony(["add"])
+    own = Harmony({"add": None})
     assert [*own.push("<|channel|>analysis<|message|>Hm")] == [{"reasoning_content": "Hm"}]
     assert [*own.push(", so<|en")] == [{"reasoning_content": ", so"}]
     assert [*own.push("d|><|start|>assistant<|channel|>final<|message|>A")] == [{"content": "A"}]
 
 
 def test_an_answer_tells_reasoning_and_calls_whole_and_in_a_stream():
-    model = SimpleNamespace(name="m", tool_call_parser="harmony")
+    model = SimpleNamespace(name="m", tool_call_parser="harmony", reasoning_parser=None,
+                            special_tokens=frozenset())
     body = ChatRequest.model_validate({
         "messages": [{"role": "user", "content": "a"}],
         "tools": [{"type": "function", "function": {"name": "add"}}]})
-    job = Job([[1]], with_channels(model, body.sampling(9, None)))
+    job = Job([[1]], with_marks(model, body, body.sampling(9, None)))
     assert job.params.show_special_tokens
     texts = [*(THINK + START + CALL).removesuffix("<|call|>"), ""]
     pieces = [Piece(0, 0, 5, text, None) for text in texts[:-1]] + [Piece(0, 0, 6, "", "stop")]
@@ -78,8 +79,5 @@ def test_an_answer_tells_reasoning_and_calls_whole_and_in_a_stream():
     assert "".join(own.get("reasoning_content", "") for own in deltas) == REASON
     assert json.loads(merged(deltas)[1][0]["function"]["arguments"]) == ADD[1]
     guided = body.model_copy(update={"tools": [], "guided_regex": "a"})
-    assert not with_channels(model, guided.sampling(9, None)).show_special_tokens
+    assert not with_marks(model, guided, guided.sampling(9, None)).show_special_tokens
 
-
-def test_a_template_says_that_its_model_speaks_harmony():
-    assert parser_of("<|start|>system<|message|>…<|channel|>analysis") == "harmony"

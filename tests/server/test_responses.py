@@ -6,6 +6,9 @@ import openai
 import pytest
 
 import llmc
+from llmc.server.errors import ApiError
+from llmc.server.protocol import ResponsesRequest
+from llmc.server.response_store import ResponseStore
 
 pytestmark = pytest.mark.usefixtures("decisive")
 INPUT = [{"role": "user", "content": "the fox"}]
@@ -58,10 +61,137 @@ def test_a_response_follows_a_schema(client):
         assert isinstance(json.loads(answer.output_text)["x"], bool)
 
 
-def test_what_needs_a_store_is_refused(client):
-    for given in (dict(previous_response_id="resp_1"), dict(background=True),
-                  dict(tools=[{"type": "web_search"}]), dict(extra_body={"n": 2})):
+def test_what_is_not_served_is_refused(client):
+    for given in (dict(background=True), dict(extra_body={"n": 2}),
+                  dict(tools=[{"type": "web_search"}])):
         with pytest.raises(openai.BadRequestError, match="is not served"):
             client.responses.create(model="tiny", input="a", **given)
+    with pytest.raises(openai.BadRequestError, match="input 0 is of type 'computer_call'"):
+        client.responses.create(model="tiny", input=[{"type": "computer_call"}])
     with pytest.raises(openai.BadRequestError, match="your input has 2.. tokens"):
         list(client.responses.create(model="tiny", input="a b c " * 40, stream=True))
+
+
+TOOLS = [{"type": "function", "name": "f", "parameters": {
+    "type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["x"], "additionalProperties": False}}]
+
+
+def say(text):
+    return dict(extra_body={"guided_choice": [text]}, model="tiny", tools=TOOLS)
+
+
+def test_a_function_is_called(tool_server):
+    text = '{"name": "f", "parameters": {"x": 3}}'
+    client = tool_server.client
+    item, = client.responses.create(input="a", **say(text)).output
+    assert (item.type, item.name, item.arguments) == ("function_call", "f", '{"x": 3}')
+    for choice in ("required", {"type": "function", "name": "f"}, {
+            "type": "allowed_tools", "mode": "required",
+            "tools": [{"type": "function", "name": "f"}]}):
+        answer = client.responses.create(input="a", model="tiny", tools=TOOLS, tool_choice=choice,
+                                         parallel_tool_calls=False)
+        item, = answer.output
+        assert item.name == "f" and 0 <= json.loads(item.arguments)["x"] <= 9
+        assert answer.status == "completed" and answer.tools[0].name == "f"
+    with pytest.raises(openai.BadRequestError, match="tool_choice names 'g', which is none of"):
+        client.responses.create(input="a", model="tiny", tools=TOOLS,
+                                tool_choice={"type": "function", "name": "g"})
+
+
+def test_a_call_s_events_are_what_the_client_s_stream_helper_takes(tool_server):
+    text = '{"name": "f", "parameters": {"x": 3}} Done'
+    with tool_server.client.responses.stream(input="a", **say(text)) as stream:
+        events = [*stream]
+        response = stream.get_final_response()
+    kinds = [own.type.removeprefix("response.") for own in events]
+    calls = kinds.count("function_call_arguments.delta")
+    texts = kinds.count("output_text.delta")
+    assert kinds == [
+        "created", "in_progress", "output_item.added", *["function_call_arguments.delta"] * calls,
+        "function_call_arguments.done", "output_item.done", "output_item.added",
+        "content_part.added", *["output_text.delta"] * texts, "output_text.done",
+        "content_part.done", "output_item.done", "completed"]
+    call, message = response.output
+    assert json.loads(call.arguments) == {"x": 3} and call.status == "completed"
+    assert message.content[0].text == response.output_text == "Done"
+
+
+def prompt_tokens(client, **given):
+    return client.responses.create(model="tiny", max_output_tokens=1, **given).usage.input_tokens
+
+
+def test_a_conversation_of_items_reaches_the_template(tool_case, tool_server):
+    items = [{"role": "user", "content": "a"},
+             {"type": "reasoning", "id": "rs_1", "summary": [],
+              "content": [{"type": "reasoning_text", "text": "r"}]},
+             {"type": "message", "role": "assistant", "content": [
+                 {"type": "output_text", "text": "b", "annotations": []}]},
+             {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 4}'},
+             {"type": "function_call_output", "call_id": "c1", "output": "9"},
+             {"type": "function_call_output", "call_id": "c2", "output": [
+                 {"type": "input_text", "text": "8"}]}]
+    with llmc.LLM(tool_case) as llm:
+        expected = len(llm.tokenize("Tisarb<tool_call>598"))
+    assert prompt_tokens(tool_server.client, input=items, instructions="is") == expected
+    for item, said in (({"type": "function_call", "call_id": "c"}, "has no name"),
+                       ({"type": "function_call_output", "output": "9"}, "has no call_id")):
+        with pytest.raises(openai.BadRequestError, match=f"input 0 of type .* {said}"):
+            prompt_tokens(tool_server.client, input=[item])
+
+
+def test_a_response_is_stored_for_the_next_turn(tool_case, tool_server):
+    client, text = tool_server.client, '{"name": "f", "parameters": {"x": 4}}'
+    with llmc.LLM(tool_case) as llm:
+        expected = len(llm.tokenize("Ta<tool_call>59"))
+    for stream in (False, True):
+        first = client.responses.create(input="a", stream=stream, instructions="is", **say(text))
+        first = list(first)[-1].response if stream else first
+        assert first.store and client.responses.retrieve(first.id).output == first.output
+        output = {"type": "function_call_output", "call_id": first.output[0].call_id,
+                  "output": "9"}
+        given = dict(previous_response_id=first.id, input=[output])
+        assert prompt_tokens(client, **given) == expected
+        reference = {"type": "item_reference", "id": first.output[0].id}
+        assert prompt_tokens(client, input=[
+            {"role": "user", "content": "a"}, reference, output]) == expected
+        client.responses.delete(first.id)
+        for missing in (given, dict(input=[reference])):
+            with pytest.raises(openai.NotFoundError, match="is stored"):
+                prompt_tokens(client, **missing)
+    unstored = client.responses.create(model="tiny", input="a", max_output_tokens=1, store=False)
+    with pytest.raises(openai.NotFoundError, match="no response 'resp_.*' is stored"):
+        client.responses.retrieve(unstored.id)
+
+
+def answer_of(number, size=0):
+    return {"id": f"resp_{number}", "output": [{"id": f"msg_{number}", "text": "x" * size}]}
+
+
+def test_a_store_is_bounded_in_bytes_and_time():
+    now = [0.0]
+    store = ResponseStore(1000, 60, lambda: now[0])
+    for number in range(4):
+        store.put(answer_of(number, 200), [])
+        if number == 2:
+            store.response("resp_0")  # used, so it is not the first to go
+    assert store.bytes <= 1000
+    for number, kept in ((0, True), (1, False), (2, True), (3, True)):
+        if kept:
+            store.response(f"resp_{number}")
+        else:
+            with pytest.raises(ApiError, match="no response 'resp_1' is stored"):
+                store.response(f"resp_{number}")
+    store.put(answer_of(5, 2000), [])  # larger than the store
+    with pytest.raises(ApiError):
+        store.response("resp_5")
+    now[0] = 60.0
+    with pytest.raises(ApiError):
+        store.response("resp_3")
+    assert store.bytes == 0 and not store._owners
+    with pytest.raises(ApiError, match="this server stores none"):
+        ResponseStore(0, 60).conversation(ResponsesRequest.model_validate(
+            {"input": "a", "previous_response_id": "resp_1"}))
+    for given in ((-1, 60), (1, 0)):
+        with pytest.raises(llmc.LlmcError, match="the response store has"):
+            ResponseStore(*given)

@@ -1,66 +1,33 @@
-"""Calls of tools: found in texts however they are cut, forced by a grammar, told as OpenAI does."""
+"""Calls of tools: forced by a grammar, found in what a model says, told as OpenAI does."""
 
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from server_process import serving
 
-from llmc.server.tools import Arguments, Hermes, Plain, merged, parser_of
-
-NAMES = ["add", "get weather"]
-ADD = '{"name": "add", "arguments": {"x": [1, {"y": "}\\"{,:"}], "z": "é<tool_call>"}}'
-WEATHER = '{"arguments": {"city": "Oslo"}, "name": "get weather"}'
-LLAMA = ADD.replace("arguments", "parameters")
-X, CITY = json.loads(ADD)["arguments"], {"city": "Oslo"}
-TEXTS = [
-    (Hermes, f"<tool_call>\n{ADD}\n</tool_call>", "", [X]),
-    (Hermes, f"Let me see. \n\n<tool_call>{ADD}</tool_call>\n<tool_call>\n{WEATHER}\n</tool_call>",
-     "Let me see.", [X, CITY]),
-    (Hermes, "a < b <tool", "a < b <tool", []), (Hermes, "nothing", "nothing", []),
-    (Hermes, f"<tool_call>\n{ADD}", "", [X]),  # an end that does not come
-    (Hermes, '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>!',
-     '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>!', []),
-    (Hermes, "<tool_call>\nno\n</tool_call>", "<tool_call>\nno\n</tool_call>", []),
-    (Hermes, '<tool_call>\n{"name": "ad', '<tool_call>\n{"name": "ad', []),
-    (Plain, LLAMA, "", [X]), (Plain, f"<|python_tag|>{LLAMA}; {WEATHER}", "", [X, CITY]),
-    (Plain, f"[{LLAMA}, {WEATHER}]", "", [X, CITY]), (Plain, "Hello {", "Hello {", []),
-    (Plain, '{"answer": 3}', '{"answer": 3}', []), (Plain, '[{"name": 3}]', '[{"name": 3}]', []),
-    (Plain, "<|python", "<|python", []), (Plain, "", "", []),
-    (Arguments, '{"city": "Oslo"}', "", [CITY])]
+import llmc
+from llmc.server.chat import _check_callable
+from llmc.server.errors import ApiError
+from llmc.server.model import _names_tools
+from llmc.server.serve import serve
+from llmc.server.tool_parsers import recognized_parser
 
 
-@pytest.mark.parametrize(("parser", "text", "content", "arguments"), TEXTS)
-@settings(max_examples=40, deadline=None)
-@given(cuts=st.lists(st.integers(0, 120), max_size=30))
-def test_calls_are_found_however_a_text_is_cut(parser, text, content, arguments, cuts):
-    tools = parser(["get weather"] if parser is Arguments else NAMES)
-    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
-    deltas = []
-    for start, end in zip([0, *ends], ends, strict=False):
-        deltas += tools.push(text[start:end])
-    deltas += tools.finish()
-    told, calls, _ = merged(deltas)
-    assert told == content
-    assert [json.loads(call["function"]["arguments"]) for call in calls] == arguments
-    assert [call["function"]["name"] for call in calls] == \
-        [("add" if own is X else "get weather") for own in arguments]
-    assert len({call["id"] for call in calls}) == len(calls) == tools.calls
-
-
-def test_arguments_are_told_before_a_call_is_whole():
-    tools = Hermes(NAMES)
-    told = [*tools.push('<tool_call>{"name": "add", "arguments": {"x": 1')]
-    assert told[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": ""}
-    assert told[0]["tool_calls"][0]["id"].startswith("call_")
-    assert told[1]["tool_calls"][0] == {"index": 0, "function": {"arguments": '{"x": 1'}}
-
-
-def test_a_template_says_how_its_model_calls_tools():
-    assert parser_of("… <tool_call>{{ call }}</tool_call>") == "hermes"
-    assert parser_of("… <|python_tag|> …") == "llama3_json" and parser_of("<{{ m }}>") is None
+@pytest.mark.parametrize(("template", "parser"), [
+    ("… <tool_call>{{ call }}</tool_call>", "hermes"), ("… <|python_tag|> …", "llama3_json"),
+    ("<{{ m }}>", None), ("<tool_call>\n<function=name>\n<parameter=key>", "qwen3_coder"),
+    ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>", "glm45"),
+    ("<tool_call><invoke name='f'>", None), ("<seed:tool_call><function=f>", None),
+    ("<minimax:tool_call><invoke name=", "minimax_m2"), ("[TOOL_CALLS] [", "mistral"),
+    ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
+    ("<|header_start|>{{ m.tool_calls }}", "llama4_pythonic"),
+    ("<|python_start|>{{ m }}<|python_end|>", None),  # code, as nanochat's
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31"),
+    ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n", "deepseek_v3"),
+    ("<|start|>system<|message|>…<|channel|>analysis", "harmony")])
+def test_a_template_says_how_its_model_calls_tools(template, parser):
+    assert recognized_parser(template) == parser
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {
@@ -71,9 +38,8 @@ ASK = dict(model="tiny", messages=[{"role": "u", "content": ""}], tools=TOOLS, m
 
 
 @pytest.fixture(scope="module")
-def caller(case_tp1):
-    with serving(case_tp1, "--tool_call_parser", "llama3_json") as own:
-        yield own.client
+def caller(tool_server):
+    return tool_server.client
 
 
 def ask(client, stream, **given):
@@ -129,27 +95,91 @@ def test_tools_that_cannot_be_called_are_refused(caller, client):
         ask(client, False)
 
 
-def test_a_conversation_with_calls_reaches_the_template(tiny_hf, tmp_path):
+def test_a_conversation_with_calls_reaches_the_template(tool_case, caller):
     """Arguments as an object, and the tools."""
-    import shutil
-
-    import llmc
-    shutil.copytree(tiny_hf, tmp_path / "hf")
-    (tmp_path / "hf" / "chat_template.jinja").write_text(
-        "{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.x + 1 }}{% endfor %}"
-        "{% endfor %}{{ enable_thinking }}")
-    llmc.compile(tmp_path / "hf", tmp_path / "case")
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 4}'}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]},
                 {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "call_1", "content": "9"}]
-    with serving(tmp_path / "case") as server:
-        answer = server.client.chat.completions.create(
-            model="tiny", messages=messages, tools=TOOLS, max_tokens=1, logprobs=True,
-            extra_body={"chat_template_kwargs": {"enable_thinking": "yes"}})
-        with llmc.LLM(tmp_path / "case") as llm:
-            assert answer.usage.prompt_tokens == len(llm.tokenize("fa<tool_call>59yes"))
-        messages[1]["tool_calls"][0]["function"]["arguments"] = "{"
-        with pytest.raises(openai.BadRequestError, match="tool call in message 1 are not JSON"):
-            server.client.chat.completions.create(model="tiny", messages=messages)
+                {"role": "tool", "tool_call_id": "call_1", "content": "9"},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "n"}]},
+                {"role": "assistant", "content": None, "refusal": "o"}]
+    answer = caller.chat.completions.create(
+        model="tiny", messages=messages, tools=TOOLS, max_tokens=1, logprobs=True,
+        extra_body={"chat_template_kwargs": {"enable_thinking": "yes"}})
+    with llmc.LLM(tool_case) as llm:
+        assert answer.usage.prompt_tokens == len(llm.tokenize("Tfa<tool_call>59noyes"))
+    messages[1]["tool_calls"][0]["function"]["arguments"] = "{"
+    with pytest.raises(openai.BadRequestError, match="tool call in message 1 are not JSON"):
+        caller.chat.completions.create(model="tiny", messages=messages)
+
+
+def tool(name, parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+POINTERS = {
+    "type": "object", "required": ["a", "b", "c", "d"], "additionalProperties": False,
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "properties": {
+        "a": {"$ref": "#/$defs/X"}, "b": {"$ref": "#/properties/a"}, "d": {"const": {"$ref": "#/"}},
+        "c": {"anyOf": [{"$ref": "#/definitions/a~1b%20c"}, {"$ref": "#"}]}},
+    "$defs": {"X": {"enum": ["x", "y"]}}, "definitions": {"a/b c": {"const": 3}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_schemas_with_pointers_are_followed_by_a_required_call(caller, stream):
+    other = {"type": "object", "properties": {"a": {"$ref": "#/$defs/X"}}, "required": ["a"],
+             "additionalProperties": False, "$defs": {"X": {"const": 1}}}
+    for offered in ([tool("f", POINTERS)], [tool("g", other), tool("f", POINTERS)]):
+        content, calls, reason = ask(
+            caller, stream, tools=offered, tool_choice="required", parallel_tool_calls=False,
+            max_tokens=120)
+        (name, arguments), = calls
+        assert (content, reason) == (None, "tool_calls")
+        if name == "f":
+            assert arguments["a"] in "xy" and arguments["b"] in "xy"
+            assert arguments["d"] == {"$ref": "#/"}
+        else:
+            assert arguments == {"a": 1}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_not_allowed_are_not_called(caller, mode):
+    choice = {"type": "allowed_tools", "allowed_tools": {
+        "mode": mode, "tools": [{"type": "function", "function": {"name": "f"}}]}}
+    offered = [tool("g", {"type": "object"}), *TOOLS]
+    given = {} if mode == "required" else {"extra_body": {"guided_choice": ['{"name": "g"}']}}
+    content, calls, _ = ask(caller, False, tools=offered, tool_choice=choice, **given)
+    assert {name for name, _ in calls} == ({"f"} if mode == "required" else set())
+    assert content == (None if mode == "required" else '{"name": "g"}')
+    choice["allowed_tools"]["tools"][0]["function"]["name"] = "h"
+    with pytest.raises(openai.BadRequestError, match="tool_choice names 'h', which is none of"):
+        ask(caller, False, tools=offered, tool_choice=choice)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_is_no_content(caller, stream):
+    assert ask(caller, stream, tool_choice="required", max_tokens=3) == (
+        None if stream else "", [], "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_is_told_where_calls_are_not_parallel(caller, stream):
+    text = '{"name": "f", "parameters": {"x": 3}}; {"name": "f"}'
+    for parallel in (False, True):
+        _, calls, _ = ask(caller, stream, parallel_tool_calls=parallel, max_tokens=60,
+                          extra_body={"guided_choice": [text]})
+        assert calls == [("f", {"x": 3}), ("f", {})][:1 + parallel]
+
+
+def test_tools_that_the_template_does_not_show_are_refused():
+    assert _names_tools("{% if tools is not none %}{% endif %}")
+    assert not _names_tools("tools {# tools #} {{ 'tools' }} {{ m.tool_calls }}")
+    with pytest.raises(ApiError, match="does not show tools to the model"):
+        _check_callable(SimpleNamespace(tool_call_parser="hermes", shows_tools=False))
+
+
+def test_an_unknown_parser_is_refused_before_the_model_is_loaded(tmp_path):
+    for option in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(llmc.LlmcError, match=f"--{option} 'x' is unknown; give one of: "):
+            serve(tmp_path / "nothing", port=0, **{option: "x"})

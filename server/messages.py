@@ -1,0 +1,326 @@
+"""/v1/messages: Anthropic's interface, for text and tools."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.request import Piece
+from llmc.server.answer import Answer, Object, event
+from llmc.server.chat import read_conversation, read_prompt
+from llmc.server.errors import ApiError
+from llmc.server.model import Job, Model
+from llmc.server.output_parser import output_parser
+from llmc.server.protocol import (
+    Conversation,
+    Fields,
+    Function,
+    Message,
+    Tool,
+    ToolUse,
+    chosen_tools,
+)
+from llmc.server.text_reader import Delta
+
+_MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+
+
+class Block(Fields):
+    """A block of a message's content."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    # Of a call, and of its result.
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+
+
+class InputMessage(Fields):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [Block(type="text", text=self.content)] if isinstance(self.content, str) \
+            else self.content
+
+
+class InputTool(Fields):
+    """A tool that the client runs."""
+
+    type: str = "custom"
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolChoice(Fields):
+    """Whether and which tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Fields):
+    """Whether the model reasons, where its chat template has `enable_thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountTokensRequest(Conversation):
+    """The body of /v1/messages/count_tokens."""
+
+    REFUSED: ClassVar[Any] = {
+        "container": ((None,), "nothing is stored; give the conversation as messages"),
+        "mcp_servers": ((None, []), "give tools"),
+    }
+
+    messages: list[InputMessage] = Field(min_length=1)
+    system: str | list[Block] | None = None
+    tools: list[InputTool] = Field(default_factory=list)
+    tool_choice: ToolChoice = Field(default_factory=ToolChoice)
+    thinking: Thinking | None = None
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages as OpenAI has them.
+
+        Raises:
+            ApiError: a block lacks what its type needs, or the last message is the assistant's.
+        """
+        if self.messages[-1].role == "assistant":
+            raise ApiError("the last message is the assistant's; end with a user's message, as "
+                           "answers are not continued here", param="messages")
+        system = [Block(type="text", text=self.system)] if isinstance(self.system, str) \
+            else self.system or []
+        first = [{"role": "system", "content": _parts(system)}] if system else []
+        return [Message.model_validate(own) for own in [
+            *first, *(own for message in self.messages for own in _messages(message))]]
+
+    @property
+    def tool_use(self) -> ToolUse:
+        for tool in self.tools:
+            if tool.type != "custom":
+                raise ApiError(f"a tool of type '{tool.type}' is not served; give a tool with an "
+                               f"input_schema", param="tools", code="unsupported_parameter")
+        tools = [Tool(type="function", function=Function(
+            name=tool.name, description=tool.description, parameters=tool.input_schema))
+            for tool in self.tools]
+        choice = self.tool_choice
+        names = [choice.name or ""] if choice.type == "tool" else None
+        return chosen_tools(tools, _MODES[choice.type], names,
+                            not choice.disable_parallel_tool_use)
+
+    @property
+    def template_variables(self) -> Mapping[str, Any] | None:
+        if self.thinking is None:
+            return self.chat_template_kwargs
+        return {"enable_thinking": self.thinking.type != "disabled",
+                **(self.chat_template_kwargs or {})}
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        if self.stop_sequences is None:
+            return super().sampling(max_tokens, logprobs)
+        given = self.model_copy(update={"stop": self.stop_sequences, "stop_sequences": None})
+        return given.sampling(max_tokens, logprobs)
+
+
+def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:
+    """A message as OpenAI's: results of tools are messages of their own, before the rest."""
+    own: dict[str, Any] = {"role": message.role}
+    others: list[Block] = []
+    for block in message.blocks:
+        if block.type == "tool_result":
+            content = block.content or ""
+            yield {"role": "tool", "tool_call_id": block.tool_use_id,
+                   "content": content if isinstance(content, str) else _parts(content)}
+        elif block.type == "tool_use":
+            if not block.name:
+                raise ApiError("a block of type 'tool_use' has no name", param="messages")
+            own.setdefault("tool_calls", []).append({"id": block.id, "function": {
+                "name": block.name, "arguments": json.dumps(block.input or {})}})
+        elif block.type == "thinking":
+            own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
+        elif block.type != "redacted_thinking":
+            others.append(block)
+    if others:
+        own["content"] = _parts(others)
+    if len(own) > 1:
+        yield own
+
+
+def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
+    return [{"type": block.type, "text": block.text} for block in blocks]
+
+
+async def read_message(model: Model, body: MessagesRequest) -> Job:
+    """The work that a request asks for.
+
+    Raises:
+        LlmcError: the messages are not sound, or the model does not chat.
+    """
+    if body.n not in (None, 1):
+        raise ApiError("n is not served; a message is one", param="n",
+                       code="unsupported_parameter")
+    return await read_conversation(model, body, body.conversation, body.max_tokens)
+
+
+async def count_tokens(model: Model, body: CountTokensRequest) -> int:
+    """How many tokens a request's prompt has.
+
+    Raises:
+        LlmcError: the messages are not sound, or the model does not chat.
+    """
+    return len(await read_prompt(model, body, body.conversation))
+
+
+class MessageAnswer(Answer):
+    """A message: blocks of thinking, text and calls, in the order in which the model wrote them."""
+
+    def __init__(self, model: Model, body: MessagesRequest, job: Job) -> None:
+        super().__init__(model, job)
+        self._body = body
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._blocks: list[Object] = []
+        self._is_open = False  # the last block
+        self._reason: str | None = None
+        self._tokens: list[int] = []
+        self._parser = output_parser(model, body, job)
+
+    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
+        async for pieces in batches:
+            for piece in pieces:
+                self._take(piece)
+        self._end()
+        for block in self._blocks:
+            if block["type"] == "tool_use":
+                block["input"] = _parsed(block["input"])
+        return {**self._message(self._blocks), **self._stopped(), "usage": self._usage()}
+
+    async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
+            AsyncGenerator[bytes, None]:
+        async with aclosing(batches):
+            # Before the first, something may be wrong with the request.
+            pieces: list[Piece] | None = await anext(batches)
+            first = [event for piece in pieces or () for event in self._take(piece)]
+            yield _event("message_start", {"message": {
+                **self._message([]), "stop_reason": None, "stop_sequence": None,
+                "usage": {**self._usage(), "output_tokens": 0}}}) + b"".join(first)
+            while (pieces := await anext(batches, None)) is not None:
+                events = b"".join(event for piece in pieces for event in self._take(piece))
+                if events:
+                    yield events
+        yield b"".join(self._end())
+        yield _event("message_delta", {"delta": self._stopped(), "usage": self._usage()})
+        yield _event("message_stop", {})
+
+    def _take(self, piece: Piece) -> list[bytes]:
+        """The events of a piece."""
+        self.count(piece)
+        self._tokens.append(piece.token_id)
+        self._reason = piece.finish_reason or self._reason
+        return [event for delta in self.parsed(self._parser, piece) for event in self._emit(delta)]
+
+    def _emit(self, delta: Delta) -> Iterator[bytes]:
+        if "tool_calls" in delta:
+            call, = delta["tool_calls"]
+            function = call["function"]
+            if "id" in call:
+                yield from self._open({"type": "tool_use", "id": call["id"],
+                                       "name": function["name"], "input": ""})
+            if function["arguments"]:
+                self._blocks[-1]["input"] += function["arguments"]
+                yield self._delta({"type": "input_json_delta",
+                                   "partial_json": function["arguments"]})
+            return
+        kind = "thinking" if "reasoning_content" in delta else "text"
+        text = delta["reasoning_content" if kind == "thinking" else "content"]
+        if not self._is_open or self._blocks[-1]["type"] != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield from self._open({"type": kind, kind: "", **signature})
+        self._blocks[-1][kind] += text
+        name, key = _DELTAS[kind]
+        yield self._delta({"type": name, key: text})
+
+    def _open(self, block: Object) -> Iterator[bytes]:
+        """Events of a block that begins, after those of the one before."""
+        yield from self._close()
+        self._blocks.append(block)
+        self._is_open = True
+        shown = {**block, "input": {}} if block["type"] == "tool_use" else block
+        yield _event("content_block_start", {"index": len(self._blocks) - 1,
+                                             "content_block": shown})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._is_open:
+            self._is_open = False
+            yield _event("content_block_stop", {"index": len(self._blocks) - 1})
+
+    def _end(self) -> list[bytes]:
+        """Events of the last block's end."""
+        return [*self._close()]
+
+    def _delta(self, delta: Object) -> bytes:
+        return _event("content_block_delta", {"index": len(self._blocks) - 1, "delta": delta})
+
+    def _message(self, content: list[Object]) -> Object:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self.model.name,
+                "content": content}
+
+    def _stopped(self) -> Object:
+        """Why the message ended."""
+        stop = self._stop_sequence() if self._reason == "stop" else None
+        reason = "max_tokens" if self._reason != "stop" else "tool_use" if self._parser.calls \
+            else "end_turn" if stop is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _stop_sequence(self) -> str | None:
+        """The stop sequence that ended the message."""
+        if not self._body.stop_sequences:
+            return None
+        text = self.model.llm.detokenize(
+            self._tokens, skip_special_tokens=not self.job.params.show_special_tokens)
+        found = [(place, own) for own in self._body.stop_sequences
+                 if (place := text.find(own)) >= 0]
+        return min(found)[1] if found else None
+
+    def _usage(self) -> Object:
+        cached = self.cached_tokens
+        return {"input_tokens": self.job.prompt_tokens - cached, "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached, "output_tokens": self.completion_tokens}
+
+
+def _event(kind: str, content: Object) -> bytes:
+    return event({"type": kind, **content}, kind)
+
+
+def _parsed(arguments: str) -> Object:
+    """A call's arguments; empty where the call was cut."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

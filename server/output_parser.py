@@ -1,0 +1,104 @@
+"""An answer's text as reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from llmc.runtime.decoding.params import GUIDES, SamplingParams
+from llmc.server.model import Job, Model
+from llmc.server.protocol import Conversation
+from llmc.server.reasoning import REASONING_MARKS, ReasoningParser
+from llmc.server.text_reader import Delta
+from llmc.server.tool_parsers import TOOL_PARSERS, Harmony, NamedCall, RequiredCalls, ToolParser
+
+_PROMPT_END = 16  # tokens in which a template may open the reasoning
+
+
+class OutputParser:
+    """Reads the text of one answer as it arrives.
+
+    Args:
+        parallel: whether calls after the first are emitted.
+
+    Attributes:
+        calls: tool calls so far.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None,
+                 parallel: bool = True) -> None:
+        self._reasoning, self._tools, self._parallel = reasoning, tools, parallel
+
+    @property
+    def calls(self) -> int:
+        return 0 if self._tools is None else self._tools.calls
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text read last is reasoning."""
+        return any(own is not None and own.is_reasoning for own in (
+            self._reasoning, self._tools if isinstance(self._tools, Harmony) else None))
+
+    def push(self, text: str, ended: bool = False) -> Iterator[Delta]:
+        """Deltas of more text, and of the rest where it is the last."""
+        for delta in self._split(text, ended):
+            content = delta.get("content")
+            if self._tools is None or content is None:
+                yield delta
+            else:
+                yield from self._shown(self._tools.push(content))
+        if ended and self._tools is not None:
+            yield from self._shown(self._tools.finish())
+
+    def _split(self, text: str, ended: bool) -> Iterator[Delta]:
+        """Text as reasoning and content."""
+        if self._reasoning is None:
+            yield from [{"content": text}] if text or self._tools is not None else []
+            return
+        yield from self._reasoning.push(text)
+        if ended:
+            yield from self._reasoning.finish()
+
+    def _shown(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+        """Deltas without those of calls that are too many."""
+        for delta in deltas:
+            calls = delta.get("tool_calls")
+            if calls is None or self._parallel or calls[0]["index"] == 0:
+                yield delta
+
+
+def output_parser(model: Model, body: Conversation, job: Job) -> OutputParser:
+    """The parser of one answer to a request."""
+    use = body.tool_use
+    tools = {tool.function.name: tool.function.parameters for tool in use.tools}
+    if use.is_forced:
+        forced = NamedCall if use.mode == "named" else RequiredCalls
+        return OutputParser(None, forced(tools))
+    guided = _is_guided(job.params)
+    parser = None if model.tool_call_parser is None else TOOL_PARSERS[model.tool_call_parser]
+    if parser is Harmony:
+        return OutputParser(None, None if guided else Harmony(tools), use.parallel)
+    reasoning = None
+    if model.reasoning_parser is not None and not guided:
+        reasoning = ReasoningParser(
+            model.reasoning_parser, model.llm.detokenize(job.prompts[0][-_PROMPT_END:]))
+    return OutputParser(reasoning, parser(tools) if parser is not None and tools else None,
+                        use.parallel)
+
+
+def with_marks(model: Model, body: Conversation, params: SamplingParams) -> SamplingParams:
+    """Parameters by which the text has the marks that its parser reads."""
+    marks: list[str] = []
+    if model.tool_call_parser == "harmony" and not _is_guided(params):
+        return replace(params, show_special_tokens=True)
+    if model.tool_call_parser is not None and body.tool_use.tools and not body.tool_use.is_forced:
+        marks += TOOL_PARSERS[model.tool_call_parser].MARKS
+    if model.reasoning_parser is not None and not _is_guided(params):
+        marks += REASONING_MARKS[model.reasoning_parser]
+    shown = params.show_special_tokens or any(mark in model.special_tokens for mark in marks)
+    return replace(params, show_special_tokens=shown)
+
+
+def _is_guided(params: SamplingParams) -> bool:
+    """Whether a grammar makes the text. It knows no channels and no reasoning."""
+    return any(getattr(params, own) for own in GUIDES)

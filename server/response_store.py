@@ -1,0 +1,139 @@
+"""Responses of /v1/responses that are kept for the next turn of their conversation."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.errors import LlmcError
+from llmc.server.errors import ApiError
+from llmc.server.protocol import Item, ResponsesRequest
+
+_Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    response: bytes
+    items: bytes  # of the whole conversation
+    expires: float
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.items)
+
+
+class ResponseStore:
+    """Responses in memory. The least recently used one makes room for a new one.
+
+    Args:
+        max_bytes: of all responses; 0 stores none.
+        ttl: seconds that a response is kept.
+        clock: seconds.
+
+    Raises:
+        LlmcError: a number is out of range.
+    """
+
+    def __init__(self, max_bytes: int, ttl: float,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        if max_bytes < 0 or not ttl > 0:
+            raise LlmcError(f"the response store has {max_bytes} bytes and a time to live of "
+                            f"{ttl} s; give at least 0 bytes and more than 0 s")
+        self._max_bytes, self._ttl, self._clock = max_bytes, ttl, clock
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._owners: dict[str, str] = {}  # of output items: their responses
+        self.bytes = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self._max_bytes > 0
+
+    def put(self, response: _Object, items: Sequence[_Object]) -> None:
+        """Keep a response, unless it is larger than the store.
+
+        Args:
+            items: input and output of the whole conversation.
+        """
+        own = _Stored(_json(response), _json([*items]), self._clock() + self._ttl)
+        if own.size > self._max_bytes:
+            return
+        self._drop_expired()
+        while self.bytes + own.size > self._max_bytes:
+            self._drop(next(iter(self._stored)))
+        self._stored[response["id"]] = own
+        self.bytes += own.size
+        for item in response["output"]:
+            self._owners[item["id"]] = response["id"]
+
+    def response(self, response_id: str) -> bytes:
+        """A response as JSON.
+
+        Raises:
+            ApiError: it is not stored.
+        """
+        return self._get(response_id).response
+
+    def delete(self, response_id: str) -> None:
+        """Forget a response.
+
+        Raises:
+            ApiError: it is not stored.
+        """
+        self._get(response_id)
+        self._drop(response_id)
+
+    def conversation(self, body: ResponsesRequest) -> list[Item]:
+        """The items before a request's and its own.
+
+        Raises:
+            ApiError: what a request refers to is not stored.
+        """
+        before: list[Item] = []
+        if body.previous_response_id is not None:
+            if not self.enabled:
+                raise ApiError("previous_response_id needs stored responses, and this server "
+                               "stores none; give the conversation as input",
+                               param="previous_response_id")
+            before = self._items(body.previous_response_id)
+        return [*before, *(self._referenced(item) if item.type == "item_reference" else item
+                           for item in body.items)]
+
+    def _referenced(self, reference: Item) -> Item:
+        owner = self._owners.get(reference.id or "")
+        if owner is not None and owner in self._stored:
+            return next(item for item in self._items(owner) if item.id == reference.id)
+        raise ApiError(f"no item '{reference.id}' is stored; give the item itself as input", 404,
+                       param="input")
+
+    def _items(self, response_id: str) -> list[Item]:
+        return [Item.model_validate(own) for own in json.loads(self._get(response_id).items)]
+
+    def _get(self, response_id: str) -> _Stored:
+        self._drop_expired()
+        if response_id not in self._stored:
+            raise ApiError(f"no response '{response_id}' is stored; responses are kept for "
+                           f"{self._ttl:g} s and while there is room", 404,
+                           code="previous_response_not_found")
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id]
+
+    def _drop_expired(self) -> None:
+        now = self._clock()
+        for response_id in [own for own, stored in self._stored.items() if stored.expires <= now]:
+            self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        own = self._stored.pop(response_id)
+        self.bytes -= own.size
+        for item in json.loads(own.response)["output"]:
+            self._owners.pop(item["id"], None)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "surrogatepass")

@@ -1,0 +1,271 @@
+"""Incremental reading of generated text: a grammar as one generator, fed piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
+
+Delta = dict[str, Any]  # of a chat completion's message: content, reasoning_content, tool_calls
+_T = TypeVar("_T")
+Reading = Generator[Delta | None, None, _T]  # yields deltas, and None where it needs more text
+Pieces = Generator[str | None, None, _T]  # likewise, of text
+BLANKS = " \t\r\n"
+
+_STRING_RUN = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
+_PLAIN_RUN = re.compile(r"[\s,:+\-.0-9A-Za-z]*")
+_SCALAR_RUN = re.compile(r"[+\-.0-9A-Za-z]*")
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class EndOfText(Exception):
+    """Raised in a reading generator that needs more text than there is."""
+
+
+class TextReader(ABC):
+    """Text read as it arrives, and emitted as deltas.
+
+    A subclass writes the format's grammar as a generator, `_read`, of the primitives below. The
+    deltas of a text do not depend on how it is cut, but for where they are cut themselves.
+    """
+
+    def __init__(self) -> None:
+        self._buffer, self._at = "", 0
+        self._ended = False
+        self._raw = ""  # consumed since `_raw` was last emptied
+        self._reading = self._run()
+
+    def push(self, text: str) -> Iterator[Delta]:
+        """Deltas of more text."""
+        self._buffer, self._at = self._buffer[self._at:] + text, 0
+        yield from self._advance()
+
+    def finish(self) -> Iterator[Delta]:
+        """Deltas of the rest, at the end of the text."""
+        self._ended = True
+        yield from self._advance()
+
+    @abstractmethod
+    def _read(self) -> Reading[None]:
+        """The grammar."""
+
+    def _at_end(self) -> Iterator[Delta]:
+        """Deltas of what was pending when the text ended."""
+        return iter(())
+
+    def _run(self) -> Reading[None]:
+        try:
+            yield from self._read()
+        except EndOfText:
+            yield from self._at_end()
+
+    def _advance(self) -> Iterator[Delta]:
+        for delta in self._reading:
+            if delta is None:
+                return
+            yield delta
+
+    # Primitives.
+
+    def _more(self) -> Generator[None, None, None]:
+        """Wait for more text.
+
+        Raises:
+            EndOfText: there is none.
+        """
+        if self._ended:
+            raise EndOfText
+        yield None
+
+    def _rest(self) -> str:
+        return self._buffer[self._at:]
+
+    def _take(self, size: int) -> str:
+        """Consume so many characters."""
+        text = self._buffer[self._at:self._at + size]
+        self._at += size
+        self._raw += text
+        return text
+
+    def _peek(self) -> Generator[None, None, str]:
+        """The next character, not consumed."""
+        while self._at == len(self._buffer):
+            yield from self._more()
+        return self._buffer[self._at]
+
+    def _skip_blanks(self, blanks: str = BLANKS) -> Generator[None, None, str]:
+        """Consume blanks; the character after them, not consumed."""
+        while (character := (yield from self._peek())) in blanks:
+            self._take(1)
+        return character
+
+    def _starts_with(self, *marks: str) -> Generator[None, None, str]:
+        """Consume the mark that comes next; "" where none does."""
+        while True:
+            rest = self._rest()
+            for mark in marks:
+                if rest.startswith(mark):
+                    return self._take(len(mark))
+            if self._ended or not any(mark.startswith(rest) for mark in marks):
+                return ""
+            yield from self._more()
+
+    def _skip_mark(self, *marks: str) -> Generator[None, None, str]:
+        """Consume blanks and a mark after them; nothing where no mark follows."""
+        while True:
+            rest = self._rest()
+            after = rest.lstrip(BLANKS)
+            for mark in marks:
+                if after.startswith(mark):
+                    self._take(len(rest) - len(after) + len(mark))
+                    return mark
+            if self._ended or not any(mark.startswith(after) for mark in marks):
+                return ""
+            yield from self._more()
+
+    def _pieces_until(self, *marks: str) -> Pieces[str]:
+        """Text up to the first of some marks, which is consumed; all text without marks.
+
+        Returns:
+            The mark.
+
+        Raises:
+            EndOfText: no mark comes. All text has been yielded.
+        """
+        while True:
+            rest = self._rest()
+            found = min(((place, -len(mark), mark) for mark in marks
+                         if (place := rest.find(mark)) >= 0), default=None)
+            size = len(rest) if found is None else found[0]
+            if found is None and not self._ended:
+                size -= overlap(rest, marks)
+            if size:
+                yield self._take(size)
+            if found is not None:
+                return self._take(len(found[2]))
+            yield from self._more()
+
+    def _until(self, *marks: str) -> Generator[None, None, tuple[str, str]]:
+        """The whole text up to the first of some marks, and the mark, which is consumed."""
+        text, mark = yield from collected(self._pieces_until(*marks))
+        return text, mark
+
+    def _json_pieces(self) -> Pieces[bool]:
+        """One JSON value, piece by piece, as it is written.
+
+        Returns:
+            Whether the value is whole. A character that no JSON has there ends it before that.
+
+        Raises:
+            EndOfText: the text ends in it. All text has been yielded.
+        """
+        open_, quoted, piece = "", False, ""
+        scalar = False
+        while True:
+            if self._at == len(self._buffer):
+                if piece:
+                    yield piece
+                    piece = ""
+                if scalar and self._ended:
+                    return True
+                yield from self._more()
+                continue
+            character = self._buffer[self._at]
+            if quoted:
+                found = _STRING_RUN.match(self._buffer, self._at)
+                assert found is not None
+                piece += self._take(found.end() - self._at)
+                if self._buffer.startswith('"', self._at):
+                    piece += self._take(1)
+                    quoted = False
+                    if not open_:
+                        break
+                elif self._at < len(self._buffer):  # a backslash, before what it escapes
+                    if piece:
+                        yield piece
+                        piece = ""
+                    if self._ended:
+                        yield self._take(1)
+                    yield from self._more()
+            elif scalar:
+                run = _SCALAR_RUN.match(self._buffer, self._at)
+                assert run is not None
+                if run.end() == self._at:
+                    break
+                piece += self._take(run.end() - self._at)
+            elif character == '"':
+                quoted = True
+                piece += self._take(1)
+            elif character in "{[":
+                open_ += character
+                piece += self._take(1)
+            elif open_ and character == _CLOSING[open_[-1]]:
+                open_ = open_[:-1]
+                piece += self._take(1)
+                if not open_:
+                    break
+            else:
+                run = (_PLAIN_RUN if open_ else _SCALAR_RUN).match(self._buffer, self._at)
+                assert run is not None
+                if run.end() == self._at:
+                    if piece:
+                        yield piece
+                    return False
+                scalar = not open_
+                piece += self._take(run.end() - self._at)
+        if piece:
+            yield piece
+        return True
+
+    def _json_value(self) -> Generator[None, None, tuple[str, bool]]:
+        """The text of one JSON value, and whether it is whole."""
+        value = yield from collected(self._json_pieces())
+        return value
+
+
+def emitted(pieces: Pieces[_T], emit: Callable[[str], Delta]) -> Reading[_T]:
+    """Pieces of text as deltas."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        yield None if piece is None else emit(piece)
+
+
+def collected(pieces: Pieces[_T]) -> Generator[None, None, tuple[str, _T]]:
+    """Pieces of text as one text, and what their generator returns."""
+    text = ""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            return text, end.value
+        if piece is None:
+            yield None
+        else:
+            text += piece
+
+
+def overlap(text: str, marks: tuple[str, ...]) -> int:
+    """How many characters at a text's end may begin a mark."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    return next((size for size in range(longest, 0, -1)
+                 if any(mark.startswith(text[-size:]) for mark in marks)), 0)
+
+
+def parsed_json(text: str) -> Any:
+    """A JSON value.
+
+    Raises:
+        ValueError: the text is no JSON.
+    """
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("the JSON value is nested too deeply") from None

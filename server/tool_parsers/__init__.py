@@ -1,0 +1,36 @@
+"""Tool calls in a model's text: one parser for each family's format.
+
+A parser reads an answer's text as it arrives and tells it as deltas of OpenAI's interface. The
+model's chat template chooses the parser, as it shows the model how to write calls.
+"""
+
+from __future__ import annotations
+
+from llmc.server.tool_parsers.base import ToolParser, merged
+from llmc.server.tool_parsers.deepseek import DeepSeekV3, DeepSeekV31
+from llmc.server.tool_parsers.forced import NamedCall, RequiredCalls
+from llmc.server.tool_parsers.glm45 import Glm45
+from llmc.server.tool_parsers.harmony import Harmony
+from llmc.server.tool_parsers.hermes import Hermes
+from llmc.server.tool_parsers.kimi_k2 import KimiK2
+from llmc.server.tool_parsers.llama3_json import Llama3Json
+from llmc.server.tool_parsers.llama4_pythonic import Llama4Pythonic
+from llmc.server.tool_parsers.minimax_m2 import MiniMaxM2
+from llmc.server.tool_parsers.mistral import Mistral
+from llmc.server.tool_parsers.qwen3_coder import Qwen3Coder
+
+__all__ = ["TOOL_PARSERS", "Harmony", "NamedCall", "RequiredCalls", "ToolParser", "merged",
+           "recognized_parser"]
+
+# By the names that vLLM has for them. The first that recognizes a chat template reads it.
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "harmony": Harmony, "kimi_k2": KimiK2, "minimax_m2": MiniMaxM2,
+    "deepseek_v3": DeepSeekV3,  # before V3.1, whose marks its template has too
+    "deepseek_v31": DeepSeekV31, "glm45": Glm45, "qwen3_coder": Qwen3Coder, "hermes": Hermes,
+    "mistral": Mistral,
+    "llama4_pythonic": Llama4Pythonic, "llama3_json": Llama3Json}
+
+
+def recognized_parser(chat_template: str) -> str | None:
+    """The name of the parser for a chat template; None where it writes calls in no known format."""
+    return next((name for name, own in TOOL_PARSERS.items() if own.recognizes(chat_template)), None)

@@ -1,0 +1,127 @@
+"""Formats whose arguments are tagged texts, typed by the tool's schema."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from llmc.server.text_reader import Delta, Reading, emitted, parsed_json
+from llmc.server.tool_parsers.base import Schema, ToolParser, json_text
+
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+          dict: "object", type(None): "null"}
+_MAX_REFERENCES = 16  # that lead from one schema to the next
+
+
+class XmlParser(ToolParser):
+    """Calls whose arguments come one by one as texts."""
+
+    def _argument(self, tool: str, name: str, *ends: str) -> Reading[str]:
+        """Emit an argument whose text comes; strings as they come, other types once they are whole.
+
+        Args:
+            ends: marks that end the text.
+
+        Returns:
+            The mark, which is consumed.
+        """
+        types = argument_types(self._tools[tool] or {}, name)
+        yield self._arguments(f'{", " if self._arguments_emitted else "{"}{json_text(name)}: ')
+        if types == {"string"}:
+            yield self._arguments('"')
+            mark = yield from emitted(self._pieces_until(*ends), self._string_piece)
+            yield self._arguments('"')
+            return mark
+        text, mark = yield from self._until(*ends)
+        yield self._arguments(typed(text, types))
+        return mark
+
+    def _string_piece(self, text: str) -> Delta:
+        return self._arguments(json_text(text)[1:-1])
+
+    def _closed(self) -> Reading[None]:
+        if self._arguments_emitted:
+            yield self._arguments("}")
+        yield from super()._closed()
+
+
+def argument_types(parameters: Schema, name: str) -> set[str]:
+    """The JSON types that a tool's schema allows an argument; empty where it does not say."""
+    properties = parameters.get("properties")
+    own = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(own, parameters, _MAX_REFERENCES)
+
+
+def _types(schema: Any, root: Schema, references: int) -> set[str]:
+    if not isinstance(schema, Mapping) or not references:
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_target(root, reference), root, references - 1)
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return {kinds}
+    if isinstance(kinds, list):
+        return {own for own in kinds if isinstance(own, str)}
+    if isinstance(values := schema.get("enum"), list):
+        return {_KINDS[type(value)] for value in values}
+    if "const" in schema:
+        return {_KINDS[type(schema["const"])]}
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(alternatives := schema.get(key), list) and alternatives:
+            found = [_types(own, root, references - 1) for own in alternatives]
+            known = [own for own in found if own]
+            return set().union(*known) if len(known) == len(found) or key == "allOf" else set()
+    return set()
+
+
+def _target(root: Any, reference: str) -> Any:
+    """What a JSON pointer such as `#/$defs/a` leads to; None where it leads nowhere."""
+    if not reference.startswith("#"):
+        return None
+    for part in unquote(reference[1:]).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root
+
+
+def typed(text: str, types: set[str]) -> str:
+    """An argument's text as JSON of an allowed type; a string where no other type fits.
+
+    Args:
+        types: the allowed JSON types; empty for any.
+    """
+    own = text.strip()
+    try:
+        value = parsed_json(own)
+    except ValueError:
+        value = _python_value(own)
+        own = "" if value is _NO_VALUE else json.dumps(value, ensure_ascii=False)
+    if value is _NO_VALUE:
+        return json_text(text)
+    kind = _KINDS[type(value)]
+    if kind == "string" and types:
+        return json_text(text)
+    if kind == "number" and "number" not in types and "integer" in types and value.is_integer():
+        return str(int(value))
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return own if fits else json_text(text)
+
+
+_NO_VALUE = object()
+
+
+def _python_value(text: str) -> Any:
+    """A Python literal's value, as models write them for JSON; `_NO_VALUE` for other texts."""
+    named = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    if not text.startswith(("[", "{")):
+        return _NO_VALUE
+    try:
+        value = ast.literal_eval(text)
+        return parsed_json(json.dumps(value))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return _NO_VALUE
