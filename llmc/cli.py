@@ -664,6 +664,12 @@ def _list(ctx: click.Context, param: click.Parameter, value: str | None) -> list
     return read
 
 
+class _ApiKeys(click.types.StringParamType):
+    """A text that may have spaces; of an environment variable, one a line."""
+
+    envvar_list_splitter = "\n"
+
+
 @main.command("serve")
 @click.argument("case_dir", type=click.Path(path_type=Path))
 @device_option
@@ -683,19 +689,22 @@ def _list(ctx: click.Context, param: click.Parameter, value: str | None) -> list
 @click.option("--response_store_ttl", default=3600.0, help="Seconds that a response is stored.")
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")
-@click.option("--api_key", "api_keys", multiple=True, envvar="LLMC_API_KEY", show_envvar=True,
-              help="Key that clients must give; several times for several keys, and with spaces "
-                   "between them in the variable. Others see it in the list of processes.  "
-                   "[default: none]")
+@click.option("--api_key", "api_keys", multiple=True, type=_ApiKeys(), envvar="LLMC_API_KEY",
+              show_envvar=True,
+              help="Key that clients must give. Repeat the option for several keys; the variable "
+                   "has one a line. The list of processes shows it.  [default: none]")
 @click.option("--api_key_file", default=None, type=click.Path(path_type=Path),
-              help="File with `name: key` or `key` a line: more keys. The log has the names.")
-@click.option("--max_waiting", default=256, help="Sequences beside those that are decoded; a "
-                                                 "request for more is told to come again.")
+              help="File of further API keys, one a line: `name: key` or `key`. The log shows "
+                   "names.")
+@click.option("--max_waiting", default=256,
+              help="Sequences that may wait beside those that are decoded. Further requests get "
+                   "429 with Retry-After.")
 @click.option("--max_seqs_per_key", default=None, type=int,
-              help="Sequences of one API key that run or wait at once.  [default: an equal part "
-                   "for each key, at least those that are decoded at once]")
-@click.option("--allow_priority", is_flag=True, help="Let requests have a priority; without it, "
-                                                     "one other than 0 is refused.")
+              help="Sequences of one API key that may run or wait.  [default: an equal part for "
+                   "each key, at least as many as are decoded at once]")
+@click.option("--allow_priority", is_flag=True,
+              help="Allow the field priority in requests. Without it, values other than 0 are "
+                   "refused.")
 @click.option("--max_request_bytes", default=8 * 2**20, help="Of a request's body.")
 @click.option("--request_timeout", default=1800.0, help="Seconds that a request may take.")
 @click.option("--header_timeout", default=10.0, help="Seconds that the headers of a request may "

@@ -577,7 +577,7 @@ class Scheduler:
         enough, or there is room. A beam search is not preempted, which would begin again.
         """
         parent = first.tenant if first.tenant.slots else self._shares
-        if first.share.slots or first.width > 1 or parent.slots == parent.holders:
+        if first.share.slots or parent.slots == parent.holders:
             return []
         lacks = self._lacks(first)
         if self._has_room(first, lacks) or self._leases or \
@@ -597,7 +597,7 @@ class Scheduler:
                 break
             victims.append(own)
             free += self.blocks.alone(own.tables[0]) + 1
-            if lacks <= free:
+            if lacks <= free and len(self._slots) + len(victims) >= first.width:
                 return victims
         return []
 

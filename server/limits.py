@@ -63,7 +63,7 @@ class Limits:
     def __post_init__(self) -> None:
         names: dict[str, str] = {}
         for name, key in self.api_keys.items():
-            if not key:
+            if not key.strip():
                 raise LlmcError(f"API key '{name}' is empty; give one, or leave it out")
             if names.setdefault(key, name) != name:
                 raise LlmcError(f"API keys '{names[key]}' and '{name}' are the same; give each "

@@ -416,6 +416,18 @@ def test_a_beam_search_is_not_preempted_for_its_share():
     assert not scheduler.preemptions
 
 
+def test_a_beam_search_gets_slots_from_a_request_that_holds_all():
+    """At most half of them, so that a wider one waits for completions."""
+    for width, soon in ((3, True), (4, False)):
+        many = [wish([n] * 4, 40) for n in range(12)]
+        beams = wish([20] * 4, 3, width=width, arrives=8)
+        when = []
+        beams.got = Watched([], lambda many=many, when=when: when.append(
+            sum(map(finished, many))))
+        run([*many, beams], Limits(400, 4, 64, 6, 512, 1), 64, 1, together=True)
+        assert (when[0] == 0) == soon and when[0] <= 6
+
+
 def test_an_arrival_keeps_its_blocks_while_those_of_a_larger_share_grow():
     many = [wish([n] * 4, 60) for n in range(6)]
     late = wish([20] * 4, 40, arrives=20)

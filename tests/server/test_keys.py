@@ -3,13 +3,16 @@
 import json
 import urllib.request
 
+import click
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import serving, until
 
 import llmc
+from llmc.cli import serve_command
 from llmc.server.errors import ApiError
 from llmc.server.limits import Gate, Limits, read_api_keys
+from llmc.server.protocol import ChatRequest, CompletionRequest
 
 PROMPT = [*range(5, 45)]
 MANY = {"prompt": [5, 6], "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -133,11 +136,25 @@ def test_keys_are_read_with_their_names(tmp_path):
             read_api_keys((), path)
     with pytest.raises(llmc.LlmcError, match="cannot be read .*; give a file"):
         read_api_keys((), tmp_path)
-    for keys, said in (({"x": ""}, "API key 'x' is empty"), ({"x": "1", "y": "1"}, "are the same")):
+    for keys, said in (({"x": " "}, "API key 'x' is empty"),
+                       ({"x": "1", "y": "1"}, "are the same")):
         with pytest.raises(llmc.LlmcError, match=said):
             Limits(api_keys=keys)
     with pytest.raises(llmc.LlmcError, match="max_seqs_per_key 0 is below 1"):
         Limits(max_seqs_per_key=0)
+
+
+def test_a_variable_has_one_key_a_line():
+    option = next(own for own in serve_command.params if own.name == "api_keys")
+    with click.Context(serve_command) as context:
+        for text, keys in (("my key", ("my key",)), ("a\nb", ("a", "b"))):
+            assert option.type_cast_value(context, option.type.split_envvar_value(text)) == keys
+
+
+def test_all_sequences_of_a_request_count():
+    assert CompletionRequest(prompt=["a", "b"], n=3).num_sequences == 6
+    assert CompletionRequest(prompt=[5, 6]).num_sequences == 1
+    assert ChatRequest(messages=[{"role": "user"}], n=4, use_beam_search=True).num_sequences == 4
 
 
 def test_a_gate_lets_each_key_have_one_request_and_then_counts_sequences():

@@ -189,7 +189,9 @@ def test_what_is_not_served_is_refused_by_name(client):
     (dict(prompt=[]), "there is no prompt"), (dict(prompt=[5] * 100), "prompt has 100 tokens"),
     (dict(n=1000), "n: Input should be less than or equal to 128"),
     (dict(prompt=[[5]] * 100, n=2), "more than 128 choices"),
-    (dict(logit_bias={"5000": 1}), "token id 5000 is not in the vocabulary")])
+    (dict(logit_bias={"5000": 1}), "token id 5000 is not in the vocabulary"),
+    (dict(logit_bias=dict.fromkeys(map(str, range(20_000)), 1)), "give at most 16384"),
+    (dict(extra_body={"bad_words": ["a"] * 1025}), "give at most 1024")])
 def test_what_is_wrong_is_a_bad_request(client, given, said):
     with pytest.raises(openai.BadRequestError, match=said):
         client.completions.create(**{"model": "tiny", "prompt": [5, 6], **given})
