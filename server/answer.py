@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from llmc.runtime.request import Piece
 from llmc.server.errors import error_body
@@ -18,7 +19,17 @@ from llmc.server.protocol import Generation
 from llmc.server.text_reader import Delta
 
 DONE = b"data: [DONE]\n\n"
+# Tokens and their alternatives. To make a larger answer takes the event loop for over 20 ms.
+_LARGE = 4096
+_SLICE = 128  # tokens whose events are made before others have their turn
 Object = dict[str, Any]
+_Result = TypeVar("_Result")
+
+
+def _encoded(content: Object, *, fast: bool) -> bytes:
+    """JSON. The fast encoder is native code, which holds the GIL until the end."""
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return (encoder.encode(content) if fast else "".join(encoder.iterencode(content))).encode()
 
 
 def event(content: Object, name: str = "") -> bytes:
@@ -48,6 +59,19 @@ class Answer(ABC):
     @abstractmethod
     def stream(self, batches: AsyncGenerator[list[Piece], None]) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those of a batch of pieces together."""
+
+    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
+        """The whole answer as JSON."""
+        content = await self.whole(batches)
+        return await self.made(lambda: _encoded(content, fast=not self._is_large))
+
+    async def made(self, make: Callable[[], _Result]) -> _Result:
+        """What `make` returns, from another thread where the answer is large."""
+        return await asyncio.to_thread(make) if self._is_large else make()
+
+    @property
+    def _is_large(self) -> bool:
+        return self.completion_tokens * (1 + (self.job.params.logprobs or 0)) > _LARGE
 
     def count(self, piece: Piece) -> None:
         """One more token; n completions read their prompt once."""
@@ -100,18 +124,21 @@ class Choices(Answer):
             for piece in pieces:
                 self.count(piece)
                 made.setdefault(self.job.choice(piece), []).append(piece)
-        return {**self._head(self.WHOLE), "choices": [self.choice(index, made[index])
-                                                      for index in sorted(made)],
-                "usage": self.usage()}
+        choices = await self.made(lambda: [self.choice(index, made[index])
+                                           for index in sorted(made)])
+        return {**self._head(self.WHOLE), "choices": choices, "usage": self.usage()}
 
     async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
             AsyncGenerator[bytes, None]:
         head = self._head(self.CHUNK)
         async with aclosing(batches):
             async for pieces in batches:
-                chunks = [chunk for piece in pieces for chunk in self._chunks(head, piece)]
-                if chunks:
-                    yield b"".join(map(event, chunks))
+                for start in range(0, len(pieces), _SLICE):  # of a client that reads slowly
+                    chunks = [chunk for piece in pieces[start:start + _SLICE]
+                              for chunk in self._chunks(head, piece)]
+                    if chunks:
+                        yield b"".join(map(event, chunks))
+                    await asyncio.sleep(0)
         if self._include_usage:
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE

@@ -271,7 +271,8 @@ class Api:
                     pieces = self._metrics.measured(job, model.pieces(
                         job, key, self._limits.cache_salt(key, body.cache_salt)))
                     if not body.stream:
-                        return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
+                        return Response(await _unless_gone(request, answer.json(pieces)),
+                                        media_type="application/json")
                     events = answer.stream(pieces)
                     # What is wrong with a request shows until its first token; then the status is
                     # still open.
