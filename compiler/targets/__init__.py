@@ -34,6 +34,7 @@ class Options:
         dequantize: whether what a checkpoint has in fewer bits is read as numbers of `dtype`.
         requantize: whether these are quantized again, by `scheme`.
         expert_parallel: whether chips have whole experts, not some columns of each.
+        columns_together: columns of a weight that stay on one rank; 0: as `scheme` has groups.
         vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
     """
 
@@ -56,3 +57,4 @@ class Options:
     dequantize: bool = False
     requantize: bool = False
     expert_parallel: bool = False
+    columns_together: int = 0
