@@ -15,6 +15,7 @@ from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import (
@@ -68,9 +69,10 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             compute_capability: str | None = None, kv_dtype: str = "",
             quantize: str = "", group_size: int = 0, quantize_lm_head: str = "",
             quantize_activations: bool = False,
+            requantize: bool = False,
             calibrate: str | Path | None = None, expert_parallel: bool = False,
-            trust_remote_code: bool = False, allow_pickle: bool = False,
-            progress: Progress = lambda text: None) -> Manifest:
+            revision: str | None = None, trust_remote_code: bool = False,
+            allow_pickle: bool = False, progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
 
     The directory appears whole or not at all; one that is there already is replaced only then.
@@ -93,8 +95,11 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             too, by a scale of its own; not the LM head's. Of a checkpoint in FP8 in blocks, each
             group of a token, as its config says. Else activations stay in `dtype`, but for other
             checkpoints that say so.
+        requantize: weights that are quantized already are dequantized, and quantized again as
+            `quantize` says.
         calibrate: a UTF-8 text of at least 1024 tokens, for which what is rounded is scaled and
             corrected, but for experts and the matrices of heads in latent attention.
+        revision: of a hub id: the branch, tag or commit to read; by default main.
         expert_parallel: chips have whole experts of a mixture, not some columns of each.
         compute_capability: of the only GPUs that may run it, such as 9.0; None for all.
         target: engine kind.
@@ -117,15 +122,17 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
                                           group_size),
                       group_size=group_size, quantize_activations=quantize_activations,
                       calibrated=calibrate is not None, dequantize=quantize == "none",
-                      expert_parallel=expert_parallel)
+                      requantize=requantize, expert_parallel=expert_parallel)
     check_options(options)
     check_output(output)
     described = TARGETS[target].describe(options)
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-               check=lambda *about: check_model(options, About(*about)))
+               revision=revision, check=lambda *about: check_model(options, About(*about)))
     for note in raw.notes:
         progress(note)
+    if requantize:
+        _dequantize(raw)
     progress("passes")
     if options.calibrated and options.scheme is not None:
         lowered = _calibrated(raw, options, Path(str(calibrate)), progress)
@@ -151,6 +158,16 @@ def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress)
     calibrate(fused.graphs[0], tokens, options.scheme, options.head_scheme,
               fused.settings.max_seq_len, progress)
     return divide(fused, options)
+
+
+def _dequantize(raw: RawModel) -> None:
+    """Forget how the checkpoint stores its weights. Changes the graphs; shared weights stay so."""
+    made: dict[Weight, Weight] = {}
+    for graph in filter(None, (raw.graph, raw.encoder)):
+        for tensor in graph.tensors().values():
+            if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+                values = tensor._values
+                tensor._values = made.setdefault(values, values.as_unquantized())
 
 
 def _scheme(name: str, group_size: int, activations: bool = False) -> Scheme | None:
@@ -260,7 +277,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
     manifest = Manifest(
         format_version=2, llmc_version=__version__,
         source=Source(kind=raw.kind, architecture=raw.architecture,
-                      config_sha256=raw.config_sha256),
+                      config_sha256=raw.config_sha256, repo_id=raw.origin.repo_id,
+                      commit=raw.origin.commit, files=raw.origin.files()),
         dims=lowered.dims,
         dtype=cast(DTypeName, options.dtype),  # check_options has seen it
         quantization=_weight_dtypes(chips), tp_size=tp_size,

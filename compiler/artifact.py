@@ -92,6 +92,7 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
     as a model-local function, in the form that suits `target` and the activations' `dtype`.
     """
     proto: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
+    del proto.graph.value_info[:]
     functions: dict[str, onnx.FunctionProto] = {}
     for node, exported in zip(graph.nodes, proto.graph.node, strict=True):
         if is_llmc(node):
@@ -100,10 +101,11 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
             if function is not None:
                 exported.overload = function.overload
                 functions[f"{function.name}.{function.overload}"] = function
+            if function is None or any(inner.domain for inner in function.node):
+                proto.graph.value_info.extend(_types(node.outputs, graph.outputs))
     for tensor in proto.graph.initializer:
         if tensor.name in places:
             refer(tensor, WEIGHTS_NAME, places[tensor.name])
-    del proto.graph.value_info[:]
     del proto.opset_import[:]
     opset = plugins.OPSETS.get(target, plugins.OPSET)
     proto.opset_import.extend([onnx.helper.make_opsetid("", opset),
@@ -114,6 +116,17 @@ def to_onnx(graph: gs.Graph, places: dict[str, Placed], target: str,
     proto.graph.name = "llmc"
     onnx.helper.set_model_props(proto, {FACTS: _facts(graph)})
     return proto
+
+
+def _types(tensors: Sequence[gs.Tensor], declared: Sequence[gs.Tensor]) -> \
+        Iterator[onnx.ValueInfoProto]:
+    """Element types of tensors that ONNX's type inference cannot give: a collective makes them, or
+    an op of com.microsoft. Graph outputs are declared already.
+    """
+    for tensor in tensors:
+        if tensor.dtype is not None and all(tensor is not output for output in declared):
+            yield onnx.helper.make_tensor_value_info(
+                tensor.name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)), None)
 
 
 def refer(tensor: onnx.TensorProto, location: str, place: Placed) -> None:

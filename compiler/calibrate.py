@@ -41,6 +41,7 @@ from llmc.compiler.graph.rewrite import caches, op_of, operands, state_of, value
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import head_weight
 from llmc.compiler.passes.quantize import is_rounded, refuse_group_size, refuse_rounded, said
+from llmc.compiler.scratch import scratch_folder, temporary_files
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import CODES
 from llmc.runtime.tokenizer import read_tokenizer
@@ -65,12 +66,12 @@ def read_text(path: str | Path, raw: RawModel) -> list[int]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LlmcError(f"'{path}' cannot be read as UTF-8 text ({error})") from error
-    with tempfile.TemporaryDirectory() as folder:
-        raw.save_tokenizer(Path(folder))
-        if not (Path(folder) / "tokenizer.json").is_file():
+    with scratch_folder() as folder:
+        raw.save_tokenizer(folder)
+        if not (folder / "tokenizer.json").is_file():
             raise LlmcError("the model has no tokenizer, which --calibrate needs; put a "
                             "tokenizer.json beside its config.json")
-        tokens: list[int] = read_tokenizer(Path(folder)).encode(text).ids
+        tokens: list[int] = read_tokenizer(folder).encode(text).ids
     if len(tokens) < LEAST_TOKENS:
         raise LlmcError(f"'{path}' has {len(tokens)} tokens, and calibration needs "
                         f"{LEAST_TOKENS}; give a longer text")
@@ -172,7 +173,8 @@ class _Space:
     """A file for what weights have become, which goes with the last of them."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        with temporary_files():
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._end = 0
 
     def keep(self, stored: Stored) -> Stored:
@@ -183,9 +185,10 @@ class _Space:
     def _kept(self, weight: Weight) -> Weight:
         start, dtype = self._end, weight.dtype
         width = weight.shape[1] * dtype.itemsize
-        for block in weight.blocks():
-            self._file.write(block.tobytes())
-        self._file.flush()
+        with temporary_files():
+            for block in weight.blocks():
+                self._file.write(block.tobytes())
+            self._file.flush()
         self._end += weight.nbytes
 
         def rows(first: int, stop: int) -> np.ndarray:

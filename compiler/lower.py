@@ -236,6 +236,7 @@ def divide(fused: Fused, options: Options) -> Lowered:
     target = TARGETS[options.target]
     settings = replace(fused.settings, tp_size=options.tp_size, dtype=options.dtype,
                        kv_dtype=options.kv_dtype, scheme=options.scheme,
+                       columns_together=options.columns_together,
                        head_scheme=options.head_scheme, calibrated=options.calibrated,
                        dequantize=options.dequantize, expert_parallel=options.expert_parallel,
                        group_multiple=getattr(target, "GROUP_MULTIPLE", 0),

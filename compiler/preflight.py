@@ -12,7 +12,7 @@ from typing import Any
 
 from llmc.compiler.frontend.quantized import method_of
 from llmc.compiler.frontend.raw import architecture_of, token_ids
-from llmc.compiler.graph.quantization import SMALLEST_GROUP
+from llmc.compiler.graph.quantization import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import FLOAT8
@@ -39,11 +39,13 @@ class About:
         config: its config.json.
         generation: its generation_config.json.
         has_encoder: whether it is an encoder-decoder model.
+        quantized: how its weights are quantized, where the config does not say it.
     """
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     has_encoder: bool
+    quantized: str = ""
 
     @property
     def name(self) -> str:
@@ -198,6 +200,8 @@ def _schemes(options: Options) -> str | None:
         return "group_size is given without quantize; give both"
     if options.calibrated and options.scheme is None:
         return "calibrate is given without quantize; give both"
+    if options.requantize and options.scheme is None:
+        return "requantize is given without quantize; give both"
     return None
 
 
@@ -241,10 +245,10 @@ def _quantized_already(options: Options, about: About) -> str | None:
     method = method_of(about.config)
     if method is None and options.quantize_activations and options.scheme is None:
         return _ROUNDED_ALONE
-    if method is None or options.scheme is None:
+    method = method or about.quantized
+    if not method or options.scheme is None or options.requantize:
         return None
-    return (f"'{about.name}' is quantised by {method}, whose numbers llmc keeps; leave out "
-            f"--quantize, or give the model that it was made from")
+    return f"'{about.name}' is quantised by {method} already; {QUANTIZED_WAYS_OUT}"
 
 
 def _encoder(options: Options, about: About) -> str | None:

@@ -210,6 +210,9 @@ def main() -> None:
               help="With --quantize fp8: round what these layers multiply to FP8 too, each token "
                    "by a scale of its own. Of a checkpoint in FP8 in blocks that says so: each "
                    "group of a token.")
+@click.option("--requantize", is_flag=True,
+              help="Dequantize weights that are quantized already, and quantize them again as "
+                   "--quantize says.")
 @click.option("--calibrate", type=click.Path(path_type=Path), default=None, metavar="TEXT",
               help="A text, on which what --quantize rounds is corrected.")
 @click.option("--target", default="cpu", help="Engine kind.")
@@ -224,6 +227,8 @@ def main() -> None:
               help="Sequences of a step, for --target tensorrt.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="For an .onnx MODEL: directory with its config.json and tokenizer.")
+@click.option("--revision", default=None, metavar="COMMIT",
+              help="Of a hub id MODEL: branch, tag or commit.  [default: main]")
 @click.option("--trust_remote_code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--allow_pickle", is_flag=True, help="Read .bin weights with torch.load.")
 @click.option("--verbose", is_flag=True, help="Print what each pass matched and refused.")

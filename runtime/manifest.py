@@ -281,12 +281,27 @@ class Chip(_Frozen):
             raise ValueError(f"chip {self.rank} does not make {min(absent)!r}")
 
 
+class SourceFile(_Frozen):
+    """An input file of a compile. `sha256` is absent of large local files."""
+
+    name: str
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+
+
 class Source(_Frozen):
-    """Where the model came from. `config_sha256` is the digest of its config, keys sorted."""
+    """Where the model came from.
+
+    `config_sha256` is the digest of its config, keys sorted. `repo_id` and `commit` are those of
+    the Hugging Face hub, for a model that was fetched from it.
+    """
 
     kind: Literal["huggingface", "gguf", "onnx"]
     architecture: str
     config_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    repo_id: str | None = None
+    commit: str | None = None
+    files: tuple[SourceFile, ...] = ()
 
 
 class Dims(_Frozen):

@@ -15,6 +15,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -359,7 +360,16 @@ def compile_sizes(hf_dir: Path, root: Path, sizes: list[int],
         made[tp_size] = root / f"tp{tp_size}"
         made[tp_size].mkdir()
         api.write(raw, divide(fused, options), Target(kind="cpu"), options, made[tp_size])
+        assert_valid_onnx(made[tp_size])
     return made
+
+
+def assert_valid_onnx(case: Path) -> None:
+    """Every graph of a case directory is what the ONNX standard says, types included."""
+    paths = sorted(case.glob("chip*/*.onnx"))
+    assert paths
+    for path in paths:
+        onnx.checker.check_model(str(path), full_check=True)
 
 
 def copy_raw(raw: RawModel) -> RawModel:
@@ -383,6 +393,7 @@ def compile_encoder_decoder(raw: RawModel, root: Path) -> dict[str, Path]:
     for name, tp_size in (("tp1", 1), ("tp2", 2)):
         made[name] = root / name
         write_encoder_decoder(raw, made[name], Target(kind="cpu"), Options(), tp_size)
+        assert_valid_onnx(made[name])
     return made
 
 

@@ -55,6 +55,14 @@ from llmc.compiler.check.execute import (
     run_chips,
     run_graph,
 )
+from llmc.compiler.check.partition import lower_alike, weight_file
+from llmc.compiler.check.quantized import (
+    STORED,
+    OwnWeights,
+    own_weights,
+    put_into_model,
+    rounded_activations,
+)
 from llmc.compiler.check.reference import (
     Greedy,
     load_reference,
@@ -66,7 +74,6 @@ from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
-from llmc.compiler.lower import lower
 from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.compiler.targets import Options
@@ -97,13 +104,13 @@ TOLERANCE = 1e-5
 # export, which does not round all that an engine rounds.
 _TRANSFORMERS_LOSSES, _EXPORT_LOSSES = 2.0, 3.0
 _FLOAT8_TOLERANCE = 0.1  # where what float8 caches cost cannot be measured
-# Where weights are in fewer bits than the original's, by their bits: of a tensor's range.
-_QUANTIZED_TOLERANCES = {8: 0.1, 4: 0.5}
+# Of quantized weights, by their bits, where they cannot be put into the reference: of a tensor's
+# range.
+_UNTRACED_TOLERANCES = {8: 0.1, 4: 0.5}
 # How far such a weight may be from the original's, of its root mean square. Of random weights four
 # bits in groups take 0.09 and FP8 0.03, calibration 0.5 where a text says little; what has
 # nothing to do with it is 1 away or more.
 _ROUNDED_WEIGHT = 0.9
-_STORED = ("", "_scale", "_zero", "_min")  # what the names of its parts end in
 _TOKENS = 24
 
 
@@ -156,7 +163,8 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
               if name in shared]
     wanted = shared if bisect else [*layers, "logits"]
     rounded = [name for name in shared if kinds[name] == np.float32]
-    original = _run_reference(raw, reference, manifest, ids, tokens, rounded, wanted)
+    own = own_weights(raw, manifest, root) if manifest.quantization else None
+    original = _run_reference(raw, reference, manifest, ids, tokens, rounded, wanted, own)
     ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.export[name])
             for name in wanted if name != "logits"}
     ours["logits"] = compiled[0]["logits"][:, :manifest.dims.vocab_size]
@@ -199,12 +207,16 @@ class _Original:
         export: of the raw export.
         transformers: of transformers; empty where the reference is an .onnx file.
         allowed: absolutely; empty where all is float32.
+        substituted: whether it has a quantized model's own weights.
+        quantizes_activations: whether `allowed` is what that loses.
     """
 
     export: Values
     transformers: Values
     allowed: dict[str, float]
     greedy: Greedy
+    substituted: bool = False
+    quantizes_activations: bool = False
 
     def best(self, name: str) -> np.ndarray:
         """Of transformers, or else of the export."""
@@ -212,32 +224,47 @@ class _Original:
 
 
 def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids: list[int],
-                   tokens: int, stored: Sequence[str], wanted: Sequence[str]) -> _Original:
-    """Run the export and transformers, and both again with fewer bits where the model has them."""
+                   tokens: int, stored: Sequence[str], wanted: Sequence[str],
+                   own: OwnWeights | None) -> _Original:
+    """Run the export and transformers, with a quantized model's own weights where it has such, and
+    both again with fewer bits where the model has them.
+    """
     dtype, kv_dtype = manifest.dtype, _float8(manifest)
     narrow = dtype != "float32" or bool(kv_dtype)
     feeds = {"input_ids": np.array([ids]), "position_ids": np.arange(len(ids))[None]}
-    export = run_graph(raw.graph, feeds, wanted)
+    model, forms = None, None
+    if raw.kind != "onnx":
+        model = load_reference(reference)
+        forms = put_into_model(model, own) if own is not None else None
+        own = own if forms is not None else None
+    graph = raw.graph
+    if own is not None:
+        graph = raw.graph.copy()
+        own.put_into(graph)
+    export = run_graph(graph, feeds, wanted)
     transformers: Values = {}
     allowed: dict[str, float] = {}
-    if raw.kind == "onnx":
-        greedy = _greedy_of(raw.graph, ids, tokens)
+    if model is None:
+        greedy = _greedy_of(graph, ids, tokens)
     else:
-        model = load_reference(reference)
         transformers = reference_values(model, ids)
         greedy = reference_greedy(model, ids, tokens) if tokens else Greedy((), np.zeros((0, 0)))
-        if narrow:
+        if narrow or forms:
             if dtype != "float32":
                 del model  # two at once may not fit
                 model = load_reference(reference, dtype)
-            allowed = _losses(reference_values(model, ids, kv_dtype), transformers,
-                              _times(_TRANSFORMERS_LOSSES, manifest))
+                forms = put_into_model(model, own) if own is not None else None
+            with rounded_activations(forms or {}):
+                allowed = _losses(reference_values(model, ids, kv_dtype), transformers,
+                                  _times(_TRANSFORMERS_LOSSES, manifest))
     missing = [name for name in wanted if name not in allowed]
-    if narrow and missing and _can_round(raw.graph, kv_dtype):
-        rounded = run_graph(raw.graph, feeds, missing, Rounding(dtype, kv_dtype, frozenset(stored)))
+    activations = own.forms if own is not None else {}
+    if (narrow or activations) and missing and _can_round(graph, kv_dtype):
+        rounded = run_graph(graph, feeds, missing, Rounding(dtype, kv_dtype, frozenset(stored),
+                                                            activations))
         allowed |= _losses(rounded, export, _times(_EXPORT_LOSSES, manifest))
     return _Original({name: _flat(array) for name, array in export.items()}, transformers, allowed,
-                     greedy)
+                     greedy, own is not None, bool(activations))
 
 
 def _times(losses: float, manifest: Manifest) -> float:
@@ -291,28 +318,36 @@ class _Allowed:
     def __init__(self, tolerance: float | None, original: _Original, manifest: Manifest) -> None:
         self._tolerance, self._allowed = tolerance, original.allowed
         self.unknown: tuple[str, ...] = ()
-        self._quantized = tolerance is None and bool(manifest.quantization)
         kv_dtype = _float8(manifest)
-        if tolerance is None and manifest.quantization:
-            bits = 4 if {"int4", "uint4"} & {*manifest.quantization} else 8
-            self._tolerance = _QUANTIZED_TOLERANCES[bits]
+        quantized = tolerance is None and bool(manifest.quantization)
+        self._untraced = quantized and not original.substituted
+        weights = ", with the compiled model's own weights" if original.substituted else ""
+        narrow = manifest.dtype != "float32" or bool(kv_dtype)
+        if self._untraced:
+            dtypes = manifest.quantization or ()
+            bits = 4 if {"int4", "uint4"} & {*dtypes} else 8
+            self._tolerance = _UNTRACED_TOLERANCES[bits]
             self.told = (f"{self._tolerance:g} of a tensor's range, as weights are in "
-                         f"{', '.join(manifest.quantization)}")
-        elif tolerance is None and (manifest.dtype != "float32" or kv_dtype):
-            dtypes = manifest.dtype + (f" with caches of {kv_dtype}" if kv_dtype else "")
+                         f"{', '.join(dtypes)} and cannot be put into the "
+                         f"reference")
+        elif tolerance is None and (narrow or original.allowed):
+            named = manifest.dtype + "".join(f" with {what}" for what, there in (
+                (f"caches of {kv_dtype}", kv_dtype),
+                ("quantized activations", original.quantizes_activations)) if there)
             whose, losses = ("transformers", _TRANSFORMERS_LOSSES) if original.transformers \
                 else ("the export", _EXPORT_LOSSES)
-            self.told = f"{_times(losses, manifest):.2g} times what {whose} loses in {dtypes}"
+            self.told = (f"{_times(losses, manifest):.2g} times what {whose} loses in {named}"
+                         f"{weights}")
             if not original.allowed:
                 self._tolerance = _FLOAT8_TOLERANCE
                 self.told = (f"{_FLOAT8_TOLERANCE:g} of a tensor's range, as the export cannot be "
-                             f"run in {dtypes}")
+                             f"run in {named}")
             else:
                 self.unknown = tuple(name for name, value in original.allowed.items()
                                      if not np.isfinite(value))
         else:
             self._tolerance = TOLERANCE if tolerance is None else tolerance
-            self.told = f"{self._tolerance:g} of a tensor's range"
+            self.told = f"{self._tolerance:g} of a tensor's range{weights}"
 
     def absolute(self, name: str, expected: np.ndarray) -> float:
         """Of a tensor of the compiled model; 0 where it is unknown."""
@@ -333,7 +368,7 @@ class _Allowed:
     @property
     def between_references(self) -> float:
         """Of the export from transformers, which both are float32: of the range."""
-        return TOLERANCE if self._tolerance is None or self._quantized else self._tolerance
+        return TOLERANCE if self._tolerance is None or self._untraced else self._tolerance
 
 
 def _span(expected: np.ndarray) -> float:
@@ -549,40 +584,32 @@ def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:
 
 def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[BadWeight, ...]:
     """Hold every weight of every chip against what the reference gives. Consumes `raw.graph`."""
-    from safetensors import SafetensorError, safe_open
-
-    lowered = lower(raw, Options(manifest.dtype, target=manifest.target.kind,
-                                 tp_size=manifest.tp_size, max_seq_len=manifest.dims.max_seq_len,
-                                 dequantize=not manifest.quantization))
+    lowered = lower_alike(raw, manifest, root, Options(manifest.dtype,
+                                                       dequantize=not manifest.quantization))
     bad = []
     for rank, graph in enumerate(lowered.graphs):
         chip = manifest.chips[rank]
-        path = root / f"chip{rank}" / "weights.safetensors"
-        try:
-            with safe_open(path, framework="np") as file:
-                names = set(file.keys())
-                rounded = _rounded(graph, chip)
-                # Columns in an order of their own are not known by their weight.
-                in_order = not any(name.endswith(".columns.order") for name in names)
-                for tensor in graph.tensors().values():
-                    if not isinstance(tensor, gs.Constant) \
-                            or not isinstance(tensor._values, Weight) \
-                            or f"{tensor.name}{SCALED}" in names:
-                        continue
-                    name, values = tensor.name, tensor._values
-                    found = None
-                    if name not in rounded:
-                        have = file.get_slice(name) if name in names else None
-                        found = _compare_weight(rank, name, have, values)
-                    elif name in chip.quantization and in_order:
-                        have = {part: file.get_slice(name + part) for part in _STORED
-                                if name + part in names}
-                        found = _compare_rounded(rank, name, have, chip.quantization[name], values)
-                    if found is not None:
-                        bad.append(found)
-        except (OSError, SafetensorError) as error:
-            raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") \
-                from error
+        with weight_file(root, rank) as file:
+            names = set(file.keys())
+            rounded = _rounded(graph, chip)
+            # Columns in an order of their own are not known by their weight.
+            in_order = not any(name.endswith(".columns.order") for name in names)
+            for tensor in graph.tensors().values():
+                if not isinstance(tensor, gs.Constant) \
+                        or not isinstance(tensor._values, Weight) \
+                        or f"{tensor.name}{SCALED}" in names:
+                    continue
+                name, values = tensor.name, tensor._values
+                found = None
+                if name not in rounded:
+                    have = file.get_slice(name) if name in names else None
+                    found = _compare_weight(rank, name, have, values)
+                elif name in chip.quantization and in_order:
+                    have = {part: file.get_slice(name + part) for part in STORED
+                            if name + part in names}
+                    found = _compare_rounded(rank, name, have, chip.quantization[name], values)
+                if found is not None:
+                    bad.append(found)
     return tuple(bad)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from llmc import plugins
 from llmc.compiler.artifact import Placed, to_onnx
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
-from llmc.runtime.manifest import CollectiveStep, Manifest
+from llmc.plugins.quantization import cpu_activation_block, rounded
+from llmc.runtime.manifest import CollectiveStep, Manifest, WeightForm
 from llmc.runtime.step import Step
 
 _FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,
@@ -30,11 +31,13 @@ class Rounding:
         dtype: of matrices, of what they and attention make, and of `stored`.
         kv_dtype: of keys and values, where attention is an Sdpa; "" is dtype.
         stored: other tensors.
+        forms: of weights, by name, whose activations are quantized.
     """
 
     dtype: str
     kv_dtype: str = ""
     stored: frozenset[str] = frozenset()
+    forms: Mapping[str, WeightForm] = field(default_factory=dict)
 
 
 Values = dict[str, np.ndarray]
@@ -73,6 +76,8 @@ def load_graph(graph: gs.Graph, outputs: Collection[str], rounding: Rounding | N
                    if array.ndim > 1 and array.dtype == np.float32 else array
                    for name, array in weights.items()}
         _round(model.graph, rounding)
+    if rounding is not None and rounding.forms:
+        _round_activations(model, rounding.forms)
     options.add_external_initializers(
         list(weights), [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()])
     session = ort.InferenceSession(model.SerializeToString(), options,
@@ -100,6 +105,54 @@ def _round(graph: onnx.GraphProto, rounding: Rounding) -> None:
     nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+def _round_activations(model: onnx.ModelProto, forms: Mapping[str, WeightForm]) -> None:
+    """Quantize what is multiplied by weights of these forms, as the kernels that read them do."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    functions: dict[str, onnx.FunctionProto] = {}
+    nodes = []
+    for node in model.graph.node:
+        weight = node.input[1] if node.op_type in ("MatMul", "Gemm") else ""
+        while weight in makers and makers[weight].op_type == "Transpose":
+            weight = makers[weight].input[0]
+        if weight in forms:
+            function = _rounding_function(forms[weight])
+            functions[function.overload] = function
+            name = f"{node.output[0]}.activations"
+            nodes.append(onnx.helper.make_node(
+                function.name, [node.input[0]], [name], domain=function.domain,
+                overload=function.overload))
+            node.input[0] = name
+        nodes.append(node)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.functions.extend(functions.values())
+
+
+def _rounding_function(form: WeightForm) -> onnx.FunctionProto:
+    """Activations x as the kernel that reads a weight of this form has them."""
+    if form.activation_dtype:
+        lines, made = rounded({"activation_dtype": form.activation_dtype,
+                               "activation_scale": form.activation_scale,
+                               "activation_group_size": form.activation_group_size}, "x")
+    else:
+        block = cpu_activation_block(form.dtype, form.group_size)
+        lines, made = [
+            "shape = Shape(x)", f"each = Constant<value_ints=[-1, {block}]>()",
+            "groups = Reshape(x, each)", "last = Constant<value_ints=[-1]>()",
+            "sizes = Abs(groups)", "most = ReduceMax<keepdims=1>(sizes, last)",
+            "codes = Constant<value_float=127.0>()", "least = Constant<value_float=1e-30>()",
+            "steps = Div(most, codes)", "scale = Max(steps, least)", "scaled = Div(groups, scale)",
+            "whole = Round(scaled)", "numbers = Mul(whole, scale)",
+            "made = Reshape(numbers, shape)"], "made"
+    overload = f"{form.activation_dtype}.{form.activation_scale}.{form.activation_group_size}." \
+        f"{form.dtype}.{form.group_size}"
+    return onnx.parser.parse_function(
+        f'<domain: "llmc", overload: "{overload}", opset_import: ["": {plugins.OPSET}]>\n'
+        f"QuantizeActivations (x) => (y) {{\n" + "\n".join([*lines, f"y = Identity({made})"])
+        + "\n}")
 
 
 def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,

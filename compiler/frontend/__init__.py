@@ -11,7 +11,8 @@ __all__ = ["Check", "RawModel", "load"]
 
 
 def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_code: bool = False,
-         allow_pickle: bool = False, check: Check = unchecked) -> RawModel:
+         allow_pickle: bool = False, revision: str | None = None,
+         check: Check = unchecked) -> RawModel:
     """Read a model.
 
     Args:
@@ -19,12 +20,16 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
         trust_remote_code: run code that comes with the model.
         allow_pickle: read .bin checkpoints with torch.load.
+        revision: of a hub id: a branch, tag or commit.
         check: called before the export, see `Check`.
 
     Raises:
         LlmcError: the model is missing, incomplete, or of an unknown architecture.
     """
     path = Path(model)
+    if revision is not None and (path.exists() or path.suffix in (".gguf", ".onnx")):
+        raise LlmcError(f"revision '{revision}' is given, but '{model}' is a local path; leave it "
+                        f"out, or give a hub id like 'org/name'")
     if path.suffix == ".gguf":
         from llmc.compiler.frontend.gguf_file import load_gguf
         return load_gguf(_existing(path), check)
@@ -36,7 +41,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         return load_onnx(_existing(path), Path(hf_dir), check)
     from llmc.compiler.frontend.huggingface import load_huggingface
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-                            check=check)
+                            revision=revision, check=check)
 
 
 def _existing(path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from llmc.compiler.frontend.paths import named_file
+from llmc.compiler.frontend.paths import named_file, refuse_pointer
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
@@ -32,6 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         LlmcError: it is none.
     """
+    refuse_pointer(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -88,6 +89,7 @@ def _shards(directory: Path) -> list[tuple[Path, list[str]]]:
 def _open_safetensors(path: Path) -> dict[str, Weight]:
     from safetensors import SafetensorError, safe_open
 
+    refuse_pointer(path)
     try:
         with safe_open(path, framework="np"):  # checks dtypes, shapes and offsets
             pass
@@ -145,6 +147,7 @@ def _open_pickled(directory: Path, allow_pickle: bool) -> dict[str, Weight]:
 def _unpickled(path: Path) -> Iterator[tuple[str, Weight]]:
     import torch
 
+    refuse_pointer(path)
     try:
         found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # torch and pickle raise many kinds for a bad file

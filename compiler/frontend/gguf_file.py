@@ -4,7 +4,6 @@ dequantised as they are read.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,18 @@ from gguf import GGMLQuantizationType, dequantize
 from llmc.compiler.frontend.checkpoint import read_rows
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
+from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError
 
 # What is not quantised.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
            "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
 _ROPE_FACTORS = "rope_freqs.weight"
+_TABLE = "token_embd.weight"
+_TOKENIZER, _NO_TOKENIZER = "tokenizer.ggml.model", ("", "none", "no_vocab")
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192}  # all that GGUF converters know
 
@@ -33,15 +36,20 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     """Export the model in a GGUF file.
 
     Raises:
-        LlmcError: the file is broken, or transformers does not know its architecture.
+        LlmcError: the file is broken, or transformers does not know its architecture or tokenizer.
     """
-    from llmc.compiler.frontend.export import export
-
     header = read_header(path)
     parts = header.number("split.count")
     if parts > 1:
         raise LlmcError(f"'{path}' is one of {parts} files of a model; join them with "
                         f"llama-gguf-split --merge")
+    kinds = sorted({tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1
+                    and tensor.kind.name not in _DTYPES and tensor.name != _TABLE})
+    quantized = f"GGUF ({', '.join(kinds)})" if kinds else ""
+    # First by what the header says: importing transformers takes seconds.
+    check({"model_type": header.text("general.architecture")}, {}, False, quantized)
+    from llmc.compiler.frontend.export import export
+
     config = _read_config(path, header)
     if config.is_encoder_decoder:
         raise LlmcError(f"'{path}' holds an encoder-decoder model, which llmc reads from a Hugging "
@@ -50,25 +58,52 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     plain = config.to_dict()
     if not plain.get("architectures"):
         plain["architectures"] = [type(config).__name__.replace("Config", "ForCausalLM")]
-    check(plain, {}, False)
+    check(plain, {}, False, quantized)
+    tokenizer = _tokenizer_files(path, header, config)  # rather now than after the export
     tensors = _tensors(path, header, config)
     exported = export(config, tensors, str(path))
 
     def save_tokenizer(target: Path) -> None:
-        _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
-            .save_pretrained(target)
+        for name, data in tokenizer.items():
+            (target / name).write_bytes(data)
 
     return RawModel(exported.graph, plain, "gguf", save_tokenizer, {},
-                    (*_notes(header, tensors), *exported.notes))
+                    (*_notes(header, tensors, bool(tokenizer)), *exported.notes),
+                    origin=Origin((path,)))
 
 
-def _notes(header: GgufHeader, tensors: Mapping[str, Weight]) -> list[str]:
-    """What is read as float32 though it is stored in fewer bits, in one sentence."""
+def _notes(header: GgufHeader, tensors: Mapping[str, Weight], has_tokenizer: bool) -> list[str]:
+    """What the user may not expect: weights read as float32, no tokenizer."""
+    notes = []
     count = sum(tensor.dequantized for tensor in tensors.values())
     kinds = sorted({tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1
                     and tensor.kind.name not in _DTYPES})
-    return [f"{count} weights among those in {', '.join(kinds)} have no form that kernels read: "
-            f"they are read as float32, with its memory and speed"] if count else []
+    if count:
+        notes.append(f"{count} weights among those in {', '.join(kinds)} have no form that kernels "
+                     f"read: they are read as float32, with its memory and speed")
+    if not has_tokenizer:
+        notes.append("the file names no tokenizer: the model takes and returns token ids")
+    return notes
+
+
+def _tokenizer_files(path: Path, header: GgufHeader, config: Any) -> dict[str, bytes]:
+    """The files of the tokenizer by name; empty where the GGUF file names none.
+
+    Raises:
+        LlmcError: transformers cannot convert it.
+    """
+    kind = header.text(_TOKENIZER)
+    if kind in _NO_TOKENIZER:
+        return {}
+    with scratch_folder() as folder:
+        try:
+            _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
+                .save_pretrained(folder)
+        except Exception as error:  # transformers raises many kinds for what it does not know
+            raise LlmcError(f"transformers cannot convert the tokenizer of '{path}' "
+                            f"('{_TOKENIZER}' is '{kind}'; {_line(error)}); give the model's "
+                            f"Hugging Face directory") from error
+        return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
 def _read_config(path: Path, header: GgufHeader) -> Any:
@@ -84,9 +119,11 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
         if architecture in GGUF_CONFIG_ARCHS \
                 or "vocab_size" not in GGUF_CONFIG_MAPPING.get(architecture, {}):
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / path.name).write_bytes(header.without_vocabulary())
+        with scratch_folder() as folder:
+            (folder / path.name).write_bytes(header.without_vocabulary())
             return AutoConfig.from_pretrained(folder, gguf_file=path.name)
+    except LlmcError:
+        raise
     except Exception as error:  # gguf and transformers raise many kinds for a bad file
         if f"architecture {architecture} is not supported" in str(error):
             raise LlmcError(f"'{path}' has a model of architecture '{architecture}', which "

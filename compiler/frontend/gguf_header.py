@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.errors import LlmcError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -88,6 +89,7 @@ def read_header(path: Path) -> GgufHeader:
     Raises:
         LlmcError: it is no GGUF file, one of another byte order or version, or cut off.
     """
+    refuse_pointer(path)
     try:
         with open(path, "rb") as file, \
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

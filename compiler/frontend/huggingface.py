@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
+from llmc.compiler.frontend.origin import PATTERNS, directory_origin
+from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -18,14 +20,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
-                     allow_pickle: bool = False, check: Check = unchecked) -> RawModel:
+                     allow_pickle: bool = False, revision: str | None = None,
+                     check: Check = unchecked) -> RawModel:
     """Export the model in a directory, or fetch it by hub id first.
 
     Raises:
         LlmcError: the directory, its config or its weights are missing, broken or do not match,
             or quantised in a way that llmc does not read.
     """
-    directory = find_directory(model)
+    directory = find_directory(model, revision)
     decoded = read_quantized(directory, _plain_config(directory),
                              lambda: open_checkpoint(directory, allow_pickle))
     config = read_config(directory, trust_remote_code)  # imports transformers, which takes seconds
@@ -33,20 +36,21 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
-    check(_plain_config(directory), generation, config.is_encoder_decoder)
-    with tempfile.TemporaryDirectory() as scratch:
-        copy_tokenizer(directory, Path(scratch))  # rather now than after the export
+    check(_plain_config(directory), generation, config.is_encoder_decoder, "")
+    with scratch_folder() as scratch:
+        copy_tokenizer(directory, scratch)  # rather now than after the export
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code)
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
                     lambda target: copy_tokenizer(directory, target), generation,
-                    (*decoded.notes, *exported.notes), exported.encoder)
+                    (*decoded.notes, *exported.notes), exported.encoder,
+                    directory_origin(directory, None if Path(model).is_dir() else str(model)))
 
 
-def find_directory(model: str | Path) -> Path:
-    """The local directory of a model.
+def find_directory(model: str | Path, revision: str | None = None) -> Path:
+    """The local directory of a model; `revision` is of a hub id.
 
     Raises:
         LlmcError: there is none.
@@ -63,8 +67,7 @@ def find_directory(model: str | Path) -> Path:
                         f"id like 'org/name'")
     try:
         from huggingface_hub import snapshot_download
-        return Path(snapshot_download(name, allow_patterns=[
-            "*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
     except Exception as error:  # whatever the network or the hub says
         first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
         raise LlmcError(f"'{name}' is no directory here and could not be fetched from the hub "
@@ -107,6 +110,7 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
     """Copy tokenizer files; make tokenizer.json where the directory has only a slow tokenizer."""
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
+            refuse_pointer(directory / name)
             try:
                 shutil.copyfile(directory / name, target / name)
             except PermissionError as error:

@@ -17,12 +17,15 @@ from llmc.compiler.frontend.huggingface import (
     copy_tokenizer,
     find_directory,
 )
+from llmc.compiler.frontend.origin import Origin, directory_origin
+from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
 _MIN_OPSET = 18
+_INPUTS = frozenset({"input_ids", "position_ids", "attention_mask"})
 _TABLE_ELEMENTS = 256  # floats of rank 1 with no more elements are tables such as inv_freq
 
 
@@ -30,11 +33,13 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     """Read the graph; weights stay in the file until they are needed.
 
     Raises:
-        LlmcError: it is not ONNX, has an older opset, a KV cache, or other inputs than token ids,
-            positions and an attention mask; or it names data that are not in its folder.
+        LlmcError: it is not ONNX, has an older opset, a KV cache, other inputs than token ids,
+            positions and an attention mask, or inputs of fixed shapes; or it names data that are
+            not in its folder.
     """
     directory = find_directory(hf_dir)
-    check(_plain_config(directory), _generation(directory), False)
+    check(_plain_config(directory), _generation(directory), False, "")
+    refuse_pointer(path)
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's errors share no base class
@@ -51,6 +56,7 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     except Exception as error:  # onnx and graph-surgeon raise many kinds
         first = str(error).strip().partition("\n")[0][:160] or type(error).__name__
         raise LlmcError(f"'{path}' is no valid ONNX model ({first})") from error
+    _broadcast_rotary_caches(graph)
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):
             _make_lazy(tensor, external)
@@ -64,7 +70,42 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     tidy(graph)
     return RawModel(graph, _plain_config(directory), "onnx",
                     lambda target: copy_tokenizer(directory, target), _generation(directory),
-                    tuple(notes))
+                    tuple(notes), origin=_origin(path, external, directory))
+
+
+def _origin(path: Path, external: Mapping[str, ExternalArray], directory: Path) -> Origin:
+    """The ONNX file, its external data, and the Hugging Face directory's files but for weights."""
+    data = dict.fromkeys(array.path for array in external.values())
+    return Origin((path, *data, *(file for file in directory_origin(directory).paths
+                                  if file.suffix not in (".safetensors", ".bin"))))
+
+
+def _broadcast_rotary_caches(graph: gs.Graph) -> None:
+    """Let cos and sin of every RotaryEmbedding have a row for each sequence.
+
+    Given:   RotaryEmbedding(x [batch, ...], cos [1, seq, dim / 2], sin [1, seq, dim / 2])
+    Result:  RotaryEmbedding(x, Expand(cos, [batch, 1, 1]), Expand(sin, [batch, 1, 1]))
+
+    torch writes the former where positions are no input; the operator's contract is the latter.
+    """
+    for node in [node for node in graph.nodes if node.op == "RotaryEmbedding" and not node.domain]:
+        if len(node.inputs) > 3 and not node.inputs[3].is_empty():
+            continue  # rows of the caches are chosen by position_ids
+        name = node.outputs[0].name
+        batch, ones = gs.Variable(f"{name}.batch", np.int64, (1,)), np.ones(2, np.int64)
+        shape = gs.Variable(f"{name}.cache_shape", np.int64, (3,))
+        made = [gs.Node("Shape", batch.name, {"start": 0, "end": 1}, [node.inputs[0]], [batch]),
+                gs.Node("Concat", shape.name, {"axis": 0}, [
+                    batch, gs.Constant(f"{name}.ones", ones)], [shape])]
+        for index in (1, 2):
+            cache = node.inputs[index]
+            wide = gs.Variable(f"{name}.cache_{index}", cache.dtype,
+                               None if cache.shape is None else (None, *cache.shape[1:]))
+            made.append(gs.Node("Expand", wide.name, {}, [cache, shape], [wide]))
+            node.inputs[index] = wide
+        at = next(index for index, other in enumerate(graph.nodes) if other is node)
+        for offset, extra in enumerate(made):
+            graph.nodes.insert(at + offset, extra)
 
 
 def _logits(graph: gs.Graph, path: Path) -> gs.Tensor:
@@ -81,10 +122,25 @@ def _check_inputs(model: onnx.ModelProto, path: Path) -> None:
     if cache:
         raise LlmcError(f"'{path}' takes a KV cache ('{cache}'); export it without one "
                         f"(use_cache=False): llmc adds its own")
-    unknown = set(names) - {"input_ids", "position_ids", "attention_mask"}
+    unknown = set(names) - _INPUTS
     if unknown or "input_ids" not in names:
         raise LlmcError(f"'{path}' takes inputs {names}; llmc knows input_ids, position_ids and "
                         f"attention_mask")
+    for value in model.graph.input:
+        _check_shape(value, path)
+
+
+def _check_shape(value: onnx.ValueInfoProto, path: Path) -> None:
+    """Refuse an input of a fixed shape: the sizes that it was exported with are all over the graph.
+    """
+    shape = value.type.tensor_type.shape
+    dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
+            for dim in shape.dim]
+    if value.name in _INPUTS and value.type.tensor_type.HasField("shape") and (
+            len(dims) != 2 or any(isinstance(dim, int) for dim in dims)):
+        raise LlmcError(f"'{path}' takes {value.name} of shape {dims}, expected [batch, seq] with "
+                        f"both axes dynamic; export it with dynamic_shapes={{'{value.name}': "
+                        f"{{0: 'batch', 1: 'seq'}}}} and example inputs of 2 or more rows")
 
 
 def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:

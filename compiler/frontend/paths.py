@@ -6,6 +6,24 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from llmc.errors import LlmcError
 
+_LFS = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse a Git LFS pointer, which a clone without git-lfs has in place of a large file.
+
+    Raises:
+        LlmcError: it is one.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(_LFS))
+    except OSError:  # the reader of the file says so
+        return
+    if start == _LFS:
+        raise LlmcError(f"'{path}' is a Git LFS pointer, not the file itself; run 'git lfs pull' "
+                        f"in '{path.parent}', or download the file")
+
 
 def named_file(source: Path, name: str) -> Path:
     """The file that `source` calls `name`, which is relative to the folder of `source`.
@@ -14,7 +32,8 @@ def named_file(source: Path, name: str) -> Path:
     link, as the Hugging Face cache does for every file.
 
     Raises:
-        LlmcError: the name is empty, absolute, has `..` or a backslash in it, or no file is there.
+        LlmcError: the name is empty, absolute, has `..` or a backslash in it, or no file is
+            there, or a Git LFS pointer.
     """
     parts = PurePosixPath(name).parts
     problem = "is empty" if not parts \
@@ -31,4 +50,5 @@ def named_file(source: Path, name: str) -> Path:
         found = False
     if not found:
         raise LlmcError(f"'{source}' lists {name!r}, which is missing")
+    refuse_pointer(path)
     return path

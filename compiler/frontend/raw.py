@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx_graphsurgeon as gs
 
-# Called with a model's config, its generation config and whether it has an encoder, before anything
-# slow is done with it; raises LlmcError where that cannot be compiled.
-Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool], None]
+from llmc.compiler.frontend.origin import Origin
+
+# Called with a model's config, its generation config, whether it has an encoder, and how it is
+# quantized where the config does not say it, before anything slow is done with it; raises LlmcError
+# where that cannot be compiled.
+Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool, str], None]
 
 
-def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool) -> None:
+def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
+              quantized: str) -> None:
     """Accept every model."""
 
 
@@ -37,6 +41,7 @@ class RawModel:
         save_tokenizer: writes tokenizer files into a directory.
         notes: what the user may want to know, such as why all layers were exported.
         encoder: of an encoder-decoder model, the graph from `input_ids` to `encoder_output`.
+        origin: the files that it was read from.
     """
 
     graph: gs.Graph
@@ -46,6 +51,7 @@ class RawModel:
     generation: dict[str, Any]
     notes: tuple[str, ...] = ()
     encoder: gs.Graph | None = None
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def architecture(self) -> str:

@@ -29,6 +29,10 @@ from llmc.plugins.quantization import (
     pack,
 )
 
+# Where --quantize is given for weights that are quantized already.
+QUANTIZED_WAYS_OUT = "leave out --quantize to keep its quantized weights, give --quantize none " \
+    "to dequantize them, or add --requantize to dequantize and quantize them again, which loses " \
+    "more than quantizing the original model"
 SMALLEST_GROUP = 16  # that kernels have
 _GROUP_SIZES = (128, 64, 32, 16)
 _PIECE = 1 << 20  # numbers that are computed with at once

@@ -53,6 +53,7 @@ class Settings:
         dtype: of weights and activations.
         kv_dtype: of the KV caches; "" is dtype.
         model: what messages call the model.
+        columns_together: columns of a weight that stay on one rank; 0: as `scheme` has groups.
         scheme: how linear layers are stored; None: as they come.
         head_scheme: how the LM head is stored, and with it a table that it shares.
         expert_parallel: whether ranks have whole experts, not some columns of each.
@@ -77,6 +78,7 @@ class Settings:
     dtype: str = "float32"
     kv_dtype: str = ""
     model: str = ""
+    columns_together: int = 0
     scheme: Scheme | None = None
     head_scheme: Scheme | None = None
     expert_parallel: bool = False

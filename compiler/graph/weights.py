@@ -77,6 +77,10 @@ class Weight(LazyValues):
         """The same numbers, whatever they are stored as."""
         return self._derived(self.shape, self.dtype, self._rows)
 
+    def as_unquantized(self) -> Weight:
+        """The same numbers, with nothing that tells that they were quantized."""
+        return Weight(self.shape, self.dtype, self._rows, self.name)
+
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize

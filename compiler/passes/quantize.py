@@ -25,7 +25,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.compiler.graph.quantization import SMALLEST_GROUP, Scheme, Stored, quantize
+from llmc.compiler.graph.quantization import (
+    QUANTIZED_WAYS_OUT,
+    SMALLEST_GROUP,
+    Scheme,
+    Stored,
+    quantize,
+)
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -288,9 +294,8 @@ def refuse_rounded(weight: Weight) -> None:
         LlmcError: it is one.
     """
     if weight.stored is not None or weight.dequantized:
-        raise LlmcError(f"'{weight.name}' is in fewer bits in its checkpoint already, which llmc "
-                        f"does not round again; leave out --quantize, or give the model that it "
-                        f"was made from")
+        raise LlmcError(f"'{weight.name}' is quantised in its checkpoint already; "
+                        f"{QUANTIZED_WAYS_OUT}")
 
 
 def refuse_group_size(graphs: Sequence[gs.Graph], scheme: Scheme | None,

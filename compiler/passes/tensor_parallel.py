@@ -124,6 +124,8 @@ def tensor_parallel(graphs: Sequence[gs.Graph], settings: Settings, report: Repo
 
 def _group_size(graphs: Sequence[gs.Graph], settings: Settings) -> int:
     """Columns that stay on one rank, so that what is in groups stays in such as kernels read."""
+    if settings.columns_together:
+        return settings.columns_together
     if settings.scheme is not None and settings.scheme.group_size:
         return settings.scheme.group_size
     stored = any(isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)

@@ -32,7 +32,9 @@ class Options:
         quantize_activations: whether what these layers multiply is to be rounded too.
         calibrated: whether that has been done before partition, on a text.
         dequantize: whether what a checkpoint has in fewer bits is read as numbers of `dtype`.
+        requantize: whether these are quantized again, by `scheme`.
         expert_parallel: whether chips have whole experts, not some columns of each.
+        columns_together: columns of a weight that stay on one rank; 0: as `scheme` has groups.
         vocab_multiple: the padded vocabulary is a multiple of this; None: of 64 and tp_size.
     """
 
@@ -53,4 +55,6 @@ class Options:
     quantize_activations: bool = False
     calibrated: bool = False
     dequantize: bool = False
+    requantize: bool = False
     expert_parallel: bool = False
+    columns_together: int = 0

@@ -38,6 +38,7 @@ from llmc.compiler.artifact import (
     write_onnx,
     write_weights,
 )
+from llmc.compiler.scratch import temporary_files
 from llmc.compiler.targets import Options, cuda, kernel_order
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
@@ -269,7 +270,8 @@ def _build(work: dict[str, str], options: Options) -> dict[str, Any]:
     environment.pop("LLMC_LOAD_PLUGINS", None)
     read, write = os.pipe()
     answer: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+") as log, open(read, encoding="utf-8") as answers:
+    with temporary_files(), tempfile.TemporaryFile("w+") as log, \
+            open(read, encoding="utf-8") as answers:
         try:
             process = subprocess.Popen(
                 [python, str(Path(__file__).with_name("tensorrt_build.py")), str(write)],

@@ -426,6 +426,15 @@ def product(fields: Fields, present: frozenset[str], made: str, x: str = "x") ->
                       f"{made} = MatMul({x}, wt)"])
 
 
+def cpu_activation_block(dtype: str, group_size: int) -> int:
+    """How many activations share a scale, where ONNX Runtime's kernels on a CPU quantize them to 8
+    bits for a weight of this form; 0 where they are multiplied as they are.
+    """
+    fixed = CODES[dtype][1]
+    block = next((block for block in _KERNEL_BLOCKS if group_size % block == 0), 0)
+    return 0 if dtype == FLOAT8 or (fixed is None and block != group_size) else block
+
+
 def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x",
                 added: str = "") -> str:
     """The same for ONNX Runtime on a CPU, `added` [out] or [rows, out] included.
@@ -440,9 +449,9 @@ def cpu_product(fields: Fields, present: frozenset[str], made: str, x: str = "x"
         lines += [dequantize(fields, present, "matrix")] if dtype else []
         operands = ", ".join([x, "matrix" if dtype else "weight", *([added] if added else [])])
         return "\n".join([*lines, f"{made} = Gemm<transB=1>({operands})"])
-    bits, fixed = CODES[dtype]
-    block = next((block for block in _KERNEL_BLOCKS if size % block == 0), 0)
-    if not block or (fixed is None and block != size):
+    bits = CODES[dtype][0]
+    block = cpu_activation_block(dtype, size)
+    if not block:
         lines = [product(fields, present, "product" if added else made, x)]
         return "\n".join([*lines, *([f"{made} = Add(product, {added})"] if added else [])])
     lines = [f"blocks_shape = Constant<value_ints=[0, {width // block}, {block * bits // 8}]>()",

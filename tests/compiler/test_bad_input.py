@@ -1,7 +1,10 @@
 """Bad models: one clear sentence, a way out, and nothing left behind."""
 
+import errno
 import json
+import re
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -9,6 +12,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import llmc
+from llmc.compiler.frontend import huggingface
+from llmc.compiler.scratch import temporary_files
 
 
 @pytest.fixture
@@ -78,6 +83,51 @@ def test_a_listed_shard_is_missing(hf, tmp_path):
     (hf / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     refused(hf, tmp_path, "lists 'model-00001-of-00002.safetensors', which is missing")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json",
+                                  "pytorch_model.bin", "m.gguf", "m.onnx"])
+def test_a_git_lfs_pointer_in_place_of_a_file(name, hf, tmp_path):
+    if name == "pytorch_model.bin":
+        (hf / "model.safetensors").unlink()
+    (hf / name).write_text(POINTER)
+    model = hf / name if name.startswith("m.") else hf
+    refused(model, tmp_path, f"/{re.escape(name)}' is a Git LFS pointer.*; run 'git lfs pull' in",
+            allow_pickle=True, hf_dir=hf)
+
+
+def test_a_git_lfs_pointer_that_an_index_lists(hf, tmp_path):
+    (hf / "model.safetensors").unlink()
+    (hf / "a.safetensors").write_text(POINTER)
+    (hf / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    refused(hf, tmp_path, "/a.safetensors' is a Git LFS pointer")
+
+
+@pytest.mark.parametrize("error", [
+    OSError(errno.ENOSPC, "No space left on device"),
+    Exception("No space left on device (os error 28)")])  # of a library in Rust
+def test_temporary_files_that_cannot_be_written(error, hf, tmp_path, monkeypatch):
+    def full(directory, target):
+        raise error
+
+    monkeypatch.setattr(huggingface, "copy_tokenizer", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    refused(hf, tmp_path, f"cannot be written to '{tmp_path}' .*No space.*; free .* set TMPDIR")
+
+
+def test_no_folder_for_temporary_files(hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    refused(hf, tmp_path, f"cannot be written to '{tmp_path}/none' .No usable temporary dir")
+
+
+def test_an_error_of_another_kind_is_not_blamed_on_temporary_files():
+    with pytest.raises(FileNotFoundError), temporary_files():
+        raise FileNotFoundError
 
 
 def test_pickled_weights_need_a_flag(hf, tmp_path):

@@ -1,5 +1,6 @@
 """Exporting few layers and repeating them; weights that stay on disk; GGUF."""
 
+import shutil
 import subprocess
 import sys
 
@@ -12,8 +13,9 @@ from transformers.models.llama import modeling_llama
 
 import llmc
 from llmc.compiler.check.execute import run_graph
-from llmc.compiler.frontend import load, trace
+from llmc.compiler.frontend import load, origin, trace
 from llmc.compiler.frontend.repeat import CannotRepeat, _check_places, _shorten
+from llmc.runtime.manifest import hash_file, read_manifest
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", 6), ("gemma3_text", 14), ("gpt2", 5)])
@@ -146,3 +148,42 @@ def test_a_config_whose_number_of_layers_cannot_be_set_is_exported_whole():
     config = transformers.ProphetNetConfig()
     with pytest.raises(CannotRepeat, match="does not let num_hidden_layers be set"):
         _shorten(config, "num_hidden_layers", [0])
+
+
+def test_a_hub_id_is_recorded_with_its_commit_and_the_digests_of_its_files(tiny_hf, tmp_path,
+                                                                          monkeypatch):
+    commit, asked = "0123456789abcdef0123456789abcdef01234567", []
+    snapshot = tmp_path / "cache" / "snapshots" / commit
+    (tmp_path / "cache" / "blobs").mkdir(parents=True)
+    shutil.copytree(tiny_hf, snapshot)
+    weights = snapshot / "model.safetensors"
+    digest = hash_file(weights)
+    shutil.move(weights, tmp_path / "cache" / "blobs" / digest)  # as the hub's cache has them
+    weights.symlink_to(tmp_path / "cache" / "blobs" / digest)
+
+    def download(name, revision=None, allow_patterns=None):
+        asked.append((name, revision))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(origin, "_MOST_HASHED", 10_000)
+    llmc.compile("org/name", tmp_path / "case", revision="v1.0")
+    assert asked == [("org/name", "v1.0")]
+    source = read_manifest(tmp_path / "case").source
+    assert (source.repo_id, source.commit) == ("org/name", commit)
+    files = {file.name: file for file in source.files}
+    assert files.keys() == {path.name for path in tiny_hf.iterdir()}
+    assert files["model.safetensors"].sha256 == digest
+    assert files["config.json"].sha256 == hash_file(tiny_hf / "config.json")
+    assert files["model.safetensors"].size == (tiny_hf / "model.safetensors").stat().st_size
+
+    local = llmc.compile(tiny_hf, tmp_path / "case").source
+    files = {file.name: file.sha256 for file in local.files}
+    assert local.repo_id is None and local.commit is None
+    assert files["model.safetensors"] is None  # too large to hash in passing
+    assert files["config.json"] == hash_file(tiny_hf / "config.json")
+
+
+def test_a_revision_of_a_local_path_is_refused(tiny_hf, tmp_path):
+    with pytest.raises(llmc.LlmcError, match="revision 'v1.0' is given, but '.*' is a local path"):
+        llmc.compile(tiny_hf, tmp_path / "case", revision="v1.0")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from schedule_interpreter import Interpreter
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -20,10 +21,9 @@ from llmc.compiler import api
 from llmc.compiler.frontend import checkpoint, gguf_file
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import read_header
-from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.lower import lower
 from llmc.compiler.targets import Options, cpu
-from llmc.runtime.manifest import Target, read_manifest
+from llmc.runtime.manifest import Target, hash_file, read_manifest
 
 VOCAB, WIDTH, TOKENS = 96, 64, 5000  # TOKENS make the arrays of the vocabulary long ones
 LLAMA = {"context_length": 16384, "block_count": 2, "feed_forward_length": 96,
@@ -78,7 +78,7 @@ def write(path, file):
     if file.vocab_size:
         fields["vocab_size"] = VOCAB
     for key, value in fields.items():
-        name = f"{file.architecture}.{key}"
+        name = f"{file.architecture}.{key}" if key != "tokenizer" else "tokenizer.ggml.model"
         {int: writer.add_uint32, float: writer.add_float32,
          str: writer.add_string}[type(value)](name, value)
     writer.add_token_list([f"t{i}" for i in range(TOKENS)])
@@ -247,11 +247,51 @@ def test_kinds_that_gguf_cannot_read_are_refused_by_name(kind, tmp_path):
         tensors["model.embed_tokens.weight"].load()
 
 
-def test_what_a_file_has_in_fewer_bits_is_not_rounded_again(tmp_path):
-    raw = replace(gguf_file.load_gguf(write(tmp_path / "m.gguf", File(kind="Q4_1"))),
-                  save_tokenizer=lambda target: None)
-    with pytest.raises(llmc.LlmcError, match="in fewer bits in its checkpoint already"):
-        lower(raw, Options(scheme=Scheme("int8")))
+@pytest.fixture(scope="module")
+def q4_1(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("q4_1") / "m.gguf", File(kind="Q4_1"))
+
+
+def test_a_quantized_file_is_not_quantized_again_and_that_is_said_before_the_export(
+        q4_1, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_file, "_read_config", None)  # which imports transformers
+    with pytest.raises(llmc.LlmcError, match=r"quantised by GGUF \(Q4_1\) already; leave out "
+                                             r"--quantize .* --quantize none .* --requantize"):
+        llmc.compile(q4_1, tmp_path / "case", quantize="int8")
+    with pytest.raises(llmc.LlmcError, match="requantize is given without quantize"):
+        llmc.compile(q4_1, tmp_path / "case", requantize=True)
+
+
+def test_a_quantized_file_is_requantized_where_that_is_asked_for(q4_1, tmp_path):
+    said = []
+    manifest = llmc.compile(q4_1, tmp_path / "again", quantize="int8", group_size=32,
+                            requantize=True, progress=said.append)
+    assert manifest.quantization == ("int8",) and manifest.tokenizer.path is None
+    assert {form.group_size for form in manifest.chips[0].quantization.values()} == {32}
+    assert "the file names no tokenizer: the model takes and returns token ids" in said
+    llmc.compile(q4_1, tmp_path / "plain", quantize="none")
+    again, plain = (load_file(tmp_path / name / "chip0" / "weights.safetensors")
+                    for name in ("again", "plain"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    groups = plain[name].reshape(64, 3, 32)
+    made = (again[name].reshape(groups.shape).astype(np.float32) - 128) \
+        * again[f"{name}_scale"][..., None]
+    assert 0 < np.abs(made - groups).max() <= np.abs(groups).max() / 127 * 0.51
+
+
+def test_an_unknown_tokenizer_is_refused_before_the_export(tmp_path, monkeypatch):
+    path = write(tmp_path / "m.gguf", File(fields={**LLAMA, "tokenizer": "xyz"}))
+    monkeypatch.setattr(gguf_file, "_tensors", None)  # of what is exported
+    with pytest.raises(llmc.LlmcError, match=r"cannot convert the tokenizer of '.*m.gguf' "
+                                             r"\('tokenizer.ggml.model' is 'xyz'; .*\); give the"):
+        llmc.compile(path, tmp_path / "case")
+
+
+def test_the_manifest_has_the_digest_of_the_file(q4_1, tmp_path):
+    source = llmc.compile(q4_1, tmp_path / "case").source
+    file, = source.files
+    assert (file.name, file.size, file.sha256) == ("m.gguf", q4_1.stat().st_size, hash_file(q4_1))
+    assert source.repo_id is None and source.commit is None
 
 
 @pytest.mark.parametrize("file", [File(), File(vocab_size=False), File("gemma2"),

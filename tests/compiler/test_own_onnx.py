@@ -68,6 +68,60 @@ def test_every_form_fuses_to_the_graph_of_the_hugging_face_route(family, attenti
         families.assert_close(llm.logits(tokens), families.reference_logits(model, tokens))
 
 
+def export_without_positions(model, path, opset):
+    """What a user would run for a model that counts its positions itself."""
+    class Stateless(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids):
+            return self.model(input_ids=input_ids, use_cache=False).logits
+
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq")}
+    with contextlib.redirect_stdout(io.StringIO()):
+        torch.onnx.export(Stateless().eval(), (torch.zeros((2, 5), dtype=torch.int64),), path,
+                          dynamo=True, opset_version=opset, verbose=False,
+                          input_names=["input_ids"], output_names=["logits"],
+                          dynamic_shapes=(shape,))
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    model = families.tiny_model("llama", num_hidden_layers=2)
+    return model, families.save(model, tmp_path_factory.mktemp("llama") / "hf")
+
+
+def test_positions_may_be_left_out_in_opset_23(two_layers, tmp_path):
+    """torch then writes RotaryEmbedding nodes with one row of cos and sin for all sequences."""
+    model, directory = two_layers
+    export_without_positions(model, tmp_path / "model.onnx", 23)
+    ops = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    assert "RotaryEmbedding" in ops
+    manifest = llmc.compile(tmp_path / "model.onnx", tmp_path / "case", hf_dir=directory)
+    names = [file.name for file in manifest.source.files]
+    assert {"model.onnx", "config.json"} <= {*names} and "model.safetensors" not in names
+    tokens = np.random.default_rng(0).integers(3, families.VOCAB, 20).tolist()
+    with llmc.LLM(tmp_path / "case") as llm:
+        families.assert_close(llm.logits(tokens), families.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize(("shape", "found"), [((1, 7), r"\[1, 7\]"), ((1, "seq"), r"\[1, 'seq'\]"),
+                                              (("batch", 7), r"\['batch', 7\]"),
+                                              (("seq",), r"\['seq'\]")])
+def test_inputs_of_a_fixed_shape_are_refused_before_anything_is_read(shape, found, two_layers,
+                                                                     tmp_path):
+    """As torch exports them where it is given no dynamic_shapes."""
+    value = onnx.helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, shape)
+    out = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.INT64, shape)
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["input_ids"], ["logits"])], "g", [value], [out])),
+        tmp_path / "model.onnx")
+    with pytest.raises(llmc.LlmcError, match=f"takes input_ids of shape {found}, expected "
+                                             r".batch, seq. .* dynamic_shapes="):
+        llmc.compile(tmp_path / "model.onnx", tmp_path / "case", hf_dir=two_layers[1])
+
+
 def form(graph):
     """Ops in order with their fields, numbers rounded."""
     return Counter((node.op, tuple(sorted(

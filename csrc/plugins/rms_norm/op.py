@@ -15,9 +15,6 @@ OP = Op(
     norm=Norm(centred=False),
     body=lambda fields, present:
         f"y = RMSNormalization<axis=-1, epsilon={fields['epsilon']!r}>(x, weight)",
-    bodies={"cpu": lambda fields, present:
-            f"y = SimplifiedLayerNormalization<axis=-1, epsilon={fields['epsilon']!r}, "
-            f"stash_type=1>(x, weight)"},
     float32_inputs=frozenset({"weight"}),
     reference=lambda fields, inputs: [normalize(inputs["x"], fields, inputs, centred=False)],
     samples=norm_samples(residual=False, bias=False),

@@ -1,0 +1,93 @@
+"""The reference, lowered and divided among ranks as a case directory is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.frontend import RawModel
+from llmc.compiler.graph.quantization import SMALLEST_GROUP
+from llmc.compiler.graph.weights import HeadMatrices, Weight
+from llmc.compiler.lower import Lowered, divide, fuse
+from llmc.compiler.preflight import TARGETS
+from llmc.compiler.targets import Options
+from llmc.errors import LlmcError
+from llmc.plugins.quantization import CODES
+from llmc.runtime.manifest import Manifest, WeightForm
+
+
+def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: Options) -> Lowered:
+    """Lower the reference so that its weights have the shapes of the case directory's.
+
+    A manifest does not say by what columns were kept together on a rank, nor whether experts were
+    divided whole; of the ways that there are, the one whose shapes agree is taken. Consumes
+    `raw.graph`.
+
+    Raises:
+        LlmcError: it cannot be lowered, or a weight file cannot be read.
+    """
+    options = replace(options, target=manifest.target.kind, tp_size=manifest.tp_size,
+                      max_seq_len=manifest.dims.max_seq_len)
+    fused = fuse(raw, options)
+    if manifest.tp_size == 1:
+        return divide(fused, options)
+    first = None
+    for together, whole_experts in _ways(manifest):
+        lowered = divide(fused, replace(options, columns_together=together,
+                                        expert_parallel=whole_experts))
+        if all(_shapes_agree(graph, manifest, rank, root)
+               for rank, graph in enumerate(lowered.graphs)):
+            return lowered
+        first = first or lowered
+    assert first is not None
+    return first
+
+
+def weight_file(root: Path, rank: int) -> Any:
+    """A rank's weights, open.
+
+    Raises:
+        LlmcError: the file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = root / f"chip{rank}" / "weights.safetensors"
+    try:
+        return safe_open(path, framework="np")
+    except (OSError, SafetensorError) as error:
+        raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
+
+
+def _ways(manifest: Manifest) -> Iterator[tuple[int, bool]]:
+    sizes = {form.group_size for chip in manifest.chips for form in chip.quantization.values()}
+    least = max(SMALLEST_GROUP, getattr(TARGETS[manifest.target.kind], "GROUP_MULTIPLE", 0))
+    together = [0, *([least, *sorted(sizes)] if sizes else [])]
+    return ((size, whole) for whole, size in itertools.product((False, True), together))
+
+
+def _shapes_agree(graph: gs.Graph, manifest: Manifest, rank: int, root: Path) -> bool:
+    """Whether a rank's weights that are there have the shapes that its graph says."""
+    forms = manifest.chips[rank].quantization
+    with weight_file(root, rank) as file:
+        names = set(file.keys())
+        return all(_shape(file.get_slice(tensor.name).get_shape(), forms.get(tensor.name))
+                   == _own_shape(tensor._values)
+                   for tensor in graph.tensors().values()
+                   if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)
+                   and tensor.name in names)
+
+
+def _own_shape(weight: Weight) -> tuple[int, ...]:
+    return weight.matrix.shape if isinstance(weight, HeadMatrices) else weight.shape
+
+
+def _shape(stored: list[int], form: WeightForm | None) -> tuple[int, ...]:
+    """The shape of a weight that lies so in a file."""
+    if form is None:
+        return tuple(stored)
+    return (*stored[:-1], stored[-1] * 8 // CODES[form.dtype][0])

@@ -1,0 +1,227 @@
+"""What a quantized model is held against: the original with the compiled model's own weights.
+
+A compiled weight is some elements of the reference's weights in another order: rows of queries,
+keys and values one below the other, a rank's columns, experts in a stack. To find which, the
+reference is lowered once more with the number of each element in the place of its value. Each
+dequantized value then goes to the element whose number stands where it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from llmc.compiler.check.partition import lower_alike, weight_file
+from llmc.compiler.frontend import RawModel
+from llmc.compiler.graph.names import SCALED
+from llmc.compiler.graph.weights import HeadMatrices, Weight
+from llmc.compiler.targets import Options, cpu
+from llmc.errors import LlmcError
+from llmc.plugins.quantization import activations, cpu_activation_block, dequantized
+from llmc.runtime.manifest import Manifest, WeightForm
+
+STORED = ("", "_scale", "_zero", "_min")  # what the names of a quantized weight's parts end in
+# The number of element e of tensor t is t · 2^40 + 8 · e + 3, exact in float64. Whatever is no
+# element any more, as one that is scaled or shifted, is not 3 modulo 8.
+_TENSOR, _STEP, _MARK = 1 << 40, 8, 3
+
+Rows = Callable[[int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """The reference's weights as a compiled model has them.
+
+    Args:
+        arrays: float32, by the names of the raw graph's constants.
+        forms: of those that are multiplied by quantized activations.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    forms: Mapping[str, WeightForm]
+
+    def put_into(self, graph: gs.Graph) -> None:
+        """Give a raw graph these weights."""
+        for tensor in graph.tensors().values():
+            if isinstance(tensor, gs.Constant) and tensor.name in self.arrays:
+                tensor._values = Weight.of(self.arrays[tensor.name], tensor.name)
+
+
+def own_weights(raw: RawModel, manifest: Manifest, root: Path) -> OwnWeights | None:
+    """The reference's weights as the case directory has them.
+
+    Returns None where a weight of the case directory is not made of elements of the reference's.
+    """
+    graph = raw.graph.copy()
+    sources = _number(graph)
+    try:
+        lowered = lower_alike(replace(raw, graph=graph), manifest, root, Options(dequantize=True))
+    except (LlmcError, AssertionError):  # a pass wants to know the values
+        return None
+    arrays: dict[str, np.ndarray] = {}
+    forms: dict[str, WeightForm] = {}
+    for rank, ranks_graph in enumerate(lowered.graphs):
+        chip = manifest.chips[rank]
+        known = {tensor.name: tensor._values for tensor in ranks_graph.tensors().values()
+                 if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
+        with weight_file(root, rank) as file:
+            names = set(file.keys())
+            if not {name.removesuffix(SCALED) for name in chip.quantization} <= known.keys() \
+                    or any(name.endswith(".order") for name in names):
+                return None
+            for name, numbers in known.items():
+                stored = f"{name}{SCALED}" if f"{name}{SCALED}" in names else name
+                form = chip.quantization.get(stored)
+                if form is None and stored == name:
+                    continue
+                parts = {part: file.get_slice(stored + part) for part in STORED
+                         if stored + part in names}
+                touched = _scatter(numbers, _values(parts, form), sources, arrays)
+                if touched is None:
+                    return None
+                if form is not None and _rounds(form, manifest):
+                    forms.update(dict.fromkeys(touched, form))
+    return OwnWeights(arrays, forms)
+
+
+def _number(graph: gs.Graph) -> list[tuple[str, Weight]]:
+    """Replace every weight by the numbers of its elements; the weights, by name."""
+    sources: list[tuple[str, Weight]] = []
+    made: dict[str, Weight] = {}
+    for tensor in graph.tensors().values():
+        if not (isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)):
+            continue
+        if tensor.name not in made:
+            sources.append((tensor.name, tensor._values))
+            made[tensor.name] = _numbers(tensor._values, len(sources))
+        tensor._values = made[tensor.name]
+    return sources
+
+
+def _numbers(weight: Weight, tensor: int) -> Weight:
+    width = int(np.prod(weight.shape[1:], dtype=np.int64))
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        if not weight.shape:
+            return np.array(float(tensor * _TENSOR + _MARK))
+        elements = np.arange(start * width, stop * width, dtype=np.float64)
+        return (tensor * _TENSOR + _STEP * elements + _MARK).reshape(-1, *weight.shape[1:])
+
+    return Weight(weight.shape, np.float64, rows, weight.name)
+
+
+def _values(parts: Mapping[str, Any], form: WeightForm | None) -> Rows:
+    """A function from rows of a weight to their values in its file, dequantized."""
+    def rows(start: int, stop: int) -> np.ndarray:
+        block = {part: values[start:stop] for part, values in parts.items()}
+        if form is None:
+            return np.asarray(block[""], np.float32)
+        flat = {part: values.reshape(-1, values.shape[-1]) for part, values in block.items()}
+        fields = {"weight_dtype": form.dtype, "group_size": form.group_size}
+        return dequantized(fields, flat[""], flat["_scale"], flat.get("_zero"),
+                           flat.get("_min")).astype(np.float32)
+
+    return rows
+
+
+def _scatter(numbers: Weight, values: Rows, sources: Sequence[tuple[str, Weight]],
+             arrays: dict[str, np.ndarray]) -> set[str] | None:
+    """Put the values of a compiled weight where its elements come from; the names of the weights
+    that have changed, or None where a number is not an element's.
+    """
+    matrix = numbers.matrix if isinstance(numbers, HeadMatrices) else numbers
+    touched: set[str] = set()
+    start = 0
+    for block in matrix.blocks():
+        stop = start + len(block)
+        found = np.asarray(values(start, stop)).reshape(-1, *block.shape[-1:])
+        block = block.reshape(found.shape[0], -1)
+        found, start = found[:, :block.shape[1]], stop
+        is_element = block != 0  # all else is padding
+        tensors, elements = np.divmod(block[is_element], _TENSOR)
+        elements, marks = np.divmod(elements, _STEP)
+        if (marks != _MARK).any() or (tensors < 1).any() or (tensors > len(sources)).any():
+            return None
+        for tensor in np.unique(tensors).astype(int):
+            name, weight = sources[tensor - 1]
+            if name not in arrays:
+                arrays[name] = weight.load().astype(np.float32).copy()
+            own = tensors == tensor
+            arrays[name].reshape(-1)[elements[own].astype(np.int64)] = found[is_element][own]
+            touched.add(name)
+    return touched
+
+
+def _rounds(form: WeightForm, manifest: Manifest) -> bool:
+    """Whether the target quantizes what a weight of this form multiplies."""
+    return bool(form.activation_dtype) or (
+        manifest.target.kind == cpu.KIND
+        and cpu_activation_block(form.dtype, form.group_size) > 0)
+
+
+def round_activations(x: np.ndarray, form: WeightForm) -> np.ndarray:
+    """Activations [..., in_features] as the kernel that reads a weight of this form has them."""
+    if form.activation_dtype:
+        fields = {"activation_dtype": form.activation_dtype,
+                  "activation_scale": form.activation_scale,
+                  "activation_group_size": form.activation_group_size}
+        return np.asarray(activations(fields, x)).reshape(x.shape)
+    block = cpu_activation_block(form.dtype, form.group_size)
+    groups = x.reshape(-1, block).astype(np.float32)
+    scales = np.maximum(np.abs(groups).max(1, keepdims=True) / 127, np.float32(1e-30))
+    return np.asarray(np.rint(groups / scales) * scales).reshape(x.shape)
+
+
+def put_into_model(model: Any, weights: OwnWeights) -> dict[int, WeightForm] | None:
+    """Give a model of transformers these weights; the forms that quantize activations, by storage.
+
+    Returns None where the model has no parameter of a weight's name and shape.
+    """
+    import torch
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    forms: dict[int, WeightForm] = {}
+    for name, array in weights.arrays.items():
+        found = parameters.get(name)
+        if found is None:  # the language model alone is compiled
+            found = next((parameter for own, parameter in parameters.items()
+                          if own.endswith(f".{name}") or own.replace(".language_model", "") == name
+                          or name.endswith(f".{own}")), None)
+        if found is None or tuple(found.shape) != array.shape:
+            return None
+        with torch.no_grad():
+            found.copy_(torch.from_numpy(array))
+        if name in weights.forms:
+            forms[found.untyped_storage().data_ptr()] = weights.forms[name]
+    return forms
+
+
+@contextmanager
+def rounded_activations(forms: Mapping[int, WeightForm]) -> Iterator[None]:
+    """Quantize whatever torch multiplies by weights in these storages."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    products = {torch.nn.functional.linear: (0, 1), torch.addmm: (1, 2), torch.matmul: (0, 1),
+                torch.bmm: (0, 1), torch.mm: (0, 1), torch.baddbmm: (1, 2),
+                torch.Tensor.matmul: (0, 1), torch.Tensor.__matmul__: (0, 1)}
+
+    class Rounding(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                               kwargs: Any = None) -> Any:
+            if function in products and len(args) > max(products[function]):
+                x, weight = products[function]
+                form = forms.get(args[weight].untyped_storage().data_ptr())
+                if form is not None:
+                    made = round_activations(args[x].detach().float().numpy(), form)
+                    args = [*args[:x], torch.from_numpy(made).to(args[x].dtype), *args[x + 1:]]
+            return function(*args, **(kwargs or {}))
+
+    with Rounding():
+        yield
