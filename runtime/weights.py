@@ -13,7 +13,6 @@ from llmc.errors import LlmcError
 
 WEIGHTS_NAME = "weights.safetensors"
 _MOST_DIMS = 8
-_MAX_HEADER_BYTES = 100 * 10**6  # as the safetensors library has it
 _DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
            "I64": ("int64", 8), "I32": ("int32", 4), "U8": ("uint8", 1)}
 
@@ -40,9 +39,6 @@ def read_weight_header(path: Path) -> dict[str, StoredWeight]:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {length} bytes, at most {_MAX_HEADER_BYTES} are "
-                                 f"read")
             if not 8 <= 8 + length <= size:
                 raise ValueError(f"its header has {length} bytes, the file {size}")
             header = json.loads(file.read(length), object_pairs_hook=_unique)
