@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,10 +19,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from llmc import plugins
 from llmc.errors import LlmcError
+from llmc.runtime.case_files import check_case_file, open_regular, read_bounded
 from llmc.runtime.weights import WEIGHTS_NAME, read_weight_header
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "model_info.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 FACTS = "llmc"  # the key of what an ONNX file says of itself
 
 DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32"]
@@ -43,6 +46,10 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "encoder_sequence_length": ("int32", ("batch",)),
 }
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
+_MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
+_MAX_CHIPS = 4096
+_MAX_LAYERS = 65536
+_MAX_FILES = 65536
 _MOST = 2**31 - 1  # what a kernel counts with
 _MOST_ROW_BYTES = 2**40  # of a cache; more than any device has
 
@@ -59,6 +66,7 @@ def _inside_case_dir(path: str) -> str:
 CasePath = Annotated[str, AfterValidator(_inside_case_dir)]
 Count = Annotated[int, Field(ge=1, le=_MOST)]
 CountOrNone = Annotated[int, Field(ge=0, le=_MOST)]
+LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
             "|max_blocks|num_states)$")]
@@ -156,7 +164,8 @@ class StateCache(_Frozen):
         return 4 * math.prod(self.shape)
 
 
-Steps = tuple[Annotated[GraphStep | CollectiveStep, Field(discriminator="kind")], ...]
+Steps = Annotated[tuple[Annotated[GraphStep | CollectiveStep, Field(discriminator="kind")], ...],
+                  Field(max_length=_MAX_FILES)]
 
 
 class EncoderProgram(_Frozen):
@@ -203,9 +212,9 @@ class Chip(_Frozen):
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     steps: Steps
-    cache: tuple[LayerCache, ...]
-    num_heads: tuple[Count, ...]
-    states: tuple[StateCache, ...] = ()
+    cache: Annotated[tuple[LayerCache, ...], Field(max_length=_MAX_LAYERS)]
+    num_heads: Annotated[tuple[Count, ...], Field(max_length=_MAX_LAYERS)]
+    states: Annotated[tuple[StateCache, ...], Field(max_length=_MAX_LAYERS)] = ()
     weight_bytes: Annotated[int, Field(ge=0)]
     encoder: EncoderProgram | None = None
     quantization: dict[str, WeightForm] = {}
@@ -251,8 +260,8 @@ class Chip(_Frozen):
         """Check that what is said to go in and come out is what does."""
         made = {name for step in steps for name in step.outputs}
         given = {name for step in steps for name in step.inputs} - made
-        names = [tensor.name for tensor in (*inputs, *outputs)]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        names = Counter(tensor.name for tensor in (*inputs, *outputs))
+        twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"chip {self.rank} lists {twice!r} twice")
         # Of positions only the rank that adds them makes use.
@@ -304,7 +313,7 @@ class Source(_Frozen):
 class Dims(_Frozen):
     """Sizes of a model. Heads are those of its first layer that attends; 0 where none does."""
 
-    num_layers: Count
+    num_layers: LayerCount
     hidden_size: Count
     num_heads: CountOrNone
     num_kv_heads: CountOrNone
@@ -335,7 +344,7 @@ class EncoderInfo(_Frozen):
     never generated.
     """
 
-    num_layers: Count
+    num_layers: LayerCount
     max_seq_len: Count
     vocab_size: Count
     decoder_start_token_id: TokenId
@@ -433,9 +442,9 @@ class Manifest(_Frozen):
     target: Target
     ops: dict[str, int]
     tokenizer: TokenizerInfo
-    chips: tuple[Chip, ...]
+    chips: Annotated[tuple[Chip, ...], Field(max_length=_MAX_CHIPS)]
     passes: tuple[PassReport, ...]
-    files: tuple[FileEntry, ...]
+    files: Annotated[tuple[FileEntry, ...], Field(max_length=_MAX_FILES)]
 
     @property
     def kv_dtype(self) -> DTypeName:
@@ -697,11 +706,11 @@ def read_manifest(case_dir: str | Path) -> Manifest:
     if not os.path.isdir(directory):
         raise LlmcError(f"case directory '{directory}' does not exist; make it with: "
                         f"llmc compile MODEL -o {directory}")
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         raise LlmcError(f"'{directory}' has no {MANIFEST_NAME}, so it is not a case directory; "
                         f"make one with: llmc compile MODEL -o DIR")
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_bounded(path, _MAX_MANIFEST_BYTES).decode("utf-8")
         data = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise LlmcError(f"'{path}' cannot be read as JSON ({error}); compile the model again") \
@@ -759,24 +768,23 @@ def write_manifest(manifest: Manifest, case_dir: str | Path) -> None:
 
 def hash_file(path: str | Path) -> str:
     """SHA-256 of a file as hex digits."""
-    with open(path, "rb") as file:
+    with open_regular(Path(path)) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = True) -> None:
-    """Check that every listed file is there, has its size and, if asked, its SHA-256, and that the
-    weight files hold what the manifest says of them.
+    """Check that every listed file is there, has its size and, if asked, its SHA-256, that no other
+    file is read, and that the weight files hold what the manifest says of them.
 
     Raises:
-        LlmcError: naming the first file that is missing, truncated or changed, or what its weights
-            do not fit.
+        LlmcError: naming the first file that is missing, truncated, changed, not a regular file or
+            not listed, or what its weights do not fit.
     """
     root = Path(case_dir)
+    check_files(manifest, root)
     for entry in manifest.files:
         path = root / entry.path
         again = "; compile the model again, or copy the case directory again"
-        if not os.path.isfile(path):
-            raise LlmcError(f"'{path}' is missing{again}")
         try:
             size = path.stat().st_size
             changed = hashes and size == entry.size and hash_file(path) != entry.sha256
@@ -788,6 +796,26 @@ def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = Tru
             raise LlmcError(f"'{path}' has changed since it was compiled: its SHA-256 is not the "
                             f"one in {MANIFEST_NAME}{again}")
     _check_weights(manifest, root)
+
+
+def check_files(manifest: Manifest, case_dir: Path) -> None:
+    """Check that every listed file is a regular one inside the case directory, and that the files
+    that are read where they are present are listed.
+
+    Raises:
+        LlmcError: naming the first file that is missing, reached through a symbolic link, not a
+            regular file, or not listed.
+    """
+    for entry in manifest.files:
+        check_case_file(case_dir, entry.path)
+    listed = {entry.path for entry in manifest.files}
+    own = manifest.tokenizer
+    beside = [own.path and f"{own.path}/tokenizer.json", own.chat_template]
+    for path in (str(PurePosixPath(file).with_name(_TOKENIZER_CONFIG)) for file in beside if file):
+        if path not in listed and os.path.lexists(case_dir / path):
+            raise LlmcError(f"'{case_dir / path}' is not among the files of {MANIFEST_NAME}, so "
+                            f"nothing says what it was when the model was compiled; remove it, or "
+                            f"compile the model again")
 
 
 def _check_weights(manifest: Manifest, root: Path) -> None:

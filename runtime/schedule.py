@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from llmc import plugins
 from llmc.errors import LlmcError
+from llmc.runtime.case_files import read_bounded
 from llmc.runtime.manifest import (
     DTYPE_BYTES,
     ENCODER_INPUTS,
@@ -38,6 +39,7 @@ from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight, read_weight_header
 SCHEDULE_NAME = "schedule.json"
 ENCODER_SCHEDULE_NAME = "encoder.json"
 ALIGNMENT = 16  # bytes; of every value's place
+_MAX_BYTES = 32 << 20  # 128 layers take 1 MB
 MEMORY_ROWS = "memory_rows"  # the input that says where an encoder's tokens go
 # ONNX ops that the engine has for single elements, and how many inputs each takes; true is 1.
 ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh": 1, "Exp": 1,
@@ -471,8 +473,8 @@ def read_schedule(path: Path) -> Schedule:
             memory.
     """
     try:
-        return Schedule.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return Schedule.model_validate_json(read_bounded(path, _MAX_BYTES))
+    except OSError as error:
         raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
     except ValidationError as error:
         raise LlmcError(f"'{path}' is not a valid schedule: {explain(error)}; compile the model "

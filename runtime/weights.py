@@ -10,8 +10,10 @@ from reprlib import repr  # which cuts what is long
 from typing import Any, NamedTuple
 
 from llmc.errors import LlmcError
+from llmc.runtime.case_files import open_regular
 
 WEIGHTS_NAME = "weights.safetensors"
+_MAX_HEADER_BYTES = 32 << 20  # 100,000 weights take half of it
 _MOST_DIMS = 8
 _DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
            "I64": ("int64", 8), "I32": ("int32", 4), "U8": ("uint8", 1)}
@@ -36,11 +38,14 @@ def read_weight_header(path: Path) -> dict[str, StoredWeight]:
             that is not in the file, is in another's bytes, or has not as many as its shape.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 8 <= 8 + length <= size:
                 raise ValueError(f"its header has {length} bytes, the file {size}")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {length} bytes, the limit is "
+                                 f"{_MAX_HEADER_BYTES}")
             header = json.loads(file.read(length), object_pairs_hook=_unique)
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")

@@ -90,6 +90,7 @@ from llmc.runtime.manifest import (
     Chip,
     Manifest,
     WeightForm,
+    check_files,
     hash_file,
     read_manifest,
     refuse_encoder,
@@ -141,9 +142,9 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     if manifest.target.kind not in ("cpu", "cuda", "tensorrt"):
         raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
                         f"compile for cpu or cuda to compare")
+    check_files(manifest, root)
     changed = tuple(entry.path for entry in manifest.files
-                    if not (root / entry.path).is_file()
-                    or hash_file(root / entry.path) != entry.sha256)
+                    if hash_file(root / entry.path) != entry.sha256)
     ids = _token_ids(manifest, root, prompt)
     tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
     raw = load(reference, hf_dir=hf_dir)

@@ -17,6 +17,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import cpu_activation_block, rounded
 from llmc.runtime.manifest import CollectiveStep, Manifest, WeightForm
+from llmc.runtime.onnx_graph import check_graph
 from llmc.runtime.step import Step
 
 _FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,
@@ -251,6 +252,7 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int], wanted: Co
 def _run_file(path: Path, state: Mapping[str, np.ndarray], wanted: Collection[str]) -> \
         Values:
     """Run one ONNX file; its own outputs, and the wanted tensors inside it, in graph order."""
+    check_graph(path)
     model = read_onnx(path)
     own = [value.name for value in model.graph.output]
     inside = [name for node in model.graph.node for name in node.output

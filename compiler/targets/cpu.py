@@ -28,6 +28,7 @@ from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
 from llmc.runtime.manifest import Chip, CollectiveStep, FileEntry, GraphStep, Target
+from llmc.runtime.onnx_graph import check_model
 
 KIND = "cpu"
 DTYPES = ("float32",)
@@ -98,5 +99,15 @@ def _write_steps(graph: gs.Graph, places: dict[str, Placed], directory: Path, wh
         file = whole if len(pieces) == 1 else f"{segment}_{index:03}.onnx"
         if len(pieces) > 1:
             files.append(write_onnx(to_onnx(piece, places, KIND), directory / file))
+        _check_loadable(directory / file)
         steps.append(graph_step(f"{directory.name}/{file}", piece))
     return tuple(steps), files
+
+
+def _check_loadable(path: Path) -> None:
+    """Refuse a graph that the runtime would not load."""
+    try:
+        check_model(path.read_bytes(), path.with_name(WEIGHTS_NAME).stat().st_size)
+    except ValueError as error:
+        raise LlmcError(f"the model's graph cannot be loaded on target {KIND}: {error}; compile "
+                        f"with --target cuda, or have llmc's list of operators extended") from error

@@ -33,6 +33,7 @@ from llmc.runtime.manifest import (
     Manifest,
     Steps,
 )
+from llmc.runtime.onnx_graph import check_graph
 from llmc.runtime.step import Limits, Memory, Step, positions
 
 _SIZES = {"num_tokens", "num_logits"}
@@ -344,6 +345,7 @@ def check_ops(manifest: Manifest, engines: Sequence[CpuEngine]) -> None:
 
 def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:
     path = case_dir / step.path
+    check_graph(path)
     with _telling(f"ONNX Runtime cannot load '{path}'"):
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
@@ -400,6 +402,7 @@ def _session_options(placement: Placement, steps: int, threads: int) -> ort.Sess
     """
     options = ort.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is raised
+    options.add_session_config_entry("session.load_model_format", "ONNX")  # what is checked
     if steps > 1 and len(placement.cores) > 1 and not placement.pinned:
         _make_shared_pool(threads)
         options.use_per_session_threads = False

@@ -11,6 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmc.errors import LlmcError
+from llmc.runtime.case_files import read_bounded
+
+_MAX_BYTES = 16 << 20
 Choices = list[tuple[list[int], list[int]]]  # a shape, and what the library calls its algorithm
 
 
@@ -47,8 +51,8 @@ def write_choices(path: Path, made_on: str, choices: Choices) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        data = json.loads(read_bounded(path, _MAX_BYTES))
+    except (OSError, LlmcError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 

@@ -1,11 +1,14 @@
 """Reading case directories: whatever is wrong with one is one clear sentence."""
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 
 import families
 import onnx
+import onnx.parser
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -218,10 +221,16 @@ def first_initializer(graph, **entries):
     (lambda g: setattr(g.metadata_props[0], "value", '{"ops": {"Embedding": 2}, "num_heads": []}'),
      "have version 2 of Embedding, model_info.json says 1"),
     (lambda g: setattr(g.graph.output[0], "name", "other"), "ONNX Runtime cannot load|has other"),
-    (lambda g: first_initializer(g, offset=str(2**40)), "ONNX Runtime cannot load"),
-    (lambda g: first_initializer(g, location="nothing.bin"), "ONNX Runtime cannot load"),
-    (lambda g: first_initializer(g, location="../../model_info.json"), "ONNX Runtime cannot load"),
+    (lambda g: first_initializer(g, offset=str(2**40)), "of 'weights.safetensors', which has"),
+    (lambda g: first_initializer(g, location="nothing.bin"), "is in the file 'nothing.bin'"),
+    (lambda g: first_initializer(g, location="../../model_info.json"),
+     "chip0/segment_000.onnx' is not an ONNX graph that llmc wrote: .* '../../model_info.json'"),
+    (lambda g: first_initializer(g, location="tokenizer.json"), "expected 'weights.safetensors'"),
     (lambda g: g.graph.node.pop(), "ONNX Runtime cannot load"),
+    (lambda g: g.functions[0].node.add(op_type="Loop", input=["", ""], output=["x"]),
+     "a Loop in the function"),
+    (lambda g: g.graph.node.add(op_type="EPContext", domain="com.microsoft"),
+     "the operator 'com.microsoft.EPContext', which is none of llmc's"),
 ])
 def test_a_graph_that_was_changed_and_hashed_again_is_one_sentence(broken_case, change, match):
     change_graph(broken_case, "chip0/segment_000.onnx", change)
@@ -232,7 +241,90 @@ def test_a_graph_that_was_changed_and_hashed_again_is_one_sentence(broken_case, 
 def test_a_file_that_is_no_graph_is_one_sentence(broken_case, data):
     (broken_case / "chip0" / "segment_000.onnx").write_bytes(data)
     rehash(broken_case, "chip0/segment_000.onnx")
-    refused(broken_case, "ONNX Runtime cannot load")
+    refused(broken_case, "segment_000.onnx' is not an ONNX graph that llmc wrote")
+
+
+def terabytes(graph):
+    """Let a graph add a tensor of 2^40 zeros to its result."""
+    made = graph.graph.output[0].name
+    node = next(node for node in graph.graph.node if made in node.output)
+    node.output[[*node.output].index(made)] = "made"
+    graph.graph.node.extend(onnx.parser.parse_graph(
+        "g (float[n] made) => (float[n] result) { size = Constant<value_ints=[1099511627776]>()"
+        " zeros = ConstantOfShape(size) corner = Constant<value_ints=[0]>()"
+        " none = Gather(zeros, corner) result = Add(made, none) }").node)
+    graph.graph.node[-1].output[0] = made
+
+
+def test_a_graph_that_takes_terabytes_names_itself(broken_case):
+    change_graph(broken_case, "chip0/segment_000.onnx", terabytes)
+    with pytest.raises(llmc.LlmcError, match="chip0/segment_000.onnx") as caught, \
+            llmc.LLM(broken_case) as model:
+        model.logits([1, 2])
+    assert "\n" not in str(caught.value)
+
+
+# What stands in place of a file, made at a path.
+IN_PLACE_OF_FILES = {
+    "is a symbolic link": lambda path: path.symlink_to(path.with_name(f"{path.name}.moved")),
+    "is a FIFO, expected a regular file": os.mkfifo,
+    "is a directory, expected a regular file": os.mkdir,
+    "is a socket, expected a regular file": lambda path: bind(path),
+}
+
+
+def bind(path):
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:  # short names
+        server.bind(path.name)
+
+
+@pytest.mark.parametrize("file", [
+    MANIFEST, "chip0/segment_000.onnx", "chip1/weights.safetensors", "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json", "tokenizer/chat_template.jinja"])
+@pytest.mark.parametrize("what", IN_PLACE_OF_FILES)
+def test_what_is_no_regular_file_is_refused_and_never_opened(broken_case, file, what):
+    path = broken_case / file
+    path.rename(path.with_name(f"{path.name}.moved"))
+    IN_PLACE_OF_FILES[what](path)
+    refused(broken_case, f"{file}' {what}")
+
+
+@pytest.mark.parametrize("folder", ["chip1", "tokenizer"])
+def test_a_directory_that_is_a_symbolic_link_is_refused(broken_case, tmp_path, folder):
+    (broken_case / folder).rename(tmp_path / "elsewhere")
+    (broken_case / folder).symlink_to(tmp_path / "elsewhere")
+    refused(broken_case, f"{folder}' is a symbolic link, .*cp -rL")
+
+
+def test_a_symbolic_link_to_a_case_directory_and_hard_links_in_it_are_fine(case_tp1, tmp_path):
+    copy = shutil.copytree(case_tp1, tmp_path / "copy", copy_function=os.link)
+    (tmp_path / "link").symlink_to(copy)
+    with llmc.LLM(tmp_path / "link") as model:
+        assert model.logits([1]).shape[0] == 1
+
+
+def test_a_file_that_is_read_and_not_listed_is_refused(broken_case):
+    edit(broken_case, lambda data: data.update(files=[
+        entry for entry in data["files"] if entry["path"] != "tokenizer/tokenizer_config.json"]))
+    refused(broken_case, "tokenizer_config.json' is not among the files of model_info.json")
+    (broken_case / "tokenizer" / "tokenizer_config.json").unlink()
+    llmc.LLM(broken_case).close()
+
+
+@pytest.mark.parametrize(("length", "match"), [
+    (10**9, "its header has 1000000000 bytes, the limit is"), (2**63, "its header has")])
+def test_a_weight_file_with_a_huge_header_is_not_read(broken_case, length, match):
+    path = "chip0/weights.safetensors"
+    with open(broken_case / path, "wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(2 * 10**9)  # sparse
+
+    def say(data):
+        next(entry for entry in data["files"] if entry["path"] == path).update(size=2 * 10**9)
+
+    edit(broken_case, say)
+    with pytest.raises(llmc.LlmcError, match=match):
+        llmc.LLM(broken_case, verify=False)
 
 
 def narrower(graph):

@@ -7,10 +7,10 @@ import json
 import os
 import shutil
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llmc.runtime.manifest import MANIFEST_NAME, Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, Manifest, check_files
 
 MODEL_TYPE = "llmc"
 ARCHITECTURE = "LlmcForCausalLM"
@@ -28,8 +28,10 @@ def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
     config.json. It is named after what is in it, and appears whole.
     """
     config = json.dumps(describe(case_dir, manifest), indent=2, sort_keys=True)
-    files = sorted((case_dir / manifest.tokenizer.path).iterdir()) if manifest.tokenizer.path \
-        else []
+    check_files(manifest, case_dir)
+    folder = manifest.tokenizer.path
+    files = sorted(case_dir / entry.path for entry in manifest.files
+                   if folder and str(PurePosixPath(entry.path).parent) == folder)
     digest = hashlib.sha256(config.encode())
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
