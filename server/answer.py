@@ -16,12 +16,18 @@ from llmc.server.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
 Object = dict[str, Any]
+_LEAST_LOGPROB = -9999.0  # OpenAI's for a token that is very unlikely; JSON has no -inf
 
 
 def event(content: Object, name: str = "") -> bytes:
     """One server-sent event, perhaps with a name."""
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return (f"event: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, _LEAST_LOGPROB)
 
 
 class Answer(ABC):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.decoding.token_text import token_bytes, token_text
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError
@@ -114,8 +115,12 @@ class Model:
         return await asyncio.to_thread(read)
 
     def token_text(self, token_id: int) -> str:
-        """One token's text; empty without a tokenizer."""
-        return "" if self.llm.tokenizer is None else self.llm.detokenize([token_id])
+        """One token's text, with U+FFFD for parts of characters; empty without a tokenizer."""
+        return "" if self.llm.tokenizer is None else token_text(self.llm.tokenizer, token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, also where they are no whole characters; empty without a tokenizer."""
+        return b"" if self.llm.tokenizer is None else token_bytes(self.llm.tokenizer, token_id)
 
     def pieces(self, job: Job) -> AsyncGenerator[list[Piece], None]:
         """What is generated, each time all that is there; closing this stops the work."""
