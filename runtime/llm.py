@@ -171,13 +171,19 @@ class _Loaded:
             loop.check_health()
 
     def metrics(self) -> dict[str, Any]:
-        """What the replicas do and have done: sequences `running` and callers `waiting`,
-        `generated_tokens`, `tokens_per_second` of the last ten seconds, `finished` completions,
-        `preemptions`, prompt tokens looked up and found in the cache when they first came
-        (`cache_queries`, `cache_hits`), `cache_usage` from 0 to 1 of `num_blocks` of `block_size`
-        positions; and of the newest few thousand, p50, p90 and p99 of `time_to_first_token` and
-        `inter_token_latency` in seconds.
+        """What the replicas do and have done.
+
+        Sequences `running` and callers `waiting`; `generated_tokens`, `tokens_per_second` of the
+        last ten seconds, `finished` completions, requests that ended because of NaN or infinite
+        logits (`nan_logits`), `preemptions`; prompt tokens looked up and found in the prefix cache
+        when they first came (`cache_queries`, `cache_hits`); `cache_usage` from 0 to 1 of
+        `num_blocks` of `block_size` positions; and of the newest few thousand, p50, p90 and p99 of
+        `time_to_first_token` and `inter_token_latency` in seconds.
+
+        Raises:
+            LlmcError: this is closed.
         """
+        self._first()
         return together([loop.metrics for loop in self._loops])
 
     def _first(self) -> Loop:

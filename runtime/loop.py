@@ -251,6 +251,7 @@ class Loop:
                 own = self._search(sequence, owner, chosen) if isinstance(owner, Searching) \
                     else self._decode(sequence, owner, chosen)
             except LlmcError as error:  # this call's own
+                self.metrics.failed(error)
                 self._forget(call)
                 call.outbox.fail(error)
             else:

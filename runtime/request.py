@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from array import array
@@ -18,7 +19,13 @@ from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log
 from llmc.runtime.decoding.guide import Guide, Guides
 from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode, shown
 from llmc.runtime.decoding.processing import MAX_LOGPROBS
-from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
+from llmc.runtime.decoding.sampling import (
+    NOT_FINITE,
+    Logprobs,
+    NonFiniteLogits,
+    Sampler,
+    nothing_allowed,
+)
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.manifest import PAGED, Manifest
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
@@ -149,7 +156,10 @@ class Completing:
 
         Raises:
             LlmcError: none was allowed, or the guide finds no way on.
+            NonFiniteLogits: a logit is NaN or infinite.
         """
+        if token == NOT_FINITE or (logprobs is not None and math.isnan(logprobs.chosen)):
+            raise NonFiniteLogits(self.generated)
         if token < 0:
             raise nothing_allowed(self.generated)
         self.generated += 1
@@ -239,6 +249,7 @@ class Searching:
 
         Raises:
             LlmcError: no token is allowed.
+            NonFiniteLogits: a log-probability is NaN.
         """
         width = self.request.params.beam_width
         found = chosen.candidates
@@ -248,6 +259,8 @@ class Searching:
                       zip(log_softmax(chosen.logits), self._histories, strict=False)]
             found = Candidates.of(np.stack(scores), self._count)
         assert found is not None
+        if np.isnan(found.log_probs).any():
+            raise NonFiniteLogits(len(self._histories[0]))
         found = Candidates(found.tokens[:, :self._count], found.log_probs[:, :self._count])
         if len(found.tokens) < width:  # of the prompt, which all beams have in common
             found = Candidates(np.repeat(found.tokens, width, axis=0),

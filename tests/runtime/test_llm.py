@@ -419,3 +419,19 @@ def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeyp
     step = far_ahead[3]
     assert came_at[:2] == [0, 3] and (step.batch_size, step.num_ctx_tokens) == (2, 2)
     assert [wanted["first"], wanted["second"]] == alone
+
+
+@pytest.mark.parametrize("params", [
+    dict(), dict(logprobs=1), dict(temperature=1, seed=1), dict(temperature=1, top_k=3, top_p=0.5),
+    dict(guided_choice=["fox"]), dict(beam_width=2), dict(beam_width=2, bad_words=["fox"])])
+def test_nan_logits_end_their_own_request_alone(nan_case, params):
+    params = llmc.SamplingParams(max_tokens=20, **params)
+    with llmc.LLM(nan_case) as llm:
+        expected = llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=20, ignore_eos=True))
+        others = llm.stream([[5, 6]], llmc.SamplingParams(max_tokens=20, ignore_eos=True))
+        pieces = [next(others)]
+        with pytest.raises(llmc.LlmcError, match="the logits after 0 generated tokens are NaN"):
+            llm.generate([[5, 7]], params)
+        pieces += others
+        assert tuple(piece.token_id for piece in pieces) == expected[0].token_ids
+        assert llm.metrics()["nan_logits"] == 1

@@ -15,7 +15,15 @@ from transformers.generation import logits_process as hf
 
 import llmc
 from llmc.runtime.decoding import processors
-from llmc.runtime.decoding.sampling import Logprobs, Sampler, SamplingParams, probabilities
+from llmc.runtime.decoding.beam_search import Candidates
+from llmc.runtime.decoding.beam_search import log_softmax as log_softmax_rows
+from llmc.runtime.decoding.sampling import (
+    Logprobs,
+    NonFiniteLogits,
+    Sampler,
+    SamplingParams,
+    probabilities,
+)
 
 VOCAB = 24
 # A grid, so that logits are often equal and never almost equal.
@@ -271,6 +279,17 @@ def test_without_temperature_the_likeliest_allowed_token_is_taken():
     assert Sampler(SamplingParams(frequency_penalty=1.0))(logits, [1, 1, 2]) == 1
     assert Sampler(SamplingParams(frequency_penalty=1.2))(logits, [1, 1, 2]) == 3
     np.testing.assert_array_equal(logits, [1, 5, 4, 3])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.nan, math.inf])
+@pytest.mark.parametrize("params", [dict(), dict(temperature=1), dict(presence_penalty=1)])
+def test_nan_and_infinite_logits_are_never_sampled(wrong, params):
+    logits = np.array([1, 5, wrong, 3], np.float32)
+    with pytest.raises(NonFiniteLogits, match="the logits after 2 generated tokens are NaN"):
+        Sampler(SamplingParams(**params))(logits, [1, 1])
+    masked = np.array([1, 5, -math.inf, 3], np.float32)
+    assert Sampler(SamplingParams())(masked, []) == 1
+    assert np.isnan(Candidates.of(log_softmax_rows(logits), 2).log_probs).all()
 
 
 def test_params_are_equal_and_hash_by_value():
