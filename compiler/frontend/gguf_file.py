@@ -19,7 +19,7 @@ from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
 
 # What is not quantised.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -96,7 +96,7 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or repr(error)
+    return shortened(str(error)) or repr(error)
 
 
 def _tokenizer_class(path: Path, config: Any) -> Any:

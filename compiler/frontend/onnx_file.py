@@ -20,7 +20,7 @@ from llmc.compiler.frontend.huggingface import (
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, reason_of
 
 _MIN_OPSET = 18
 _TABLE_ELEMENTS = 256  # floats of rank 1 with no more elements are tables such as inv_freq
@@ -49,8 +49,7 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
             model = onnx.inliner.inline_local_functions(model)
         graph = gs.import_onnx(_with_shapes(model))
     except Exception as error:  # onnx and graph-surgeon raise many kinds
-        first = str(error).strip().partition("\n")[0][:160] or type(error).__name__
-        raise LlmcError(f"'{path}' is no valid ONNX model ({first})") from error
+        raise LlmcError(f"'{path}' is no valid ONNX model ({reason_of(error)})") from error
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):
             _make_lazy(tensor, external)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.errors import LlmcError
-from llmc.runtime.decoding.params import SamplingParams, shown
+from llmc.errors import LlmcError, shortened
+from llmc.runtime.decoding.params import SamplingParams
 
 # One way to write a value: where any blanks may stand, a model can write them for ever.
 _JSON = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -51,8 +51,8 @@ class Guide:
             self._mask[:] = 0
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())
-            raise LlmcError(f"the guide cannot be followed ({shown(reason)[1:-1]})")
+            reason = shortened(self._matcher.get_error())
+            raise LlmcError(f"the guide cannot be followed ({reason})")
 
 
 class Guides:
@@ -104,7 +104,7 @@ class Guides:
 
 
 def _unreadable(reason: str) -> LlmcError:
-    return LlmcError(f"the guide cannot be read ({' '.join(reason.split())[:300]})")
+    return LlmcError(f"the guide cannot be read ({shortened(reason)})")
 
 
 def _import_llguidance() -> ModuleType:
