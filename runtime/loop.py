@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -128,6 +129,7 @@ class Loop:
         self._error: BaseException | None = None
         self._closing = False
         self.metrics = Metrics(scheduler)
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="llmc-loop", daemon=True)
         self._thread.start()
 
@@ -174,8 +176,19 @@ class Loop:
 
     def check_health(self) -> None:
         """Raises LlmcError where nothing can run any more."""
+        self.check_process()
         with self._condition:
             self._check()
+
+    def check_process(self) -> None:
+        """Raises LlmcError in a forked child, which has no threads of its parent."""
+        if self._forked():
+            raise LlmcError(f"this LLM was loaded in process {self._pid}, and cannot be used in "
+                            f"its forked child {os.getpid()}; load it in the child, or start the "
+                            f"child with multiprocessing's 'spawn'")
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def run(self, work: Callable[[Scheduler, Engine], _Result]) -> _Result:
         """Have the thread do some work between two steps, and wait for what it returns."""
@@ -185,6 +198,8 @@ class Loop:
 
     def close(self) -> None:
         """End what runs, and the thread."""
+        if self._forked():  # it is the parent's
+            return
         with self._condition:
             self._closing = True
             self._condition.notify()
@@ -193,11 +208,14 @@ class Loop:
 
     def _mention(self, order: Callable[[], None]) -> None:
         """`_tell` what does not matter where the loop has ended."""
+        if self._forked():
+            return
         with self._condition:
             self._orders.append(order)
             self._condition.notify()
 
     def _tell(self, order: Callable[[], None]) -> None:
+        self.check_process()
         with self._condition:
             self._check()
             self._orders.append(order)
@@ -386,8 +404,10 @@ class Work:
         """All that is there; perhaps nothing yet.
 
         Raises:
-            LlmcError: what ended it.
+            LlmcError: what ended it; or this is a forked child.
         """
+        for loop, _ in self._calls[:1]:
+            loop.check_process()
         made, stalled = self.outbox.take()
         if stalled:
             for loop in {loop for loop, _ in self._calls}:

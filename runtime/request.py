@@ -287,10 +287,15 @@ class Reader:
 
     Args:
         max_slots: sequences that it decodes at once.
+
+    Attributes:
+        max_model_len: positions of the longest sequence; the KV cache may have fewer than the
+            model.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, max_slots: int) -> None:
         self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
+        self.max_model_len = manifest.dims.max_seq_len
         self.tokenizer = load_tokenizer(manifest, case_dir)
         self._guides: Guides | None = None
         self._guides_lock = threading.Lock()
@@ -333,7 +338,8 @@ class Reader:
             self.check_prompt(ids)
             source = array("i", ids)
             decoded = source if encoder is None else (encoder.decoder_start_token_id,)
-            limit = min(own.max_tokens, self.manifest.dims.max_seq_len - len(decoded) + 1)
+            # The last token needs no position. A prompt beyond the cache is refused later.
+            limit = max(min(own.max_tokens, self.max_model_len - len(decoded) + 1), 1)
             requests.append(Request(index, decoded, source, decodings[id(own)], limit,
                                     self._forced_tokens(own, limit)))
         return requests

@@ -166,7 +166,6 @@ def test_several_completions_of_a_prompt_are_numbered(case_tp2):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--top_p", "0"], "top_p 0.0 is not above 0"),
     (["--temperature", "-1"], "temperature -1.0 is not from 0"),
-    (["--n", "3"], "n 3 completions would be the same"),
     (["--logit_bias", "5"], "--logit_bias '5' is not a token id and a number such as 42=-1.5"),
     (["--logit_bias", "999=1"], "token id 999 is not in the vocabulary"),
     (["--logprobs", "2"], "--logprobs are printed with --json only"),

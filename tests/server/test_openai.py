@@ -213,7 +213,6 @@ def test_what_is_not_served_is_refused_by_name(client):
 
 @pytest.mark.parametrize(("given", "said"), [
     (dict(temperature=-1), "temperature -1.0 is "), (dict(top_p=3), "top_p 3.0 is not"),
-    (dict(n=3, temperature=0), "n 3 completions would be the same"),
     (dict(max_tokens=0), "max_tokens 0 is below 1"), (dict(logprobs=50), "more than 20"),
     (dict(prompt=[5000]), "5000 is not in the vocabulary of 300"), (dict(prompt=""), "is empty"),
     (dict(prompt=[]), "there is no prompt"), (dict(prompt=[5] * 100), "100 tokens, the KV cache"),
