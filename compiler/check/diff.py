@@ -109,7 +109,8 @@ _TOKENS = 24
 
 def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | None = None,
          prompt: str | None = None, tolerance: float | None = None, tokens: int = 16,
-         bisect: bool = False) -> DiffReport:
+         bisect: bool = False, progress: Callable[[str], object] = lambda text: None) -> \
+        DiffReport:
     """Compare a case directory with what it was compiled from.
 
     Args:
@@ -119,6 +120,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
             default what is allowed is as told above.
         tokens: greedy tokens to compare, as far as the KV cache has room.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
+        progress: called with the name of each phase as it begins.
 
     Raises:
         LlmcError: either side cannot be read or run, or there is no GPU for what is compiled for
@@ -134,11 +136,13 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     if manifest.target.kind not in ("cpu", "cuda", "tensorrt"):
         raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
                         f"compile for cpu or cuda to compare")
+    progress("hash files")
     changed = tuple(entry.path for entry in manifest.files
                     if not (root / entry.path).is_file()
                     or hash_file(root / entry.path) != entry.sha256)
     ids = _token_ids(manifest, root, prompt)
     tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
+    progress("export the reference")
     raw = load(reference, hf_dir=hf_dir)
     size = raw.graph.outputs[0].shape[-1]
     if isinstance(size, int) and size != manifest.dims.vocab_size:
@@ -148,6 +152,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
              for t in node.outputs if not t.is_empty()}
     known = kinds.keys()
     trace = _trace if manifest.target.kind in PAGED else run_chips
+    progress("run the compiled model")
     compiled = trace(manifest, root, ids, known | {"logits"})
     # Whether a number near zero is above it may be either; what comes of it is compared.
     shared = [name for name, value in compiled[0].items()
@@ -156,6 +161,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
               if name in shared]
     wanted = shared if bisect else [*layers, "logits"]
     rounded = [name for name in shared if kinds[name] == np.float32]
+    progress("run the reference")
     original = _run_reference(raw, reference, manifest, ids, tokens, rounded, wanted)
     ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.export[name])
             for name in wanted if name != "logits"}
@@ -167,6 +173,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
                             f"that it was compiled from")
     allowed = _Allowed(tolerance, original, manifest)
 
+    progress("compare activations")
     differences = tuple(_compare_layers(ours, original, [*layers, "logits"], allowed))
     first = next((d.name for d in differences
                   if not d.passed and d.pair.startswith("compiled")), None)
@@ -176,8 +183,10 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     error = allowed.absolute("logits", original.best("logits"))
     judged: tuple[GreedyToken, ...] = ()
     if tokens:
+        progress("compare greedy tokens")
         with _greedy(root) as choose:
             judged = judge_tokens(choose, ids, original.greedy, error)
+    progress("compare weights")
     report = DiffReport(
         case_dir=str(case_dir), reference=str(reference), target=manifest.target.kind,
         dtype=manifest.dtype, kv_dtype=manifest.kv_dtype, tp_size=manifest.tp_size,
