@@ -58,9 +58,8 @@ def read_dtype(dtype: object, target: str, model: str | Path) -> str:
     if Path(model).suffix not in (".gguf", ".onnx"):
         config = read_json(find_directory(model) / "config.json")
     text = config.get("text_config") or config
-    own = next((found for key in ("dtype", "torch_dtype") for found in (
-        config.get(key), text.get(key)) if found), None)
-    return own if own in dtypes else dtypes[-1]
+    named = (part.get(key) for key in ("dtype", "torch_dtype") for part in (config, text))
+    return str(next((own for own in named if own in dtypes), dtypes[-1]))
 
 
 @dataclass(frozen=True)

@@ -573,12 +573,12 @@ def _kept_keys() -> Iterator[None]:
     """Keep what is typed meanwhile for the next prompt, Ctrl-D too: a terminal that waits for whole
     lines forgets it once readline takes over.
     """
-    try:
-        import termios
-        before = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError, ValueError, termios.error):
+    if not sys.stdin.isatty():
         yield
         return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
     mode = [*before]
     mode[3] &= ~termios.ICANON
     termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
@@ -680,8 +680,9 @@ class _ProgressBar:
             nonlocal done
             if not meter.tokens:  # it may print, perhaps on the same terminal
                 self._bar.stop()
+                meter.begin()
+                self._bar.start()
             meter.count()
-            self._bar.start()
             done += piece.finish_reason is not None
             self.show(f"{meter.rate:.1f} tokens/s", done, total)
 
@@ -959,8 +960,8 @@ def eval_command(directory: Path | None, case_dir: Path | None, task: str, as_js
     """Measure a compiled model's quality: perplexity of a text, ROUGE of summaries."""
     found = _case_dir(directory, case_dir)
     with _Phases() as phases:
-        phases.begin("import")
         if options["hf_dir"] is not None:
+            phases.begin("import")
             _import_compiler()
         from llmc.compiler.check.evaluate import EvalReport, perplexity, print_report, summarize
 

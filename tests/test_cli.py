@@ -462,7 +462,7 @@ def test_phases_are_told_with_their_durations(compiled, compared):
                                          "run the compiled model", "run the reference",
                                          "compare activations", "compare greedy tokens",
                                          "compare weights"]),
-                          (compared[1], 0, ["import", "load llmc", "llmc"])):
+                          (compared[1], 0, ["load llmc", "llmc"])):
         assert result.exit_code == code, result.output
         lines = [line for line in result.stderr.splitlines() if line.startswith("[")]
         assert [line.partition("] ")[2] for line in lines] == names

@@ -76,8 +76,9 @@ def _document(cls: type, described: Sequence[Described]) -> None:
             for own in described]
     own_self = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
     setattr(cls, "__signature__", Signature(each))  # noqa: B010  which mypy does not know
-    setattr(cls.__init__, "__signature__", Signature([own_self, *each]))  # noqa: B010
-    cls.__init__.__annotations__ = {own.name: own.kind for own in described}
+    constructor: Any = vars(cls)["__init__"]
+    constructor.__signature__ = Signature([own_self, *each])
+    constructor.__annotations__ = {own.name: own.kind for own in described}
 
 
 def described(cls: type) -> list[Described]:
