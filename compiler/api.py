@@ -33,7 +33,7 @@ from llmc.compiler.passes.quantize import (
     UNROUNDED_LAYERS,
     WIDENED,
 )
-from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options
+from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options, read_dtype
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
@@ -61,6 +61,10 @@ _DTYPES = {"fp8": FLOAT8}  # as `quantize` has them
 Progress = Callable[[str], None]
 
 
+class Note(str):
+    """A remark among what `progress` is called with; other texts name the phase that begins."""
+
+
 @interruptible()
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
             target: str = "cpu", max_seq_len: int | None = None,
@@ -82,7 +86,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         output: the case directory to make; of a symbolic link, its target is. One that holds what
             llmc did not put there is not replaced.
         tp_size: chips that share the model.
-        dtype: of weights and activations; the cpu target has float32.
+        dtype: of weights and activations: float32, float16 or bfloat16 (the cpu target has
+            float32), also as torch's. `half` and `float` are float16 and float32; `auto` is the
+            checkpoint's own where the target has it, else bfloat16 on GPUs.
         kv_dtype: of the KV caches; the cuda and tensorrt targets have float8_e4m3fn; "": as dtype.
         quantize: what the weights of linear layers are rounded to: int8, int4, uint4 (int4 with
             zero points) or fp8; "": they stay as they are; none: what the checkpoint has in fewer
@@ -108,13 +114,13 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         mem_max_seq_len: tokens of a prompt that an encoder takes, chosen like max_seq_len, which
             then is the decoder's.
         max_batch_size: sequences of a step; only the tensorrt target has such a limit.
-        progress: called with what is about to happen.
+        progress: called with the name of each phase as it begins, and with remarks (`Note`).
 
     Raises:
         LlmcError: the input is bad, the model cannot be compiled, or the disk is full.
     """
     output = Path(output)
-    options = Options(dtype, compute_capability, max_batch_size,
+    options = Options(read_dtype(dtype, target, model), compute_capability, max_batch_size,
                       output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
                       tp_size, max_seq_len, mem_max_seq_len,
                       scheme=_scheme(quantize, group_size, quantize_activations),
@@ -130,7 +136,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                revision=revision, check=lambda *about: check_model(options, About(*about)))
     for note in raw.notes:
-        progress(note)
+        progress(Note(note))
     if requantize:
         _dequantize(raw)
     progress("passes")
@@ -139,7 +145,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     else:
         lowered = lower(raw, options)
     _check_rounded(lowered, options)
-    _say_conversions(lowered, options, progress)
+    _say_conversions(lowered, options, lambda text: progress(Note(text)))
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
     with new_directory(output) as directory:

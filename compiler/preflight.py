@@ -7,9 +7,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from llmc.compiler.frontend.checkpoint import read_json
+from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.quantized import method_of
 from llmc.compiler.frontend.raw import architecture_of, token_ids
 from llmc.compiler.graph.quantization import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
@@ -29,6 +32,34 @@ _ALL_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 _ROUNDED_ALONE = "quantize_activations is given without quantize fp8; give both, as rounded " \
     "activations are multiplied by FP8 weights only"
+
+
+# transformers' and vLLM's names of dtypes; and short ones, which an error explains.
+_ALIASES = {"half": "float16", "float": "float32"}
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32",
+                 "f32": "float32"}
+
+
+def read_dtype(dtype: object, target: str, model: str | Path) -> str:
+    """A dtype as the options have it, from torch's or transformers' words.
+
+    Args:
+        dtype: its name, torch's dtype, or `auto`: the checkpoint's own where the target has it,
+            else the target's 16-bit dtype, or its only one.
+
+    Raises:
+        LlmcError: `auto` is given, and there is no such model.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name != "auto":
+        return _ALIASES.get(name, name)
+    dtypes = TARGETS[target].DTYPES if target in TARGETS else ("float32",)
+    config: dict[str, Any] = {}
+    if Path(model).suffix not in (".gguf", ".onnx"):
+        config = read_json(find_directory(model) / "config.json")
+    text = config.get("text_config") or config
+    named = (part.get(key) for key in ("dtype", "torch_dtype") for part in (config, text))
+    return str(next((own for own in named if own in dtypes), dtypes[-1]))
 
 
 @dataclass(frozen=True)
@@ -161,7 +192,9 @@ def _dtype(options: Options) -> str | None:
     dtypes = TARGETS[options.target].DTYPES
     if options.dtype in dtypes:
         return None
-    return f"target '{options.target}' has no dtype '{options.dtype}'; it has: {', '.join(dtypes)}"
+    meant = _SHORT_DTYPES.get(options.dtype, "")
+    asked = f"did you mean '{meant}'? It has" if meant in dtypes else "it has"
+    return f"target '{options.target}' has no dtype '{options.dtype}'; {asked}: {', '.join(dtypes)}"
 
 
 def _kv_dtype(options: Options) -> str | None:

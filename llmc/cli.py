@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
@@ -33,21 +34,34 @@ if TYPE_CHECKING:
     from llmc.runtime.manifest import Manifest
     from llmc.runtime.request import Completion, Piece
 
+# What a shell completes; the compiler's own lists take seconds to import.
+TARGETS = ("cpu", "cuda", "tensorrt", "tensorrt_rtx")
+DTYPES = ("float32", "float16", "bfloat16", "auto")
+QUANTIZE = ("int8", "int4", "uint4", "fp8", "none")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
-    """Turns a user's error into one line and an exit code: 2, or 1 for a failed check."""
+    """Turns a user's error into one line and an exit code: 2, or 1 for a failed check.
+
+    With --json an error is a JSON object on stderr, and stdout has results alone.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
+        as_json = "--json" in ctx.args
         try:
             return super().invoke(ctx)
         except CheckFailed as error:
-            click.echo(f"error: {error}", err=True)
+            _print_error(str(error), 1, as_json)
             ctx.exit(1)
         except LlmcError as error:
-            click.echo(f"error: {error}", err=True)
+            _print_error(str(error), 2, as_json)
             ctx.exit(2)
+        except click.UsageError as error:
+            if not as_json:
+                raise
+            _print_error(error.format_message(), error.exit_code, as_json)
+            ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
@@ -56,12 +70,50 @@ class _Group(click.Group):
             ctx.exit(141)
 
 
+def _print_error(message: str, exit_code: int, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"error": message, "exit_code": exit_code}), err=True)
+        return
+    label = "error:"
+    if not os.environ.get("NO_COLOR"):  # and click leaves it out where stderr is no terminal
+        label = click.style(label, fg="red", bold=True)
+    click.echo(f"{label} {message}", err=True)
+
+
 _SETTINGS = {"token_normalize_func": lambda token: token.replace("-", "_"),
              "help_option_names": ["-h", "--help"], "show_default": True}
 
-case_dir_option = click.option("--case_dir", required=True, type=click.Path(path_type=Path),
-                               help="Case directory that `llmc compile` made.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def _complete(*values: str) -> Callable[..., list[CompletionItem]]:
+    """Values that a shell offers for an option; what is not known is refused by the command."""
+    return lambda ctx, param, incomplete: [CompletionItem(value) for value in values
+                                           if value.startswith(incomplete)]
+
+
+def case_options(command: _Command) -> _Command:
+    """The case directory: the argument DIR, or --case_dir."""
+    path = click.Path(path_type=Path, file_okay=False)
+    command = click.option("--case_dir", type=path, default=None,
+                           help="DIR, as an option.")(command)
+    return click.argument("directory", type=path, required=False, metavar="[DIR]")(command)
+
+
+def _case_dir(directory: Path | None, case_dir: Path | None) -> Path:
+    """The case directory, by whichever of the two it was given."""
+    found = _either(directory, case_dir)
+    if found is None:
+        raise LlmcError("there is no case directory; give DIR, which `llmc compile` made")
+    return found
+
+
+def _either(directory: Path | None, case_dir: Path | None) -> Path | None:
+    if directory is not None and case_dir is not None and \
+            directory.resolve() != case_dir.resolve():
+        raise LlmcError(f"DIR is '{directory}' and --case_dir '{case_dir}'; give one of them")
+    return directory if case_dir is None else case_dir
+
+
+json_option = click.option("--json", "as_json", is_flag=True,
+                           help="Print results as JSON on stdout, and errors as JSON on stderr.")
 
 
 def _devices(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
@@ -74,27 +126,28 @@ def _devices(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 
 
 device_option = click.option("--device", callback=_devices, metavar="0,1,…",
-                             help="Devices; tp_size of them are a replica.  "
+                             help="Devices to run on; each tp_size of them are a replica.  "
                                   "[default: one replica on all cores]")
 
 
 # How a model is loaded: `LLM`'s arguments of these names.
 _LOADING: dict[str, dict[str, Any]] = {
-    "max_batch_size": dict(type=int, help="Sequences that a replica decodes at once.  "
-                                          "[default: 16, or what it was compiled for]"),
-    "max_num_batched_tokens": dict(default=2048, help="Tokens of a step; longer prompts are read "
-                                                      "in chunks, while others decode."),
+    "max_batch_size": dict(type=int, help="Maximum number of sequences that a replica decodes at "
+                                          "once.  [default: 16, or what it was compiled for]"),
+    "max_num_batched_tokens": dict(default=2048, help="Maximum number of tokens of a step; longer "
+                                                      "prompts are prefilled in chunks."),
     "block_size": dict(default=16, help="Positions of a block of the KV cache."),
-    "kv_cache_tokens": dict(type=int, help="Positions of all blocks.  [default: what there is "
-                                           "memory for]"),
-    "gpu_memory_utilization": dict(default=0.9, help="Part of a GPU's memory that is used."),
-    "attention_backend": dict(help="Who computes attention, for target cuda: vanilla, llmc, "
-                                   "cudnn or fastest.  [default: fastest]"),
+    "kv_cache_tokens": dict(type=int, help="Positions of the whole KV cache.  [default: as many "
+                                           "as there is memory for]"),
+    "gpu_memory_utilization": dict(default=0.9, help="Fraction of a GPU's memory to use."),
+    "attention_backend": dict(metavar="vanilla|llmc|cudnn|fastest",
+                              shell_complete=_complete("vanilla", "llmc", "cudnn", "fastest"),
+                              help="Attention kernels, for target cuda.  [default: fastest]"),
     "prefix_reuse": dict(default=True, is_flag=True,
-                         help="Sequences that begin alike share blocks."),
-    "check_step": dict(default=2, help="Steps that a GPU is given before the first one's tokens "
-                                       "are looked at."),
-    "skip_step": dict(default=0, help="Tokens that a GPU makes before any are looked at."),
+                         help="Prefix caching: sequences share the blocks of a common prefix."),
+    "check_step": dict(default=2, help="Maximum number of in-flight steps on a GPU."),
+    "skip_step": dict(default=0, help="Tokens of each sequence that a GPU makes before the host "
+                                      "reads the first."),
 }
 
 
@@ -190,41 +243,47 @@ def main() -> None:
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path),
               help="Case directory to make.")
-@click.option("--tp_size", default=1, help="Chips that share the model.")
+@click.option("--tp_size", default=1, help="Tensor parallel size: chips that share the model.")
 @click.option("--expert_parallel", is_flag=True,
-              help="Chips have whole experts of a mixture, not some columns of each.")
-@click.option("--dtype", default="float32", help="Of weights and activations.")
-@click.option("--kv_dtype", default="", metavar="float8_e4m3fn",
-              help="Of the KV caches, for --target cuda or tensorrt.  [default: as --dtype]")
-@click.option("--quantize", default="", metavar="int8|int4|uint4|fp8|none",
-              help="Round the weights of linear layers to this; uint4 is int4 with zero points; "
-                   "none: read those of a quantised checkpoint as numbers.  [default: they stay as "
-                   "they are]")
-@click.option("--group_size", default=0,
-              help="Numbers along a row that share a scale.  [default: 128, 64, 32 or 16, what "
-                   "divides the row; with fp8 the row]")
-@click.option("--quantize_lm_head", default="", metavar="int8|int4|uint4|fp8|none",
-              help="Of the LM head, and the embedding where they are tied.  [default: as "
+              help="Give each chip whole experts of an MoE, not some columns of each.")
+@click.option("--dtype", default="float32", metavar="float32|float16|bfloat16|auto",
+              shell_complete=_complete(*DTYPES),
+              help="Dtype of weights and activations; auto: the checkpoint's, where the target has "
+                   "it.")
+@click.option("--kv_dtype", default="", metavar="float8_e4m3fn", show_default=False,
+              shell_complete=_complete("float8_e4m3fn"),
+              help="Dtype of the KV cache, for --target cuda or tensorrt.  [default: as --dtype]")
+@click.option("--quantize", default="", metavar="|".join(QUANTIZE), show_default=False,
+              shell_complete=_complete(*QUANTIZE),
+              help="Quantize the weights of linear layers; uint4 is int4 with zero points; none: "
+                   "dequantize a quantized checkpoint to --dtype.  [default: as in the checkpoint]")
+@click.option("--group_size", default=0, show_default=False,
+              help="Weights along a row that share a scale.  [default: the largest of 128, 64, 32 "
+                   "and 16 that divides the row; with fp8 the row]")
+@click.option("--quantize_lm_head", default="", metavar="|".join(QUANTIZE), show_default=False,
+              shell_complete=_complete(*QUANTIZE),
+              help="Quantize the LM head, and the embedding where they are tied.  [default: as "
                    "--quantize, but int8 in place of 4 bits]")
 @click.option("--quantize_activations", is_flag=True,
-              help="With --quantize fp8: round what these layers multiply to FP8 too, each token "
-                   "by a scale of its own. Of a checkpoint in FP8 in blocks that says so: each "
-                   "group of a token.")
+              help="With --quantize fp8: also quantize activations to FP8, with a scale for each "
+                   "token. With an FP8 checkpoint in blocks that asks for it: for each group of a "
+                   "token.")
 @click.option("--requantize", is_flag=True,
-              help="Dequantize weights that are quantized already, and quantize them again as "
-                   "--quantize says.")
+              help="Dequantize a quantized checkpoint, then quantize it as --quantize says.")
 @click.option("--calibrate", type=click.Path(path_type=Path), default=None, metavar="TEXT",
-              help="A text, on which what --quantize rounds is corrected.")
-@click.option("--target", default="cpu", help="Engine kind.")
+              help="Text file to calibrate --quantize on.")
+@click.option("--target", default="cpu", metavar="|".join(TARGETS),
+              shell_complete=_complete(*TARGETS), help="Engine that runs the compiled model.")
 @click.option("--compute_capability", default=None, metavar="9.0",
-              help="Of the only GPUs that may run it.  [default: any]")
+              help="Compute capability of the only GPUs that may run it.  [default: any]")
 @click.option("--max_seq_len", type=int, default=None,
-              help="Positions a sequence may use.  [default: the model's; for --target tensorrt at "
-                   "most 4096]")
+              help="Maximum number of positions of a sequence.  [default: the model's; for "
+                   "--target tensorrt at most 4096]")
 @click.option("--mem_max_seq_len", type=int, default=None,
-              help="Tokens that an encoder takes.  [default: the model's, at most 4096]")
+              help="Maximum number of tokens that an encoder reads.  [default: the model's, at "
+                   "most 4096]")
 @click.option("--max_batch_size", default=64,
-              help="Sequences of a step, for --target tensorrt.")
+              help="Maximum number of sequences of a step, for --target tensorrt.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="For an .onnx MODEL: directory with its config.json and tokenizer.")
 @click.option("--revision", default=None, metavar="COMMIT",
@@ -236,12 +295,14 @@ def main() -> None:
 def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **options: Any) -> None:
     """Compile MODEL: a Hugging Face directory, hub id, .gguf or .onnx file."""
     started = time.perf_counter()
+    with _Phases() as phases, interruptible():  # imports too
+        phases.begin("import")
+        api = _import_compiler()
 
-    def progress(text: str) -> None:
-        click.echo(f"[{time.perf_counter() - started:6.2f} s] {text}", err=True)
+        def progress(text: str) -> None:
+            (phases.note if isinstance(text, api.Note) else phases.begin)(text)
 
-    with interruptible():  # imports too
-        manifest = _import_compiler().compile(model, output, progress=progress, **options)
+        manifest = api.compile(model, output, progress=progress, **options)
     seconds = time.perf_counter() - started
     if verbose:
         _print_passes(manifest)
@@ -252,6 +313,60 @@ def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **op
         size = sum(entry.size for entry in manifest.files)
         click.echo(f"{manifest.source.architecture} → {output}: {manifest.tp_size} chip(s), "
                    f"{size / 1e6:.0f} MB in {seconds:.1f} s")
+
+
+class _Phases:
+    """Phases of long work on stderr: each with its duration once it has ended, and on a terminal a
+    live line of the one that runs.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        self._live = Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
+                              TimeElapsedColumn(), console=console, transient=True,
+                              redirect_stdout=False, redirect_stderr=False,
+                              disable=not console.is_terminal)
+        self._task = self._live.add_task("", total=None, visible=False)
+        self._name = ""
+        self._started = 0.0
+
+    def __enter__(self) -> _Phases:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._end()
+        self._live.stop()
+
+    def begin(self, name: str) -> None:
+        """The phase before ends, and another begins."""
+        self._end()
+        self._name, self._started = name, time.perf_counter()
+        self._live.reset(self._task, description=name, total=None, visible=True)
+
+    def show(self, name: str, done: int, total: int) -> None:
+        """So much of a phase is done; it begins where it is another one."""
+        if name != self._name:
+            self.begin(name)
+        self._live.update(self._task, completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        """Print a remark."""
+        self._print(text)
+
+    def _end(self) -> None:
+        if self._name:
+            self._print(f"[{time.perf_counter() - self._started:7.2f} s] {self._name}")
+        self._name = ""
+
+    def _print(self, text: str) -> None:
+        self._live.stop()  # which makes room, as it is on the same terminal
+        click.echo(text, err=True)
+        self._live.start()
 
 
 def _import_compiler() -> ModuleType:
@@ -273,9 +388,7 @@ def _keep_what_is_imported() -> None:
 
 
 @main.command("run", cls=_Sampling)
-@click.argument("directory", type=click.Path(path_type=Path), required=False, metavar="[DIR]")
-@click.option("--case_dir", type=click.Path(path_type=Path), default=None,
-              help="DIR, as an option.")
+@case_options
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="Hugging Face directory whose config.json names the case directory: param_dir.")
 @click.option("--prompt", "prompts", multiple=True,
@@ -324,13 +437,12 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if talk and source is ParameterSource.DEFAULT:  # an answer ends by itself
         params = dataclasses.replace(params, max_tokens=manifest.dims.max_seq_len)
     info = _inference_info(hf_dir, case_dir, params.max_tokens, manifest.tp_size, device, log_file)
-    click.echo(info, err=as_json or lines is not None)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
     if lines is None and not talk:
         prompts = prompts or _read_prompts()
     failed = 0
     with _ended_by_sigterm(), LLM(case_dir, device=device, **loading) as llm:
-        meter = _Meter()
+        meter = _Meter(lambda: click.echo(info, err=as_json or lines is not None))
         if talk:
             _talk(llm, params, meter)
         elif lines is not None:
@@ -346,11 +458,21 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
 
 
 class _Meter:
-    """Counts tokens and the seconds in which they are made."""
+    """Counts tokens and the seconds in which they are made.
 
-    def __init__(self) -> None:
+    Args:
+        begun: called once, before the first token counts: what could be wrong is known then.
+    """
+
+    def __init__(self, begun: Callable[[], object] = lambda: None) -> None:
         self.tokens, self.seconds = 0, 0.0
         self._started = time.perf_counter()
+        self._begun = begun
+
+    def begin(self) -> None:
+        """Call `begun`, if that was not done."""
+        begun, self._begun = self._begun, lambda: None
+        begun()
 
     def start(self) -> None:
         """Time from here on counts."""
@@ -359,6 +481,7 @@ class _Meter:
     def count(self) -> None:
         """A token is there."""
         now = time.perf_counter()
+        self.begin()
         self.tokens, self.seconds, self._started = \
             self.tokens + 1, self.seconds + now - self._started, now
 
@@ -413,6 +536,7 @@ def _talk(llm: LLM, params: SamplingParams, meter: _Meter) -> None:
 
     with suppress(ImportError):
         import readline  # noqa: F401  input() has arrow keys then
+    meter.begin()
     click.echo("Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
     chat = Chat(llm, params)
     while True:
@@ -437,7 +561,7 @@ def _print_answer(pieces: Generator[Piece, None, None], meter: _Meter) -> None:
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
         meter.start()
-        with closing(pieces):
+        with _kept_keys(), closing(pieces):
             for piece in pieces:
                 meter.count()
                 click.echo(piece.text, nl=False)
@@ -446,6 +570,26 @@ def _print_answer(pieces: Generator[Piece, None, None], meter: _Meter) -> None:
         click.echo()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _kept_keys() -> Iterator[None]:
+    """Keep what is typed meanwhile for the next prompt, Ctrl-D too: a terminal that waits for whole
+    lines forgets it once readline takes over.
+    """
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    mode = [*before]
+    mode[3] &= ~termios.ICANON
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _read_prompts() -> tuple[str, ...]:
@@ -463,10 +607,7 @@ def _resolve_case(directory: Path | None, case_dir: Path | None, hf_dir: Path | 
     """The case directory, named itself or by a Hugging Face directory's config, and the tensor
     parallel size that the config asks for.
     """
-    if directory is not None and case_dir is not None and \
-            directory.resolve() != case_dir.resolve():
-        raise LlmcError(f"DIR is '{directory}' and --case_dir '{case_dir}'; give one of them")
-    case_dir = directory if case_dir is None else case_dir
+    case_dir = _either(directory, case_dir)
     if (case_dir is None) == (hf_dir is None):
         raise LlmcError("give either a case directory or --hf_dir")
     if case_dir is not None:
@@ -541,6 +682,10 @@ class _ProgressBar:
 
         def progress(piece: Piece) -> None:
             nonlocal done
+            if not meter.tokens:  # it may print, perhaps on the same terminal
+                self._bar.stop()
+                meter.begin()
+                self._bar.start()
             meter.count()
             done += piece.finish_reason is not None
             self.show(f"{meter.rate:.1f} tokens/s", done, total)
@@ -556,7 +701,7 @@ class _ProgressBar:
 
 
 @main.command("bench")
-@case_dir_option
+@case_options
 @click.option("--batch_size", default="1;4", help="Batch sizes, separated by semicolons.")
 @click.option("--input_output_len", default="64,64;128,20", help="Pairs of lengths.")
 @click.option("--runs", default=3, help="Runs per cell; medians are printed.")
@@ -569,9 +714,9 @@ class _ProgressBar:
 @click.option("--shared_prefix", default=0, help="Tokens that random requests begin with alike.")
 @_loading_options
 @json_option
-def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: int,
-                  device: list[int] | None, requests: str | None, request_rate: float,
-                  shared_prefix: int, as_json: bool, **loading: Any) -> None:
+def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str,
+                  input_output_len: str, runs: int, device: list[int] | None, requests: str | None,
+                  request_rate: float, shared_prefix: int, as_json: bool, **loading: Any) -> None:
     """Measure throughput and latency over a grid of batch sizes and lengths, or of a crowd."""
     from rich.console import Console
     from rich.table import Table
@@ -579,6 +724,7 @@ def bench_command(case_dir: Path, batch_size: str, input_output_len: str, runs: 
     from llmc.runtime.benchmark import check_grid, measure, parse_grid
     from llmc.runtime.llm import LLM
 
+    case_dir = _case_dir(directory, case_dir)
     if runs < 1:
         raise LlmcError(f"--runs {runs} is below 1")
     if requests is not None:
@@ -770,10 +916,11 @@ def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path 
 
 
 @main.command("inspect")
-@click.argument("case_dir", type=click.Path(path_type=Path))
+@case_options
 @click.option("--verify", is_flag=True, help="Check every file's SHA-256 too.")
 @json_option
-def inspect_command(case_dir: Path, verify: bool, as_json: bool) -> None:
+def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
+                    as_json: bool) -> None:
     """Show what is in a case directory: per chip, memory, and what each pass matched."""
     from rich.console import Console
     from rich.table import Table
@@ -781,6 +928,7 @@ def inspect_command(case_dir: Path, verify: bool, as_json: bool) -> None:
     from llmc.runtime.inspection import summarize
     from llmc.runtime.manifest import read_manifest, verify_files
 
+    case_dir = _case_dir(directory, case_dir)
     manifest = read_manifest(case_dir)
     verify_files(manifest, case_dir, hashes=verify)
     summary = summarize(manifest)
@@ -833,7 +981,7 @@ def _print_passes(manifest: Manifest) -> None:
 
 
 @main.command("diff")
-@case_dir_option
+@case_options
 @click.option("--reference", required=True, help="What it was compiled from.")
 @click.option("--hf_dir", type=click.Path(path_type=Path), default=None,
               help="For an .onnx reference.")
@@ -845,13 +993,17 @@ def _print_passes(manifest: Manifest) -> None:
 @click.option("--bisect", is_flag=True, help="Find the first op over tolerance.")
 @click.option("--html", type=click.Path(path_type=Path), default=None, help="Report to write.")
 @json_option
-def diff_command(case_dir: Path, as_json: bool, html: Path | None, **options: Any) -> None:
+def diff_command(directory: Path | None, case_dir: Path | None, as_json: bool, html: Path | None,
+                 **options: Any) -> None:
     """Show where, and by how much, a compiled model differs from the original."""
-    _import_compiler()
-    from llmc.compiler.check.diff import diff
-    from llmc.compiler.check.report import print_report, write_html
+    found = _case_dir(directory, case_dir)
+    with _Phases() as phases:
+        phases.begin("import")
+        _import_compiler()
+        from llmc.compiler.check.diff import diff
+        from llmc.compiler.check.report import print_report, write_html
 
-    report = diff(case_dir, **options)
+        report = diff(found, progress=phases.begin, **options)
     if html is not None:
         write_html(report, html)
     _finish(report, print_report, as_json)
@@ -868,7 +1020,7 @@ def _finish(report: Any, print_report: Callable[[Any], None], as_json: bool) -> 
 
 
 @main.command("eval")
-@case_dir_option
+@case_options
 @click.option("--task", required=True, type=click.Choice(["perplexity", "summarize"]),
               help="What to measure; summarize needs the eval extra.")
 @click.option("--data", type=click.Path(path_type=Path), default=None,
@@ -886,19 +1038,23 @@ def _finish(report: Any, print_report: Callable[[Any], None], as_json: bool) -> 
               help="For summarize: tokens of a summary.  [default: 64]")
 @device_option
 @json_option
-def eval_command(case_dir: Path, task: str, as_json: bool, **options: Any) -> None:
+def eval_command(directory: Path | None, case_dir: Path | None, task: str, as_json: bool,
+                 **options: Any) -> None:
     """Measure a compiled model's quality: perplexity of a text, ROUGE of summaries."""
-    if options["hf_dir"] is not None:
-        _import_compiler()
-    from llmc.compiler.check.evaluate import EvalReport, perplexity, print_report, summarize
+    found = _case_dir(directory, case_dir)
+    with _Phases() as phases:
+        if options["hf_dir"] is not None:
+            phases.begin("import")
+            _import_compiler()
+        from llmc.compiler.check.evaluate import EvalReport, perplexity, print_report, summarize
 
-    tasks: dict[str, Callable[..., EvalReport]] = {"perplexity": perplexity, "summarize": summarize}
-    measure = tasks[task]
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - inspect.signature(measure).parameters.keys():
-        raise LlmcError(f"--{name} is not for --task {task}; leave it out")
-    with _ProgressBar() as bar:
-        report = measure(case_dir, progress=bar.show, **given)
+        tasks: dict[str, Callable[..., EvalReport]] = {"perplexity": perplexity,
+                                                       "summarize": summarize}
+        measure = tasks[task]
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in given.keys() - inspect.signature(measure).parameters.keys():
+            raise LlmcError(f"--{name} is not for --task {task}; leave it out")
+        report = measure(found, progress=phases.show, **given)
     _finish(report, print_report, as_json)
 
 

@@ -1,4 +1,8 @@
-"""The errors that a user can cause and mend."""
+"""The errors that a user can cause and mend, and what they quote of others."""
+
+from __future__ import annotations
+
+MAX_REASON = 300  # characters of another library's message
 
 
 class LlmcError(Exception):
@@ -12,11 +16,18 @@ class CheckFailed(LlmcError):
     """The work ran, and what it found fails a check: the command line exits with 1."""
 
 
-def shortened(text: str, limit: int = 64) -> str:
-    """Cut a text to `limit` characters, at a word where there is one, and mark it by an ellipsis.
-    """
-    if len(text) <= limit:
-        return text
-    cut = text[:limit - 1]
-    words, _, rest = cut.rpartition(" ")
-    return (words if len(rest) < limit // 2 else cut).rstrip() + "…"
+def shortened(text: str, most: int = 64) -> str:
+    """A text on one line, cut at a word and with an ellipsis where it has more characters."""
+    line = " ".join(text[:4 * most + 1].split())
+    if len(line) <= most and len(text) <= 4 * most:
+        return line
+    words, _, rest = line[:most + 1].rpartition(" ")
+    if words and len(rest) <= most // 2:
+        return words.rstrip(",;:.(") + " …"
+    return line[:most] + "…"
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of another library's error, shortened; its repr where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return shortened(lines[0] if lines else repr(error), MAX_REASON)

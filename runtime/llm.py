@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import math
 import os
 import threading
 import time
+import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import (
@@ -39,7 +41,7 @@ from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.loop import Call, Loop, Outbox, Scheduling, Work
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
 from llmc.runtime.metrics import together
-from llmc.runtime.prompts import Prompt, read_token_ids
+from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_token_ids
 from llmc.runtime.replica import Room, find_devices, load_replica
 from llmc.runtime.request import Completion, Piece, Reader, Request, Searching, Token
 from llmc.runtime.sandbox import Sandbox
@@ -56,31 +58,43 @@ _SEARCH = ("beam_width", "length_penalty", "diversity_rate", "early_stopping")
 
 
 class _Loaded:
-    """A compiled model on its devices.
+    """A compiled model on its devices; see `LLM`.
 
     Args:
-        case_dir: what `llmc compile` made.
-        device: devices to run on, a multiple of tp_size: that many replicas. None: one replica on
-            all cores.
-        max_batch_size: sequences that a replica decodes at once, up to 65,536; more wait. None:
-            16, or what the model was compiled for where that is less.
-        verify: check every file's SHA-256 first.
-        check_step: steps that a GPU is given before the host looks at the first one's tokens.
-        skip_step: tokens of each sequence that are made before the host looks for the first time.
-        max_num_batched_tokens: tokens of a step, at least max_batch_size; longer prompts are read
-            in chunks, beside the decoding of others.
+        case_dir: the case directory that `llmc compile` made.
+        device: devices to run on, a multiple of tp_size: one replica for each tp_size of them.
+            None: one replica on all cores.
+        max_batch_size: maximum number of sequences that a replica decodes at once, up to 65,536;
+            others wait. None: 16, or what the model was compiled for where that is less.
+        verify: check the SHA-256 of every file first.
+        check_step: maximum number of in-flight steps on a GPU.
+        skip_step: tokens of each sequence that a GPU makes before the host reads the first.
+        max_num_batched_tokens: maximum number of tokens of a step, at least max_batch_size; longer
+            prompts are prefilled in chunks.
         block_size: positions of a block of the KV cache, a power of two.
-        kv_cache_tokens: positions of all blocks. None: what there is memory for.
-        gpu_memory_utilization: the part of a GPU's memory that is used, from 0 to 1.
-        prefix_reuse: sequences that begin alike share blocks.
-        attention_backend: who computes attention on target cuda: `vanilla`, a plain kernel to
-            compare with; `llmc`, its own kernels; `cudnn`, cuDNN for prompts and llmc for decoding.
-            `fastest` or None: whichever is.
+        kv_cache_tokens: positions of all blocks. None: as many as there is memory for.
+        gpu_memory_utilization: fraction of a GPU's memory to use, above 0 and at most 1.
+        prefix_reuse: prefix caching: sequences share the blocks of a common prefix.
+        attention_backend: attention kernels of target cuda: `vanilla` (a plain reference kernel),
+            `llmc`, or `cudnn` (cuDNN for prefill, llmc for decode). None or `fastest`: whichever
+            is fastest.
 
     Raises:
-        LlmcError: the case directory is missing, broken or newer; the devices do not fit; there is
-            too little memory; an argument is of another type.
+        LlmcError: the case directory is missing, broken or of a newer format; the devices do not
+            fit; there is too little memory; or an argument is of another type or out of range.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Give a class the constructor and the documentation of its arguments under its name."""
+        own = types.FunctionType(_Loaded.__init__.__code__, globals(), "__init__")
+        functools.update_wrapper(own, _Loaded.__init__)
+        del own.__wrapped__  # type: ignore[attr-defined]
+        own.__qualname__, own.__kwdefaults__ = f"{cls.__name__}.__init__", \
+            _Loaded.__init__.__kwdefaults__
+        setattr(cls, "__init__", own)  # noqa: B010
+        if cls.__doc__ is not None and _Loaded.__doc__ is not None:  # as with python -OO
+            cls.__doc__ = cls.__doc__.rstrip() + "\n\n    " + \
+                _Loaded.__doc__[_Loaded.__doc__.index("Args:"):]
 
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
                  max_batch_size: int | None = None, verify: bool = True, check_step: int = 2,
@@ -130,11 +144,12 @@ class _Loaded:
                     self._reader.completing, self._reader.searching,
                     encodes=self.manifest.encoder is not None,
                     check_step=check_step, skip_step=skip_step))
+            self._reader.max_model_len = self.max_model_len
         except BaseException:
             _close(self._loops)
             raise
 
-    def chat_prompt(self, messages: str | Sequence[Mapping[str, object]], *,
+    def chat_prompt(self, messages: Messages, *,
                     tools: Sequence[Mapping[str, object]] | None = None,
                     chat_template_kwargs: Mapping[str, object] | None = None) -> list[int]:
         """Messages, or one of the user, in the model's chat template, as a prompt of token ids.
@@ -204,18 +219,25 @@ class _Loaded:
         return max((loop.stalled_seconds() for loop in self._loops), default=0.0)
 
     def metrics(self) -> dict[str, Any]:
-        """What the replicas do and have done: sequences `running` and callers `waiting`,
-        `generated_tokens`, `tokens_per_second` of the last ten seconds, `finished` completions,
-        `preemptions`, prompt tokens looked up and found in the cache when they first came
-        (`cache_queries`, `cache_hits`), `cache_usage` from 0 to 1 of `num_blocks` of `block_size`
-        positions; and of the newest few thousand, p50, p90 and p99 of `time_to_first_token` and
-        `inter_token_latency` in seconds.
+        """What the replicas do and have done.
+
+        Sequences `running` and callers `waiting`; `generated_tokens`, `tokens_per_second` of the
+        last ten seconds, `finished` completions, requests that ended because of NaN or infinite
+        logits (`nan_logits`), `preemptions`; prompt tokens looked up and found in the prefix cache
+        when they first came (`cache_queries`, `cache_hits`); `cache_usage` from 0 to 1 of
+        `num_blocks` of `block_size` positions; and of the newest few thousand, p50, p90 and p99 of
+        `time_to_first_token` and `inter_token_latency` in seconds.
+
+        Raises:
+            LlmcError: this is closed.
         """
+        self._first()
         return together([loop.metrics for loop in self._loops])
 
     def _first(self) -> Loop:
         if not self._loops:
             raise LlmcError("this LLM is closed")
+        self._loops[0].check_process()
         return self._loops[0]
 
     def _pieces(self, made: Token | Searching, all_beams: bool = False) -> Iterator[Piece]:
@@ -250,8 +272,7 @@ class _Loaded:
 
 
 class LLM(_Loaded):
-    """A compiled model, loaded, for any number of threads at once. Its arguments:
-    """
+    """A compiled model, loaded; any number of threads may use it at once."""
 
     def __enter__(self) -> LLM:
         return self
@@ -273,6 +294,28 @@ class LLM(_Loaded):
         return sorted(self.complete(prompts, params, priority=priority, tenant=tenant,
                                     cache_salt=cache_salt),
                       key=lambda c: (c.index, c.sample))
+
+    def chat(self, messages: Messages | Sequence[Messages],
+             params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             tools: Sequence[Mapping[str, object]] | None = None,
+             chat_template_kwargs: Mapping[str, object] | None = None,
+             priority: int = 0) -> list[Completion]:
+        """Answer one conversation or several, written by the model's chat template.
+
+        Args:
+            messages: one conversation, a list of messages with `role` and `content`, or a text of
+                the user; or a list of such lists.
+            params: for all conversations, or one for each.
+            tools: tools that the model may call, as the chat template expects them.
+            chat_template_kwargs: further variables of the chat template.
+            priority: see `stream`.
+
+        Raises:
+            LlmcError: see `chat_prompt` and `stream`.
+        """
+        return self.generate([self.chat_prompt(each, tools=tools,
+                                               chat_template_kwargs=chat_template_kwargs)
+                              for each in read_conversations(messages)], params, priority=priority)
 
     def complete(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -389,8 +432,7 @@ class LLM(_Loaded):
 
 
 class AsyncLLM(_Loaded):
-    """A compiled model, loaded, for any number of tasks at once. Its arguments are those of `LLM`.
-    """
+    """A compiled model, loaded, for asyncio; any number of tasks may use it at once."""
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -408,6 +450,17 @@ class AsyncLLM(_Loaded):
         """`stream` of one prompt."""
         async with aclosing(self.stream([prompt], params, priority=priority, tenant=tenant,
                                         cache_salt=cache_salt)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def chat(self, messages: Messages, params: SamplingParams | None = None, *,
+                   tools: Sequence[Mapping[str, object]] | None = None,
+                   chat_template_kwargs: Mapping[str, object] | None = None,
+                   priority: int = 0) -> AsyncIterator[Piece]:
+        """`generate` of a conversation, written by the model's chat template; see `LLM.chat`."""
+        prompt = await asyncio.to_thread(self.chat_prompt, messages, tools=tools,
+                                         chat_template_kwargs=chat_template_kwargs)
+        async with aclosing(self.stream([prompt], params, priority=priority)) as pieces:
             async for piece in pieces:
                 yield piece
 

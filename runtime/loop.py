@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -149,6 +150,7 @@ class Loop:
         self._closing = False
         self._busy_since: float | None = None  # start of this turn of the loop; None while idle
         self.metrics = Metrics(scheduler)
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="llmc-loop", daemon=True)
         self._thread.start()
 
@@ -197,6 +199,7 @@ class Loop:
 
     def check_health(self) -> None:
         """Raises LlmcError where nothing can run any more."""
+        self.check_process()
         with self._condition:
             self._check()
 
@@ -204,6 +207,16 @@ class Loop:
         """Seconds since a step completed or orders were taken; 0 without work."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def check_process(self) -> None:
+        """Raises LlmcError in a forked child, which has no threads of its parent."""
+        if self._forked():
+            raise LlmcError(f"this LLM was loaded in process {self._pid}, and cannot be used in "
+                            f"its forked child {os.getpid()}; load it in the child, or start the "
+                            f"child with multiprocessing's 'spawn'")
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def run(self, work: Callable[[Scheduler, Engine], _Result]) -> _Result:
         """Have the thread do some work between two steps, and wait for what it returns."""
@@ -213,6 +226,8 @@ class Loop:
 
     def close(self) -> None:
         """End what runs, and the thread."""
+        if self._forked():  # it is the parent's
+            return
         with self._condition:
             self._closing = True
             self._condition.notify()
@@ -221,10 +236,13 @@ class Loop:
 
     def _mention(self, order: Callable[[], None]) -> None:
         """`_tell` what does not matter where the loop has ended."""
+        if self._forked():
+            return
         with self._condition:
             self._order(order)
 
     def _tell(self, order: Callable[[], None]) -> None:
+        self.check_process()
         with self._condition:
             self._check()
             self._order(order)
@@ -283,6 +301,7 @@ class Loop:
                 own = self._search(sequence, owner, chosen) if isinstance(owner, Searching) \
                     else self._decode(sequence, owner, chosen)
             except LlmcError as error:  # this call's own
+                self.metrics.failed(error)
                 self._forget(call)
                 call.outbox.fail(error)
             else:
@@ -436,8 +455,10 @@ class Work:
         """All that is there; perhaps nothing yet.
 
         Raises:
-            LlmcError: what ended it.
+            LlmcError: what ended it; or this is a forked child.
         """
+        for loop, _ in self._calls[:1]:
+            loop.check_process()
         made, stalled = self.outbox.take()
         if stalled:
             for loop in {loop for loop, _ in self._calls}:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.runtime.decoding.sampling import NonFiniteLogits
 from llmc.runtime.request import Token
 from llmc.runtime.scheduler import Scheduler
 
@@ -38,7 +39,7 @@ class Metrics:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self.generated = self.finished = 0
+        self.generated = self.finished = self.nan_logits = 0
         self.first: deque[float] = deque(maxlen=_KEPT)
         self.between: deque[float] = deque(maxlen=_KEPT)
         self._recent: deque[tuple[float, int]] = deque()  # when so many tokens came
@@ -57,6 +58,12 @@ class Metrics:
                 owner.latest = now
                 self.finished += token.finish_reason is not None
 
+    def failed(self, error: Exception) -> None:
+        """A completion ended with an error."""
+        if isinstance(error, NonFiniteLogits):
+            with self._lock:
+                self.nan_logits += 1
+
     def read(self) -> dict[str, Any]:
         """Numbers by name, and two lists of times."""
         scheduler = self._scheduler
@@ -67,7 +74,7 @@ class Metrics:
             recent = sum(count for when, count in self._recent if when >= since)
             return dict(running=running, waiting=waiting,
                         generated_tokens=self.generated, tokens_per_second=recent / _RECENT,
-                        finished=self.finished,
+                        finished=self.finished, nan_logits=self.nan_logits,
                         preemptions=scheduler.preemptions, cache_queries=scheduler.queries,
                         cache_hits=scheduler.hits, blocks=blocks.num_blocks,
                         block_size=blocks.block_size, free_blocks=free_blocks,

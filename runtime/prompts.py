@@ -9,6 +9,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.decoding.params import listed, shown, whole
 
 Prompt = str | Sequence[int]
+Messages = str | Sequence[Mapping[str, object]]
 
 
 def read_prompts(prompts: object) -> list[str | list[int]]:
@@ -49,6 +50,18 @@ def read_token_ids(value: object, name: str) -> list[int]:
             raise LlmcError(f"{name} has {shown(token)} in the place of a token id; give whole "
                             f"numbers") from None
     return [int(token) for token in ids]
+
+
+def read_conversations(messages: object) -> list[Messages]:
+    """One conversation or several; each is still to be read by `read_messages`."""
+    if isinstance(messages, str):
+        return [messages]
+    try:
+        each = listed(messages)
+    except TypeError:
+        each = []
+    several = each and all(isinstance(own, Sequence) for own in each)
+    return each if several else [messages]  # type: ignore[list-item]
 
 
 def read_messages(messages: object) -> list[Mapping[str, object]]:

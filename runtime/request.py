@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from array import array
@@ -19,7 +20,13 @@ from llmc.runtime.decoding.beam_search import Beams, BeamSearch, Candidates, log
 from llmc.runtime.decoding.guide import Guide, Guides
 from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode, shown
 from llmc.runtime.decoding.processing import MAX_LOGPROBS
-from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
+from llmc.runtime.decoding.sampling import (
+    NOT_FINITE,
+    Logprobs,
+    NonFiniteLogits,
+    Sampler,
+    nothing_allowed,
+)
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.manifest import PAGED, Manifest
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
@@ -152,7 +159,10 @@ class Completing:
 
         Raises:
             LlmcError: none was allowed, or the guide finds no way on.
+            NonFiniteLogits: a logit is NaN or infinite.
         """
+        if token == NOT_FINITE or (logprobs is not None and math.isnan(logprobs.chosen)):
+            raise NonFiniteLogits(self.generated)
         if token < 0:
             raise nothing_allowed(self.generated)
         self.generated += 1
@@ -242,6 +252,7 @@ class Searching:
 
         Raises:
             LlmcError: no token is allowed.
+            NonFiniteLogits: a log-probability is NaN.
         """
         width = self.request.params.beam_width
         found = chosen.candidates
@@ -251,6 +262,8 @@ class Searching:
                       zip(log_softmax(chosen.logits), self._histories, strict=False)]
             found = Candidates.of(np.stack(scores), self._count)
         assert found is not None
+        if np.isnan(found.log_probs).any():
+            raise NonFiniteLogits(len(self._histories[0]))
         found = Candidates(found.tokens[:, :self._count], found.log_probs[:, :self._count])
         if len(found.tokens) < width:  # of the prompt, which all beams have in common
             found = Candidates(np.repeat(found.tokens, width, axis=0),
@@ -277,10 +290,15 @@ class Reader:
 
     Args:
         max_slots: sequences that it decodes at once.
+
+    Attributes:
+        max_model_len: positions of the longest sequence; the KV cache may have fewer than the
+            model.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, max_slots: int) -> None:
         self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
+        self.max_model_len = manifest.dims.max_seq_len
         self.tokenizer = load_tokenizer(manifest, case_dir)
         self.sandbox = Sandbox()
         template = manifest.tokenizer.chat_template
@@ -330,7 +348,8 @@ class Reader:
             self.check_prompt(ids)
             source = array("i", ids)
             decoded = source if encoder is None else (encoder.decoder_start_token_id,)
-            limit = min(own.max_tokens, self.manifest.dims.max_seq_len - len(decoded) + 1)
+            # The last token needs no position. A prompt beyond the cache is refused later.
+            limit = max(min(own.max_tokens, self.max_model_len - len(decoded) + 1), 1)
             requests.append(Request(index, decoded, source, decodings[id(own)], limit,
                                     self._forced_tokens(own, limit)))
         return requests

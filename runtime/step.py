@@ -189,7 +189,8 @@ class Sampled:
     """What a step leads to, for each of `Step.sample`.
 
     Args:
-        tokens: int64 [num_sampled]; -1 where no token was allowed.
+        tokens: int64 [num_sampled]; NONE_ALLOWED where no token was allowed, NOT_FINITE where a
+            logit was NaN or positive infinity.
         logprobs: [num_sampled], where the slot's parameters ask for them.
         candidates: [num_sampled, count], where the step asks for them.
         logits: float32 [num_logits, vocab_size], likewise.

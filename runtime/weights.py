@@ -6,11 +6,11 @@ import json
 import math
 import os
 from pathlib import Path
-from reprlib import repr  # which cuts what is long
 from typing import Any, NamedTuple
 
 from llmc.errors import LlmcError
 from llmc.runtime.case_files import open_regular
+from llmc.runtime.decoding.params import shown
 
 WEIGHTS_NAME = "weights.safetensors"
 _MAX_HEADER_BYTES = 32 << 20  # 100,000 weights take half of it
@@ -70,9 +70,9 @@ def _placed(header: dict[str, Any], first: int, size: int) -> dict[str, StoredWe
             raise ValueError(f"{name!r} has not dtype, shape and data_offsets alone")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise ValueError(f"{name!r} is of dtype {repr(dtype)}, none of {', '.join(_DTYPES)}")
+            raise ValueError(f"{name!r} is of dtype {shown(dtype)}, none of {', '.join(_DTYPES)}")
         if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-            raise ValueError(f"{name!r} has shape {repr(shape)} and offsets {repr(offsets)}")
+            raise ValueError(f"{name!r} has shape {shown(shape)} and offsets {shown(offsets)}")
     weights = {}
     end = 0  # of the weights so far: they lie one after the other, and so in nobody else's bytes
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):

@@ -24,6 +24,7 @@ _LARGE = 4096
 _SLICE = 128  # tokens whose events are made before others have their turn
 Object = dict[str, Any]
 _Result = TypeVar("_Result")
+_LEAST_LOGPROB = -9999.0  # OpenAI's for a token that is very unlikely; JSON has no -inf
 
 
 def _encoded(content: Object, *, fast: bool) -> bytes:
@@ -41,6 +42,11 @@ def event(content: Object, name: str = "") -> bytes:
 def error_event(status: int, message: str, code: str | None = None) -> bytes:
     """The last event of a stream in which something went wrong."""
     return event(error_body(status, message, code=code), "error")
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, _LEAST_LOGPROB)
 
 
 class Answer(ABC):

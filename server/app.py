@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError, shortened
+from llmc.runtime.decoding.sampling import NonFiniteLogits
 from llmc.server.access import Access, Authenticated, Guarded
 from llmc.server.answer import Answer, error_event
 from llmc.server.chat import ChatAnswer, read_chat
@@ -320,7 +321,8 @@ class Api:
         """The status of an error, and its message without a path of this machine. Why a model does
         not run any more is for the log.
         """
-        status = error.status if isinstance(error, ApiError) else 400
+        status = error.status if isinstance(error, ApiError) else \
+            500 if isinstance(error, NonFiniteLogits) else 400
         if status == 400:
             try:
                 self.model.llm.check_health()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from llmc.runtime.request import Piece
-from llmc.server.answer import Choices, Object
+from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model
 from llmc.server.output_parser import OutputParser, output_parser, with_marks
@@ -116,8 +116,8 @@ class ChatAnswer(Choices):
                             for piece in pieces if piece.logprobs]}
 
     def _token(self, token_id: int, logprob: float) -> Object:
-        text = self.model.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": self.model.token_text(token_id), "logprob": finite(logprob),
+                "bytes": list(self.model.token_bytes(token_id))}
 
 
 def _delta(index: int, delta: Object, logprobs: Object | None = None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llmc.runtime.request import Piece
-from llmc.server.answer import Choices, Object
+from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model, check_choices
 from llmc.server.protocol import CompletionRequest
@@ -49,16 +49,35 @@ class CompletionAnswer(Choices):
                 "stop_reason": self.job.stop_reason(pieces[-1])}
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Object:
-        told: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        made: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             assert piece.logprobs is not None
-            text = self.model.token_text(piece.token_id)
-            top = dict(reversed([(self.model.token_text(token), value)
-                                 for token, value in piece.logprobs.top]))  # the likelier remains
-            told["tokens"].append(text)
-            told["token_logprobs"].append(piece.logprobs.chosen)
-            told["top_logprobs"].append({**dict(reversed(top.items())),
-                                         text: piece.logprobs.chosen} if top else None)
-            told["text_offset"].append(self._lengths[index])
-            self._lengths[index] += len(text)
-        return told
+            chosen = finite(piece.logprobs.chosen)
+            names = token_names([*(token for token, _ in piece.logprobs.top), piece.token_id],
+                                self.model.token_bytes)
+            name = names[piece.token_id]
+            top = {names[token]: finite(value) for token, value in piece.logprobs.top}
+            made["tokens"].append(name)
+            made["token_logprobs"].append(chosen)
+            made["top_logprobs"].append({**top, name: chosen} if top else None)
+            made["text_offset"].append(self._lengths[index])
+            self._lengths[index] += len(piece.text)
+        return made
+
+
+def token_names(tokens: Sequence[int], read_bytes: Callable[[int], bytes]) -> dict[int, str]:
+    """A distinct name for each token id: its text, or `bytes:…` where its bytes are no whole
+    characters, as OpenAI writes it; or its id where an earlier token has that name.
+    """
+    names: dict[str, int] = {}
+    for token in dict.fromkeys(tokens):
+        name = _name(read_bytes(token))
+        names[name if name and name not in names else f"token_id:{token}"] = token
+    return {token: name for name, token in names.items()}
+
+
+def _name(made: bytes) -> str:
+    try:
+        return made.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{made.decode(errors='backslashreplace')}"

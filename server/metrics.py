@@ -51,6 +51,8 @@ class _Now(Collector):
                 ("vllm:prefix_cache_hits", "Of these, in the cache.", now["cache_hits"]),
                 ("vllm:num_preemptions", "Sequences that gave their blocks back.",
                  now["preemptions"]),
+                ("llmc:nan_logits", "Requests that ended because of NaN or infinite logits.",
+                 now["nan_logits"]),
                 ("llmc:requests_refused", "Requests that were told to come again.",
                  self._gate.refused)):
             counter = CounterMetricFamily(name, text, labels=_LABELS)

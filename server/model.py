@@ -13,6 +13,7 @@ import jinja2
 
 from llmc.errors import LlmcError, shortened
 from llmc.runtime.decoding.params import SamplingParams
+from llmc.runtime.decoding.token_text import token_bytes, token_text
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError, prompt_too_long
@@ -142,8 +143,12 @@ class Model:
         return self.llm.max_model_len if encoder is None else encoder.max_seq_len
 
     def token_text(self, token_id: int) -> str:
-        """One token's text; empty without a tokenizer."""
-        return "" if self.llm.tokenizer is None else self.llm.detokenize([token_id])
+        """One token's text, with U+FFFD for parts of characters; empty without a tokenizer."""
+        return "" if self.llm.tokenizer is None else token_text(self.llm.tokenizer, token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, also where they are no whole characters; empty without a tokenizer."""
+        return b"" if self.llm.tokenizer is None else token_bytes(self.llm.tokenizer, token_id)
 
     def pieces(self, job: Job, tenant: str | None, cache_salt: str | None) -> \
             AsyncGenerator[list[Piece], None]:

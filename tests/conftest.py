@@ -149,6 +149,19 @@ def case_tp2(tiny_hf, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def nan_case(tmp_path_factory):
+    """A model whose logits are NaN behind token 7, and behind no other."""
+    root = tmp_path_factory.mktemp("nan")
+    model = families.tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = float("nan")
+    families.save(model, root / "hf")
+    write_tokenizer(root / "hf")
+    llmc.compile(root / "hf", root / "case")
+    return root / "case"
+
+
 @pytest.fixture
 def broken_case(case_tp2, tmp_path):
     """A copy of a case directory to damage."""

@@ -16,12 +16,24 @@ import time
 from contextlib import suppress
 from types import SimpleNamespace
 
+import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 import llmc
 from llmc import LLM, LlmcError, SamplingParams, __version__
-from llmc.cli import _LOADING, _engines, _Meter, _print_answer, _talk, main
+from llmc.cli import (
+    _LOADING,
+    DTYPES,
+    TARGETS,
+    _engines,
+    _Meter,
+    _Phases,
+    _print_answer,
+    _talk,
+    main,
+)
 from llmc.runtime.benchmark import Row
 from llmc.runtime.decoding.params import FIELDS, GUIDES
 from llmc.runtime.request import Piece
@@ -70,7 +82,7 @@ def test_the_case_directory_is_an_argument_too(case_tp2):
     assert run("run", case_tp2, "--case_dir", os.path.relpath(case_tp2), *arguments).stdout \
         == expected
     both = run("run", case_tp2, "--case_dir", case_tp2 / "chip0", *arguments)
-    assert both.exit_code == 2 and "error: DIR is '" in both.stderr
+    assert both.exit_code == 2 and "DIR is '" in json.loads(both.stderr)["error"]
     none = run("run", *arguments)
     assert none.exit_code == 2 and "give either a case directory or --hf_dir" in none.stderr
 
@@ -166,7 +178,6 @@ def test_several_completions_of_a_prompt_are_numbered(case_tp2):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--top_p", "0"], "top_p 0.0 is not above 0"),
     (["--temperature", "-1"], "temperature -1.0 is not from 0"),
-    (["--n", "3"], "n 3 completions would be the same"),
     (["--logit_bias", "5"], "--logit_bias '5' is not a token id and a number such as 42=-1.5"),
     (["--logit_bias", "999=1"], "token id 999 is not in the vocabulary"),
     (["--logprobs", "2"], "--logprobs are printed with --json only"),
@@ -433,3 +444,155 @@ def test_options_of_loading_are_those_of_the_llm():
     assert {*_LOADING} == {*parameters} - {"self", "case_dir", "device", "verify"}
     for name, given in _LOADING.items():
         assert given.get("default") == parameters[name].default, name
+
+
+@pytest.fixture(scope="module")
+def compared(compiled, tiny_hf):
+    """What `llmc diff` and `llmc eval` said, called with --case_dir and with DIR."""
+    case, _ = compiled
+    return (run("diff", "--case_dir", case, "--reference", tiny_hf, "--tokens", 2, "--tolerance",
+                0, "--json"),
+            run("eval", case, "--task", "perplexity", "--max_length", 32))
+
+
+def test_phases_are_told_with_their_durations(compiled, compared):
+    """Of plain stderr a line for each that has ended; nothing of them is on stdout."""
+    for result, code, names in ((compiled[1], 0, ["import", "export", "passes", "write"]),
+                          (compared[0], 1, ["import", "hash files", "export the reference",
+                                         "run the compiled model", "run the reference",
+                                         "compare activations", "compare greedy tokens",
+                                         "compare weights"]),
+                          (compared[1], 0, ["load llmc", "llmc"])):
+        assert result.exit_code == code, result.output
+        lines = [line for line in result.stderr.splitlines() if line.startswith("[")]
+        assert [line.partition("] ")[2] for line in lines] == names
+        assert all(0 <= float(line[1:].split(" s]")[0]) < 600 for line in lines)
+        assert " s] " not in result.stdout
+
+
+def test_a_live_line_shows_the_phase_that_runs_on_a_terminal(monkeypatch):
+    terminal, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setenv("TERM", "xterm")
+        with _Phases() as phases:
+            phases.begin("export")
+            time.sleep(0.3)
+            phases.note("a remark")
+            phases.show("passes", 1, 2)
+    shown = read_all(terminal)
+    os.close(terminal)
+    assert "0:00:00" in shown and "a remark" in shown
+    assert "s] export" in shown and "s] passes" in shown
+
+
+@pytest.mark.parametrize(("verb", "arguments"), [
+    ("bench", ["--runs", "0"]), ("inspect", ["--verify"]), ("diff", ["--reference", "x"]),
+    ("eval", ["--task", "perplexity", "--max_length", "1"])])
+def test_every_verb_takes_dir_or_case_dir(case_tp1, verb, arguments):
+    one, two = run(verb, case_tp1, *arguments), run(verb, "--case_dir", case_tp1, *arguments)
+    assert one.exit_code == two.exit_code and one.stdout == two.stdout
+    errors = [[line for line in own.stderr.splitlines() if line.startswith("error")]
+              for own in (one, two)]
+    assert errors[0] == errors[1] and (errors[0] or verb == "inspect")
+    none = run(verb, *arguments)
+    assert none.exit_code == 2 and "there is no case directory; give DIR" in none.stderr
+    assert "error: DIR is '" in run(verb, case_tp1, "--case_dir", "other", *arguments).stderr
+
+
+def test_errors_come_without_the_inference_info(case_tp1):
+    for arguments in (["--prompt", ""], ["--prompt", "the", "--logit_bias", "999=1"],
+                      ["--prompt", "the " * 99], ["--prompt", "the", "--device", "0,0"]):
+        result = run("run", case_tp1, *arguments)
+        assert result.exit_code == 2 and result.stdout == ""
+        assert "Inference info" not in result.stderr and "error: " in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["run", "nowhere", "--prompt", "a", "--json"], "nowhere"),
+    (["run", "nowhere", "--json", "--top_p", "0"], "top_p 0.0 is not above 0"),
+    (["inspect", "--json", "--wrong"], "No such option"),
+    (["compile", "--json"], "Missing argument 'MODEL'")])
+def test_errors_of_json_output_are_json_on_stderr(arguments, message):
+    result = run(*arguments)
+    error = json.loads(result.stderr)
+    assert result.stdout == "" and result.exit_code == error["exit_code"] == 2
+    assert message in error["error"]
+
+
+def test_a_failed_check_is_json_on_stderr_too(compared):
+    result, _ = compared
+    error = json.loads(result.stderr.splitlines()[-1])
+    assert error == {"error": json.loads(result.stdout)["verdict"], "exit_code": 1}
+
+
+def test_errors_are_red_on_a_terminal_unless_no_color_is_set():
+    for variables, red in (({}, True), ({"NO_COLOR": "1"}, False)):
+        result = CliRunner().invoke(main, ["inspect", "nowhere"], color=True,
+                                    env={"NO_COLOR": None, **variables})
+        assert ("\x1b[31m" in result.stderr) == red and "error:" in result.stderr
+    assert "\x1b" not in run("inspect", "nowhere").stderr
+
+
+def test_no_option_s_help_has_two_defaults():
+    for name, command in main.commands.items():
+        context = click.Context(command, info_name=name, show_default=True)
+        for param in command.params:
+            record = param.get_help_record(context)
+            assert record is None or record[1].count("[default:") <= 1, (name, record)
+
+
+@pytest.mark.parametrize(("words", "incomplete", "expected"), [
+    (["compile", "--target"], "c", ["cpu", "cuda"]),
+    (["compile", "--target"], "", [*TARGETS]),
+    (["compile", "--dtype"], "b", ["bfloat16"]),
+    (["compile", "--quantize"], "int", ["int8", "int4"]),
+    (["run", "--attention_backend"], "c", ["cudnn"]),
+    ([], "e", ["eval"])])
+def test_a_shell_completes_verbs_and_values(words, incomplete, expected):
+    complete = ShellComplete(main, {}, "llmc", "_LLMC_COMPLETE")
+    assert [item.value for item in complete.get_completions(words, incomplete)] == expected
+
+
+def test_a_shell_is_offered_the_compiler_s_targets_and_dtypes():
+    from llmc.compiler import preflight
+    assert {*TARGETS} == {*preflight.TARGETS}
+    assert {*DTYPES} == {"auto", *(dtype for target in preflight.TARGETS.values()
+                                   for dtype in target.DTYPES)}
+
+
+ANSWER = """
+import readline, select, sys
+from llmc.cli import _Meter, _print_answer
+from llmc.runtime.request import Piece
+
+def pieces():
+    yield Piece(0, 0, 0, "answer", None)
+    sys.stdout.flush()
+    select.select([sys.stdin], [], [], 60)
+    yield Piece(0, 0, 1, "ed", "stop")
+
+_print_answer(pieces(), _Meter())
+try:
+    input("> ")
+except EOFError:
+    print("the end")
+"""
+
+
+def test_ctrl_d_during_an_answer_ends_the_conversation_after_it():
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", ANSWER], stdin=theirs, stdout=theirs,
+                               stderr=theirs)
+    os.close(theirs)
+    patience = threading.Timer(60, process.kill)
+    patience.start()
+    shown = ""
+    while "answer" not in shown:
+        shown += os.read(terminal, 1000).decode()
+    os.write(terminal, b"\x04")
+    shown += read_all(terminal)
+    patience.cancel()
+    os.close(terminal)
+    assert process.wait(20) == 0 and "answered" in shown.replace("^D", "").replace("\b", "")
+    assert "the end" in shown

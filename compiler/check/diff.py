@@ -117,7 +117,8 @@ _TOKENS = 24
 
 def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | None = None,
          prompt: str | None = None, tolerance: float | None = None, tokens: int = 16,
-         bisect: bool = False) -> DiffReport:
+         bisect: bool = False, progress: Callable[[str], object] = lambda text: None) -> \
+        DiffReport:
     """Compare a case directory with what it was compiled from.
 
     Args:
@@ -127,6 +128,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
             default what is allowed is as told above.
         tokens: greedy tokens to compare, as far as the KV cache has room.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
+        progress: called with the name of each phase as it begins.
 
     Raises:
         LlmcError: either side cannot be read or run, or there is no GPU for what is compiled for
@@ -143,10 +145,12 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         raise LlmcError(f"diff cannot run what is compiled for target {manifest.target.kind}; "
                         f"compile for cpu or cuda to compare")
     check_files(manifest, root)
+    progress("hash files")
     changed = tuple(entry.path for entry in manifest.files
                     if hash_file(root / entry.path) != entry.sha256)
     ids = _token_ids(manifest, root, prompt)
     tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
+    progress("export the reference")
     raw = load(reference, hf_dir=hf_dir)
     size = raw.graph.outputs[0].shape[-1]
     if isinstance(size, int) and size != manifest.dims.vocab_size:
@@ -156,6 +160,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
              for t in node.outputs if not t.is_empty()}
     known = kinds.keys()
     trace = _trace if manifest.target.kind in PAGED else run_chips
+    progress("run the compiled model")
     compiled = trace(manifest, root, ids, known | {"logits"})
     # Whether a number near zero is above it may be either; what comes of it is compared.
     shared = [name for name, value in compiled[0].items()
@@ -164,6 +169,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
               if name in shared]
     wanted = shared if bisect else [*layers, "logits"]
     rounded = [name for name in shared if kinds[name] == np.float32]
+    progress("run the reference")
     own = own_weights(raw, manifest, root) if manifest.quantization else None
     original = _run_reference(raw, reference, manifest, ids, tokens, rounded, wanted, own)
     ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.export[name])
@@ -176,6 +182,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
                             f"that it was compiled from")
     allowed = _Allowed(tolerance, original, manifest)
 
+    progress("compare activations")
     differences = tuple(_compare_layers(ours, original, [*layers, "logits"], allowed))
     first = next((d.name for d in differences
                   if not d.passed and d.pair.startswith("compiled")), None)
@@ -185,8 +192,10 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     error = allowed.absolute("logits", original.best("logits"))
     judged: tuple[GreedyToken, ...] = ()
     if tokens:
+        progress("compare greedy tokens")
         with _greedy(root) as choose:
             judged = judge_tokens(choose, ids, original.greedy, error)
+    progress("compare weights")
     report = DiffReport(
         case_dir=str(case_dir), reference=str(reference), target=manifest.target.kind,
         dtype=manifest.dtype, kv_dtype=manifest.kv_dtype, tp_size=manifest.tp_size,

@@ -110,13 +110,14 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
         max_length: at most the KV cache's; by default that, at most 1024.
         stride: by default half of `max_length`.
         device: see `LLM`.
-        progress: called after each window.
+        progress: called with a phase, and how many of its windows are done, of how many.
 
     Raises:
         LlmcError: a file cannot be read, the text is too short, or an argument is out of range.
     """
     refuse_encoder(read_manifest(case_dir), "eval")
     text = _read_text(data)
+    progress("load llmc", 0, 1)
     with LLM(case_dir, device=device, max_batch_size=1) as llm:
         dims = llm.manifest.dims
         allowed = _tolerance(tolerance, hf_dir, _perplexity_tolerance(llm.manifest))
@@ -140,6 +141,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
     if hf_dir is not None:
         from llmc.compiler.check.reference import reference_logits
 
+        progress("load transformers", 0, 1)
         model = _load_reference(hf_dir, dims.vocab_size, case_dir)
         theirs, wanted = _perplexity(lambda tokens: reference_logits(model, tokens), ids, windows,
                                      lambda done: progress("transformers", done, len(windows)))
@@ -173,7 +175,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
             `ROUGE_TOLERANCES` has for the model's dtype.
         max_tokens: of a summary, 64 by default.
         device: see `LLM`.
-        progress: called after each summary.
+        progress: called with a phase, and how many of its summaries are done, of how many.
 
     Raises:
         LlmcError: a file cannot be read, an article is too long, rouge_score is not installed.
@@ -187,6 +189,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     articles = read_articles(data or ARTICLES)
     if max_tokens is None:
         max_tokens = _MAX_TOKENS
+    progress("load llmc", 0, 1)
     with LLM(case_dir, device=device) as llm:
         manifest, tokenizer = llm.manifest, _tokenizer(llm)
         allowed = _tolerance(tolerance, hf_dir, ROUGE_TOLERANCES[manifest.dtype])
@@ -207,6 +210,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     if hf_dir is not None:
         from llmc.compiler.check.reference import reference_greedy
 
+        progress("load transformers", 0, 1)
         model = _load_reference(hf_dir, manifest.dims.vocab_size, case_dir)
         theirs = []
         for prompt in prompts:

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from llmc import plugins
 from llmc.compiler.artifact import Placed, to_onnx
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, reason_of
 from llmc.plugins.quantization import cpu_activation_block, rounded
 from llmc.runtime.manifest import CollectiveStep, Manifest, WeightForm
 from llmc.runtime.onnx_graph import check_graph
@@ -268,7 +268,7 @@ def _run_file(path: Path, state: Mapping[str, np.ndarray], wanted: Collection[st
                                        providers=["CPUExecutionProvider"])
         results = session.run(names, {t.name: state[t.name] for t in session.get_inputs()})
     except Exception as error:  # ONNX Runtime has many kinds, without a common one
-        raise LlmcError(f"'{path}' cannot be run ({_first_line(error)}); compile the model again") \
+        raise LlmcError(f"'{path}' cannot be run ({reason_of(error)}); compile the model again") \
             from error
     return dict(zip(names, results, strict=True))
 
@@ -285,9 +285,5 @@ def read_onnx(path: Path) -> onnx.ModelProto:
         raise LlmcError(f"'{path}' cannot be read ({error.strerror}); compile the model again") \
             from error
     except Exception as error:  # protobuf's DecodeError, of one of two packages
-        raise LlmcError(f"'{path}' is not ONNX ({_first_line(error)}); compile the model again") \
+        raise LlmcError(f"'{path}' is not ONNX ({reason_of(error)}); compile the model again") \
             from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0][:200]

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.graph.names import HIDDEN_STATE
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, reason_of
 
 Model = Any  # a torch module of transformers, which has no types
 
@@ -41,9 +41,8 @@ def load_reference(model: str | Path, dtype: str = "float32") -> Model:
             **source, dtype=getattr(torch, dtype),
             attn_implementation="sdpa" if getattr(config, "alibi", False) else "eager").eval()
     except Exception as error:  # transformers raises many kinds for a bad model
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
         method = None if is_gguf else method_of(read_json(directory / "config.json"))
-        raise LlmcError(f"transformers cannot load '{model}' ({first})" + (
+        raise LlmcError(f"transformers cannot load '{model}' ({reason_of(error)})" + (
             f"; it is quantised by {method}: give the model that it was made from"
             if method else "")) from error
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmc.compiler.frontend.paths import named_file, refuse_pointer
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -151,8 +151,8 @@ def _unpickled(path: Path) -> Iterator[tuple[str, Weight]]:
     try:
         found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # torch and pickle raise many kinds for a bad file
-        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
-        raise LlmcError(f"'{path}' cannot be read as a pickled checkpoint ({first})") from error
+        raise LlmcError(f"'{path}' cannot be read as a pickled checkpoint "
+                        f"({reason_of(error)})") from error
     if not isinstance(found, dict):
         raise LlmcError(f"'{path}' holds no tensors by name but a {type(found).__name__}")
     for name, tensor in found.items():

@@ -20,7 +20,7 @@ from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.scratch import scratch_folder
-from llmc.errors import LlmcError
+from llmc.errors import MAX_REASON, LlmcError, shortened
 
 # What is not quantised.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -133,7 +133,7 @@ def _read_config(path: Path, header: GgufHeader) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or repr(error)
+    return shortened(str(error), MAX_REASON) or repr(error)
 
 
 def _tokenizer_class(path: Path, config: Any) -> Any:

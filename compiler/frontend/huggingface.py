@@ -12,7 +12,7 @@ from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.scratch import scratch_folder
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, reason_of
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -69,9 +69,8 @@ def find_directory(model: str | Path, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
     except Exception as error:  # whatever the network or the hub says
-        first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
         raise LlmcError(f"'{name}' is no directory here and could not be fetched from the hub "
-                        f"({first}); download it and give its directory") from error
+                        f"({reason_of(error)}); download it and give its directory") from error
 
 
 def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
@@ -92,9 +91,9 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds for a bad config
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
         raise LlmcError(f"'{directory / 'config.json'}': transformers does not know architecture "
-                        f"'{plain['model_type']}' or refuses its config ({first})") from error
+                        f"'{plain['model_type']}' or refuses its config "
+                        f"({reason_of(error)})") from error
 
 
 def _plain_config(directory: Path) -> dict[str, Any]:
@@ -127,6 +126,5 @@ def copy_tokenizer(directory: Path, target: Path) -> None:
             AutoTokenizer.from_pretrained(directory, trust_remote_code=False) \
                 .save_pretrained(target)  # None would ask on the terminal
         except Exception as error:  # transformers raises many kinds for a bad tokenizer
-            first = str(error).strip().partition("\n")[0][:200] or repr(error)
             raise LlmcError(f"the tokenizer of '{directory}' cannot be converted to "
-                            f"tokenizer.json ({first}); put one there") from error
+                            f"tokenizer.json ({reason_of(error)}); put one there") from error

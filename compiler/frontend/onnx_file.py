@@ -22,7 +22,7 @@ from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, reason_of
 
 _MIN_OPSET = 18
 _INPUTS = frozenset({"input_ids", "position_ids", "attention_mask"})
@@ -54,8 +54,7 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
             model = onnx.inliner.inline_local_functions(model)
         graph = gs.import_onnx(_with_shapes(model))
     except Exception as error:  # onnx and graph-surgeon raise many kinds
-        first = str(error).strip().partition("\n")[0][:160] or type(error).__name__
-        raise LlmcError(f"'{path}' is no valid ONNX model ({first})") from error
+        raise LlmcError(f"'{path}' is no valid ONNX model ({reason_of(error)})") from error
     _broadcast_rotary_caches(graph)
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):

@@ -52,7 +52,7 @@ from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight, unread
-from llmc.errors import LlmcError
+from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.interrupts import check_interrupted
 
 _FLOAT, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.BFLOAT16
@@ -124,9 +124,11 @@ def _root_cause(error: BaseException) -> str:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):  # which says the key and no more
-        return " ".join([f"its code raises {type(error).__name__}", *lines])[:200]
+        return shortened(" ".join([f"its code raises {type(error).__name__}", *lines]),
+                         MAX_REASON)
     said = next((f"{words} (" for pattern, words in _EXPORTERS if re.match(pattern, lines[0])), "")
-    return f"{said}{lines[0].split('. Failure message:')[0][:200]}{')' if said else ''}"
+    first = shortened(lines[0].split(". Failure message:")[0], MAX_REASON)
+    return f"{said}{first}{')' if said else ''}"
 
 
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,

@@ -20,7 +20,7 @@ from llmc.compiler.graph.quantization import Scheme, Stored
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.states import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.weights import Weight
-from llmc.errors import LlmcError
+from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.plugins import Op
 from llmc.plugins.roles import ByRows, Columns, Shard
 
@@ -126,11 +126,11 @@ class CannotEvaluate(LlmcError):
     """A piece of a graph cannot be run. Where a check does not catch it, its node is refused."""
 
     def __init__(self, output: gs.Tensor, error: str) -> None:
-        first = " ".join(error.split())[:160]
+        reason = shortened(error, MAX_REASON)
         super().__init__(f"ONNX Runtime cannot compute '{output.name}' of the exported graph "
-                         f"({first})")
+                         f"({reason})")
         self.output = output
-        self.reason = NoMatch(f"it cannot be evaluated ({first})", output)
+        self.reason = NoMatch(f"it cannot be evaluated ({reason})", output)
 
 
 @dataclass

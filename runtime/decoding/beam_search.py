@@ -59,14 +59,16 @@ class Candidates:
 
     @staticmethod
     def of(scores: np.ndarray, count: int) -> Candidates:
-        """From all log-probabilities, float32 [..., vocab]; `count` of each, or all there are."""
+        """From all log-probabilities, float32 [..., vocab]; `count` of each, or all there are. A
+        row of NaN has candidates of NaN.
+        """
         *shape, vocab = scores.shape
         kept = min(count, vocab)
         rows = scores.reshape(-1, vocab)
         tokens = np.empty((len(rows), kept), np.int32)
         for row, own, edge in zip(tokens, rows, np.partition(rows, vocab - kept)[:, vocab - kept],
                                   strict=True):
-            near = np.flatnonzero(own >= edge)
+            near = np.flatnonzero(~(own < edge))
             row[:] = near[np.argsort(-own[near], kind="stable")[:kept]]
         log_probs = np.take_along_axis(rows, tokens, axis=1)
         return Candidates(tokens, log_probs).reshape(*shape)
@@ -236,8 +238,9 @@ def gather_tree(output_ids: np.ndarray, parent_ids: np.ndarray, sequence_length:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """float32 along the last axis."""
-    shifted: np.ndarray = logits - logits.max(axis=-1, keepdims=True)
+    """float32 along the last axis; NaN where a logit is NaN or positive infinity."""
+    with np.errstate(invalid="ignore"):
+        shifted: np.ndarray = logits - logits.max(axis=-1, keepdims=True)
     sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
     shifted -= np.log(sums).astype(np.float32)
     return shifted

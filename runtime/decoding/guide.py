@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.errors import LlmcError, shortened
+from llmc.errors import MAX_REASON, LlmcError, shortened
 from llmc.runtime.decoding.json_schema import exact_schema
 from llmc.runtime.decoding.params import GUIDES, SamplingParams
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
@@ -103,8 +103,8 @@ class Guide:
             self._mask[:] = 0
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())
-            raise LlmcError(f"the guide cannot be followed ({shortened(reason, 300)})")
+            reason = shortened(self._matcher.get_error(), MAX_REASON)
+            raise LlmcError(f"the guide cannot be followed ({reason})")
         self._seconds = time.perf_counter() - started
 
 
@@ -216,8 +216,7 @@ def _unreadable(reason: str) -> LlmcError:
     if reason.startswith("Unimplemented keys: "):
         keys = reason.removeprefix("Unimplemented keys: ").strip("[]").replace('"', "")
         reason = f"unsupported keywords of JSON Schema: {keys}; leave them out"
-    reason = shortened(" ".join(reason.split()), _MAX_REASON)
-    return LlmcError(f"the guide cannot be read ({reason})")
+    return LlmcError(f"the guide cannot be read ({shortened(reason, _MAX_REASON)})")
 
 
 def _import_llguidance() -> ModuleType:

@@ -13,10 +13,11 @@ import reprlib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from inspect import Parameter, Signature
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, shortened
 
 MAX_N = 2**16  # completions of a prompt, which a result holds together
 MAX_STOP = 64  # each is looked for after every token
@@ -27,12 +28,13 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_SIZE = 16_384  # of all together
 MAX_TOP_LOGPROBS = 1000
 _MAX_BIAS = 3.4e38  # of float32
+_MIN_TEMPERATURE = 1e-6  # logits that differ by 1e-4 are e^-100 apart: as good as greedy
+_MAX_SHOWN = 60  # characters of a value in an error
 # What beam search leaves no place for.
 _NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs")
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # A guide itself says when a completion may end.
 _NOT_WITH_GUIDES = ("min_tokens", "ignore_eos", "end_id", "beam_width")
-_Class = TypeVar("_Class", bound=type)
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,20 @@ class Described:
     within: Within | None
 
 
-def _documented(cls: _Class) -> _Class:
-    """Adds the fields' texts to a class's docstring."""
+def _document(cls: type, described: Sequence[Described]) -> None:
+    """Add the fields' texts to a class's docstring, and their types to its signature."""
     lines = [textwrap.fill(f"{own.name}: {own.text}", 96, initial_indent=" " * 8,
                            subsequent_indent=" " * 12, break_on_hyphens=False)
-             for own in described(cls)]
+             for own in described]
     if cls.__doc__ is not None:  # as it is with python -OO
         cls.__doc__ = cls.__doc__.replace("        …", "\n".join(lines))
-    return cls
+    each = [Parameter(own.name, Parameter.KEYWORD_ONLY, default=own.default, annotation=own.kind)
+            for own in described]
+    own_self = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+    setattr(cls, "__signature__", Signature(each))  # noqa: B010  which mypy does not know
+    constructor: Any = vars(cls)["__init__"]
+    constructor.__signature__ = Signature([own_self, *each])
+    constructor.__annotations__ = {own.name: own.kind for own in described}
 
 
 def described(cls: type) -> list[Described]:
@@ -91,7 +99,6 @@ def described(cls: type) -> list[Described]:
     return found
 
 
-@_documented
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a prompt is completed.
@@ -108,92 +115,94 @@ class SamplingParams:
     """
 
     max_tokens: Annotated[
-        int, "New tokens, at most; the KV cache's end also ends a completion.",
+        int, "Maximum number of new tokens. A completion also ends, with finish_reason `length`, "
+             "where the model's maximum length or the KV cache ends.",
         Within(1)] = 64
     min_tokens: Annotated[
-        int, "Until so many are generated no end token is, and no stop string counts.",
+        int, "Minimum number of new tokens: until then EOS and stop tokens are masked, and stop "
+             "strings ignored.",
         Within(0)] = 0
     temperature: Annotated[
-        float, "0 takes the likeliest token; above 0 tokens are sampled.",
+        float, "Sampling temperature; 0 is greedy. Values above 0 and below 1e-6 are raised to "
+               "1e-6.",
         Within(0, 10**6, "0 is greedy")] = 0.0
     top_k: Annotated[
-        int, "Sample among this many likeliest tokens; 0 for all. Ties stay.",
+        int, "Sample from the k most likely tokens and those that tie with the last; 0 for all.",
         Within(0, neutral="0 keeps all tokens")] = 0
     top_p: Annotated[
-        float, "Sample among the likeliest tokens that together have this probability.",
+        float, "Sample from the most likely tokens whose probabilities add up to this.",
         Within(0, 1, "1 keeps all tokens", above=True)] = 1.0
     min_p: Annotated[
-        float, "Sample among tokens with at least this share of the likeliest one's probability.",
+        float, "Sample from tokens with at least this fraction of the greatest probability.",
         Within(0, 1, "0 keeps all tokens")] = 0.0
     typical_p: Annotated[
-        float, "Sample among the tokens of most typical information that together have this "
-               "probability.",
+        float, "Sample from the locally typical tokens whose probabilities add up to this.",
         Within(0, 1, "1 keeps all tokens", above=True)] = 1.0
     repetition_penalty: Annotated[
-        float, "Divides positive and multiplies negative logits of tokens in the prompt or "
-               "generated; above 1 discourages them.",
+        float, "Divide positive and multiply negative logits of tokens of the prompt and the "
+               "completion by this; above 1 discourages repetition.",
         Within(0.001, 1000, "1 is none")] = 1.0
     presence_penalty: Annotated[
-        float, "Is subtracted from the logits of generated tokens.",
+        float, "Subtract this from the logits of tokens that were generated.",
         Within(-2, 2, "0 is none")] = 0.0
     frequency_penalty: Annotated[
-        float, "Is subtracted as often as the token was generated.",
+        float, "Subtract this from a token's logit for each time that it was generated.",
         Within(-2, 2, "0 is none")] = 0.0
     bad_words: Annotated[
         Sequence[str | Sequence[int]],
-        "Texts that are not generated, as they are tokenized with and without a space before them; "
-        "in Python and JSON lists of token ids too."] = ()
+        "Texts that are never generated, tokenized with and without a leading space; in Python and "
+        "JSON also lists of token ids."] = ()
     logit_bias: Annotated[
-        Mapping[int, float], "Is added to logits, by token id; -inf forbids a token."] = \
+        Mapping[int, float], "Values to add to logits, by token id; -inf forbids a token."] = \
         field(default_factory=dict, hash=False)
     seed: Annotated[
-        int | None, "Of the random numbers, so that a result does not depend on what else is in "
-                    "the batch; without one they differ each time.",
+        int | None, "Seed of the random number generator: the result does not depend on other "
+                    "requests in the batch. By default a random one.",
         Within(0, 2**64 - 1)] = None
     n: Annotated[
-        int, "Completions of the prompt; number i, counted from 0, has the seed `seed + i`, "
-             "modulo 2^64.",
+        int, "Number of completions of the prompt; completion i, counted from 0, has the seed "
+             "`seed + i`, modulo 2^64. Without sampling all are equal.",
         Within(1, MAX_N)] = 1
     stop: Annotated[
-        Sequence[str], "Texts that end a completion; they and what follows are not shown."] = ()
-    ignore_eos: Annotated[bool, "Go on after the end token."] = False
-    end_id: Annotated[int | None, "The end token, instead of the model's own."] = None
+        Sequence[str], "Strings that end a completion; the text ends before them."] = ()
+    ignore_eos: Annotated[bool, "Continue after the EOS token."] = False
+    end_id: Annotated[int | None, "EOS token, instead of the model's own."] = None
     stop_token_ids: Annotated[
-        Sequence[int], "Tokens that end a completion, and are not shown, beside the end token; "
-                       "also where ignore_eos is given."] = ()
+        Sequence[int], "Token ids that end a completion, besides EOS and also with ignore_eos; the "
+                       "text ends before them."] = ()
     show_special_tokens: Annotated[
-        bool, "Special tokens are part of the text; those that end it are not."] = False
+        bool, "Include special tokens in the text, except those that end it."] = False
     logprobs: Annotated[
-        int | None, "Also give log-probabilities of each token and of this many likeliest ones, "
-                    "at most 20 where GPUs choose the tokens.",
-        Within(0, neutral="0 is the chosen token's alone")] = None
+        int | None, "Return the log-probability of each token, and those of this many most likely "
+                    "tokens (at most 20 on GPUs).",
+        Within(0, neutral="0 is the sampled token's alone")] = None
     guided_json: Annotated[
         str | Mapping[str, object] | None,
-        "A JSON schema: only what it allows is generated, with a space after each comma and colon. "
-        "Guides need llguidance, and a model that was compiled for the cpu target."] = None
+        "JSON schema of the completion, which has a space after each comma and colon. Structured "
+        "output needs llguidance."] = None
     guided_regex: Annotated[
-        str | None, "A regular expression that the whole completion matches."] = None
+        str | None, "Regular expression that the whole completion matches."] = None
     guided_choice: Annotated[
-        Sequence[str], "Texts of which the completion is one."] = ()
+        Sequence[str], "Texts, of which the completion is one."] = ()
     guided_grammar: Annotated[
-        str | None, "A context-free grammar of the completion, in Lark's or GBNF's syntax."] = None
+        str | None, "Context-free grammar of the completion, in Lark or GBNF syntax."] = None
     beam_width: Annotated[
-        int, "Sequences to search with at once; above 1, the completion is the best that beam "
-             "search finds, as transformers searches, and `LLM.beam_search` gives all.",
+        int, "Number of beams; above 1, the completion is the best one of a beam search as in "
+             "transformers. `LLM.beam_search` returns all.",
         Within(1, neutral="1 is no beam search")] = 1
     length_penalty: Annotated[
         float, "Beam search: a sequence's score is the sum of its tokens' log-probabilities "
-               "divided by their number to this power; above 0 favours long ones.",
+               "divided by its length to this power; above 0 favors long ones.",
         Within(-10, 10, "0 is none")] = 1.0
     diversity_rate: Annotated[
-        float, "Beam search: the i-th best continuation of a beam, counted from 0, is chosen as if "
-               "its sum were less by i times this; above 0 sets beams apart.",
+        float, "Beam search: subtract i times this from the score of the i-th best continuation "
+               "of a beam, counted from 0; above 0 makes beams differ.",
         Within(0, 10**6, "0 is none")] = 0.0
     early_stopping: Annotated[
         bool | Literal["never"],
-        "Beam search: False ends it where no beam, as it stands, is better than the worst of "
-        "beam_width finished sequences; True as soon as there are so many; never only where no "
-        "beam can become better."] = False
+        "Beam search: True ends it as soon as beam_width sequences are finished; False, where no "
+        "beam's current score is better than the worst of these; never, where no beam can become "
+        "better."] = False
 
     def __post_init__(self) -> None:
         for own in FIELDS:
@@ -206,6 +215,8 @@ class SamplingParams:
             problem = own.within.problem(value) if own.within and value is not None else None
             if problem:
                 raise LlmcError(f"{own.name} {value} {problem}")
+        if 0 < self.temperature < _MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", _MIN_TEMPERATURE)
         problem = next(self._problems(), None)
         if problem:
             raise LlmcError(problem)
@@ -214,8 +225,6 @@ class SamplingParams:
         """What no field's own range says."""
         if self.min_tokens > self.max_tokens:
             yield f"min_tokens {self.min_tokens} is not from 0 to max_tokens {self.max_tokens}"
-        if 0 < self.temperature < 1e-6:
-            yield f"temperature {self.temperature} is above 0 and below 1e-06; 0 is greedy"
         if not all(self.bad_words):
             yield "a bad word is empty"
         if (self.logprobs or 0) > MAX_TOP_LOGPROBS:
@@ -238,9 +247,6 @@ class SamplingParams:
                 yield (f"{name} {shown(getattr(self, name))} does not go with beam_width "
                        f"{self.beam_width}, as beam search makes one completion of the likeliest "
                        f"tokens; leave {name} out, or beam_width at 1")
-        if self.n > 1 and self.temperature == 0:
-            yield (f"n {self.n} completions would be the same at temperature 0; give a temperature "
-                   f"above 0")
         if not all(self.stop):
             yield "a stop string is empty"
         guides = [name for name in GUIDES if getattr(self, name)]
@@ -303,10 +309,21 @@ def listed(value: object) -> list[Any]:
     return list(value)
 
 
+class _Shown(reprlib.Repr):
+    """A value's repr, in which long texts are cut at a word."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(shortened(x, _MAX_SHOWN))
+
+
+_SHOWN = _Shown()
+_SHOWN.maxother = _MAX_SHOWN
+
+
 def shown(value: object) -> str:
     """A value as an error shows it, shortened."""
     try:
-        return reprlib.repr(value)
+        return _SHOWN.repr(value)
     except ValueError:
         return "a number of many digits"
 
@@ -385,6 +402,7 @@ def _early_stopping(value: object) -> bool | Literal["never"]:
 
 
 FIELDS = described(SamplingParams)
+_document(SamplingParams, FIELDS)
 _READERS: dict[Any, Callable[[object], Any]] = {
     int: whole, float: _number, bool: flag, int | None: _or_none, Sequence[str]: _texts,
     Sequence[int]: _tokens,

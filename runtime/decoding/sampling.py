@@ -16,6 +16,17 @@ from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.decoding.processing import Processing
 
 _BLOCK = 256  # random numbers made, and probabilities added up, at once
+# What an engine returns in place of a token.
+NONE_ALLOWED, NOT_FINITE = -1, -2
+
+
+class NonFiniteLogits(LlmcError):
+    """The model computed NaN or infinity for a sequence: no fault of the caller."""
+
+    def __init__(self, generated: int) -> None:
+        super().__init__(f"the logits after {generated} generated tokens are NaN or infinite; "
+                         f"check the checkpoint's weights, or compile with a --dtype of larger "
+                         f"range such as bfloat16 or float32")
 
 
 class Sampler:
@@ -52,11 +63,13 @@ class Sampler:
 
         Raises:
             LlmcError: no token is allowed.
+            NonFiniteLogits: a logit is NaN or positive infinity.
         """
         scores = logits if self.processing is None else self.process(logits, tokens)
         best = int(scores.argmax())
-        if scores[best] == -np.inf:
-            raise nothing_allowed(len(tokens))
+        if not np.isfinite(scores[best]):  # argmax finds NaN first
+            raise nothing_allowed(len(tokens)) if scores[best] == -np.inf \
+                else NonFiniteLogits(len(tokens))
         if self.params.temperature == 0:
             return best
         token_ids, weights = _candidates(scores, self.params)

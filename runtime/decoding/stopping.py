@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from llmc.runtime.decoding.token_text import REPLACEMENT, token_bytes
+
 _CONTEXT = 5  # tokens of the prompt that decide how the first new one reads: with a space or not
-_BROKEN = "\ufffd"  # what bytes decode to that are not a character, or not yet
+_PARTS = 3  # tokens, at most, that an unfinished character has: UTF-8 takes four bytes
+_MAX_PENDING = 8  # tokens, which only those of several bytes that start inside characters exceed
 
 
 class TextStream:
@@ -24,6 +28,7 @@ class TextStream:
         # Tokens whose text is out, and those after them.
         self._context = _context(tokenizer, prompt) if tokenizer is not None else []
         self._pending: list[int] = []
+        self._out = 0  # characters of the pending tokens' text that are out
         self._stop = [_StopString(own) for own in stop]
         self._held = ""
         self.stopped = False
@@ -36,11 +41,45 @@ class TextStream:
             return ""
         self._pending.append(token)
         text = self._decode(self._tokenizer)
-        if text.endswith(_BROKEN):  # the next token may complete the character
-            return ""
+        if not text or text.endswith(REPLACEMENT):
+            if self._is_skipped(self._tokenizer, token):
+                self._pending.pop()
+                return ""
+            if self._is_unfinished(self._tokenizer):  # the next token may complete the character
+                return self._release(self._settle(self._tokenizer, text), may_stop)
+        new = text[self._out:]
         if text:  # a token without text tells nothing to the next
-            self._context, self._pending = self._pending, []
-        return self._release(text, may_stop)
+            self._advance(self._tokenizer, text)
+        return self._release(new, may_stop)
+
+    def _is_skipped(self, tokenizer: Tokenizer, token: int) -> bool:
+        """Whether a token is a special token that the text leaves out."""
+        return self._skip and not tokenizer.decode([token]) and \
+            bool(tokenizer.decode([token], skip_special_tokens=False))
+
+    def _is_unfinished(self, tokenizer: Tokenizer) -> bool:
+        """Whether the pending tokens end inside a character that further bytes may complete."""
+        tail = b"".join(token_bytes(tokenizer, token) for token in self._pending[-_PARTS:])
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(tail)
+        return bool(decoder.getstate()[0])
+
+    def _settle(self, tokenizer: Tokenizer, text: str) -> str:
+        """The pending text before an unfinished character, once too many tokens are pending."""
+        if len(self._pending) <= _MAX_PENDING:
+            return ""
+        new = text[self._out:-1]
+        self._context, self._pending = [], self._pending[-_PARTS:]
+        self._out = len(self._decode(tokenizer)) - 1
+        return new
+
+    def _advance(self, tokenizer: Tokenizer, text: str) -> None:
+        """The pending tokens' text is out: they are the context of the next."""
+        # With byte fallback an invalid byte makes all of its run invalid, so the context keeps it.
+        if not (text.endswith(REPLACEMENT) and
+                not tokenizer.decode(self._pending, self._skip).endswith(REPLACEMENT)):
+            self._context = self._pending
+        self._pending, self._out = [], 0
 
     def _release(self, text: str, may_stop: bool) -> str:
         """What can be shown of the text so far and this."""
@@ -69,7 +108,7 @@ class TextStream:
         """What was held back and turned out to be no stop string, nor a whole character."""
         text = ""
         if self._tokenizer is not None and self._pending and not self.stopped:
-            text = self._release(self._decode(self._tokenizer), may_stop=True)
+            text = self._release(self._decode(self._tokenizer)[self._out:], may_stop=True)
             self._pending = []
         text, self._held = text + self._held, ""
         return text
@@ -118,6 +157,6 @@ class _StopString:
 def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     """The last tokens of a prompt, without any that begin inside a character."""
     for size in range(min(_CONTEXT, len(prompt)), 0, -1):
-        if _BROKEN not in tokenizer.decode(list(prompt[-size:])):
+        if REPLACEMENT not in tokenizer.decode(list(prompt[-size:])):
             return list(prompt[-size:])
     return []

@@ -9,7 +9,13 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.decoding import processors
 from llmc.runtime.decoding.beam_search import Candidates, log_softmax
-from llmc.runtime.decoding.sampling import Logprobs, Sampler
+from llmc.runtime.decoding.sampling import (
+    NONE_ALLOWED,
+    NOT_FINITE,
+    Logprobs,
+    NonFiniteLogits,
+    Sampler,
+)
 from llmc.runtime.step import LAST, Limits, Sampled, Step
 
 
@@ -49,10 +55,14 @@ class HostSampling:
             return Sampled(np.empty(0, np.int64), [], None, logits)
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
-        for slot, own in zip(step.slots[step.sample].tolist(), logits, strict=True):
+        finite = np.isfinite(logits.max(axis=1)).tolist()  # the maximum is NaN where any logit is
+        for row, (slot, own) in enumerate(zip(step.slots[step.sample].tolist(), logits,
+                                              strict=True)):
             sampler = self._samplers.get(slot)
-            token, count = -1, None
-            if sampler is not None:
+            token, count = NONE_ALLOWED, None
+            if sampler is not None and not finite[row]:
+                token = NOT_FINITE
+            elif sampler is not None:
                 allowed = processors.allow(own, step.masks[slot]) if slot in step.masks else own
                 token, count = self._token(sampler, allowed, slot), sampler.params.logprobs
             tokens.append(token)
@@ -64,12 +74,14 @@ class HostSampling:
                        logits if step.logits == "sampled" else None)
 
     def _token(self, sampler: Sampler, logits: np.ndarray, slot: int) -> int:
-        """The next token, which is kept; -1 where none is allowed."""
+        """The next token, which is kept; or why there is none."""
         tokens = self._tokens[slot]
         try:
             tokens.append(sampler(logits, tokens))
+        except NonFiniteLogits:
+            return NOT_FINITE
         except LlmcError:
-            return -1
+            return NONE_ALLOWED
         return tokens[-1]
 
     def collect(self, ticket: int) -> Sampled:

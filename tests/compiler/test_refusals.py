@@ -78,6 +78,10 @@ def test_features_are_named_before_the_export(family, tmp_path, no_export):
 @pytest.mark.parametrize(("options", "match"), [
     (dict(target="abacus"), "target 'abacus' is not known; there are: cpu"),
     (dict(dtype="float8"), "has no dtype 'float8'; it has: float32"),
+    (dict(dtype="bf16", target="cuda"), "has no dtype 'bf16'; did you mean 'bfloat16'\\? It has: "),
+    (dict(dtype="fp32"), "has no dtype 'fp32'; did you mean 'float32'\\? It has: float32"),
+    (dict(dtype="bf16"), "target 'cpu' has no dtype 'bf16'; it has: float32"),
+    (dict(dtype="half"), "target 'cpu' has no dtype 'float16'"),
     (dict(kv_dtype="int4"), "has no kv_dtype 'int4'; leave it out"),
     (dict(compute_capability="9.0"), "'9.0' is not one of a GPU's for target cpu"),
     (dict(tp_size=0), "tp_size 0 is below 1"),
@@ -92,6 +96,19 @@ def test_impossible_options_are_refused_before_the_export(tiny_hf, tmp_path, opt
                                                           no_export):
     with pytest.raises(llmc.LlmcError, match=match):
         llmc.compile(tiny_hf, tmp_path / "case", **options)
+
+
+@pytest.mark.parametrize(("dtype", "target", "config", "expected"), [
+    ("half", "cuda", {}, "float16"), ("float", "cuda", {}, "float32"),
+    (torch.bfloat16, "cuda", {}, "bfloat16"), (torch.float32, "cpu", {}, "float32"),
+    ("auto", "cuda", {"dtype": "float16"}, "float16"),
+    ("auto", "cuda", {"text_config": {"torch_dtype": "float16"}}, "float16"),
+    ("auto", "cuda", {"dtype": "float8_e4m3fn"}, "bfloat16"), ("auto", "cuda", {}, "bfloat16"),
+    ("auto", "cpu", {"dtype": "bfloat16"}, "float32")])
+def test_dtypes_are_read_as_torch_and_transformers_name_them(tmp_path, dtype, target, config,
+                                                             expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert preflight.read_dtype(dtype, target, tmp_path) == expected
 
 
 def about(has_encoder=False, generation=None, **config):

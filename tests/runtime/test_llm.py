@@ -1,5 +1,9 @@
 """Generation: batches, streaming, stopping, sampling, replicas; against transformers."""
 
+import asyncio
+import inspect
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -419,3 +423,63 @@ def test_who_comes_while_a_step_runs_is_in_the_next(case_tp1, far_ahead, monkeyp
     step = far_ahead[3]
     assert came_at[:2] == [0, 3] and (step.batch_size, step.num_ctx_tokens) == (2, 2)
     assert [wanted["first"], wanted["second"]] == alone
+
+
+@pytest.mark.parametrize("params", [
+    dict(), dict(logprobs=1), dict(temperature=1, seed=1), dict(temperature=1, top_k=3, top_p=0.5),
+    dict(guided_choice=["fox"]), dict(beam_width=2), dict(beam_width=2, bad_words=["fox"])])
+def test_nan_logits_end_their_own_request_alone(nan_case, params):
+    params = llmc.SamplingParams(max_tokens=20, **params)
+    with llmc.LLM(nan_case) as llm:
+        expected = llm.generate([[5, 6]], llmc.SamplingParams(max_tokens=20, ignore_eos=True))
+        others = llm.stream([[5, 6]], llmc.SamplingParams(max_tokens=20, ignore_eos=True))
+        pieces = [next(others)]
+        with pytest.raises(llmc.LlmcError, match="the logits after 0 generated tokens are NaN"):
+            llm.generate([[5, 7]], params)
+        pieces += others
+        assert tuple(piece.token_id for piece in pieces) == expected[0].token_ids
+        assert llm.metrics()["nan_logits"] == 1
+
+
+@pytest.mark.parametrize("loaded", [llmc.LLM, llmc.AsyncLLM])
+def test_help_and_errors_name_the_class_and_its_arguments(loaded):
+    signature = inspect.signature(loaded)
+    for name in ("case_dir", "device", "max_batch_size", "prefix_reuse", "attention_backend"):
+        assert f"\n        {name}: " in loaded.__doc__ and name in signature.parameters
+    assert not loaded.__doc__.splitlines()[0].endswith(":")
+    with pytest.raises(TypeError, match=rf"^{loaded.__name__}\.__init__\(\) got an unexpected "
+                                        r"keyword argument 'tp_size'"):
+        loaded("case", tp_size=2)
+
+
+def test_chat_answers_one_conversation_or_several(case_tp1):
+    one = [{"role": "user", "content": "the fox"}]
+    two = [{"role": "system", "content": "be"}, {"role": "user", "content": "lazy"}]
+    params = llmc.SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def streamed(messages):
+        async with llmc.AsyncLLM(case_tp1) as llm:
+            return [piece.token_id async for piece in llm.chat(messages, params)]
+
+    with llmc.LLM(case_tp1) as llm:
+        expected = llm.generate([llm.chat_prompt(one), llm.chat_prompt(two)], params)
+        assert llm.chat([one, two], params) == expected
+        assert llm.chat(one, params) == llm.chat("the fox", params) == expected[:1]
+        assert llm.chat(["the fox"], params) == expected[:1]
+        assert [own.index for own in llm.chat([one, two], [params, params])] == [0, 1]
+        assert asyncio.run(streamed(two)) == list(expected[1].token_ids)
+        for wrong in ([], 5, [5], [[]], [{"role": "user"}]):
+            with pytest.raises(llmc.LlmcError, match="message"):
+                llm.chat(wrong, params)
+
+
+def test_chat_gives_tools_and_variables_to_the_template(case_tp1, tmp_path):
+    case = shutil.copytree(case_tp1, tmp_path / "case")
+    template = json.loads((case / "model_info.json").read_text())["tokenizer"]["chat_template"]
+    text = "{{ tools[0].name }}{{ thinking }}{{ messages[0].content }}{#"
+    size = (case / template).stat().st_size
+    (case / template).write_text(text + "#}".rjust(size - len(text)))
+    with llmc.LLM(case, verify=False) as llm:
+        made, = llm.chat("the", llmc.SamplingParams(max_tokens=1), tools=[{"name": "fox"}],
+                         chat_template_kwargs={"thinking": "quick"})
+        assert llm.detokenize(made.prompt_token_ids) == "foxquickthe"

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -338,10 +339,12 @@ def test_tasks_generate_at_once_and_may_be_cancelled(case, alone):
 
 def test_what_does_not_fit_is_refused_with_the_numbers(case_tp1):
     with llmc.LLM(case_tp1, kv_cache_tokens=32) as llm:
-        with pytest.raises(llmc.LlmcError, match="20 tokens and 14 to generate take 3 blocks of 16"
+        with pytest.raises(llmc.LlmcError, match="40 tokens and 1 to generate take 3 blocks of 16"
                                                  ", the KV cache has 2; ask for fewer, or load"):
-            llm.generate([[5] * 20], tokens(14))
-        assert len(llm.generate([[5] * 20], tokens(13))[0].token_ids) == 13
+            llm.generate([[5] * 40], tokens(1))
+        for wanted in (14, 10**9):  # as many as there is room for
+            made, = llm.generate([[5] * 20], tokens(wanted))
+            assert (len(made.token_ids), made.finish_reason) == (13, "length")
     for options, match in (
             (dict(block_size=12), "block_size 12 is no power of two"),
             (dict(kv_cache_tokens=10**12), r"1000000000000 tokens takes .* GB with .* machine has"),
@@ -361,6 +364,29 @@ def test_metrics_tell_what_was_done(case_tp1):
         for name in ("time_to_first_token", "inter_token_latency"):
             times = metrics[name]
             assert 0 < times["p50"] <= times["p90"] <= times["p99"] < 60
+
+
+def test_a_forked_child_is_refused_at_once(case_tp1):
+    def use(llm, pieces, session, queue):
+        for work in (lambda: llm.generate([[5]]), lambda: next(pieces), lambda: llm.metrics(),
+                     lambda: llm.check_health(), lambda: session.extend([[5]])):
+            try:
+                queue.put(str(work()))
+            except llmc.LlmcError as error:
+                queue.put(str(error))
+        llm.close()
+        queue.put("closed")
+
+    context = multiprocessing.get_context("fork")
+    with llmc.LLM(case_tp1) as llm:
+        pieces, session, queue = llm.stream([[5, 6]], tokens(20)), llm.session(1), context.Queue()
+        next(pieces)
+        child = context.Process(target=use, args=(llm, pieces, session, queue))
+        child.start()
+        told = [queue.get(timeout=60) for _ in range(6)]
+        child.join()
+        assert all("cannot be used in its forked child" in own for own in told[:-1]), told
+        assert told[-1] == "closed" and len([*pieces]) == 19  # the parent's goes on
 
 
 def test_n_completions_and_beams_in_a_crowd(case, alone):

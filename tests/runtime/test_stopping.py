@@ -4,12 +4,13 @@ import families
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny_tokenizers import TEXTS, byte_fallback, byte_level
+from tiny_tokenizers import BYTES, TEXTS, byte_fallback, byte_level
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
 import llmc
 from llmc.runtime.decoding.stopping import TextStream, _StopString
+from llmc.runtime.decoding.token_text import token_bytes, token_text
 
 
 def smollm2():
@@ -54,8 +55,69 @@ def test_a_completion_reads_as_behind_its_prompt(tokenizer, text, data):
 @pytest.mark.parametrize("tokenizer", [byte_level], indirect=True)
 @given(data=st.data())
 def test_any_bytes_come_out_as_decoded_at_once(tokenizer, data):
-    tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
     assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@given(data=st.data())
+def test_runs_of_byte_fallback_come_out_as_decoded_at_once(data):
+    """One invalid byte makes its whole run invalid, which a stream cannot know before it comes: so
+    runs are valid, or invalid from their first character on.
+    """
+    tokenizer = byte_fallback()
+    valid = st.text(min_size=1, max_size=4).map(str.encode)
+    invalid = st.tuples(st.integers(0x80, 0xBF), st.binary(max_size=12)).map(
+        lambda parts: bytes([parts[0]]) + parts[1])
+    words = st.lists(st.integers(len(BYTES), tokenizer.get_vocab_size() - 1), min_size=1,
+                     max_size=3)
+    runs = data.draw(st.lists(st.tuples(words, valid | invalid), max_size=6))
+    tokens = [token for word, run in runs for token in (*word, *run)]
+    assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(("tokenizer", "run"), [
+    (byte_level, b"\xff"), (byte_level, b"\xe4"), (byte_fallback, b"\xff"),
+    (byte_fallback, b"\xff\xe4\xbd\xa0"), (byte_fallback, b"\xe4")], indirect=["tokenizer"])
+def test_long_runs_of_invalid_bytes_are_decoded_in_short_parts(tokenizer, run):
+    byte_tokens = [token for byte in run for token in range(tokenizer.get_vocab_size())
+                   if token_bytes(tokenizer, token) == bytes([byte])]
+    assert len(byte_tokens) == len(run)
+    check_short_parts(tokenizer, byte_tokens * 200)
+
+
+def test_tokens_that_start_inside_characters_are_decoded_in_short_parts():
+    tokenizer = Tokenizer(models.BPE({"ä½": 0, "łä½": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    assert tokenizer.decode([0, 1, 1]) == "你你\ufffd"
+    check_short_parts(tokenizer, [0] + [1] * 200)
+
+
+def test_a_long_run_of_special_tokens_is_decoded_in_short_parts(tokenizer):
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.add_special_tokens(["<pad>"])
+    pad = tokenizer.token_to_id("<pad>")
+    smile = tokenizer.encode("🙂", add_special_tokens=False).ids
+    check_short_parts(tokenizer, [pad] * 200 + smile[:1] + [pad] * 200 + smile[1:] + [pad] * 200)
+
+
+class Watched:
+    """A tokenizer that counts the tokens of its longest decoding."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.longest = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, tokens, *arguments, **options):
+        self.longest = max(self.longest, len(tokens))
+        return self._tokenizer.decode(tokens, *arguments, **options)
+
+
+def check_short_parts(tokenizer, tokens):
+    watched = Watched(tokenizer)
+    assert "".join(pieces(watched, tokens)) == tokenizer.decode(tokens)
+    assert watched.longest <= 20
 
 
 @given(text=TEXTS, data=st.data())
@@ -114,3 +176,16 @@ def test_matching_costs_what_was_generated_however_long_the_stop_string():
     assert len(found._shorter) <= 12
     with pytest.raises(llmc.LlmcError, match="has 4097 characters; give at most 4096"):
         llmc.SamplingParams(stop=["z" * 4097])
+
+
+def test_a_token_has_its_own_text_and_bytes(tokenizer):
+    text = "the 🙂 the"
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    made = b"".join(token_bytes(tokenizer, token) for token in tokens)
+    assert made.removeprefix(b" ") == text.encode()  # sentencepiece begins with a space
+    for token in tokens:
+        assert token_bytes(tokenizer, token).decode(errors="replace") == \
+            token_text(tokenizer, token)
+    for size in range(1, len(tokens)):
+        whole, last = tokenizer.decode(tokens[:size]), token_text(tokenizer, tokens[size - 1])
+        assert "\ufffd" in whole + last or whole.endswith(last.lstrip(" "))

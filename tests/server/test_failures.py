@@ -17,6 +17,24 @@ from llmc.server.limits import Limits
 from llmc.server.model import Model
 
 
+def test_nan_logits_are_the_server_s_error_and_are_counted(nan_case):
+    async def main():
+        async with llmc.AsyncLLM(nan_case) as llm:
+            app = Api(Model(llm, "tiny"), Limits()).app()
+            body = {"prompt": [5, 7], "max_tokens": 2, "logprobs": 1}
+            status, text = await ask(app, "/v1/completions", body)
+            error = json.loads(text)["error"]
+            assert (status, error["type"]) == (500, "server_error") and "NaN" in error["message"]
+            status, _ = await ask(app, "/v1/completions", body | {"prompt": [5, 6]})
+            assert status == 200
+            _, text = await ask(app, "/metrics")
+            counted = [line for line in text.splitlines()
+                       if line.startswith("llmc:nan_logits_total")]
+            assert [line.split()[-1] for line in counted] == ["1.0"]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("error", [llmc.LlmcError("/secret is on fire"), RuntimeError("/secret")])
 def test_a_step_that_fails_ends_what_runs_and_the_server_says_so(case_tp1, monkeypatch, error):
     """Why is for the log."""

@@ -23,7 +23,6 @@ from server_process import ask, serving, until
 
 import llmc
 from llmc.cli import main
-from llmc.errors import shortened
 from llmc.server import connection, serve
 from llmc.server.access import Access
 from llmc.server.app import Api
@@ -445,12 +444,6 @@ def test_what_a_client_wrote_is_shortened_in_the_log(server):
     assert all(len(line) < 3000 for line in server.log)
     own, = (line for line in server.log if headers["x-request-id"] in line)
     assert len(json.loads(own)["ignored"]) == 21 and json.loads(own)["ignored"][-1] == "…"
-
-
-def test_a_text_is_cut_at_a_word():
-    assert shortened("short") == "short" and shortened("a" * 64) == "a" * 64
-    assert shortened("the quick brown fox jumps", 19) == "the quick brown…"
-    assert shortened("x " + "a" * 100, 20) == "x " + "a" * 17 + "…"
 
 
 def test_a_prompt_beyond_the_context_is_told_as_openai_does(server):

@@ -8,6 +8,7 @@ import pytest
 from server_process import serving
 
 import llmc
+from llmc.server.completions import token_names
 
 pytestmark = pytest.mark.usefixtures("decisive")
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox"}]
@@ -139,8 +140,10 @@ def test_log_probabilities(client, llm):
     told = client.completions.create(prompt=[5, 6], max_tokens=5, logprobs=3,
                                      **GREEDY).choices[0].logprobs
     assert told.token_logprobs == [own.chosen for own in expected.logprobs]
-    assert told.tokens == [llm.detokenize([token]) for token in expected.token_ids]
-    assert told.text_offset[:2] == [0, len(told.tokens[0])]
+    texts = [llm.detokenize([token]) for token in expected.token_ids]
+    assert [name for name in told.tokens if not name.startswith("bytes:")] == \
+        [text for text in texts if "\ufffd" not in text]
+    assert told.text_offset[0] == 0
     assert [max(top.values()) for top in told.top_logprobs] == told.token_logprobs
     prompt = llm.chat_prompt(MESSAGES)
     expected = greedy(llm, prompt, 5, logprobs=2)
@@ -152,6 +155,33 @@ def test_log_probabilities(client, llm):
     streamed = [own for chunk in client.chat.completions.create(stream=True, **arguments)
                 if chunk.choices[0].logprobs for own in chunk.choices[0].logprobs.content]
     assert streamed == whole
+
+
+def test_log_probabilities_of_parts_of_characters(client):
+    text = "🦀 ok 龍"
+    arguments = dict(max_tokens=20, extra_body={"guided_choice": [text]}, **GREEDY)
+    whole = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=20,
+                                           **arguments).choices[0]
+    told = whole.logprobs.content[:-1]  # without the EOS token
+    assert bytes(byte for token in told for byte in token.bytes) == text.encode()
+    assert told[0].token == "\ufffd" and len(told[0].bytes) < 4
+    choice = client.completions.create(prompt=[5, 6], logprobs=20, **arguments).choices[0]
+    assert choice.text == text and max(choice.logprobs.text_offset) <= len(text)
+    assert choice.logprobs.tokens[0].startswith("bytes:\\xf0")
+    assert {len(top) for top in choice.logprobs.top_logprobs} <= {20, 21}  # with the sampled token
+    assert [top[name] for name, top in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs,
+                                           strict=True)] == choice.logprobs.token_logprobs
+    parts = client.completions.create(prompt=[5, 6], logprobs=20, stream=True, **arguments)
+    streamed = [part.choices[0].logprobs for part in parts if part.choices[0].logprobs]
+    for name in ("tokens", "text_offset", "top_logprobs"):
+        assert [own for each in streamed for own in getattr(each, name)] == \
+            getattr(choice.logprobs, name)
+
+
+def test_names_of_tokens_with_the_same_text_are_distinct():
+    own = {5: b"a", 6: b"a", 7: b"", 8: b" \xf0"}
+    assert token_names([5, 6, 7, 8, 5], own.__getitem__) == {
+        5: "a", 6: "token_id:6", 7: "token_id:7", 8: "bytes: \\xf0"}
 
 
 def test_beam_search_gives_all_beams_best_first(client, llm):
@@ -183,7 +213,6 @@ def test_what_is_not_served_is_refused_by_name(client):
 
 @pytest.mark.parametrize(("given", "said"), [
     (dict(temperature=-1), "temperature -1.0 is "), (dict(top_p=3), "top_p 3.0 is not"),
-    (dict(n=3, temperature=0), "n 3 completions would be the same"),
     (dict(max_tokens=0), "max_tokens 0 is below 1"), (dict(logprobs=50), "more than 20"),
     (dict(prompt=[5000]), "5000 is not in the vocabulary of 300"), (dict(prompt=""), "is empty"),
     (dict(prompt=[]), "there is no prompt"), (dict(prompt=[5] * 100), "prompt has 100 tokens"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from llmc.runtime.decoding.sampling import Logprobs, Sampler
+from llmc.runtime.decoding.sampling import NOT_FINITE, Logprobs, Sampler
 from llmc.runtime.step import LAST, Limits, Sampled, SamplingState, Step
 from llmc_vllm.parameters import allowed_mask
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -174,6 +177,10 @@ class Pending:
         made = {}
         for own, (tokens, place), token in zip(self.part.chosen, self._places,
                                                sampled.tokens.tolist(), strict=True):
+            if token == NOT_FINITE:  # vLLM cannot end a request here
+                _LOGGER.error("request %s: the logits are NaN or infinite; check the checkpoint's "
+                              "weights, or compile with another --dtype", own.request_id)
+                token = 0
             assert token >= 0, f"no token was allowed for request {own.request_id}"
             tokens[place] = made[own.request_id] = token
         return made
