@@ -400,7 +400,7 @@ def chosen_tools(tools: Sequence[Tool], mode: str, names: Sequence[str] | None =
         known = {tool.function.name: tool for tool in tools}
         for name in names:
             if name not in known:
-                raise ApiError(f"tool_choice names '{name}', which is none of tools",
+                raise ApiError(f"tool_choice names '{shortened(name)}', which is none of tools",
                                param="tool_choice")
         tools = [known[name] for name in dict.fromkeys(names)]
     if mode == "required" and not tools:

@@ -404,7 +404,7 @@ def test_what_the_server_ends_is_told_why_and_sighup_ends_nothing(scarce):
         scarce.process.send_signal(signal.SIGTERM)
         last = stream.read().decode().strip().split("\n\n")[-1]
     client.join()
-    assert error_of(last.removeprefix("data: "))["type"] == "server_error"
+    assert error_of(last.split("data: ")[1])["type"] == "server_error"
     (status, _, text), = plain
     assert status == 503 and "the server is shutting down" in error_of(text)["message"]
     assert scarce.process.wait(20) == 0
@@ -430,7 +430,7 @@ NAME = "a" * 5_000_000
 def test_what_a_client_wrote_is_shortened_in_errors(server, path, body, said):
     _, _, answer = server.post(path, body)
     message = answer["error"]["message"]
-    assert said in message and len(message) < 500, message
+    assert said in message and len(message) <= 1000, message
     assert len(answer["error"]["param"] or "") <= 64
 
 
