@@ -25,6 +25,7 @@ from click.core import ParameterSource
 
 from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
+from llmc.installation import CUDA_INSTALL_COMMAND, install_command
 from llmc.interrupts import interruptible
 from llmc.runtime.decoding.params import FIELDS, SamplingParams
 
@@ -174,7 +175,7 @@ def _sampling_options(command: _Command) -> _Command:
 def _engines() -> str:
     extension = find_spec("llmc_cuda")
     if extension is None:
-        return "cpu; for NVIDIA GPUs, from a checkout: pip install -v ./csrc"
+        return f"cpu; for NVIDIA GPUs, from a checkout: {CUDA_INSTALL_COMMAND}"
     plugins = Path(str(extension.origin)).with_name("libllmc_plugins.so")
     return "cpu, cuda, tensorrt" if plugins.is_file() else "cpu, cuda"
 
@@ -255,7 +256,7 @@ def _import_compiler() -> ModuleType:
         from llmc.compiler import api
     except ModuleNotFoundError as error:
         raise LlmcError(f"the compiler needs {error.name}; install it with: "
-                        f"pip install 'llmc[export]'") from error
+                        f"{install_command('export')}") from error
     return api
 
 
@@ -678,7 +679,7 @@ def serve_command(case_dir: Path, api_key: str | None, max_waiting: int, max_req
         from llmc.server.serve import serve
     except ModuleNotFoundError as error:
         raise LlmcError(f"the server needs {error.name}; install it with: "
-                        f"pip install 'llmc[serve]'") from error
+                        f"{install_command('serve')}") from error
 
     serve(case_dir, limits=Limits(
         api_key=api_key, max_waiting=max_waiting, max_request_bytes=max_request_bytes,

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
+from llmc.installation import install_command
 from llmc.runtime.decoding.params import SamplingParams, shown
 
 # One way to write a value: where any blanks may stand, a model can write them for ever.
@@ -112,5 +113,5 @@ def _import_llguidance() -> ModuleType:
         import llguidance
     except ModuleNotFoundError as error:
         raise LlmcError(f"a guide needs {error.name}; install it with: "
-                        f"pip install 'llmc[serve]'") from error
+                        f"{install_command('serve')}") from error
     return llguidance
