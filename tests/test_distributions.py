@@ -18,6 +18,7 @@ from zipfile import ZipFile
 
 import pytest
 from hatchling import build
+from packaging.requirements import Requirement
 
 import llmc
 from llmc.compiler import preflight
@@ -70,6 +71,22 @@ def test_an_editable_installation_is_the_checkout_so_new_modules_are_in_it(tmp_p
     monkeypatch.chdir(ROOT)
     files = contents(tmp_path / build.build_editable(str(tmp_path)))
     assert [text.decode().strip() for text in files.values()] == [str(ROOT)]
+
+
+def test_every_wheel_carries_its_licenses(wheel, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT / "vllm_plugin")
+    for path in (wheel, tmp_path / build.build_wheel(str(tmp_path))):
+        with ZipFile(path) as archive:
+            held = {name.partition(".dist-info/licenses/")[2]: archive.read(name)
+                    for name in archive.namelist()}
+        assert {"LICENSE", "NOTICE"} <= held.keys()
+        assert held["LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    compiled_in = {path.name for path in (ROOT / "csrc" / "licenses").iterdir()}
+    patterns = read_project("csrc")["project"]["license-files"]
+    held = {path for pattern in patterns for path in (ROOT / "csrc").glob(pattern)}
+    assert {path.name for path in held} == {"LICENSE", "NOTICE"} | compiled_in
+    notice = (ROOT / "csrc" / "NOTICE").read_text()
+    assert all(f"licenses/{name}" in notice for name in compiled_in)
 
 
 def read_project(folder=""):
@@ -171,14 +188,38 @@ def test_the_runtime_declares_nothing_that_only_an_extra_imports():
 def test_tested_releases_of_transformers_are_those_that_are_allowed_and_locked():
     first, last = preflight.TESTED_TRANSFORMERS
     assert f"transformers>={first}" in read_project()["project"]["optional-dependencies"]["export"]
-    locked, = re.findall(r"^transformers==(\S+)", (ROOT / "requirements" / "test.txt").read_text(),
-                         re.MULTILINE)
-    assert locked.startswith((f"{first}.", f"{last}."))
+    assert locked("test")["transformers"].startswith((f"{first}.", f"{last}."))
     for version in (first, f"{first}.0", f"{last}.7", last):
         assert preflight.warn_untested_transformers(version) is None
     for version in ("5.22.3", "5.25.0", "6.0.0rc1", "5.25.dev0"):
         assert f"transformers {version} is untested" in \
             preflight.warn_untested_transformers(version)
+
+
+def locked(name):
+    """The versions that a file in requirements/ pins, by distribution."""
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    pins = [Requirement(line.rstrip("\\")) for line in lines if re.match(r"\w", line)]
+    return {name_of(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+
+
+@pytest.mark.parametrize(("name", "extras"), [
+    ("demo", ("demo", "export")), ("serve", ("serve",)), ("test-serve", ("test-serve",)),
+    ("test", ("demo", "export", "test", "eval", "serve")), ("engine", None)])
+def test_what_is_locked_is_what_is_declared(name, extras):
+    """`make lock` brings the files up to date."""
+    project = read_project() if extras is not None else read_project("csrc")
+    required = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    for extra in extras or ():
+        required += project["project"]["optional-dependencies"][extra]
+    if name == "test-serve":  # beside `test`
+        required.remove(*project["build-system"]["requires"])
+    pins = locked(name) | locked("torch")
+    for requirement in map(Requirement, required):
+        if name_of(requirement.name) != DISTRIBUTION:
+            assert pins[name_of(requirement.name)] in requirement.specifier, str(requirement)
+    tested = locked("test")
+    assert {key for key in pins.keys() & tested.keys() if pins[key] != tested[key]} == set()
 
 
 def test_compiling_with_an_untested_transformers_warns_and_goes_on(tiny_hf, tmp_path, monkeypatch):
