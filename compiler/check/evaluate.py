@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import LlmcError
+from llmc.installation import install_command
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import LLM
 from llmc.runtime.manifest import Manifest, read_manifest, refuse_encoder
@@ -184,8 +185,8 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:
-        raise LlmcError("ROUGE is computed by the package rouge_score; install it with: "
-                        "pip install 'llmc[eval]'") from error
+        raise LlmcError(f"ROUGE is computed by the package rouge_score; install it with: "
+                        f"{install_command('eval')}") from error
     articles = read_articles(data or ARTICLES)
     if max_tokens is None:
         max_tokens = _MAX_TOKENS

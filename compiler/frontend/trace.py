@@ -526,7 +526,8 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), \
             contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
+        # After the caller's filters, so that a test run shows what libraries deprecate.
+        warnings.simplefilter("ignore", append=True)
         try:
             yield
         finally:

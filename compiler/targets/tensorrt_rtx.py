@@ -29,6 +29,7 @@ from llmc.compiler.graph import rewrite
 from llmc.compiler.graph.rewrite import caches, is_op, op_of
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
+from llmc.installation import install_command
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.runtime.manifest import Chip, FileEntry, Target
 
@@ -107,7 +108,7 @@ def _library() -> ModuleType:
         import tensorrt_rtx
     except ImportError as error:
         raise LlmcError(f"target {KIND} needs the package tensorrt-rtx ({error}); install it with: "
-                        f"pip install tensorrt-rtx") from error
+                        f"{install_command('tensorrt-rtx')}") from error
     library: ModuleType = tensorrt_rtx
     return library
 

@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.errors import MAX_REASON, LlmcError, shortened
+from llmc.installation import install_command
 from llmc.runtime.decoding.json_schema import exact_schema
 from llmc.runtime.decoding.params import GUIDES, SamplingParams
 from llmc.runtime.sandbox import JobLimits, Lane, Sandbox
@@ -224,7 +225,7 @@ def _import_llguidance() -> ModuleType:
         import llguidance
     except ModuleNotFoundError as error:
         raise LlmcError(f"a guide needs {error.name}; install it with: "
-                        f"pip install 'llmc[serve]'") from error
+                        f"{install_command('serve')}") from error
     return llguidance
 
 

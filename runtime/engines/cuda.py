@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmc import __version__
 from llmc.errors import LlmcError
+from llmc.installation import CUDA_INSTALL_COMMAND
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.processing import LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs
@@ -34,7 +35,6 @@ from llmc.runtime.weights import WEIGHTS_NAME, StoredWeight
 SIZES: dict[int | str, int] = {"num_tokens": -1, "num_logits": -2, "batch": -3, "batch_plus_1": -4}
 # Who computes attention: a plain kernel for comparison, our own ones, or cuDNN the prompts'.
 AHEAD = 2  # steps: while one runs, the next is waiting on the device and the one before is read
-INSTALL = "pip install -v ./csrc"
 _ALIGNED = 128  # max_tokens is a multiple, so that every value of the arena is aligned
 _NONE = np.empty(0, np.int32)
 _NO_MASKS = np.empty(0, np.uint32)
@@ -48,7 +48,7 @@ def extension() -> ModuleType:
     """
     if find_spec("llmc_cuda") is None:
         raise LlmcError(f"this installation of llmc has no CUDA engine; install it from a checkout "
-                        f"where nvcc 13 is: {INSTALL}")
+                        f"where nvcc 13 is: {CUDA_INSTALL_COMMAND}")
     for path in _libraries():  # wherever on sys.path they are, the loader is to know them
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     try:
@@ -59,7 +59,7 @@ def extension() -> ModuleType:
                         f"libnccl.so.2 on the library path") from error
     if cuda.version != __version__:
         raise LlmcError(f"llmc-cuda is {cuda.version}, llmc is {__version__}; install both from "
-                        f"one checkout: pip install . && {INSTALL}")
+                        f"one checkout: pip install . && {CUDA_INSTALL_COMMAND}")
     return cuda
 
 
@@ -428,8 +428,8 @@ def check_fit(cuda: Any, manifest: Manifest, device: int) -> None:
     if not any(number // 10 == major and number % 10 <= minor for number in built):
         raise LlmcError(f"the CUDA engine was built for compute capabilities "
                         f"{', '.join(f'{n // 10}.{n % 10}' for n in built)}, GPU {device} has "
-                        f"{major}.{minor}; build it with "
-                        f"CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES={major}{minor} {INSTALL}")
+                        f"{major}.{minor}; build it with CMAKE_ARGS="
+                        f"-DCMAKE_CUDA_ARCHITECTURES={major}{minor} {CUDA_INSTALL_COMMAND}")
     known = {kind.name: kind.version for kind in cuda.plugin_types()}
     for name, version in manifest.ops.items():
         if known.get(name) != version:

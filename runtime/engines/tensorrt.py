@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.engines.cuda import INSTALL, SIZES, CudaEngine, extension
+from llmc.installation import CUDA_INSTALL_COMMAND
+from llmc.runtime.engines.cuda import SIZES, CudaEngine, extension
 from llmc.runtime.manifest import Chip, GraphStep, Manifest, Target, TensorInfo
 from llmc.runtime.step import Step
 
@@ -36,7 +37,7 @@ def plugin_library() -> Path:
     path = Path(str(extension().__file__)).with_name(_PLUGINS)
     if not hasattr(extension(), "tensorrt") or not path.is_file():
         raise LlmcError(f"this installation of llmc has no {_PLUGINS}; install it from a checkout, "
-                        f"with TensorRT's headers: TENSORRT_ROOT=… {INSTALL}")
+                        f"with TensorRT's headers: TENSORRT_ROOT=… {CUDA_INSTALL_COMMAND}")
     return path
 
 

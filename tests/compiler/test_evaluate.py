@@ -245,4 +245,4 @@ def test_perplexity_that_is_no_number_fails_without_a_reference(case_tp1, text_f
 def test_rouge_that_is_not_installed_says_what_to_install(case_tp1, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     result = run("--case_dir", case_tp1, "--task", "summarize")
-    assert result.exit_code == 2 and "pip install 'llmc[eval]'" in result.stderr
+    assert result.exit_code == 2 and "pip install '.[eval]'" in result.stderr

@@ -1,5 +1,7 @@
 """What is captured, as ONNX: the same numbers as torch's, whatever a model's code does in place."""
 
+import warnings
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -9,6 +11,7 @@ import torch
 import llmc
 from llmc.compiler.frontend import exporter
 from llmc.compiler.frontend.exporter import export_onnx
+from llmc.compiler.frontend.trace import alone
 
 
 def wrote_a_copy(x):
@@ -117,3 +120,17 @@ def test_a_bound_that_sequences_go_beyond_is_an_error(function, longest, match):
 def test_a_bound_that_no_sequence_goes_beyond_is_none():
     model = export(lambda x: x * 3 if x.size(1) > 7 else x * 2, longest=7)
     assert [value.name for value in model.graph.outputs] == ["out"]
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
+def test_deprecations_reach_whoever_has_asked_for_them_and_nobody_else(category):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        with alone():
+            warnings.warn("old", category, stacklevel=1)
+        assert not caught
+        warnings.simplefilter("default", category)
+        with alone():
+            warnings.warn("old", category, stacklevel=1)
+            warnings.warn("odd", UserWarning, stacklevel=1)
+        assert [str(warning.message) for warning in caught] == ["old"]

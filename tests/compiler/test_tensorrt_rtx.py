@@ -84,6 +84,6 @@ def test_what_it_cannot_build_is_one_sentence(tiny_hf, tmp_path, monkeypatch):
         (tmp_path / "broken.onnx").write_bytes(b"no model")
         tensorrt_rtx._build(tmp_path / "broken.onnx", [])
     monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
-    with pytest.raises(llmc.LlmcError, match="pip install tensorrt-rtx"):
+    with pytest.raises(llmc.LlmcError, match=r"pip install '\.\[tensorrt-rtx\]'"):
         llmc.compile(tiny_hf, tmp_path / "case", target="tensorrt_rtx")
     assert not (tmp_path / "case").exists()

@@ -85,4 +85,4 @@ def test_without_the_extra_the_command_says_what_to_install(case_tp1):
             f"main(['serve', {str(case_tp1)!r}])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and "the server needs starlette" in done.stderr
-    assert "pip install 'llmc[serve]'" in done.stderr
+    assert "pip install '.[serve]'" in done.stderr

@@ -9,23 +9,35 @@ from typing import Any
 from llmc.errors import LlmcError
 from llmc_vllm import options, parameters
 from llmc_vllm.model import ARCHITECTURE, MODEL_TYPE, is_case_dir
+from llmc_vllm.release import check_release, is_supported
 
 
 def install() -> None:
-    """Have vLLM ask; once a process."""
+    """Have vLLM ask; once a process.
+
+    Another release of vLLM than the supported one refuses case directories, and is left as it is
+    otherwise.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
+        return
+    EngineArgs.create_engine_config = _with_options(EngineArgs.create_engine_config)
+    if is_supported():
+        _register()
+
+
+def _register() -> None:
+    """Register llmc's model and the check of its requests."""
     from transformers import AutoConfig, PretrainedConfig
     from vllm import ModelRegistry
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.input_processor import InputProcessor
 
     from llmc_vllm.stub import LlmcForCausalLM
 
-    if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
-        return
     AutoConfig.register(MODEL_TYPE, type("LlmcConfig", (PretrainedConfig,),
                                          {"model_type": MODEL_TYPE}), exist_ok=True)
     ModelRegistry.register_model(ARCHITECTURE, LlmcForCausalLM)
-    EngineArgs.create_engine_config = _with_options(EngineArgs.create_engine_config)
     InputProcessor.process_inputs = _with_check(InputProcessor.process_inputs)
 
 
@@ -34,6 +46,7 @@ def _with_options(create_engine_config: Any) -> Any:
     @functools.wraps(create_engine_config)
     def create(self: Any, *arguments: Any, **named: Any) -> Any:
         if is_case_dir(self.model):
+            check_release()
             options.complete(self, Path(self.model).absolute())
         return create_engine_config(self, *arguments, **named)
 
