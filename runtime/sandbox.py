@@ -18,14 +18,15 @@ import json
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -103,16 +104,13 @@ class Sandbox:
                 worker = lane.idle.pop()
             except IndexError:
                 worker = self._fork(lane, job)
-            started = time.monotonic()
-            reply = _exchange(worker, payload, _wall_seconds(lane.limits))
-            if reply is None:
-                worker.close()
-                raise LlmcError(_exceeded(lane.limits, time.monotonic() - started))
-            if lane.reuse:
+            result = json.loads(_exchange(worker, payload, _wall_seconds(lane.limits)))
+            if lane.reuse and "signal" not in result:
                 lane.idle.append(worker)
             else:
                 worker.close()
-        result = json.loads(reply)
+        if "signal" in result:
+            raise LlmcError(_exceeded(lane.limits, result["signal"]))
         if "error" in result:
             raise LlmcError(str(result["error"]))
         return result["value"]
@@ -167,17 +165,21 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     process.wait()
 
 
-def _exchange(worker: Connection, payload: bytes, seconds: float) -> bytes | None:
-    """A worker's reply; None where it ended without one."""
+def _exchange(worker: Connection, payload: bytes, seconds: float) -> bytes:
+    """The reply to a job: its result, or by which signal its worker ended."""
     try:
         worker.send_bytes(payload)
-        return worker.recv_bytes() if worker.poll(seconds) else None
+        return worker.recv_bytes() if worker.poll(seconds) else _ended(signal.SIGALRM)
     except (EOFError, OSError):
-        return None
+        return _ended(signal.SIGKILL)
 
 
-def _exceeded(limits: JobLimits, seconds: float) -> str:
-    if seconds >= limits.cpu_seconds:
+def _ended(number: int) -> bytes:
+    return json.dumps({"signal": number}).encode()
+
+
+def _exceeded(limits: JobLimits, number: int) -> str:
+    if number in (signal.SIGPROF, signal.SIGALRM):
         return f"it takes more than {limits.cpu_seconds:g} s of CPU time"
     return f"it takes more than {limits.memory_mib} MiB of memory, or nests too deeply"
 
@@ -190,22 +192,54 @@ def _wall_seconds(limits: JobLimits) -> float:
 
 
 def _serve_forks(control: socket.socket) -> None:
-    """Fork a worker for each socket that comes, until the parent is gone."""
+    """Fork a worker for each socket that arrives, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent's to handle
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)  # of SIGCHLD
     os.nice(_NICENESS)
+    workers: dict[int, Connection] = {}
     while True:
+        ready, _, _ = select.select([control, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(workers)
+        if control not in ready:
+            continue
         message, sockets, _, _ = socket.recv_fds(control, 65536, 1)
         if not message:
             return
-        limits, prepare, _ = pickle.loads(message)  # which imports the job's module, once for all
+        limits, prepare, _ = pickle.loads(message)  # imports the job's module, once for all
         if prepare is not None:
             _prepare(prepare)
-        if os.fork() == 0:
+        caller = Connection(sockets[0])
+        worker = os.fork()
+        if worker == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
-            _work(Connection(sockets[0]), limits)
+            for own in workers.values():
+                own.close()
+            os.close(woken)
+            os.close(wake)
+            _work(caller, limits)
             os._exit(0)
-        os.close(sockets[0])
+        workers[worker] = caller
+
+
+def _reap(workers: dict[int, Connection]) -> None:
+    """Tell the callers of workers that a signal ended."""
+    while workers:
+        worker, status = os.waitpid(-1, os.WNOHANG)
+        if not worker:
+            return
+        caller = workers.pop(worker)
+        if os.WIFSIGNALED(status):
+            with suppress(OSError):  # the caller is gone
+                caller.send_bytes(_ended(os.WTERMSIG(status)))
+        caller.close()
 
 
 def _prepare(prepare: Callable[[], object]) -> None:

@@ -107,6 +107,7 @@ ABUSE = {
 @pytest.mark.parametrize("kind", ABUSE)
 def test_an_abusive_request_leaves_others_their_answers(server, kind):
     requests, said = ABUSE[kind]
+    before = resident(server.process)
     with ThreadPoolExecutor(len(requests)) as threads:
         asked = [threads.submit(server.post, *own) for own in requests]
         answered = 0
@@ -120,6 +121,7 @@ def test_an_abusive_request_leaves_others_their_answers(server, kind):
         assert said in answer.get("error", {}).get("message", ""), answer
     assert server.process.poll() is None
     until(lambda: is_empty(server))
+    assert resident(server.process) < before + 100e6
 
 
 @pytest.mark.thorough
