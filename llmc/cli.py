@@ -988,15 +988,35 @@ def _print_passes(manifest: Manifest) -> None:
               help="For an .onnx reference.")
 @click.option("--prompt", default=None, help="Text to compare on.  [default: random tokens]")
 @click.option("--tolerance", type=float, default=None,
-              help="Largest difference, relative to the range.  [default: 1e-5; in 16 bits twice "
-                   "what transformers loses there]")
+              help="Largest difference of every tensor, relative to its range.  [default: see "
+                   "above]")
 @click.option("--tokens", default=16, help="Greedy tokens to compare.")
 @click.option("--bisect", is_flag=True, help="Find the first op over tolerance.")
 @click.option("--html", type=click.Path(path_type=Path), default=None, help="Report to write.")
 @json_option
 def diff_command(directory: Path | None, case_dir: Path | None, as_json: bool, html: Path | None,
                  **options: Any) -> None:
-    """Show where, and by how much, a compiled model differs from the original."""
+    """Show where, and by how much, a compiled model differs from the original.
+
+    The original is run in float32 with the compiled model's own weights, dequantized. A tensor may
+    differ by:
+
+    \b
+    model                                   of the tensor's range, or measured
+    float32; weights dequantized in kernels 1e-5
+    float16, bfloat16                       2 x what transformers loses in it
+    float8 KV caches                        2 x what transformers loses with them
+    quantized activations (cpu: int8, int4, 2 x what transformers loses with the
+    uint4; --quantize_activations)          same rounding
+    between layers, or an .onnx reference   3 x what the export loses so
+    weights that cannot be put into the     0.1 in 8 bits, 0.5 in 4 bits
+    reference
+
+    Measured on the same tokens, times the square root of tp_size. Weights that are not quantized
+    must be equal bit by bit, quantized ones what rounding to nearest makes of the reference's;
+    calibrated ones, or another tool's, at most 0.9 of their root mean square away. A greedy token
+    may differ where the reference's logits are no further apart than the difference allowed there.
+    """
     found = _case_dir(directory, case_dir)
     with _Phases() as phases:
         phases.begin("import")
@@ -1013,7 +1033,10 @@ def diff_command(directory: Path | None, case_dir: Path | None, as_json: bool, h
 def _finish(report: Any, print_report: Callable[[Any], None], as_json: bool) -> None:
     """Print what was compared; its verdict is the error, if there is one."""
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report)))
+        fields = dataclasses.asdict(report)
+        verdict = fields.pop("verdict")
+        said = {} if verdict is None else {"verdict": verdict}
+        click.echo(json.dumps({"passed": verdict is None, **said, **fields}))
     else:
         print_report(report)
     if report.verdict is not None:

@@ -202,11 +202,11 @@ def _serve_forks(control: socket.socket) -> None:
     os.nice(_NICENESS)
     workers: dict[int, Connection] = {}
     while True:
-        ready, _, _ = select.select([control, woken], [], [])
+        ready, _, _ = select.select([control.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 4096)
             _reap(workers)
-        if control not in ready:
+        if control.fileno() not in ready:
             continue
         message, sockets, _, _ = socket.recv_fds(control, 65536, 1)
         if not message:

@@ -12,13 +12,17 @@ What is compiled for the cuda target runs on its engine, which hands out every v
 Of the tensorrt target the plan itself runs, and its plugins hand out theirs: whatever llmc's ops
 make, and the logits.
 
-What is allowed. The reference is float32 whatever the model's dtype. In float32 a tensor may be off
-by `TOLERANCE` of the reference's range: the tiny models of all tested families are off by at most
-1e-6 on 1, 2 and 3 chips (bench/rounding.py prints it), SmolLM2-135M by 3.7e-6. In 16 bits, by twice
+What is allowed (`llmc diff --help` has a table). The reference is float32 whatever the model's
+dtype, and of a quantized model it has the dequantized weights of the case directory, see
+`quantized`. In float32 a tensor may be off by `TOLERANCE` of the reference's range: the tiny models
+of all tested families are off by at most 1e-6 on 1, 2 and 3 chips (bench/rounding.py prints it),
+SmolLM2-135M by 3.7e-6. In 16 bits, by twice
 what transformers itself loses in that dtype on the same tokens, at the same place or, of the range
 of a hidden state, after a layer before it; times the root of the number of chips, each of which
 rounds its part of a sum. Where caches are of float8, that is measured with keys and values rounded
-to it, so what float8 costs by design is not held against the model, and what goes beyond is.
+to it, so what float8 costs by design is not held against the model, and what goes beyond is. The
+same holds of activations that kernels quantize: ONNX Runtime's on a CPU do so to 8 bits, a scale
+for each block of a row.
 Tensors between layers, which transformers does not show, and all where the reference is an .onnx
 file, are allowed three times what the export loses where its matrices, what they and attention
 make, and all that the compiled model stores are rounded to the dtype; `bisect` then looks only
@@ -72,13 +76,14 @@ from llmc.compiler.check.reference import (
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
+from llmc.compiler.graph.quantization import Scheme, quantize
 from llmc.compiler.graph.rewrite import op_of, operands, values_of
 from llmc.compiler.graph.weights import HeadMatrices, Weight
 from llmc.compiler.passes.fold import numpy_dtype
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.compiler.targets import Options
 from llmc.errors import LlmcError
-from llmc.plugins.quantization import dequantized
+from llmc.plugins.quantization import LINEAR_DTYPES, dequantized
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.devices import place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
@@ -596,7 +601,8 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
     """Hold every weight of every chip against what the reference gives. Consumes `raw.graph`."""
     lowered = lower_alike(raw, manifest, root, Options(manifest.dtype,
                                                        dequantize=not manifest.quantization))
-    bad = []
+    bad: list[BadWeight] = []
+    nearest: list[BadWeight] = []  # how each quantized weight differs from rounding to nearest
     for rank, graph in enumerate(lowered.graphs):
         chip = manifest.chips[rank]
         with weight_file(root, rank) as file:
@@ -618,9 +624,14 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
                     have = {part: file.get_slice(name + part) for part in STORED
                             if name + part in names}
                     found = _compare_rounded(rank, name, have, chip.quantization[name], values)
+                    if found is None:
+                        nearest.append(_compare_nearest(rank, name, have, chip.quantization[name],
+                                                        values))
                 if found is not None:
                     bad.append(found)
-    return tuple(bad)
+    others = [weight for weight in nearest if weight.elements]
+    # Else they are calibrated, or another tool's.
+    return tuple(bad + others if 2 * len(others) < len(nearest) else bad)
 
 
 def _rounded(graph: gs.Graph, chip: Chip) -> set[str]:
@@ -671,6 +682,30 @@ def _compare_rounded(rank: int, name: str, have: Mapping[str, Any], form: Weight
     if error <= _ROUNDED_WEIGHT**2 * whole:
         return None
     return _bad_weight(rank, name, count, worst, math.sqrt(error / whole) if whole else math.inf)
+
+
+def _compare_nearest(rank: int, name: str, have: Mapping[str, Any], form: WeightForm,
+                     expected: Weight) -> BadWeight:
+    """The elements of a quantized weight that are not the reference's rounded to nearest."""
+    size = math.prod(expected.shape)
+    matrix = expected.reshape((size // expected.shape[-1], expected.shape[-1]))
+    if form.dtype not in LINEAR_DTYPES or "_min" in have:
+        return _bad_weight(rank, name, size, math.inf)
+    try:
+        rounded = quantize(matrix, Scheme(form.dtype, form.group_size), name).weight(name)
+    except LlmcError:  # its rows are not whole groups
+        return _bad_weight(rank, name, size, math.inf)
+    fields = {"weight_dtype": form.dtype, "group_size": form.group_size}
+    flat = {part: rows[:].reshape(-1, rows.get_shape()[-1]) for part, rows in have.items()}
+    start, count, worst = 0, 0, 0.0
+    for block in rounded.blocks():
+        stop = start + len(block)
+        own = dequantized(fields, flat[""][start:stop], flat["_scale"][start:stop],
+                          flat["_zero"][start:stop] if "_zero" in flat else None)
+        start, gap = stop, np.abs(own[:, :block.shape[1]] - block)
+        count += int((gap > 1e-5 * np.abs(block).max()).sum())
+        worst = max(worst, float(gap.max()))
+    return _bad_weight(rank, name, count, worst)
 
 
 def _bad_weight(rank: int, name: str, count: int, worst: float, off: float = 0.0) -> BadWeight:

@@ -129,7 +129,7 @@ def test_a_planted_error_names_its_layer_and_chip(broken_case, tiny_hf, tmp_path
     assert (weight["chip"], weight["layer"], weight["elements"]) == (1, 2, 1)
     assert report["first_op"].startswith("GatedMLP") and "on chip 1" in report["first_op"]
     assert report["changed_files"] == ["chip1/weights.safetensors"]
-    assert result.exit_code == 1
+    assert result.exit_code == 1 and report["passed"] is False
     for part in ("first over tolerance: hidden_states.2", "first op over tolerance: GatedMLP",
                  "chip 1's weight 'model.layers.2.mlp.gate_up_proj.weight' of layer 2 differs",
                  "chip1/weights.safetensors changed since compiled"):
@@ -222,7 +222,8 @@ def test_json_output(case_tp1, tiny_hf, one_export):
     result = CliRunner().invoke(main, ["diff", "--case_dir", str(case_tp1), "--reference",
                                        str(tiny_hf), "--json", "--prompt", "the quick fox"])
     report = json.loads(result.stdout)
-    assert result.exit_code == 0 and report["verdict"] is None and len(report["layers"]) == 15
+    assert result.exit_code == 0 and len(report["layers"]) == 15
+    assert report["passed"] is True and "verdict" not in report
     assert set(report["versions"]) == {"llmc", "transformers", "torch", "onnxruntime"}
     assert (report["target"], report["dtype"], report["tp_size"]) == ("cpu", "float32", 1)
 

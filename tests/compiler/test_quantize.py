@@ -760,7 +760,9 @@ def test_eval_and_diff_speak_of_the_original(talkative, tmp_path):
     assert asked == 1000 and 900 < equal < 1000
     compared = diff(tmp_path / "case", hf, tokens=24)
     assert compared.verdict is None, compared.verdict
-    assert "as weights are in int8" in compared.allowed and len(compared.tokens) == 24
+    assert compared.allowed == ("2 times what transformers loses in float32 with quantized "
+                                "activations, with the compiled model's own weights")
+    assert len(compared.tokens) == 24
 
 
 @pytest.mark.thorough
@@ -875,3 +877,53 @@ def test_rows_of_an_odd_number_are_left_as_they_are_and_that_is_said(target, tmp
     llmc.compile(hf_dir, tmp_path / "case", quantize="int8", target=target, progress=said.append)
     assert any(f"3 linear layers stay in float32, as target {target} has no kernel" in text
                for text in said)
+
+
+# What `diff` allows of quantized models.
+
+@pytest.fixture(scope="module")
+def in_groups(tmp_path_factory):
+    """A tiny Llama whose rows are whole groups of 32."""
+    model = families.tiny_model("llama", intermediate_size=96, num_hidden_layers=2)
+    return families.save(model, tmp_path_factory.mktemp("in_groups") / "hf")
+
+
+@pytest.mark.parametrize(("scheme", "tp_size", "most"), [
+    ("int4", 1, 0.02), ("uint4", 2, 0.03), ("int8", 1, 0.02), ("fp8", 2, 1e-5)])
+def test_diff_allows_a_quantized_model_what_its_activations_lose(scheme, tp_size, most, in_groups,
+                                                                 tmp_path):
+    """And nothing for its weights, which the reference has too."""
+    llmc.compile(in_groups, tmp_path / "case", quantize=scheme, tp_size=tp_size,
+                 group_size=0 if scheme == "fp8" else 32)
+    report = diff(tmp_path / "case", in_groups, bisect=True)
+    assert report.verdict is None, report.verdict
+    assert "with the compiled model's own weights" in report.allowed
+    ours = [d for d in report.layers if d.pair.startswith("compiled")]
+    assert {d.pair for d in ours} == {"compiled vs export", "compiled vs transformers"}
+    assert all(d.relative < d.allowed < most * 1.001 for d in ours)
+    assert report.token_error < 2 * most
+
+
+def test_diff_finds_an_error_in_a_quantized_model_s_op_and_in_its_weights(in_groups, tmp_path):
+    case = tmp_path / "case"
+    llmc.compile(in_groups, case, quantize="int4", group_size=32)
+    damage(case, "RMSNorm", "epsilon", 1e6)
+    assert diff(case, in_groups, tokens=0).first_layer == "hidden_states.0"
+    llmc.compile(in_groups, case, quantize="int4", group_size=32)
+    families.plant(case, 0, "model.layers.1.mlp.down_proj.weight_scale", 0.02)
+    weight, = diff(case, in_groups, tokens=0).weights
+    assert weight.name == "model.layers.1.mlp.down_proj.weight" and 0 < weight.elements <= 32
+
+
+def damage(case, op, field, factor):
+    """Multiply a field of an op's nodes in the body that the case's graph has."""
+    path = case / "chip0" / "graph.onnx"
+    model = onnx.load(path, load_external_data=False)
+    functions = [function for function in model.functions if function.name == op]
+    assert functions
+    for function in functions:
+        for node in function.node:
+            for attribute in node.attribute:
+                if attribute.name == field:
+                    attribute.f *= factor
+    onnx.save(model, path)
