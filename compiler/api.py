@@ -289,8 +289,9 @@ def _write_tokenizer(raw: RawModel, directory: Path, vocab_size: int) -> Tokeniz
         shutil.rmtree(target)
     template = "tokenizer/chat_template.jinja"
     bos, ends = (raw.token_ids(key, vocab_size) for key in ("bos_token_id", "eos_token_id"))
-    if present and not ends:  # what only the tokenizer says
-        end = named_end(target, read_tokenizer(target), vocab_size)
+    tokenizer = read_tokenizer(target) if present else None
+    if tokenizer is not None and not ends:  # what only the tokenizer says
+        end = named_end(target, tokenizer, vocab_size)
         ends = () if end is None else (end,)
     return TokenizerInfo(path="tokenizer" if present else None,
                          bos_token_id=bos[0] if bos else None,

@@ -47,6 +47,7 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
 }
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
+_MAX_TEMPLATE_BYTES = 4 << 20
 _MAX_CHIPS = 4096
 _MAX_LAYERS = 65536
 _MAX_FILES = 65536
@@ -796,6 +797,10 @@ def check_files(manifest: Manifest, case_dir: Path) -> None:
     listed = {entry.path for entry in manifest.files}
     own = manifest.tokenizer
     beside = [own.path and f"{own.path}/tokenizer.json", own.chat_template]
+    template = own.chat_template
+    if template and (size := (case_dir / template).stat().st_size) > _MAX_TEMPLATE_BYTES:
+        raise LlmcError(f"'{case_dir / template}' has {size} bytes, the limit is "
+                        f"{_MAX_TEMPLATE_BYTES}; compile the model again")
     for path in (str(PurePosixPath(file).with_name(_TOKENIZER_CONFIG)) for file in beside if file):
         if path not in listed and os.path.lexists(case_dir / path):
             raise LlmcError(f"'{case_dir / path}' is not among the files of {MANIFEST_NAME}, so "
