@@ -48,7 +48,7 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
 _MAX_TEMPLATE_BYTES = 4 << 20
-_MAX_CHIPS = 4096
+MAX_CHIPS = 4096
 _MAX_LAYERS = 65536
 _MAX_FILES = 65536
 _MOST = 2**31 - 1  # what a kernel counts with
@@ -428,7 +428,7 @@ class Manifest(_Frozen):
     target: Target
     ops: dict[str, int]
     tokenizer: TokenizerInfo
-    chips: Annotated[tuple[Chip, ...], Field(max_length=_MAX_CHIPS)]
+    chips: Annotated[tuple[Chip, ...], Field(max_length=MAX_CHIPS)]
     passes: tuple[PassReport, ...]
     files: Annotated[tuple[FileEntry, ...], Field(max_length=_MAX_FILES)]
 
@@ -747,9 +747,17 @@ def json_schema() -> dict[str, Any]:
 
 
 def write_manifest(manifest: Manifest, case_dir: str | Path) -> None:
-    """Write `model_info.json`, the same bytes for the same manifest."""
-    text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False)
-    (Path(case_dir) / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+    """Write `model_info.json`, the same bytes for the same manifest.
+
+    Raises:
+        LlmcError: it is larger than what `read_manifest` reads.
+    """
+    text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+    data = text.encode()
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise LlmcError(f"{MANIFEST_NAME} would have {len(data)} bytes, the limit is "
+                        f"{_MAX_MANIFEST_BYTES}; compile for fewer chips")
+    (Path(case_dir) / MANIFEST_NAME).write_bytes(data)
 
 
 def hash_file(path: str | Path) -> str:

@@ -18,6 +18,7 @@ from llmc.compiler.frontend.checkpoint import read_rows
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 
@@ -38,6 +39,7 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     from llmc.compiler.frontend.export import export
 
     header = read_header(path)
+    check_sizes(header.numbers(), path)
     parts = header.number("split.count")
     if parts > 1:
         raise LlmcError(f"'{path}' is one of {parts} files of a model; join them with "

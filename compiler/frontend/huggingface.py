@@ -10,6 +10,7 @@ from typing import Any
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.sizes import check_sizes
 from llmc.errors import LlmcError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -53,6 +54,7 @@ def find_directory(model: str | Path) -> Path:
     """
     directory = Path(model)
     if directory.is_dir():
+        _refuse_odd_files(directory)
         if not (directory / "config.json").is_file():
             raise LlmcError(f"'{directory}' has no config.json, so it is not a Hugging Face model "
                             f"directory")
@@ -69,6 +71,18 @@ def find_directory(model: str | Path) -> Path:
         first = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
         raise LlmcError(f"'{name}' is no directory here and could not be fetched from the hub "
                         f"({first}); download it and give its directory") from error
+
+
+def _refuse_odd_files(directory: Path) -> None:
+    """Refuse FIFOs, devices and sockets, which transformers would open and wait for, and
+    directories in place of the files that are read here.
+    """
+    for path in directory.iterdir():
+        if path.exists() and not path.is_file() and (
+                not path.is_dir() or path.name in ("config.json", "generation_config.json",
+                                                   *_TOKENIZER_FILES)):
+            raise LlmcError(f"'{path}' is not a regular file; remove it, or download the model "
+                            f"again")
 
 
 def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
@@ -95,7 +109,9 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _plain_config(directory: Path) -> dict[str, Any]:
-    return read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
+    check_sizes(config, directory / "config.json")
+    return config
 
 
 def _generation(directory: Path) -> dict[str, Any]:
