@@ -15,6 +15,7 @@ from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
+from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import Lowered, divide, fuse, lower
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.passes.quantize import (
@@ -69,7 +70,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             quantize: str = "", group_size: int = 0, quantize_lm_head: str = "",
             quantize_activations: bool = False,
             calibrate: str | Path | None = None, expert_parallel: bool = False,
-            trust_remote_code: bool = False, allow_pickle: bool = False,
+            trust_remote_code: bool = False, allow_pickle: bool = False, allow_nan: bool = False,
             progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
 
@@ -103,6 +104,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         mem_max_seq_len: tokens of a prompt that an encoder takes, chosen like max_seq_len, which
             then is the decoder's.
         max_batch_size: sequences of a step; only the tensorrt target has such a limit.
+        allow_nan: compile weights that have NaN or infinities; quantized ones never have.
         progress: called with what is about to happen.
 
     Raises:
@@ -110,7 +112,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     """
     output = Path(output)
     options = Options(dtype, compute_capability, max_batch_size,
-                      output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
+                      output.parent / f"{output.name}.timing_cache", progress, kv_dtype, target,
                       tp_size, max_seq_len, mem_max_seq_len,
                       scheme=_scheme(quantize, group_size, quantize_activations),
                       head_scheme=_scheme(quantize_lm_head or _HEADS.get(quantize, quantize),
@@ -124,6 +126,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                check=lambda *about: check_model(options, About(*about)))
+    if not allow_nan:
+        _require_finite(raw)
     for note in raw.notes:
         progress(note)
     progress("passes")
@@ -139,6 +143,19 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         manifest = write(raw, lowered, described, options, directory)
         check_interrupted()  # before the directory takes its place
         return manifest
+
+
+def _require_finite(raw: RawModel) -> None:
+    """Have NaN and infinities in the model's weights refused when they are read. What may be a
+    weight in an ONNX file may as well be a mask.
+    """
+    weights = {id(tensor._values): tensor._values
+               for graph in (raw.graph, raw.encoder) if graph is not None
+               for tensor in graph.tensors().values()
+               if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
+    for weight in weights.values():
+        if weight.is_floating:
+            weight.require_finite(allow_minus_inf=raw.kind == "onnx")
 
 
 def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress) -> Lowered:
