@@ -85,7 +85,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
             requantize: bool = False,
             calibrate: str | Path | None = None, expert_parallel: bool = False,
             revision: str | None = None, trust_remote_code: bool = False,
-            allow_pickle: bool = False, progress: Progress = lambda text: None) -> Manifest:
+            allow_pickle: bool = False, allow_nan: bool = False,
+            progress: Progress = lambda text: None) -> Manifest:
     """Compile a causal LM or an encoder-decoder model into a case directory.
 
     The directory appears whole or not at all; one that is there already is replaced only then.
@@ -123,6 +124,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         mem_max_seq_len: tokens of a prompt that an encoder takes, chosen like max_seq_len, which
             then is the decoder's.
         max_batch_size: sequences of a step; only the tensorrt target has such a limit.
+        allow_nan: compile weights that have NaN or infinities; quantized ones never have.
         progress: called with the name of each phase as it begins, and with remarks (`Note`).
 
     Raises:
@@ -130,7 +132,7 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     """
     output = Path(output)
     options = Options(read_dtype(dtype, target, model), compute_capability, max_batch_size,
-                      output.with_name(f"{output.name}.timing_cache"), progress, kv_dtype, target,
+                      output.parent / f"{output.name}.timing_cache", progress, kv_dtype, target,
                       tp_size, max_seq_len, mem_max_seq_len,
                       scheme=_scheme(quantize, group_size, quantize_activations),
                       head_scheme=_scheme(quantize_lm_head or _HEADS.get(quantize, quantize),
@@ -147,6 +149,8 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
     progress("export")
     raw = load(model, hf_dir=hf_dir, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                revision=revision, check=lambda *about: check_model(options, About(*about)))
+    if not allow_nan:
+        _require_finite(raw)
     for note in raw.notes:
         progress(Note(note))
     if requantize:
@@ -164,6 +168,19 @@ def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: s
         manifest = write(raw, lowered, described, options, directory)
         check_interrupted()  # before the directory takes its place
         return manifest
+
+
+def _require_finite(raw: RawModel) -> None:
+    """Have NaN and infinities in the model's weights refused when they are read. What may be a
+    weight in an ONNX file may as well be a mask.
+    """
+    weights = {id(tensor._values): tensor._values
+               for graph in (raw.graph, raw.encoder) if graph is not None
+               for tensor in graph.tensors().values()
+               if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
+    for weight in weights.values():
+        if weight.is_floating:
+            weight.require_finite(allow_minus_inf=raw.kind == "onnx")
 
 
 def _calibrated(raw: RawModel, options: Options, text: Path, progress: Progress) -> Lowered:
@@ -325,8 +342,9 @@ def _write_tokenizer(raw: RawModel, directory: Path, vocab_size: int) -> Tokeniz
         shutil.rmtree(target)
     template = "tokenizer/chat_template.jinja"
     bos, ends = (raw.token_ids(key, vocab_size) for key in ("bos_token_id", "eos_token_id"))
-    if present and not ends:  # what only the tokenizer says
-        end = named_end(target, read_tokenizer(target), vocab_size)
+    tokenizer = read_tokenizer(target) if present else None
+    if tokenizer is not None and not ends:  # what only the tokenizer says
+        end = named_end(target, tokenizer, vocab_size)
         ends = () if end is None else (end,)
     return TokenizerInfo(path="tokenizer" if present else None,
                          bos_token_id=bos[0] if bos else None,

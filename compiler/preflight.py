@@ -15,16 +15,19 @@ from llmc.compiler.frontend.checkpoint import read_json
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.quantized import method_of
 from llmc.compiler.frontend.raw import architecture_of, token_ids
+from llmc.compiler.frontend.sizes import MAX_POSITIONS
 from llmc.compiler.graph.quantization import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.compiler.targets import Options, cpu, cuda, tensorrt, tensorrt_rtx
 from llmc.errors import LlmcError
 from llmc.plugins.quantization import FLOAT8
+from llmc.runtime.manifest import MAX_CHIPS
 
 TARGETS: dict[str, ModuleType] = {target.KIND: target
                                   for target in (cpu, cuda, tensorrt, tensorrt_rtx)}
 GPU = (cuda.KIND, tensorrt.KIND)
 TESTED_TRANSFORMERS = ("5.23", "5.24")  # the first and last minor release of `make test-bounds`
 _DEFAULT_MAX_SEQ_LEN = 4096
+_MAX_BATCH_SIZE = 65536  # as at run time
 _MAX_HEAD_DIM = 512  # of the attention kernels
 # What configs call the experts of a token, and all of a layer.
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
@@ -265,6 +268,8 @@ def _compute_capability(options: Options) -> str | None:
 def _tp_size(options: Options) -> str | None:
     if options.tp_size < 1:
         return f"tp_size {options.tp_size} is below 1"
+    if options.tp_size > MAX_CHIPS:
+        return f"tp_size {options.tp_size} is above {MAX_CHIPS}"
     if options.tp_size > 1 and options.target == tensorrt_rtx.KIND:
         return "TensorRT-RTX has no collectives; compile with --tp_size 1"
     return None
@@ -281,12 +286,16 @@ def _seq_lens(options: Options) -> str | None:
         length = getattr(options, name)
         if length is not None and length < 2:
             return f"{name} {length} is below 2"
+        if length is not None and length > MAX_POSITIONS:
+            return f"{name} {length} is above {MAX_POSITIONS}"
     return None
 
 
 def _max_batch_size(options: Options) -> str | None:
     if options.max_batch_size < 1:
         return f"max_batch_size {options.max_batch_size} is below 1"
+    if options.max_batch_size > _MAX_BATCH_SIZE:
+        return f"max_batch_size {options.max_batch_size} is above {_MAX_BATCH_SIZE}"
     return None
 
 

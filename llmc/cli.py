@@ -291,6 +291,7 @@ def main() -> None:
               help="Of a hub id MODEL: branch, tag or commit.  [default: main]")
 @click.option("--trust_remote_code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--allow_pickle", is_flag=True, help="Read .bin weights with torch.load.")
+@click.option("--allow_nan", is_flag=True, help="Compile weights that have NaN or infinities.")
 @click.option("--verbose", is_flag=True, help="Print what each pass matched and refused.")
 @json_option
 def compile_command(model: str, output: Path, verbose: bool, as_json: bool, **options: Any) -> None:

@@ -47,7 +47,8 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
 }
 ENCODER_INPUTS = ("input_ids", "position_ids", "cu_seqlens")
 _MAX_MANIFEST_BYTES = 16 << 20  # 128 layers on 8 chips take 3 MB
-_MAX_CHIPS = 4096
+_MAX_TEMPLATE_BYTES = 4 << 20
+MAX_CHIPS = 4096
 _MAX_LAYERS = 65536
 _MAX_FILES = 65536
 _MOST = 2**31 - 1  # what a kernel counts with
@@ -442,7 +443,7 @@ class Manifest(_Frozen):
     target: Target
     ops: dict[str, int]
     tokenizer: TokenizerInfo
-    chips: Annotated[tuple[Chip, ...], Field(max_length=_MAX_CHIPS)]
+    chips: Annotated[tuple[Chip, ...], Field(max_length=MAX_CHIPS)]
     passes: tuple[PassReport, ...]
     files: Annotated[tuple[FileEntry, ...], Field(max_length=_MAX_FILES)]
 
@@ -761,9 +762,17 @@ def json_schema() -> dict[str, Any]:
 
 
 def write_manifest(manifest: Manifest, case_dir: str | Path) -> None:
-    """Write `model_info.json`, the same bytes for the same manifest."""
-    text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False)
-    (Path(case_dir) / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+    """Write `model_info.json`, the same bytes for the same manifest.
+
+    Raises:
+        LlmcError: it is larger than what `read_manifest` reads.
+    """
+    text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+    data = text.encode()
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise LlmcError(f"{MANIFEST_NAME} would have {len(data)} bytes, the limit is "
+                        f"{_MAX_MANIFEST_BYTES}; compile for fewer chips")
+    (Path(case_dir) / MANIFEST_NAME).write_bytes(data)
 
 
 def hash_file(path: str | Path) -> str:
@@ -811,6 +820,10 @@ def check_files(manifest: Manifest, case_dir: Path) -> None:
     listed = {entry.path for entry in manifest.files}
     own = manifest.tokenizer
     beside = [own.path and f"{own.path}/tokenizer.json", own.chat_template]
+    template = own.chat_template
+    if template and (size := (case_dir / template).stat().st_size) > _MAX_TEMPLATE_BYTES:
+        raise LlmcError(f"'{case_dir / template}' has {size} bytes, the limit is "
+                        f"{_MAX_TEMPLATE_BYTES}; compile the model again")
     for path in (str(PurePosixPath(file).with_name(_TOKENIZER_CONFIG)) for file in beside if file):
         if path not in listed and os.path.lexists(case_dir / path):
             raise LlmcError(f"'{case_dir / path}' is not among the files of {MANIFEST_NAME}, so "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from llmc.errors import LlmcError
+from llmc.runtime.case_files import read_bounded
 from llmc.runtime.manifest import MANIFEST_NAME, Manifest
+
+_MAX_BYTES = 64 << 20  # Gemma's, with 262,144 tokens, has 33 MB
+_MAX_TOKEN_ID = 2**24
+_MAX_ADDED = 1024  # tokens beside a text's own
+_MAX_EXPANSION = 4096  # of a text by replacements; SentencePiece's is 3
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
 
 def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
@@ -33,13 +41,52 @@ def load_tokenizer(manifest: Manifest, case_dir: Path) -> Tokenizer | None:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """Raises LlmcError where tokenizer.json is broken."""
+    """The tokenizer of a tokenizer.json, without its truncation and padding.
+
+    Raises:
+        LlmcError: it is broken, or larger or more expansive than a model's tokenizer is.
+    """
     path = directory / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
+        data = read_bounded(path, _MAX_BYTES)
+    except OSError as error:
+        raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer.no_truncation()  # as transformers does, unless a caller asks for it
+        tokenizer.no_padding()
+        _check_size(tokenizer)
+    except BaseException as error:  # tokenizers raises Exception, and a panic is not even that
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         raise LlmcError(f"'{path}' is not a tokenizer ({error}); compile the model again") \
             from error
+    return tokenizer
+
+
+def _check_size(tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer of which a short text takes more memory than there may be.
+
+    Raises:
+        ValueError: it has no tokens or a huge token id, adds many tokens to every text, or replaces
+            characters by long texts.
+        LlmcError: it cannot encode an empty text.
+    """
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise ValueError("it has no tokens")
+    if max(ids) > _MAX_TOKEN_ID:
+        raise ValueError(f"it has the token id {max(ids)}, the limit is {_MAX_TOKEN_ID}")
+    added = len(encode(tokenizer, [""], add_special_tokens=True)[0])
+    if added > _MAX_ADDED:
+        raise ValueError(f"it adds {added} tokens to every text, the limit is {_MAX_ADDED}")
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        texts = [text for own in _components(getattr(tokenizer, name))
+                 for text in (own.get("content"), own.get("prepend")) if isinstance(text, str)]
+        times = math.prod(max(1, len(text)) for text in texts)
+        if times > _MAX_EXPANSION:
+            raise ValueError(f"its {name} may make a text {times} times longer, the limit is "
+                             f"{_MAX_EXPANSION}")
 
 
 def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | None:
@@ -48,7 +95,7 @@ def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | N
     """
     path = directory / "tokenizer_config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = json.loads(read_bounded(path, _MAX_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
     named = config.get("eos_token") if isinstance(config, dict) else None
@@ -120,10 +167,17 @@ def bytes_to_unicode() -> dict[int, str]:
 
 
 def _components(component: Any) -> Iterator[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as tokenizer.json has it, or each one of a sequence."""
-    if component is not None:
-        state = json.loads(component.__getstate__())
-        yield from state.get("normalizers", state.get("pretokenizers", [state]))
+    """A normalizer, pre-tokenizer or decoder as tokenizer.json has it, or each one of a sequence,
+    which may hold further ones.
+    """
+    states = [] if component is None else [json.loads(component.__getstate__())]
+    while states:
+        state = states.pop()
+        parts = next((state[key] for key in _SEQUENCES if key in state), None)
+        if parts is None:
+            yield state
+        else:
+            states += reversed(parts)
 
 
 # In a child process.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_JSON_BYTES = 64 << 20  # the index of 100,000 tensors has 10 MB
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
            "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
            "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I64": np.int64, "I32": np.int32, "I16": np.int16,
@@ -34,6 +35,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     refuse_pointer(path)
     try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ValueError(f"it has {size} bytes, the limit is {_MAX_JSON_BYTES}")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise LlmcError(f"'{path}' cannot be read as JSON ({error})") from error

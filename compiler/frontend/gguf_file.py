@@ -18,6 +18,7 @@ from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import MAX_REASON, LlmcError, shortened
@@ -39,6 +40,7 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
         LlmcError: the file is broken, or transformers does not know its architecture or tokenizer.
     """
     header = read_header(path)
+    check_sizes(header.numbers(), path)
     parts = header.number("split.count")
     if parts > 1:
         raise LlmcError(f"'{path}' is one of {parts} files of a model; join them with "

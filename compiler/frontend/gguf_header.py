@@ -69,6 +69,12 @@ class GgufHeader:
         return int.from_bytes(field.value, "little") \
             if field is not None and field.kind in _INTEGERS else 0
 
+    def numbers(self) -> dict[str, int]:
+        """The integers that tell of the model, by their keys without its architecture."""
+        prefix = f"{self.text('general.architecture')}."
+        return {key.removeprefix(prefix): self.number(key) for key, field in self.fields.items()
+                if key.startswith(prefix) and field.kind in _INTEGERS}
+
     def without_vocabulary(self) -> bytes:
         """A GGUF file of the same metadata, with `vocab_size` in place of the arrays that have an
         element for each token, and with empty tensors of the same names.

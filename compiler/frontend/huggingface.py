@@ -11,6 +11,7 @@ from llmc.compiler.frontend.origin import PATTERNS, directory_origin
 from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.sizes import check_sizes
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError, reason_of
 
@@ -57,6 +58,7 @@ def find_directory(model: str | Path, revision: str | None = None) -> Path:
     """
     directory = Path(model)
     if directory.is_dir():
+        _refuse_odd_files(directory)
         if not (directory / "config.json").is_file():
             raise LlmcError(f"'{directory}' has no config.json, so it is not a Hugging Face model "
                             f"directory")
@@ -71,6 +73,18 @@ def find_directory(model: str | Path, revision: str | None = None) -> Path:
     except Exception as error:  # whatever the network or the hub says
         raise LlmcError(f"'{name}' is no directory here and could not be fetched from the hub "
                         f"({reason_of(error)}); download it and give its directory") from error
+
+
+def _refuse_odd_files(directory: Path) -> None:
+    """Refuse FIFOs, devices and sockets, which transformers would open and wait for, and
+    directories in place of the files that are read here.
+    """
+    for path in directory.iterdir():
+        if path.exists() and not path.is_file() and (
+                not path.is_dir() or path.name in ("config.json", "generation_config.json",
+                                                   *_TOKENIZER_FILES)):
+            raise LlmcError(f"'{path}' is not a regular file; remove it, or download the model "
+                            f"again")
 
 
 def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
@@ -97,7 +111,9 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _plain_config(directory: Path) -> dict[str, Any]:
-    return read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
+    check_sizes(config, directory / "config.json")
+    return config
 
 
 def _generation(directory: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import numpy as np
 import onnx
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
+from llmc.errors import LlmcError
+
 if TYPE_CHECKING:
     from llmc.compiler.graph.quantization import Stored
 
@@ -100,6 +102,40 @@ class Weight(LazyValues):
         expected = (stop - start, *self.shape[1:]) if self.shape else ()
         assert block.shape == expected, f"{self.name}: read {block.shape}, expected {expected}"
         return np.asarray(block, dtype=self.dtype, order="C")  # ascontiguousarray makes () a (1,)
+
+    def require_finite(self, allow_minus_inf: bool = False) -> None:
+        """Check rows when they are first read, this weight's and those of weights made of it.
+
+        Args:
+            allow_minus_inf: it may be a mask.
+
+        Raises:
+            LlmcError: when rows are read, where they have NaN or infinities; it counts those of
+                the whole weight.
+        """
+        read, checked = self._rows, np.zeros(max(1, *self.shape[:1]), np.bool_)
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = read(start, stop)
+            if not checked[start:stop].all():
+                if not _is_finite(block):
+                    self._refuse_odd_values(read, allow_minus_inf)
+                checked[start:stop] = True
+            return block
+
+        self._rows = rows
+
+    def _refuse_odd_values(self, read: Callable[[int, int], np.ndarray],
+                           allow_minus_inf: bool) -> None:
+        counts = np.zeros(3, np.int64)
+        for start, stop in self._steps() if self.shape else [(0, 1)]:
+            block = read(start, stop).astype(np.float64)
+            counts += [np.isnan(block).sum(), np.isposinf(block).sum(), np.isneginf(block).sum()]
+        nans, positive, negative = counts.tolist()
+        if nans or positive or (negative and not allow_minus_inf):
+            raise LlmcError(
+                f"tensor '{self.name}' {list(self.shape)} has {nans} NaN and {positive + negative} "
+                f"infinite values; get the checkpoint again, or compile with --allow_nan")
 
     def load(self) -> np.ndarray:
         """The whole array."""
@@ -351,6 +387,15 @@ class HeadMatrices(Weight):
         each = self.matrix.shape[0] // self.shape[0]
         own = _rows_of(np.asarray(index), each)
         return HeadMatrices(self.matrix.take_rows(own), len(index), self.transposed)
+
+
+def _is_finite(block: np.ndarray) -> bool:
+    """Whether there is neither NaN nor infinity; of 16 bits by their exponent, which is faster."""
+    if block.dtype.itemsize != 2:
+        return bool(np.isfinite(block).all())
+    exponent = np.uint16(0x7F80 if block.dtype == ml_dtypes.bfloat16 else 0x7C00)
+    bits = np.ascontiguousarray(block).view(np.uint16) & np.uint16(0x7FFF)
+    return bool(bits.max(initial=0) < exponent)
 
 
 def _rows_of(matrices: np.ndarray, height: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -57,6 +58,45 @@ def test_a_config_without_positions(hf, tmp_path, number):
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": number}))
     refused(hf, tmp_path, f"has max_position_embeddings {number}, where")
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("num_hidden_layers", 10**9), ("max_position_embeddings", 10**12), ("vocab_size", 10**12),
+    ("hidden_size", 10**12), ("num_attention_heads", 10**9), ("intermediate_size", 10**15)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_config_of_a_size_that_no_model_has(hf, tmp_path, monkeypatch, key, value, inside):
+    config = json.loads((hf / "config.json").read_text())
+    config.update({"text_config": {key: value}} if inside else {key: value})
+    (hf / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(huggingface, "read_config", None)  # nothing is made of it
+    refused(hf, tmp_path, f"config.json' has {key} {value}, the limit is")
+
+
+def test_a_config_larger_than_any(hf, tmp_path):
+    with open(hf / "config.json", "r+b") as file:
+        file.truncate(10**9)  # sparse
+    refused(hf, tmp_path, "it has 1000000000 bytes, the limit is")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json",
+                                  "tokenizer_config.json"])
+def test_what_is_no_file_of_a_model_is_refused_and_never_opened(hf, tmp_path, name, make):
+    (hf / name).unlink(missing_ok=True)
+    make(hf / name)
+    refused(hf, tmp_path, f"{name}' is not a regular file")
+
+
+def test_weights_that_are_a_fifo_are_refused_and_never_opened(hf, tmp_path):
+    (hf / "model.safetensors").unlink()
+    os.mkfifo(hf / "model.safetensors")
+    refused(hf, tmp_path, "model.safetensors' is not a regular file")
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 10**9}, {"max_seq_len": 10**12},
+                                     {"max_batch_size": 10**12}])
+def test_options_beyond_what_any_machine_has(hf, tmp_path, options):
+    refused(hf, tmp_path, "is above", **options)
 
 
 def test_a_missing_tensor(hf, tmp_path):

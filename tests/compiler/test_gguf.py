@@ -377,6 +377,26 @@ def test_what_contradicts_itself_or_is_not_known_is_one_sentence(file, match, tm
         read(write(tmp_path / "m.gguf", file))
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("block_count", 2**31), ("context_length", 2**31), ("attention.head_count", 2**31)])
+def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(key, value, tmp_path,
+                                                                          monkeypatch):
+    monkeypatch.setattr(gguf_file, "_read_config", None)
+    path = write(tmp_path / "m.gguf", File(fields={**LLAMA, key: value}))
+    with pytest.raises(llmc.LlmcError, match=f"m.gguf' has {key} {value}, the limit is"):
+        gguf_file.load_gguf(path)
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path, monkeypatch):
+    layer = {name: shape for name, shape in LAYER.items() if name != "ffn_norm.weight"}
+    odd = np.ones(64, np.float32)
+    odd[3:5] = np.nan, np.inf
+    path = write(tmp_path / "m.gguf", File(layer=layer, more={
+        "blk.0.ffn_norm.weight": odd, "blk.1.ffn_norm.weight": np.ones(64, np.float32)}))
+    with pytest.raises(llmc.LlmcError, match="'blk.0.ffn_norm.weight' .* 1 NaN and 1 infinite"):
+        llmc.compile(path, tmp_path / "case")
+
+
 def test_one_file_of_several_is_refused(tmp_path):
     path = tmp_path / "m-00001-of-00002.gguf"
     writer = gguf.GGUFWriter(path, "llama")

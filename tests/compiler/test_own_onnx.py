@@ -287,6 +287,18 @@ def test_data_that_are_not_where_they_should_be(external, tensor, entries, match
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_named(external, value):
+    model = onnx.load(external / "m.onnx", load_external_data=False)
+    tensor = next(t for t in model.graph.initializer if t.name == "wq")
+    offset = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")
+    with open(external / "weights.bin", "r+b") as file:
+        file.seek(offset)
+        file.write(np.float32(value).tobytes())
+    with pytest.raises(llmc.LlmcError, match=r"'wq' \[8, 8\] has . NaN and . infinite values"):
+        llmc.compile(external / "m.onnx", external / "case", hf_dir=external)
+
+
 def test_data_that_were_cut_off(external):
     data = (external / "weights.bin").read_bytes()
     (external / "weights.bin").write_bytes(data[:600])

@@ -179,6 +179,46 @@ def test_parts_that_contradict_each_other_are_refused(broken_case, name):
     refused(broken_case, match)
 
 
+def write_text(case, text):
+    (case / MANIFEST).write_text(text)
+
+
+# More than any model has.
+SIZES = {
+    "a million files": (lambda case: write_text(case, '{"files": [' + f'{"a" * 100!r}, ' * 10**6),
+                        "bytes, the limit is 16777216"),
+    "many files": (lambda case: edit(case, lambda d: d.update(
+        files=[{"path": f"{i}", "size": 0, "sha256": "0" * 64} for i in range(70000)])),
+        "files: .* at most 65536 items"),
+    "a sparse file": (lambda case: os.truncate(case / MANIFEST, 10**10), "10000000000 bytes"),
+    "deep JSON": (lambda case: write_text(case, "[" * 10**6), "cannot be read as JSON"),
+    "a long number": (lambda case: write_text(case, "9" * 10**6), "cannot be read as JSON"),
+    "a billion layers": (lambda case: edit(case, lambda d: d["dims"].update(num_layers=10**9)),
+                         "dims.num_layers: .* less than or equal to 65536"),
+    "many positions": (lambda case: edit(case, lambda d: d["dims"].update(max_seq_len=10**12)),
+                       "dims.max_seq_len: .* less than or equal to"),
+    "many chips": (lambda case: edit(case, lambda d: d.update(tp_size=5000, chips=[
+        {"rank": 0}] * 5000)), "chips: |chips.0"),
+    "many steps": (lambda case: edit(case, lambda d: chip(d).update(steps=[
+        {"kind": "all_reduce", "input": "a", "output": "b"}] * 70000)),
+                   "steps: .* at most 65536 items"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_manifest_of_sizes_that_no_model_has_is_refused(broken_case, name):
+    change, match = SIZES[name]
+    change(broken_case)
+    refused(broken_case, match)
+
+
+def test_a_chat_template_larger_than_any_is_refused(broken_case):
+    path = "tokenizer/chat_template.jinja"
+    (broken_case / path).write_bytes(b" " * 5_000_000)
+    rehash(broken_case, path)
+    refused(broken_case, "chat_template.jinja' has 5000000 bytes, the limit is 4194304")
+
+
 @given(st.integers(1, 12), st.integers(1, 8), st.data())
 def test_heads_as_the_compiler_shares_them_are_a_whole_and_others_are_not(num_kv_heads, group,
                                                                           data):
