@@ -26,6 +26,7 @@ from click.core import ParameterSource
 from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
 from llmc.interrupts import interruptible
+from llmc.memory import memory_errors
 from llmc.runtime.decoding.params import FIELDS, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with memory_errors("do this"):  # imports too
+                return super().invoke(ctx)
         except CheckFailed as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(1)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmc.errors import LlmcError
+from llmc.memory import memory_errors
 from llmc.runtime.decoding.beam_search import Beams
 from llmc.runtime.decoding.params import (
     GUIDES,
@@ -82,6 +83,7 @@ class _Loaded:
             too little memory; an argument is of another type.
     """
 
+    @memory_errors("load the model")
     def __init__(self, case_dir: str | Path, *, device: Sequence[int] | None = None,
                  max_batch_size: int | None = None, verify: bool = True, check_step: int = 2,
                  skip_step: int = 0, max_num_batched_tokens: int = _MAX_TOKENS,

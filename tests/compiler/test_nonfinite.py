@@ -46,7 +46,8 @@ def test_a_compile_names_the_tensor_and_says_how_many(damaged, tmp_path, name, d
 
 def test_allow_nan_compiles_them_as_they_are(damaged, tmp_path):
     hf = damaged(NAME, torch.float32, [np.nan])
-    result = CliRunner().invoke(main, ["compile", str(hf), "-o", str(tmp_path / "case"), "--allow_nan"])
+    result = CliRunner().invoke(main, ["compile", str(hf), "-o", str(tmp_path / "case"),
+                                       "--allow_nan"])
     assert result.exit_code == 0, result.output
     with llmc.LLM(tmp_path / "case") as model:
         assert np.isnan(model.logits([1, 2])).any()
