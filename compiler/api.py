@@ -47,6 +47,7 @@ from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
+from llmc.memory import memory_errors
 from llmc.plugins.quantization import FLOAT8
 from llmc.runtime.manifest import (
     PAGED,
@@ -75,6 +76,7 @@ class Note(str):
 
 
 @interruptible()
+@memory_errors("compile the model")
 def compile(model: str | Path, output: str | Path, *, tp_size: int = 1, dtype: str = "float32",
             target: str = "cpu", max_seq_len: int | None = None,
             mem_max_seq_len: int | None = None,

@@ -28,6 +28,7 @@ from llmc import __version__
 from llmc.errors import CheckFailed, LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND, install_command
 from llmc.interrupts import interruptible
+from llmc.memory import memory_errors
 from llmc.runtime.decoding.params import FIELDS, SamplingParams
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         as_json = "--json" in ctx.args
         try:
-            return super().invoke(ctx)
+            with memory_errors("do this"):  # imports too
+                return super().invoke(ctx)
         except CheckFailed as error:
             _print_error(str(error), 1, as_json)
             ctx.exit(1)

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmc.errors import LlmcError
+from llmc.memory import memory_errors
 from llmc.runtime.decoding.beam_search import Beams
 from llmc.runtime.decoding.params import (
     GUIDES,
@@ -132,9 +133,14 @@ class _Loaded:
                     None if kv_cache_tokens is None else
                     _whole("kv_cache_tokens", kv_cache_tokens, 1),
                     _part("gpu_memory_utilization", gpu_memory_utilization), attention_backend)
-        self._reader = Reader(self.manifest, self.case_dir, max_batch_size)
-        self.tokenizer = self._reader.tokenizer
         self._max_batch_size = max_batch_size
+        with memory_errors("load the model"):
+            self._load(devices, room, prefix_reuse, check_step, skip_step)
+
+    def _load(self, devices: list[int] | None, room: Room, prefix_reuse: bool, check_step: int,
+              skip_step: int) -> None:
+        self._reader = Reader(self.manifest, self.case_dir, self._max_batch_size)
+        self.tokenizer = self._reader.tokenizer
         try:
             for placements in find_devices(self.manifest, devices):
                 engine = load_replica(self.manifest, self.case_dir, placements, room)

@@ -20,6 +20,7 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.errors import LlmcError
+from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.rows import Rows
@@ -207,7 +208,8 @@ class CpuEngine:
         rank = self._chip.rank
         for step, finished in zip(steps, last_uses, strict=True):
             if isinstance(step, GraphStep):
-                with _telling(f"ONNX Runtime failed in '{step.path}'"):
+                with _telling(f"ONNX Runtime failed in '{step.path}'", "give fewer or shorter "
+                              "prompts at once, or lower max_batch_size"):
                     self._run_graph(step, batch, values)
             elif step.kind == "all_reduce":
                 values[step.output] = self._communicator.all_reduce(rank, values[step.input])
@@ -351,14 +353,15 @@ def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.I
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """What ONNX Runtime says, and what there is no memory for, as one sentence."""
+def _telling(what: str, way_out: str = "free some, or raise the limit of this process") -> \
+        Iterator[None]:
+    """What ONNX Runtime says, as one sentence, with a way out where there is too little memory."""
     try:
         yield
     except Exception as error:  # onnxruntime's exceptions share no base class
         text = (str(error).splitlines() or [""])[0] or type(error).__name__
-        if isinstance(error, MemoryError) or "Failed to allocate memory" in str(error):
-            text += "; give fewer or shorter prompts at once, or lower max_batch_size"
+        if is_out_of_memory(error):
+            text += f"; there is too little memory: {way_out}"
         raise LlmcError(f"{what}: {text}") from error
 
 

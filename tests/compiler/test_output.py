@@ -338,6 +338,8 @@ def test_what_is_no_case_directory_is_refused(tmp_path, monkeypatch):
         with pytest.raises(llmc.LlmcError, match=message) as caught:
             check_output(output)
         assert "\n" not in str(caught.value)
+        with pytest.raises(llmc.LlmcError, match=message):  # before the model is looked for
+            llmc.compile("nowhere", output)
     assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["notes"]
 
 
