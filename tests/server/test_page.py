@@ -12,10 +12,19 @@ class Read(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags = []
+        self.fields = []  # attributes of each field, and its open elements
+        self._open = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        if tag in ("input", "textarea"):
+            self.fields.append((dict(attrs), [*self._open]))
+        if tag not in ("input", "link", "meta"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
 
 
 def test_the_page_is_whole_and_speaks_with_its_server_alone(server):
@@ -45,6 +54,14 @@ def test_the_policy_allows_only_the_script_and_style_of_the_page(server):
     for name in ("base-uri", "form-action", "frame-ancestors", "trusted-types"):
         assert sources[name] == "'none'"
     assert sources["require-trusted-types-for"] == "'script'"
+
+
+def test_each_field_of_the_page_is_labeled_and_in_a_form(server):
+    fields = Read(server.get("/")).fields
+    assert [attrs["id"] for attrs, _ in fields if attrs.get("type") == "password"] == ["key"]
+    for attrs, ancestors in fields:
+        assert "form" in ancestors, attrs
+        assert "label" in ancestors or attrs.get("aria-label"), attrs
 
 
 def test_what_the_page_asks_is_answered(server):
