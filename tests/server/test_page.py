@@ -1,5 +1,7 @@
 """The page for a person: one file, which needs nothing from elsewhere."""
 
+import base64
+import hashlib
 import json
 import re
 import urllib.request
@@ -10,10 +12,19 @@ class Read(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags = []
+        self.fields = []  # attributes of each field, and its open elements
+        self._open = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        if tag in ("input", "textarea"):
+            self.fields.append((dict(attrs), [*self._open]))
+        if tag not in ("input", "link", "meta"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
 
 
 def test_the_page_is_whole_and_speaks_with_its_server_alone(server):
@@ -28,6 +39,29 @@ def test_the_page_is_whole_and_speaks_with_its_server_alone(server):
     assert {*re.findall(r'\$\("(\w+)"\)', text)} <= ids
     knobs = re.search(r"KNOBS = \[(.*?)\]", text)[1]
     assert {*re.findall(r'"(\w+)"', knobs)} <= ids
+
+
+def test_the_policy_allows_only_the_script_and_style_of_the_page(server):
+    with urllib.request.urlopen(server.url) as response:
+        policy, text = response.headers["content-security-policy"], response.read().decode()
+    sources = dict(directive.split(" ", 1) for directive in policy.split("; "))
+    for tag in ("script", "style"):
+        content = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert sources[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert sources["default-src"] == "'none'" and sources["connect-src"] == "'self'"
+    assert sources["img-src"] == "data:" and "unsafe" not in policy
+    for name in ("base-uri", "form-action", "frame-ancestors", "trusted-types"):
+        assert sources[name] == "'none'"
+    assert sources["require-trusted-types-for"] == "'script'"
+
+
+def test_each_field_of_the_page_is_labeled_and_in_a_form(server):
+    fields = Read(server.get("/")).fields
+    assert [attrs["id"] for attrs, _ in fields if attrs.get("type") == "password"] == ["key"]
+    for attrs, ancestors in fields:
+        assert "form" in ancestors, attrs
+        assert "label" in ancestors or attrs.get("aria-label"), attrs
 
 
 def test_what_the_page_asks_is_answered(server):

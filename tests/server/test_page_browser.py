@@ -1,5 +1,6 @@
 """The page at / in a browser: what a person does with it, and what it asks of whom."""
 
+import json
 import re
 import shutil
 
@@ -57,13 +58,55 @@ def answered(page, count=1):
     page.locator(".assistant .note").nth(count - 1).wait_for()
 
 
-def test_an_answer_streams_and_what_it_took_is_told(page):
+def events(*deltas):
+    """The server-sent events of a completion."""
+    chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
+    chunks.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def echo(page):
+    """Answer each message with its own text, three characters a delta."""
+    def answer(route):
+        text = route.request.post_data_json["messages"][-1]["content"]
+        pieces = [{"content": text[at:at + 3]} for at in range(0, len(text), 3)]
+        route.fulfill(content_type="text/event-stream", body=events(*pieces))
+    page.route("**/v1/chat/completions", answer)
+
+
+def rendered(page, text):
+    """The HTML of an answer after `echo`, without buttons and presentational attributes."""
+    page.click("#new")
+    say(page, text)
+    answered(page)
+    html = page.locator(".content").inner_html()
+    html = re.sub(r"<button.*?</button>| (class|tabindex|title)=\"[^\"]*\"", "", html)
+    return html.replace(' target="_blank" rel="noopener noreferrer"', " new")
+
+
+def hold(page):
+    """Stream the deltas of `push` as answers. `window.sent` holds each request's messages."""
     page.evaluate("""() => {
-        window.lengths = [];
-        new MutationObserver(() => window.lengths.push(
-            document.querySelector('.assistant')?.textContent.length)).observe(
-            document.getElementById('messages'), {subtree: true, childList: true});
+        const real = window.fetch;
+        window.sent = [];
+        window.fetch = async (url, options) => {
+            if (url !== "v1/chat/completions") return real(url, options);
+            window.sent.push(JSON.parse(options.body).messages);
+            return new Response(new ReadableStream({start(stream) {
+                window.stream = stream;
+                options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
+            }}));
+        };
     }""")
+
+
+def push(page, **delta):
+    """Send a delta of the answer that `hold` streams."""
+    text = f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n"
+    page.evaluate("text => window.stream.enqueue(new TextEncoder().encode(text))", text)
+
+
+def test_an_answer_and_its_token_counts_are_shown(page):
     page.fill("#max_tokens", "30")
     page.fill("#temperature", "1")
     page.fill("#seed", "1")
@@ -71,8 +114,6 @@ def test_an_answer_streams_and_what_it_took_is_told(page):
     answered(page)
     assert page.text_content(".user") == "the fox"
     assert "tokens, first after" in page.text_content(".assistant .note")
-    lengths = page.evaluate("window.lengths")
-    assert len({*lengths}) > 5 and lengths == sorted(lengths)
     assert page.text_content("#send") == "Send" and page.wrong == []
 
 
@@ -134,3 +175,215 @@ def test_an_answer_is_stopped(page, server):
     page.click("#new")
     sees(page, "#send", "Send")
     assert page.query_selector(".error") is None
+
+
+MARKDOWN = {
+    "# One\n### Three ###\n####### seven": "<h1>One</h1><h3>Three</h3><p>####### seven</p>",
+    "Title\n===\nLess\n---": "<h1>Title</h1><h2>Less</h2>",
+    "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
+    "**b** *i* ***bi*** __b__ _i_ ~~d~~":
+        "<p><strong>b</strong> <em>i</em> <em><strong>bi</strong></em> <strong>b</strong> "
+        "<em>i</em> <del>d</del></p>",
+    "a_b_c 2 * 3 * 4 **open \\*x\\* ~5 ~6": "<p>a_b_c 2 * 3 * 4 **open *x* ~5 ~6</p>",
+    "*a **b** c* and **d *e***":
+        "<p><em>a <strong>b</strong> c</em> and <strong>d <em>e</em></strong></p>",
+    "`*a*` ``b ` c`` `open": "<p><code>*a*</code> <code>b ` c</code> `open</p>",
+    "- a\n- b\n  - c\n    1. d\n    2. e\n- f":
+        "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p><ol start=\"1\"><li><p>d</p></li>"
+        "<li><p>e</p></li></ol></li></ul></li><li><p>f</p></li></ul>",
+    "3. a\n  - b\n\n   more\n4. c":
+        "<ol start=\"3\"><li><p>a</p><ul><li><p>b</p></li></ul><p>more</p></li>"
+        "<li><p>c</p></li></ol>",
+    "1. a\n   ```sh\n   ls\n     -l\n   ```\n2. b":
+        "<ol start=\"1\"><li><p>a</p><div><div><span>sh</span></div><pre><code>ls\n  -l</code>"
+        "</pre></div></li><li><p>b</p></li></ol>",
+    "> a\n> > b\n> - c\n\nd":
+        "<blockquote><p>a</p><blockquote><p>b</p></blockquote><ul><li><p>c</p></li></ul>"
+        "</blockquote><p>d</p>",
+    "a\n\n---\n* * *\nb": "<p>a</p><hr><hr><p>b</p>",
+    "```py title=x\n# **a**\n\n<b>\n```\nafter":
+        "<div><div><span>py</span></div><pre><code># **a**\n\n&lt;b&gt;</code></pre></div>"
+        "<p>after</p>",
+    "~~~\n```\n~~~\n\n    x\n      y":
+        "<div><div><span></span></div><pre><code>```</code></pre></div>"
+        "<div><div><span></span></div><pre><code>x\n  y</code></pre></div>",
+    "````\nopen\n```": "<div><div><span></span></div><pre><code>open\n```</code></pre></div>",
+    "Table:\n| a | b | c |\n|:-|-:|:-:|\n| *x* | y \\| z |\n\nend":
+        "<p>Table:</p><div><table><thead><tr><th style=\"text-align: left;\">a</th>"
+        "<th style=\"text-align: right;\">b</th><th style=\"text-align: center;\">c</th></tr>"
+        "</thead><tbody><tr><td style=\"text-align: left;\"><em>x</em></td>"
+        "<td style=\"text-align: right;\">y | z</td><td style=\"text-align: center;\"></td></tr>"
+        "</tbody></table></div><p>end</p>",
+    "a | b\nno table": "<p>a | b<br>no table</p>",
+    "[a *b*](https://e.com/x \"t\") <http://e.com> (see https://e.com/a_(b)).":
+        "<p><a href=\"https://e.com/x\" new>a <em>b</em></a> "
+        "<a href=\"http://e.com/\" new>http://e.com</a> "
+        "(see <a href=\"https://e.com/a_(b)\" new>https://e.com/a_(b)</a>).</p>",
+    "![alt](https://e.com/i.png) [![in](https://e.com/j.png)](https://e.com)":
+        "<p><a href=\"https://e.com/i.png\" new>alt</a> <a href=\"https://e.com/\" new>in</a></p>",
+}
+
+
+def test_markdown_becomes_elements(page):
+    echo(page)
+    for text, html in MARKDOWN.items():
+        assert rendered(page, text) == html
+    assert page.wrong == []
+
+
+HOSTILE = [
+    "<script>window.hit = 1</script>",
+    "<img src=x onerror=\"window.hit = 1\">",
+    "<svg onload=window.hit=1><iframe srcdoc='<script>parent.hit=1</script>'>",
+    "[x](javascript:window.hit=1) [x](<javascript:window.hit=1>) [x](JaVaScRiPt:window.hit=1)",
+    "[x](&#106;avascript:window.hit=1) [x](java\tscript:window.hit=1) <javascript:window.hit=1>",
+    "[x](data:text/html,<script>window.hit=1</script>) [x](vbscript:x) [x](file:///etc/passwd)",
+    "[x](//elsewhere.example) [x](/metrics) [x](x\" onclick=\"window.hit=1)",
+    "[x](https://e.com/\"onmouseover=\"window.hit=1) ![x](https://e.com/i.png\"onerror=\"x)",
+    "```\"><script>window.hit=1</script>\n</code></pre><script>window.hit=1</script>\n```",
+    "`</code><img src=x onerror=window.hit=1>`",
+    "| <img src=x onerror=window.hit=1> |\n|---|\n| <script>window.hit=1</script> |",
+    "# <style>*{display:none}</style>\n- <a href=javascript:window.hit=1>x</a>\n> <form><input>",
+]
+
+
+def test_a_model_s_text_makes_no_script_no_request_and_no_link_but_to_the_web(page):
+    echo(page)
+    for text in HOSTILE:
+        rendered(page, text)
+        content = page.locator(".content")
+        assert content.locator(":not(p, h1, ul, li, blockquote, div, span, button, pre, code, "
+                               "table, thead, tbody, tr, th, td, a)").count() == 0, text
+        for link in content.locator("a").all():
+            assert link.get_attribute("href").startswith("https://e.com/")
+            assert link.get_attribute("rel") == "noopener noreferrer"
+            assert link.get_attribute("target") == "_blank"
+        attributes = page.evaluate("""() => [...new Set([...document.querySelectorAll(
+            ".content *")].flatMap(own => own.getAttributeNames()))]""")
+        assert {*attributes} <= {"href", "title", "target", "rel", "class", "type", "tabindex",
+                                 "style"}
+    assert page.evaluate("window.hit") is None and page.wrong == []
+
+
+def test_the_policy_forbids_markup_from_strings_and_handlers(page):
+    refused = page.evaluate("""() => ["innerHTML", "onclick"].map(name => {
+        try { document.body.setAttribute(name, "window.hit = 1"); document.body[name] = "<b>"; }
+        catch (error) { return error.name; }
+    })""")
+    assert refused == ["TypeError", "TypeError"]
+
+
+def test_long_and_deep_text_is_rendered_in_a_bounded_depth(page):
+    echo(page)
+    rendered(page, "*" * 3000 + "a" + "*" * 3000)
+    for text in ("> " * 3000 + "a", "- " * 3000 + "a", "*a " * 2000 + "a* " * 2000,
+                 "[" * 3000 + "](https://e.com)" * 100, "`" * 3000 + "```x` " * 100):
+        rendered(page, text)
+        assert page.evaluate("""() => Math.max(...[...document.querySelectorAll(
+            ".content *")].map(own => { let depth = 0;
+            for (; own.className !== "message assistant"; own = own.parentNode) depth++;
+            return depth; }))""") < 64
+    assert page.wrong == []
+
+
+def test_markdown_is_rendered_while_it_streams(page):
+    hold(page)
+    say(page, "go")
+    push(page, content="Some **bo")
+    sees(page, ".content p", "Some **bo")
+    push(page, content="ld**\n\n```py")
+    sees(page, ".content strong", "bold")
+    push(page, content="thon\nx = **1**")
+    sees(page, ".content pre code", "x = **1**")
+    sees(page, ".code span", "python")
+    page.evaluate("window.paragraph = document.querySelector('.content p')")
+    page.locator(".code button").focus()
+    push(page, content="\ny = 2\n```\nand *more*")
+    sees(page, ".content pre code", "x = **1**\ny = 2")
+    sees(page, ".content em", "more")
+    assert page.evaluate("document.querySelector('.content p') === window.paragraph")
+    assert page.evaluate("document.activeElement.textContent") == "Copy code"
+    assert page.locator(".assistant").get_attribute("aria-busy") == "true"
+    page.evaluate("window.stream.close()")
+    sees(page, "#send", "Send")
+    assert page.locator(".assistant").get_attribute("aria-busy") is None and page.wrong == []
+
+
+def test_code_and_answers_are_copied(page, server):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
+    echo(page)
+    text = "**Run**:\n\n```sh\nls  <dir>\n\n\tpwd\n```\nDone."
+    rendered(page, text)
+    read = "navigator.clipboard.readText()"
+    page.get_by_role("button", name="Copy code").press("Enter")
+    sees(page, ".code button", "Copied")
+    assert page.evaluate(read) == "ls  <dir>\n\n\tpwd"
+    sees(page, ".code button", "Copy code")
+    page.get_by_role("button", name="Copy answer").click()
+    sees(page, ".assistant > button", "Copied")
+    assert page.evaluate(read) == text
+    # Without the Clipboard API, as on a page served by plain HTTP from another machine.
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', "
+                  "{value: undefined, configurable: true})")
+    page.locator(".code button").click()
+    sees(page, ".code button", "Copied")
+    assert page.evaluate("document.activeElement.textContent") == "Copied"
+    page.evaluate("delete navigator.clipboard")
+    assert page.evaluate(read) == "ls  <dir>\n\n\tpwd" and page.wrong == []
+
+
+def test_reasoning_is_folded_above_the_answer_and_not_sent_again(page):
+    hold(page)
+    say(page, "go")
+    push(page, reasoning_content="First *this*.")
+    summary = page.locator(".assistant summary")
+    summary.wait_for()
+    assert not page.locator(".reasoning em").is_visible()
+    push(page, content="Then that.")
+    sees(page, ".content", "Then that.")
+    summary.press("Enter")
+    sees(page, ".reasoning em", "this")
+    assert page.locator(".reasoning em").is_visible()
+    assert page.evaluate("""() => document.querySelector(".reasoning").compareDocumentPosition(
+        document.querySelector(".content")) === Node.DOCUMENT_POSITION_FOLLOWING""")
+    push(page, reasoning_content=" <b>And</b>")
+    sees(page, ".reasoning .markdown", "First this. <b>And</b>")
+    assert page.locator(".reasoning").get_attribute("open") is not None
+    page.evaluate("window.stream.close()")
+    sees(page, "#send", "Send")
+    say(page, "again")
+    sees(page, "#send", "Stop")
+    assert page.evaluate("window.sent[1]") == [
+        {"role": "user", "content": "go"}, {"role": "assistant", "content": "Then that."},
+        {"role": "user", "content": "again"}]
+
+
+def test_escape_stops_and_a_new_conversation_has_nothing_of_the_stopped_answer(page):
+    hold(page)
+    say(page, "one")
+    push(page, content="begun")
+    sees(page, ".content", "begun")
+    page.keyboard.press("Escape")
+    sees(page, "#send", "Send")
+    assert page.locator(".assistant .copy").count() == 1
+    say(page, "two")
+    push(page, content="more")
+    sees(page, ".assistant:last-child .content", "more")
+    page.click("#new")
+    sees(page, "#send", "Send")
+    assert page.evaluate("document.activeElement.id") == "text"
+    say(page, "three")
+    sees(page, "#send", "Stop")
+    assert page.evaluate("window.sent[2]") == [{"role": "user", "content": "three"}]
+    assert page.wrong == []
+
+
+def test_fields_have_labels_and_the_key_is_taken_on_enter(page, server):
+    for name in ("System prompt", "Temperature", "Top p", "Top k", "Min p", "Repetition penalty",
+                 "Max tokens", "Seed", "API key", "Message"):
+        assert page.get_by_label(name, exact=True).count() == 1, name
+    page.get_by_label("API key").fill("secret")
+    with page.expect_request("**/v1/models") as asked:
+        page.get_by_label("API key").press("Enter")
+    assert asked.value.headers["authorization"] == "Bearer secret"
+    assert page.url == f"{server.url}/" and page.input_value("#key") == "secret"
