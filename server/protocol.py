@@ -21,7 +21,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
 
 from llmc.errors import LlmcError, shortened
 from llmc.runtime.decoding.params import GUIDES, SamplingParams
@@ -68,7 +67,7 @@ class Fields(BaseModel):
                 if value is not None or name in required}
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema,
+    def __get_pydantic_json_schema__(cls, core_schema: Any,
                                      handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, own in schema.get("properties", {}).items():
