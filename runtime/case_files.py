@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from llmc.errors import LlmcError
 
@@ -42,7 +42,7 @@ def check_case_file(case_dir: Path, path: str) -> None:
         raise _not_regular(case_dir / path, mode)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read. Never blocks.
 
     Raises:

@@ -389,8 +389,9 @@ def test_what_onnx_runtime_says_in_a_step_is_one_sentence(case_tp1, monkeypatch)
 
         monkeypatch.setattr(engine, "_sessions", dict.fromkeys(engine._sessions, Failing()))
         engine._bindings.clear()
-        with pytest.raises(llmc.LlmcError, match="ONNX Runtime failed in .*requested buffer; there is too "
-                                                 "little memory: give fewer or shorter") as caught:
+        with pytest.raises(llmc.LlmcError, match="ONNX Runtime failed in .*requested buffer; there "
+                                                 "is too little memory: give fewer or shorter") \
+                as caught:
             model.logits([1, 2])
         assert "\n" not in str(caught.value)
 
