@@ -659,6 +659,10 @@ def _ended_by_sigterm() -> Iterator[None]:
 @click.option("--tool_call_parser", default=None,
               type=click.Choice(["hermes", "llama3_json", "harmony"]),
               help="How the model calls tools.  [default: as its chat template does]")
+@click.option("--chat_template_content_format", default="auto",
+              type=click.Choice(["auto", "string", "openai"]),
+              help="Form of messages' content: a text (string) or a list of parts (openai).  auto: "
+                   "as in the request, unless the chat template cannot read that.")
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")
 @click.option("--api_key", default=None, envvar="LLMC_API_KEY", show_envvar=True,

@@ -383,12 +383,23 @@ _TARGETS = {
 }
 
 class TokenizerInfo(_Frozen):
-    """`path` is the tokenizer directory, absent when the source had none."""
+    """`path` is the tokenizer directory, absent when the source had none.
+
+    `chat_template` is the file of the default chat template. `additional_chat_templates` are the
+    files of others by name, such as `tool_use` for conversations with tools.
+    """
 
     path: CasePath | None
     bos_token_id: TokenId | None
     eos_token_ids: tuple[TokenId, ...]
     chat_template: CasePath | None
+    additional_chat_templates: dict[str, CasePath] = {}
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The files of all chat templates by name."""
+        default = {} if self.chat_template is None else {"default": self.chat_template}
+        return {**self.additional_chat_templates, **default}
 
 
 class PassReport(_Frozen):
@@ -492,7 +503,7 @@ class Manifest(_Frozen):
                 raise ValueError(f"chip {chip.rank} has {chip.weight_bytes} bytes of weights, "
                                  f"{weights!r} only {listed[weights]}")
         own = self.tokenizer
-        for path in (own.path and f"{own.path}/tokenizer.json", own.chat_template):
+        for path in (own.path and f"{own.path}/tokenizer.json", *own.chat_templates.values()):
             if path is not None and path not in listed:
                 raise ValueError(f"the tokenizer's {path!r} is not listed")
 

@@ -22,6 +22,7 @@ from llmc.runtime.decoding.processing import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.manifest import PAGED, Manifest
+from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.scheduler import Chosen
@@ -283,8 +284,7 @@ class Reader:
         self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
         self.tokenizer = load_tokenizer(manifest, case_dir)
         self.sandbox = Sandbox()
-        template = manifest.tokenizer.chat_template
-        self._chat_template = template and ChatTemplate(case_dir / template, self.sandbox)
+        self._chat_template = _chat_template(manifest, case_dir, self.sandbox)
         self._guides: Guides | None = None
         self._guides_lock = threading.Lock()
 
@@ -337,7 +337,8 @@ class Reader:
 
     def render_chat(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,
-                    chat_template_kwargs: Mapping[str, object]) -> str:
+                    chat_template_kwargs: Mapping[str, object],
+                    content_format: ContentFormat) -> str:
         """See `LLM.render_chat`."""
         read = read_messages(messages)
         if self.manifest.encoder is not None:
@@ -347,13 +348,14 @@ class Reader:
         if not self._chat_template:
             raise LlmcError(f"'{self.manifest.source.architecture}' has no chat template; give the "
                             f"prompt as the model expects it, without --chat")
-        return self._chat_template.render(read, tools, chat_template_kwargs)
+        return self._chat_template.render(read, tools, chat_template_kwargs, content_format)
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,
-                    chat_template_kwargs: Mapping[str, object]) -> list[int]:
+                    chat_template_kwargs: Mapping[str, object],
+                    content_format: ContentFormat) -> list[int]:
         """See `LLM.chat_prompt`."""
-        text = self.render_chat(messages, tools, chat_template_kwargs)
+        text = self.render_chat(messages, tools, chat_template_kwargs, content_format)
         return self.tokenize(text, add_special_tokens=False)  # the template has them
 
     def completing(self, request: Request, sample: int) -> Completing:
@@ -475,6 +477,14 @@ class Reader:
 
 def _no_tokenizer() -> LlmcError:
     return LlmcError("this model was compiled without a tokenizer; give token ids")
+
+
+def _chat_template(manifest: Manifest, case_dir: Path, sandbox: Sandbox) -> ChatTemplate | None:
+    own = manifest.tokenizer
+    if not own.chat_templates:
+        return None
+    return ChatTemplate({name: case_dir / path for name, path in own.chat_templates.items()},
+                        case_dir / (own.path or "") / "tokenizer_config.json", sandbox)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \

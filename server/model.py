@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llmc.runtime.chat_template import DEFAULT, TOOL_USE
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError
 from llmc.server.offload import Offload
-from llmc.server.protocol import MAX_CHOICES, Message
+from llmc.server.protocol import MAX_CHOICES, Message, Part
 from llmc.server.tools import ToolCallParser, parser_of
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,21 @@ class Model:
 
     Args:
         tool_call_parser: how it calls tools. None: what its chat template says.
+        content_format: form of messages' content; see `LLM.chat_prompt`.
 
     Attributes:
         requests: that it works on.
     """
 
     def __init__(self, llm: AsyncLLM, name: str,
-                 tool_call_parser: ToolCallParser | None = None) -> None:
+                 tool_call_parser: ToolCallParser | None = None,
+                 content_format: ContentFormat = "auto") -> None:
         self.llm, self.name = llm, name
+        self._content_format = content_format
         self.offload = Offload(llm)
         self.created, self.requests = int(time.time()), 0
-        template = llm.manifest.tokenizer.chat_template
+        templates = llm.manifest.tokenizer.chat_templates
+        template = templates.get(TOOL_USE, templates.get(DEFAULT))
         self.tool_call_parser = tool_call_parser
         if tool_call_parser is None and template is not None:
             self.tool_call_parser = parser_of((llm.case_dir / template).read_text("utf-8"))
@@ -112,7 +119,7 @@ class Model:
         """
         text = await self.offload.render_chat(
             lambda: [_message(index, message) for index, message in enumerate(messages)], tools,
-            chat_template_kwargs)
+            chat_template_kwargs, self._content_format)
         return await self._tokenize(text, add_special_tokens=False)
 
     async def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -134,22 +141,21 @@ class Model:
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:
-    """A message as chat templates want it: its content a text, and the arguments of calls no JSON
-    text but what that says.
+    """A message as `LLM.render_chat` reads it: its parts are texts, and only an assistant's
+    content may be absent.
     """
     written: dict[str, Any] = message.model_dump(exclude_none=True, exclude={"content"})
     content = message.content
     if isinstance(content, list):
-        for part in content:
-            if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise ApiError(f"message {index} has a part of type '{part.type}'; models here "
-                               f"read text", param="messages")
-        content = "\n".join(part.text or "" for part in content)
-    written["content"] = content or ""
-    for call in written.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            raise ApiError(f"the arguments of a tool call in message {index} are not JSON",
-                           param="messages") from None
+        written["content"] = [_text_part(index, part) for part in content]
+    elif content is not None or message.role != "assistant":
+        written["content"] = content or ""
     return written
+
+
+def _text_part(index: int, part: Part) -> dict[str, str]:
+    text = (part.model_extra or {}).get("refusal") if part.type == "refusal" else part.text
+    if part.type not in _TEXT_PARTS or not isinstance(text, str):
+        raise ApiError(f"message {index} has a part of type '{part.type}'; models here read text",
+                       param="messages")
+    return {"type": "text", "text": text}

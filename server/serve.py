@@ -16,6 +16,7 @@ import uvicorn
 from llmc.errors import LlmcError
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.manifest import MANIFEST_NAME
+from llmc.runtime.message_forms import ContentFormat
 from llmc.server.app import Api
 from llmc.server.limits import Limits
 from llmc.server.log import LOGGER, log_to_stderr
@@ -28,7 +29,9 @@ _Stamp = tuple[int, int, int]
 
 def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | None = None, limits: Limits | None = None,
-          tool_call_parser: ToolCallParser | None = None, watch: bool = False,
+          tool_call_parser: ToolCallParser | None = None,
+          chat_template_content_format: ContentFormat = "auto",
+          watch: bool = False,
           **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
     before the signal is still answered, as long as `drain_timeout` says.
@@ -38,6 +41,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         port: 0 lets the system choose.
         served_model_name: None: the name of the directory.
         tool_call_parser: how the model calls tools. None: what its chat template says.
+        chat_template_content_format: see `LLM.chat_prompt`.
         watch: load what replaces the case directory, and let it take over; requests that are under
             way end with what they began with.
         loading: of `AsyncLLM`.
@@ -52,7 +56,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         _allow_connections()
         asyncio.run(_serve(
             bound, limits or Limits(),
-            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser),
+            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser,
+                          chat_template_content_format),
             case_dir if watch else None))
 
 
