@@ -10,6 +10,11 @@ from typing import Any
 from llmc.compiler.frontend.checkpoint import open_checkpoint, read_json
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.tokenizer_config import (
+    read_chat_templates,
+    write_chat_templates,
+    write_special_tokens,
+)
 from llmc.errors import LlmcError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -36,12 +41,13 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     check(_plain_config(directory), generation, config.is_encoder_decoder)
     with tempfile.TemporaryDirectory() as scratch:
         copy_tokenizer(directory, Path(scratch))  # rather now than after the export
+    read_chat_templates(directory)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code)
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
-                    lambda target: copy_tokenizer(directory, target), generation,
+                    lambda target: save_tokenizer(directory, target), generation,
                     (*decoded.notes, *exported.notes), exported.encoder)
 
 
@@ -101,6 +107,14 @@ def _plain_config(directory: Path) -> dict[str, Any]:
 def _generation(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
     return read_json(path) if path.is_file() else {}
+
+
+def save_tokenizer(directory: Path, target: Path) -> None:
+    """Write all that a runtime needs of a tokenizer."""
+    copy_tokenizer(directory, target)
+    if (target / "tokenizer.json").is_file():
+        write_chat_templates(read_chat_templates(directory), target)
+        write_special_tokens(directory, target)
 
 
 def copy_tokenizer(directory: Path, target: Path) -> None:
