@@ -34,6 +34,7 @@ from llmc.compiler.passes.quantize import (
     WIDENED,
 )
 from llmc.compiler.preflight import GPU, TARGETS, About, check_model, check_options
+from llmc.compiler.sampling_defaults import read_sampling
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
@@ -257,6 +258,10 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
     files.extend(_tokenizer_files(directory))
+    sampling, notes = read_sampling(raw.generation, lowered.dims.vocab_size,
+                                    lowered.encoder_info is not None)
+    for note in notes:
+        options.progress(note)
     tp_size = len(chips)
     manifest = Manifest(
         format_version=2, llmc_version=__version__,
@@ -270,7 +275,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         encoder=lowered.encoder_info, target=target,
         kv_cache_layout="paged" if target.kind in PAGED else "linear",
         ops=_used_ops(lowered.graphs + lowered.encoders), tokenizer=tokenizer,
-        chips=tuple(chips),
+        sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,
                                 refusals=tuple(report.refusals)) for report in lowered.reports),
         files=tuple(files))

@@ -159,6 +159,13 @@ class _Loaded:
                                         chat_template_content_format)
 
     @property
+    def default_sampling_params(self) -> SamplingParams:
+        """Parameters of prompts that are given none: what the model's generation_config.json
+        recommends, and llmc's own defaults.
+        """
+        return self._reader.default_params
+
+    @property
     def sandbox(self) -> Sandbox:
         """Child processes for jobs on untrusted input."""
         return self._reader.sandbox
@@ -287,7 +294,7 @@ class LLM(_Loaded):
         Args:
             prompts: one or several, each text or token ids; a batch may have unequal lengths. They
                 are what an encoder reads, where the model has one.
-            params: for all prompts, or one for each; None for `SamplingParams()`.
+            params: for all prompts, or one for each; None: `default_sampling_params`.
             priority: from -100 to 100, lower ones go first.
             arrivals: seconds from now, at the first piece that is asked for, when each prompt
                 comes; None: all at once.

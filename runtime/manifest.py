@@ -402,6 +402,28 @@ class TokenizerInfo(_Frozen):
         return {**self.additional_chat_templates, **default}
 
 
+class SamplingDefaults(_Frozen):
+    """Sampling parameters that the model's authors recommend, as generation_config.json has them.
+
+    Absent ones are those of `SamplingParams`. `suppress_tokens` are never generated.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    suppress_tokens: tuple[TokenId, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that these set."""
+        fields = self.model_dump(exclude_none=True, exclude={"suppress_tokens"})
+        if self.suppress_tokens:
+            fields["logit_bias"] = dict.fromkeys(self.suppress_tokens, -math.inf)
+        return fields
+
+
 class PassReport(_Frozen):
     """What one compiler pass did: rewrites per rule, and each refusal with its reason."""
 
@@ -429,6 +451,7 @@ class Manifest(_Frozen):
     target: Target
     ops: dict[str, int]
     tokenizer: TokenizerInfo
+    sampling: SamplingDefaults | None = None
     chips: tuple[Chip, ...]
     passes: tuple[PassReport, ...]
     files: tuple[FileEntry, ...]
@@ -649,6 +672,8 @@ class Manifest(_Frozen):
         named: dict[str, Sequence[int | None]] = {
             "bos_token_id": [self.tokenizer.bos_token_id],
             "eos_token_ids": self.tokenizer.eos_token_ids}
+        if self.sampling:
+            named["suppress_tokens"] = self.sampling.suppress_tokens
         if self.encoder:
             named |= {"decoder_start_token_id": [self.encoder.decoder_start_token_id],
                       "forced_bos_token_ids": self.encoder.forced_bos_token_ids,

@@ -21,7 +21,7 @@ from llmc.runtime.decoding.params import GUIDES, SamplingParams, is_unicode, sho
 from llmc.runtime.decoding.processing import MAX_LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs, Sampler, nothing_allowed
 from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.manifest import PAGED, Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, PAGED, Manifest
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sandbox import Sandbox
@@ -284,6 +284,7 @@ class Reader:
         self.manifest, self._case_dir, self._max_slots = manifest, case_dir, max_slots
         self.tokenizer = load_tokenizer(manifest, case_dir)
         self.sandbox = Sandbox()
+        self.default_params = _default_params(manifest)
         self._chat_template = _chat_template(manifest, case_dir, self.sandbox)
         self._guides: Guides | None = None
         self._guides_lock = threading.Lock()
@@ -322,8 +323,8 @@ class Reader:
         decodings: dict[int, Decoding] = {}  # by the identity of params, which many may share
         requests = []
         encoder = self.manifest.encoder
-        for index, (prompt, own) in enumerate(zip(read, _one_each(params, len(read)),
-                                                  strict=True)):
+        each = _one_each(params, len(read), self.default_params)
+        for index, (prompt, own) in enumerate(zip(read, each, strict=True)):
             if id(own) not in decodings:
                 decodings[id(own)] = self._decoding(own)
             ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -479,6 +480,19 @@ def _no_tokenizer() -> LlmcError:
     return LlmcError("this model was compiled without a tokenizer; give token ids")
 
 
+def _default_params(manifest: Manifest) -> SamplingParams:
+    """Parameters of requests that give none.
+
+    Raises:
+        LlmcError: the manifest has a value that is out of range.
+    """
+    try:
+        return SamplingParams(**(manifest.sampling.fields() if manifest.sampling else {}))
+    except LlmcError as error:
+        raise LlmcError(f"sampling in {MANIFEST_NAME} is not valid ({error}); compile the model "
+                        f"again") from error
+
+
 def _chat_template(manifest: Manifest, case_dir: Path, sandbox: Sandbox) -> ChatTemplate | None:
     own = manifest.tokenizer
     if not own.chat_templates:
@@ -487,11 +501,11 @@ def _chat_template(manifest: Manifest, case_dir: Path, sandbox: Sandbox) -> Chat
                         case_dir / (own.path or "") / "tokenizer_config.json", sandbox)
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \
-        list[SamplingParams]:
-    """Parameters for each of so many prompts."""
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int,
+              default: SamplingParams) -> list[SamplingParams]:
+    """Parameters for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise LlmcError(f"params is {shown(params)}; give SamplingParams(…), or one for each "
                         f"prompt")

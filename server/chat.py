@@ -34,7 +34,7 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
     if max_tokens is None:  # an answer ends by itself
         max_tokens = max(model.llm.max_model_len - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = with_channels(model, body.sampling(max_tokens, logprobs))
+    params = with_channels(model, body.sampling(max_tokens, logprobs, model.sampling_defaults))
     return Job([prompt], params, body.priority)
 
 

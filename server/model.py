@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from llmc.runtime.chat_template import DEFAULT, TOOL_USE
 from llmc.runtime.decoding.params import SamplingParams
@@ -18,6 +18,7 @@ from llmc.server.offload import Offload
 from llmc.server.protocol import MAX_CHOICES, Message, Part
 from llmc.server.tools import ToolCallParser, parser_of
 
+GenerationConfig = Literal["auto", "none"]
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -63,16 +64,25 @@ class Model:
     Args:
         tool_call_parser: how it calls tools. None: what its chat template says.
         content_format: form of messages' content; see `LLM.chat_prompt`.
+        generation_config: `auto` uses the model's own sampling defaults, `none` llmc's.
 
     Attributes:
         requests: that it works on.
+        sampling_defaults: fields of `SamplingParams` for requests that leave them out.
+        logged_defaults: the same, as the log shows them.
     """
 
     def __init__(self, llm: AsyncLLM, name: str,
                  tool_call_parser: ToolCallParser | None = None,
-                 content_format: ContentFormat = "auto") -> None:
+                 content_format: ContentFormat = "auto",
+                 generation_config: GenerationConfig = "auto") -> None:
         self.llm, self.name = llm, name
         self._content_format = content_format
+        sampling = llm.manifest.sampling if generation_config == "auto" else None
+        self.sampling_defaults: Mapping[str, Any] = {} if sampling is None else sampling.fields()
+        self.logged_defaults: Mapping[str, Any] = {
+            "temperature": SamplingParams.temperature,
+            **({} if sampling is None else sampling.model_dump(exclude_defaults=True))}
         self.offload = Offload(llm)
         self.created, self.requests = int(time.time()), 0
         templates = llm.manifest.tokenizer.chat_templates

@@ -31,7 +31,8 @@ async def read_response(model: Model, body: ResponsesRequest) -> Job:
     prompt = await model.read_messages(body.messages)
     room = max(model.llm.max_model_len - len(prompt), 1)
     max_tokens = room if body.max_output_tokens is None else body.max_output_tokens
-    return Job([prompt], with_channels(model, body.sampling(max_tokens, None)), body.priority)
+    params = body.sampling(max_tokens, None, model.sampling_defaults)
+    return Job([prompt], with_channels(model, params), body.priority)
 
 
 class ResponseAnswer(Answer):

@@ -20,7 +20,7 @@ from llmc.runtime.message_forms import ContentFormat
 from llmc.server.app import Api
 from llmc.server.limits import Limits
 from llmc.server.log import LOGGER, log_to_stderr
-from llmc.server.model import Model
+from llmc.server.model import GenerationConfig, Model
 from llmc.server.tools import ToolCallParser
 
 _LOOK = 1.0  # seconds between two looks at a case directory
@@ -31,7 +31,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | None = None, limits: Limits | None = None,
           tool_call_parser: ToolCallParser | None = None,
           chat_template_content_format: ContentFormat = "auto",
-          watch: bool = False,
+          generation_config: GenerationConfig = "auto", watch: bool = False,
           **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
     before the signal is still answered, as long as `drain_timeout` says.
@@ -42,6 +42,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         served_model_name: None: the name of the directory.
         tool_call_parser: how the model calls tools. None: what its chat template says.
         chat_template_content_format: see `LLM.chat_prompt`.
+        generation_config: where sampling defaults come from: `auto`, the model; `none`, llmc.
         watch: load what replaces the case directory, and let it take over; requests that are under
             way end with what they began with.
         loading: of `AsyncLLM`.
@@ -57,7 +58,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         asyncio.run(_serve(
             bound, limits or Limits(),
             lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser,
-                          chat_template_content_format),
+                          chat_template_content_format, generation_config),
             case_dir if watch else None))
 
 
@@ -93,7 +94,8 @@ async def _serve(bound: socket.socket, limits: Limits, load: Callable[[], Model]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server.ready = lambda: LOGGER.info("serving", extra={"fields": {
-        "url": _url(bound), "model": api.model.name}})
+        "url": _url(bound), "model": api.model.name,
+        "sampling_defaults": api.model.logged_defaults}})
     try:
         await server.serve(sockets=[bound])
     finally:
