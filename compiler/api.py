@@ -308,6 +308,7 @@ def _write_tokenizer(raw: RawModel, directory: Path, vocab_size: int) -> Tokeniz
         own = named_end(target, tokenizer, vocab_size)
         if own is not None and (templates or not ends):  # it ends a turn, whatever configs say
             ends += (own,)
+        ends += tuple(token for token in raw.end_tokens(tokenizer) if token in range(vocab_size))
     return TokenizerInfo(path="tokenizer" if present else None,
                          bos_token_id=bos[0] if bos else None,
                          eos_token_ids=tuple(dict.fromkeys(ends)),

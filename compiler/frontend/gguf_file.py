@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType, dequantize
 from llmc.compiler.frontend.checkpoint import read_rows
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
+from llmc.compiler.frontend.gguf_tokenizer import complete_tokenizer, end_tokens, sampling
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
@@ -54,12 +55,16 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     tensors = _tensors(path, header, config)
     exported = export(config, tensors, str(path))
 
-    def save_tokenizer(target: Path) -> None:
-        _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
-            .save_pretrained(target)
+    return RawModel(exported.graph, plain, "gguf", partial(_save_tokenizer, path, header, config),
+                    sampling(header),
+                    (*_notes(header, tensors), *exported.notes),
+                    end_tokens=partial(end_tokens, header))
 
-    return RawModel(exported.graph, plain, "gguf", save_tokenizer, {},
-                    (*_notes(header, tensors), *exported.notes))
+
+def _save_tokenizer(path: Path, header: GgufHeader, config: Any, target: Path) -> None:
+    _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
+        .save_pretrained(target)
+    complete_tokenizer(header, target)
 
 
 def _notes(header: GgufHeader, tensors: Mapping[str, Weight]) -> list[str]:

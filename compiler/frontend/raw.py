@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx_graphsurgeon as gs
+from tokenizers import Tokenizer
 
 # Called with a model's config, its generation config and whether it has an encoder, before anything
 # slow is done with it; raises LlmcError where that cannot be compiled.
@@ -18,6 +19,10 @@ Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool], None]
 
 def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool) -> None:
     """Accept every model."""
+
+
+def _no_tokens(tokenizer: Tokenizer) -> Sequence[int]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,10 @@ class RawModel:
         config: the Hugging Face config as plain data.
         kind: huggingface, gguf or onnx.
         save_tokenizer: writes tokenizer files into a directory.
+        generation: generation_config.json as plain data.
         notes: what the user may want to know, such as why all layers were exported.
         encoder: of an encoder-decoder model, the graph from `input_ids` to `encoder_output`.
+        end_tokens: called with the tokenizer, gives further EOS tokens.
     """
 
     graph: gs.Graph
@@ -46,6 +53,7 @@ class RawModel:
     generation: dict[str, Any]
     notes: tuple[str, ...] = ()
     encoder: gs.Graph | None = None
+    end_tokens: Callable[[Tokenizer], Sequence[int]] = _no_tokens
 
     @property
     def architecture(self) -> str:
