@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 from llmc import __version__
 from llmc.compiler.artifact import file_entry, weight_forms
 from llmc.compiler.frontend import RawModel, load
+from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.quantization import Scheme
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.graph.weights import Weight
@@ -43,6 +44,7 @@ from llmc.compiler.preflight import (
     read_dtype,
     warn_untested_transformers,
 )
+from llmc.compiler.sampling_defaults import read_sampling
 from llmc.compiler.targets import Options
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
@@ -309,7 +311,11 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
         chips.append(chip.model_copy(update={"quantization": forms}))
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
-    files.extend(_inside("tokenizer", map(file_entry, sorted((directory / "tokenizer").glob("*")))))
+    files.extend(_tokenizer_files(directory))
+    sampling, notes = read_sampling(raw.generation, lowered.dims.vocab_size,
+                                    lowered.encoder_info is not None)
+    for note in notes:
+        options.progress(Note(note))
     tp_size = len(chips)
     manifest = Manifest(
         format_version=2, llmc_version=__version__,
@@ -323,12 +329,20 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: Options,
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
         encoder=lowered.encoder_info, target=target,
         kv_cache_layout="paged" if target.kind in PAGED else "linear",
-        ops=_used_ops(lowered.graphs + lowered.encoders), tokenizer=tokenizer, chips=tuple(chips),
+        ops=_used_ops(lowered.graphs + lowered.encoders), tokenizer=tokenizer,
+        sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,
                                 refusals=tuple(report.refusals)) for report in lowered.reports),
         files=tuple(files))
     write_manifest(manifest, directory)
     return manifest
+
+
+def _tokenizer_files(directory: Path) -> Iterator[FileEntry]:
+    for path in sorted((directory / "tokenizer").rglob("*")):
+        if path.is_file():
+            yield file_entry(path).model_copy(
+                update={"path": path.relative_to(directory).as_posix()})
 
 
 def _inside(folder: str, files: Iterable[FileEntry]) -> Iterator[FileEntry]:
@@ -342,13 +356,24 @@ def _write_tokenizer(raw: RawModel, directory: Path, vocab_size: int) -> Tokeniz
     present = (target / "tokenizer.json").is_file()
     if not present:
         shutil.rmtree(target)
-    template = "tokenizer/chat_template.jinja"
     bos, ends = (raw.token_ids(key, vocab_size) for key in ("bos_token_id", "eos_token_id"))
-    tokenizer = read_tokenizer(target) if present else None
-    if tokenizer is not None and not ends:  # what only the tokenizer says
-        end = named_end(target, tokenizer, vocab_size)
-        ends = () if end is None else (end,)
+    templates = _chat_templates(target)
+    if present:
+        tokenizer = read_tokenizer(target)
+        own = named_end(target, tokenizer, vocab_size)
+        if own is not None and (templates or not ends):  # it ends a turn, whatever configs say
+            ends += (own,)
+        ends += tuple(token for token in raw.end_tokens(tokenizer) if token in range(vocab_size))
     return TokenizerInfo(path="tokenizer" if present else None,
                          bos_token_id=bos[0] if bos else None,
-                         eos_token_ids=ends,
-                         chat_template=template if (directory / template).is_file() else None)
+                         eos_token_ids=tuple(dict.fromkeys(ends)),
+                         chat_template=templates.pop("default", None),
+                         additional_chat_templates=templates)
+
+
+def _chat_templates(tokenizer: Path) -> dict[str, str]:
+    """Chat templates in a tokenizer's folder: their paths in the case directory by name."""
+    files = {"default": tokenizer / TEMPLATE,
+             **{path.stem: path for path in sorted((tokenizer / FOLDER).glob("*.jinja"))}}
+    return {name: path.relative_to(tokenizer.parent).as_posix()
+            for name, path in files.items() if path.is_file()}

@@ -29,7 +29,7 @@ from llmc.errors import CheckFailed, LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND, install_command
 from llmc.interrupts import interruptible
 from llmc.memory import memory_errors
-from llmc.runtime.decoding.params import FIELDS, SamplingParams
+from llmc.runtime.decoding.params import FIELDS, SamplingParams, with_defaults
 
 if TYPE_CHECKING:
     from llmc.runtime.llm import LLM
@@ -227,6 +227,12 @@ def _sampling_options(command: _Command) -> _Command:
     return command
 
 
+_generation_config_option = click.option(
+    "--generation_config", default="auto", type=click.Choice(["auto", "none"]),
+    help="Sampling defaults.  auto: the model's generation_config.json, then llmc's; none: llmc's "
+         "alone.")
+
+
 def _engines() -> str:
     extension = find_spec("llmc_cuda")
     if extension is None:
@@ -404,6 +410,7 @@ def _keep_what_is_imported() -> None:
               help="Put each prompt into the model's chat template. Without a prompt, in a "
                    "terminal: a conversation.")
 @_sampling_options
+@_generation_config_option
 @click.option("--tp_size", type=int, default=None, help="Must be what the model was compiled with.")
 @device_option
 @_loading_options
@@ -411,16 +418,15 @@ def _keep_what_is_imported() -> None:
 @json_option
 def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | None,
                 prompts: tuple[str, ...], prompt_file: Path | None, chat: bool,
-                tp_size: int | None, device: list[int] | None, log_file: str, as_json: bool,
-                **options: Any) -> None:
+                generation_config: str, tp_size: int | None, device: list[int] | None,
+                log_file: str, as_json: bool, **options: Any) -> None:
     """Complete prompts with the model in DIR, a case directory, streaming the text."""
     from llmc.runtime.llm import LLM
     from llmc.runtime.manifest import read_manifest
     from llmc.runtime.prompt_file import read_lines
 
     loading = _taken(options)
-    params = SamplingParams(**options)
-    if params.logprobs is not None and not as_json and prompt_file is None:
+    if options["logprobs"] is not None and not as_json and prompt_file is None:
         raise LlmcError("--logprobs are printed with --json only; add it")
     if prompt_file is not None and prompts:
         raise LlmcError("give either --prompt or --prompt_file")
@@ -433,12 +439,12 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if wanted not in (None, manifest.tp_size):
         raise LlmcError(f"tp_size {wanted} is asked for, but '{case_dir}' was compiled with "
                         f"tp_size {manifest.tp_size}; change the one or compile again")
+    params = _sampling_params(options, manifest if generation_config == "auto" else None)
     if str(prompt_file) == "-" and sys.stdin.isatty():
         click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
     lines = read_lines(prompt_file) if prompt_file is not None else None
     talk = chat and lines is None and not prompts and not as_json and sys.stdin.isatty()
-    source = click.get_current_context().get_parameter_source("max_tokens")
-    if talk and source is ParameterSource.DEFAULT:  # an answer ends by itself
+    if talk and not _is_given("max_tokens"):  # an answer ends by itself
         params = dataclasses.replace(params, max_tokens=manifest.dims.max_seq_len)
     info = _inference_info(hf_dir, case_dir, params.max_tokens, manifest.tp_size, device, log_file)
     _log(log_file, f"{time.strftime('%Y-%m-%dT%H:%M:%S')}\n{info}\n")
@@ -459,6 +465,19 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if failed:
         name = "standard input" if str(prompt_file) == "-" else f"'{prompt_file}'"
         raise CheckFailed(f"{failed} request(s) of {name} could not be run; see their results")
+
+
+def _sampling_params(options: Mapping[str, Any], manifest: Manifest | None) -> SamplingParams:
+    """What the command line gives, over the sampling defaults of a model."""
+    given = {name: value for name, value in options.items() if _is_given(name)}
+    sampling = manifest and manifest.sampling
+    return SamplingParams(**with_defaults(given, sampling.fields() if sampling else {}))
+
+
+def _is_given(option: str) -> bool:
+    """Whether the command line has an option of the current command."""
+    source = click.get_current_context().get_parameter_source(option)
+    return source is not ParameterSource.DEFAULT
 
 
 class _Meter:
@@ -842,6 +861,11 @@ class _ApiKeys(click.types.StringParamType):
 @click.option("--response_store_mb", default=64.0, help="Memory for stored responses of "
                                                         "/v1/responses; 0 stores none.")
 @click.option("--response_store_ttl", default=3600.0, help="Seconds that a response is stored.")
+@click.option("--chat_template_content_format", default="auto",
+              type=click.Choice(["auto", "string", "openai"]),
+              help="Form of messages' content: a text (string) or a list of parts (openai).  auto: "
+                   "as in the request, unless the chat template cannot read that.")
+@_generation_config_option
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")
 @click.option("--api_key", "api_keys", multiple=True, type=_ApiKeys(), envvar="LLMC_API_KEY",

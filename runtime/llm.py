@@ -41,6 +41,7 @@ from llmc.runtime.decoding.params import (
 from llmc.runtime.engines import BLOCK_SIZE
 from llmc.runtime.loop import Call, Loop, Outbox, Scheduling, Work
 from llmc.runtime.manifest import Manifest, read_manifest, verify_files
+from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.metrics import together
 from llmc.runtime.prompts import Messages, Prompt, read_conversations, read_token_ids
 from llmc.runtime.replica import Room, find_devices, load_replica
@@ -157,25 +158,41 @@ class _Loaded:
 
     def chat_prompt(self, messages: Messages, *,
                     tools: Sequence[Mapping[str, object]] | None = None,
-                    chat_template_kwargs: Mapping[str, object] | None = None) -> list[int]:
+                    chat_template_kwargs: Mapping[str, object] | None = None,
+                    chat_template_content_format: ContentFormat = "auto") -> list[int]:
         """Messages, or one of the user, in the model's chat template, as a prompt of token ids.
 
         Args:
-            messages: each with the texts `role` and `content`; other keys are the template's.
+            messages: each with `role` and `content`, in any form of OpenAI's API: a text, or parts
+                `{"type": "text", "text": …}`; arguments of tool calls as JSON text or as objects.
+                A form that the template cannot read becomes one that it can. Other keys are the
+                template's.
             tools: that the model may call, as the template wants them.
             chat_template_kwargs: other variables of the template.
+            chat_template_content_format: `string` makes every content a text, `openai` a list of
+                parts, whatever the template reads.
 
         Raises:
             LlmcError: the messages are no such list; the model has no chat template, or it cannot
                 write them; or it is an encoder-decoder model.
         """
-        return self._reader.chat_prompt(messages, tools, chat_template_kwargs or {})
+        return self._reader.chat_prompt(messages, tools, chat_template_kwargs or {},
+                                        chat_template_content_format)
 
     def render_chat(self, messages: str | Sequence[Mapping[str, object]], *,
                     tools: Sequence[Mapping[str, object]] | None = None,
-                    chat_template_kwargs: Mapping[str, object] | None = None) -> str:
+                    chat_template_kwargs: Mapping[str, object] | None = None,
+                    chat_template_content_format: ContentFormat = "auto") -> str:
         """`chat_prompt` as a text, before it is tokenized."""
-        return self._reader.render_chat(messages, tools, chat_template_kwargs or {})
+        return self._reader.render_chat(messages, tools, chat_template_kwargs or {},
+                                        chat_template_content_format)
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """Parameters of prompts that are given none: what the model's generation_config.json
+        recommends, and llmc's own defaults.
+        """
+        return self._reader.default_params
 
     @property
     def sandbox(self) -> Sandbox:
@@ -344,7 +361,7 @@ class LLM(_Loaded):
         Args:
             prompts: one or several, each text or token ids; a batch may have unequal lengths. They
                 are what an encoder reads, where the model has one.
-            params: for all prompts, or one for each; None for `SamplingParams()`.
+            params: for all prompts, or one for each; None: `default_sampling_params`.
             priority: from -100 to 100, lower ones go first.
             tenant: name of the user or customer. Tenants have equal shares of the slots while
                 others wait, whatever they ask for, and so have the calls of a tenant. None: the

@@ -408,12 +408,45 @@ _TARGETS = {
 }
 
 class TokenizerInfo(_Frozen):
-    """`path` is the tokenizer directory, absent when the source had none."""
+    """`path` is the tokenizer directory, absent when the source had none.
+
+    `chat_template` is the file of the default chat template. `additional_chat_templates` are the
+    files of others by name, such as `tool_use` for conversations with tools.
+    """
 
     path: CasePath | None
     bos_token_id: TokenId | None
     eos_token_ids: tuple[TokenId, ...]
     chat_template: CasePath | None
+    additional_chat_templates: dict[str, CasePath] = {}
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The files of all chat templates by name."""
+        default = {} if self.chat_template is None else {"default": self.chat_template}
+        return {**self.additional_chat_templates, **default}
+
+
+class SamplingDefaults(_Frozen):
+    """Sampling parameters that the model's authors recommend, as generation_config.json has them.
+
+    Absent ones are those of `SamplingParams`. `suppress_tokens` are never generated.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    suppress_tokens: tuple[TokenId, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that these set."""
+        fields = self.model_dump(exclude_none=True, exclude={"suppress_tokens"})
+        if self.suppress_tokens:
+            fields["logit_bias"] = dict.fromkeys(self.suppress_tokens, -math.inf)
+        return fields
 
 
 class PassReport(_Frozen):
@@ -443,6 +476,7 @@ class Manifest(_Frozen):
     target: Target
     ops: dict[str, int]
     tokenizer: TokenizerInfo
+    sampling: SamplingDefaults | None = None
     chips: Annotated[tuple[Chip, ...], Field(max_length=MAX_CHIPS)]
     passes: tuple[PassReport, ...]
     files: Annotated[tuple[FileEntry, ...], Field(max_length=_MAX_FILES)]
@@ -517,7 +551,7 @@ class Manifest(_Frozen):
                 raise ValueError(f"chip {chip.rank} has {chip.weight_bytes} bytes of weights, "
                                  f"{weights!r} only {listed[weights]}")
         own = self.tokenizer
-        for path in (own.path and f"{own.path}/tokenizer.json", own.chat_template):
+        for path in (own.path and f"{own.path}/tokenizer.json", *own.chat_templates.values()):
             if path is not None and path not in listed:
                 raise ValueError(f"the tokenizer's {path!r} is not listed")
 
@@ -663,6 +697,8 @@ class Manifest(_Frozen):
         named: dict[str, Sequence[int | None]] = {
             "bos_token_id": [self.tokenizer.bos_token_id],
             "eos_token_ids": self.tokenizer.eos_token_ids}
+        if self.sampling:
+            named["suppress_tokens"] = self.sampling.suppress_tokens
         if self.encoder:
             named |= {"decoder_start_token_id": [self.encoder.decoder_start_token_id],
                       "forced_bos_token_ids": self.encoder.forced_bos_token_ids,

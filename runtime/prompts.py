@@ -65,8 +65,11 @@ def read_conversations(messages: object) -> list[Messages]:
 
 
 def read_messages(messages: object) -> list[Mapping[str, object]]:
-    """A conversation for a chat template: each message has the texts `role` and `content`, and
-    what else the template may want. One text is the user's.
+    """A conversation for a chat template, or one text of the user.
+
+    Each message has a text `role`, and a `content` that is a text or a list of parts
+    `{"type": "text", "text": …}`. An assistant's may be None or absent. A template may read more
+    keys, such as `tool_calls`.
 
     Raises:
         LlmcError: it is something else.
@@ -84,8 +87,30 @@ def read_messages(messages: object) -> list[Mapping[str, object]]:
         if not isinstance(message, Mapping):
             raise LlmcError(f"message {index} is {shown(message)}; give one like "
                             f'{{"role": "user", "content": "…"}}')
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                value = f"is {shown(message[key])}" if key in message else "is not there"
-                raise LlmcError(f"the {key} of message {index} {value}; give a text")
+        _check_message(index, message)
     return each
+
+
+def _check_message(index: int, message: Mapping[str, object]) -> None:
+    for key, wanted, fits in (
+            ("role", "a text", isinstance(message.get("role"), str)),
+            ("content", 'a text, or parts like [{"type": "text", "text": "…"}]',
+             _is_content(message.get("content"), message.get("role") == "assistant")),
+            ("tool_calls", 'calls like [{"function": {"name": "…", "arguments": {}}}]',
+             _are_calls(message.get("tool_calls")))):
+        if not fits:
+            value = f"is {shown(message[key])}" if key in message else "is not there"
+            raise LlmcError(f"the {key} of message {index} {value}; give {wanted}")
+
+
+def _is_content(content: object, may_be_none: bool) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, Mapping) and part.get("type") == "text"
+                   and isinstance(part.get("text"), str) for part in content)
+    return isinstance(content, str) or (content is None and may_be_none)
+
+
+def _are_calls(calls: object) -> bool:
+    return calls is None or (isinstance(calls, list) and all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
+        for call in calls))

@@ -28,7 +28,8 @@ from llmc.runtime.decoding.sampling import (
     nothing_allowed,
 )
 from llmc.runtime.decoding.stopping import TextStream
-from llmc.runtime.manifest import PAGED, Manifest
+from llmc.runtime.manifest import MANIFEST_NAME, PAGED, Manifest
+from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.scheduler import Chosen
@@ -301,8 +302,8 @@ class Reader:
         self.max_model_len = manifest.dims.max_seq_len
         self.tokenizer = load_tokenizer(manifest, case_dir)
         self.sandbox = Sandbox()
-        template = manifest.tokenizer.chat_template
-        self._chat_template = template and ChatTemplate(case_dir / template, self.sandbox)
+        self.default_params = _default_params(manifest)
+        self._chat_template = _chat_template(manifest, case_dir, self.sandbox)
         self._guides: Guides | None = None
         self._guides_lock = threading.Lock()
 
@@ -340,8 +341,8 @@ class Reader:
         decodings: dict[int, Decoding] = {}  # by the identity of params, which many may share
         requests = []
         encoder = self.manifest.encoder
-        for index, (prompt, own) in enumerate(zip(read, _one_each(params, len(read)),
-                                                  strict=True)):
+        each = _one_each(params, len(read), self.default_params)
+        for index, (prompt, own) in enumerate(zip(read, each, strict=True)):
             if id(own) not in decodings:
                 decodings[id(own)] = self._decoding(own)
             ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -356,7 +357,8 @@ class Reader:
 
     def render_chat(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,
-                    chat_template_kwargs: Mapping[str, object]) -> str:
+                    chat_template_kwargs: Mapping[str, object],
+                    content_format: ContentFormat) -> str:
         """See `LLM.render_chat`."""
         read = read_messages(messages)
         if self.manifest.encoder is not None:
@@ -365,13 +367,14 @@ class Reader:
         if not self._chat_template:
             raise LlmcError(f"'{self.manifest.source.architecture}' has no chat template; give the "
                             f"prompt as plain text, in the form that the model expects")
-        return self._chat_template.render(read, tools, chat_template_kwargs)
+        return self._chat_template.render(read, tools, chat_template_kwargs, content_format)
 
     def chat_prompt(self, messages: str | Sequence[Mapping[str, object]],
                     tools: Sequence[Mapping[str, object]] | None,
-                    chat_template_kwargs: Mapping[str, object]) -> list[int]:
+                    chat_template_kwargs: Mapping[str, object],
+                    content_format: ContentFormat) -> list[int]:
         """See `LLM.chat_prompt`."""
-        text = self.render_chat(messages, tools, chat_template_kwargs)
+        text = self.render_chat(messages, tools, chat_template_kwargs, content_format)
         return self.tokenize(text, add_special_tokens=False)  # the template has them
 
     def completing(self, request: Request, sample: int) -> Completing:
@@ -496,11 +499,32 @@ def _no_tokenizer() -> LlmcError:
     return LlmcError("this model was compiled without a tokenizer; give token ids")
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> \
-        list[SamplingParams]:
-    """Parameters for each of so many prompts."""
+def _default_params(manifest: Manifest) -> SamplingParams:
+    """Parameters of requests that give none.
+
+    Raises:
+        LlmcError: the manifest has a value that is out of range.
+    """
+    try:
+        return SamplingParams(**(manifest.sampling.fields() if manifest.sampling else {}))
+    except LlmcError as error:
+        raise LlmcError(f"sampling in {MANIFEST_NAME} is not valid ({error}); compile the model "
+                        f"again") from error
+
+
+def _chat_template(manifest: Manifest, case_dir: Path, sandbox: Sandbox) -> ChatTemplate | None:
+    own = manifest.tokenizer
+    if not own.chat_templates:
+        return None
+    return ChatTemplate({name: case_dir / path for name, path in own.chat_templates.items()},
+                        case_dir / (own.path or "") / "tokenizer_config.json", sandbox)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int,
+              default: SamplingParams) -> list[SamplingParams]:
+    """Parameters for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise LlmcError(f"params is {shown(params)}; give SamplingParams(…), or one for each "
                         f"prompt")

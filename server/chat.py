@@ -40,7 +40,7 @@ async def read_conversation(model: Model, body: Conversation, messages: Sequence
     prompt = await read_prompt(model, body, messages)
     if max_tokens is None:  # an answer ends by itself
         max_tokens = max(model.llm.max_model_len - len(prompt), 1)
-    params = with_marks(model, body, body.sampling(max_tokens, logprobs))
+    params = with_marks(model, body, body.sampling(max_tokens, logprobs, model.sampling_defaults))
     return Job([prompt], params, body.priority)
 
 

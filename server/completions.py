@@ -25,7 +25,8 @@ async def read_completion(model: Model, body: CompletionRequest) -> Job:
     check_choices(len(body.prompts), body.n or 1)
     prompts = await model.read_prompts(body.prompts, body.add_special_tokens)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return Job(prompts, body.sampling(max_tokens, body.logprobs), body.priority)
+    return Job(prompts, body.sampling(max_tokens, body.logprobs, model.sampling_defaults),
+               body.priority)
 
 
 class CompletionAnswer(Choices):

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -141,11 +142,12 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int
     stop_sequences: list[str] | None = None
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(self, max_tokens: int, logprobs: int | None,
+                 defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         if self.stop_sequences is None:
-            return super().sampling(max_tokens, logprobs)
+            return super().sampling(max_tokens, logprobs, defaults)
         given = self.model_copy(update={"stop": self.stop_sequences, "stop_sequences": None})
-        return given.sampling(max_tokens, logprobs)
+        return given.sampling(max_tokens, logprobs, defaults)
 
 
 def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:

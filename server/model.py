@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 
 from llmc.errors import LlmcError, shortened
+from llmc.runtime.chat_template import DEFAULT, TOOL_USE
 from llmc.runtime.decoding.params import SamplingParams
 from llmc.runtime.decoding.token_text import token_bytes, token_text
 from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.request import Piece
 from llmc.server.errors import ApiError, prompt_too_long
 from llmc.server.offload import Offload
-from llmc.server.protocol import MAX_CHOICES, Message
+from llmc.server.protocol import MAX_CHOICES, Message, Part
 from llmc.server.reasoning import REASONING_MARKS, recognized_reasoning
 from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
+
+GenerationConfig = Literal["auto", "none"]
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,31 @@ class Model:
         tool_call_parser: a name of `TOOL_PARSERS`. None: the chat template chooses.
         reasoning_parser: a name of `REASONING_MARKS`, `auto` to let the chat template choose, or
             `none`.
+        content_format: form of messages' content; see `LLM.chat_prompt`.
+        generation_config: `auto` uses the model's own sampling defaults, `none` llmc's.
 
     Attributes:
         requests: that it works on.
         shows_tools: whether the chat template shows tools to the model.
         special_tokens: texts of the tokenizer's special tokens.
+        sampling_defaults: fields of `SamplingParams` for requests that leave them out.
+        logged_defaults: the same, as the log shows them.
     """
 
     def __init__(self, llm: AsyncLLM, name: str, tool_call_parser: str | None = None,
-                 reasoning_parser: str = "auto") -> None:
+                 reasoning_parser: str = "auto", content_format: ContentFormat = "auto",
+                 generation_config: GenerationConfig = "auto") -> None:
         self.llm, self.name = llm, name
+        self._content_format = content_format
+        sampling = llm.manifest.sampling if generation_config == "auto" else None
+        self.sampling_defaults: Mapping[str, Any] = {} if sampling is None else sampling.fields()
+        self.logged_defaults: Mapping[str, Any] = {
+            "temperature": SamplingParams.temperature,
+            **({} if sampling is None else sampling.model_dump(exclude_defaults=True))}
         self.offload = Offload(llm)
         self.created, self.requests = int(time.time()), 0
-        path = llm.manifest.tokenizer.chat_template
+        templates = llm.manifest.tokenizer.chat_templates
+        path = templates.get(TOOL_USE, templates.get(DEFAULT))
         template = "" if path is None else (llm.case_dir / path).read_text("utf-8")
         self.tool_call_parser = tool_call_parser or recognized_parser(template)
         self.reasoning_parser = recognized_reasoning(template) if reasoning_parser == "auto" \
@@ -126,7 +142,7 @@ class Model:
         """
         text = await self.offload.render_chat(
             lambda: [_message(index, message) for index, message in enumerate(messages)], tools,
-            chat_template_kwargs)
+            chat_template_kwargs, self._content_format)
         return await self._tokenize(text, False, param)
 
     async def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
@@ -176,22 +192,21 @@ def _names_tools(template: str) -> bool:
 
 
 def _message(index: int, message: Message) -> dict[str, Any]:
-    """A message as chat templates want it: its content a text, and the arguments of calls no JSON
-    text but what that says.
+    """A message as `LLM.render_chat` reads it: its parts are texts, and only an assistant's
+    content may be absent.
     """
     written: dict[str, Any] = message.model_dump(exclude_none=True, exclude={"content"})
     content = message.content
     if isinstance(content, list):
-        for part in content:
-            if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise ApiError(f"message {index} has a part of type '{shortened(part.type)}'; "
-                               f"models here read text", param="messages")
-        content = "\n".join(part.text or "" for part in content)
-    written["content"] = content or ""
-    for call in written.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}") or {}
-        except (ValueError, RecursionError):
-            raise ApiError(f"the arguments of a tool call in message {index} are not JSON",
-                           param="messages") from None
+        written["content"] = [_text_part(index, part) for part in content]
+    elif content is not None or message.role != "assistant":
+        written["content"] = content or ""
     return written
+
+
+def _text_part(index: int, part: Part) -> dict[str, str]:
+    text = (part.model_extra or {}).get("refusal") if part.type == "refusal" else part.text
+    if part.type not in _TEXT_PARTS or not isinstance(text, str):
+        raise ApiError(f"message {index} has a part of type '{shortened(part.type)}'; models here "
+                       f"read text", param="messages")
+    return {"type": "text", "text": text}

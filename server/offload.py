@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from llmc.runtime.llm import AsyncLLM
+from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.sandbox import JobLimits, Lane
 from llmc.runtime.tokenizer import load_for_texts, tokenize_long
 from llmc.server.errors import ApiError
@@ -64,11 +65,13 @@ class Offload:
 
     async def render_chat(self, messages: Callable[[], Sequence[Mapping[str, object]]],
                           tools: Sequence[Mapping[str, object]] | None,
-                          chat_template_kwargs: Mapping[str, object] | None) -> str:
+                          chat_template_kwargs: Mapping[str, object] | None,
+                          content_format: ContentFormat) -> str:
         """See `LLM.render_chat`; `messages` makes them, in another thread."""
         def render() -> str:
             return self._llm.render_chat(messages(), tools=tools,
-                                         chat_template_kwargs=chat_template_kwargs)
+                                         chat_template_kwargs=chat_template_kwargs,
+                                         chat_template_content_format=content_format)
 
         return await asyncio.get_running_loop().run_in_executor(_TEMPLATES, render)
 

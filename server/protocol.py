@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -23,7 +24,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 
 from llmc.errors import LlmcError, shortened
-from llmc.runtime.decoding.params import GUIDES, SamplingParams
+from llmc.runtime.decoding.params import GUIDES, SamplingParams, with_defaults
 from llmc.runtime.scheduler import MOST_PRIORITY
 from llmc.server.errors import ApiError
 from llmc.server.tool_schema import calls_schema
@@ -201,8 +202,12 @@ class Generation(Body):
         return self.include_usage and self.stream_options is not None and \
             self.stream_options.continuous_usage_stats
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(self, max_tokens: int, logprobs: int | None,
+                 defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """As the runtime wants it.
+
+        Args:
+            defaults: the model's own, of fields that the request leaves out.
 
         Raises:
             ApiError: a value is out of range.
@@ -222,9 +227,14 @@ class Generation(Body):
             given["beam_width"] = self.n or 1
         else:
             given["n"] = self.n or 1
-            given["temperature"] = 1.0 if self.temperature is None else self.temperature
+            if self.temperature is not None:
+                given["temperature"] = self.temperature
+        fields = with_defaults(given, defaults)
+        if "temperature" not in fields and not self.use_beam_search and any(
+                given.get(name, neutral) != neutral for name, neutral in _OF_SAMPLING.items()):
+            fields["temperature"] = _OPENAI_TEMPERATURE
         try:
-            return SamplingParams(**given)
+            return SamplingParams(**fields)
         except LlmcError as error:
             name = str(error).split(" ", 1)[0]
             raise ApiError(str(error), param=name if name in type(self).model_fields else None) \
@@ -252,6 +262,11 @@ class Generation(Body):
 
 
 _ANY_OBJECT = {"type": "object"}
+# Without a temperature, of the request or the model, an answer is greedy, as elsewhere in llmc;
+# but these mean nothing then, so a request that gives one gets OpenAI's default.
+_OF_SAMPLING = {name: getattr(SamplingParams, name)
+                for name in ("n", "top_k", "top_p", "min_p", "typical_p")}
+_OPENAI_TEMPERATURE = 1.0
 # What SamplingParams has under the same name, with the same meaning.
 _SAME = ("stop", "stop_token_ids", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
          "min_p", "repetition_penalty", "min_tokens", "bad_words", "length_penalty", "typical_p",

@@ -19,12 +19,13 @@ import uvicorn
 from llmc.errors import LlmcError
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.manifest import MANIFEST_NAME
+from llmc.runtime.message_forms import ContentFormat
 from llmc.server.access import Access
 from llmc.server.app import Api
 from llmc.server.connection import Acceptor, HttpProtocol, close_silent_peers
 from llmc.server.limits import Limits
 from llmc.server.log import LOGGER, log_to_stderr
-from llmc.server.model import Model, check_parsers
+from llmc.server.model import GenerationConfig, Model, check_parsers
 from llmc.server.response_store import ResponseStore
 
 _LOOK = 1.0  # seconds between two looks at a case directory
@@ -37,7 +38,9 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           served_model_name: str | None = None, limits: Limits | None = None,
           access: Access | None = None, tls: ssl.SSLContext | None = None,
           tool_call_parser: str | None = None, reasoning_parser: str = "auto",
-          response_store_mb: float = 64, response_store_ttl: float = 3600, watch: bool = False,
+          chat_template_content_format: ContentFormat = "auto",
+          generation_config: GenerationConfig = "auto", response_store_mb: float = 64,
+          response_store_ttl: float = 3600, watch: bool = False,
           **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
     before the signal is still answered, as long as `drain_timeout` says. SIGHUP is ignored.
@@ -52,6 +55,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
             template.
         response_store_mb: megabytes of stored responses; 0 stores none.
         response_store_ttl: seconds that a response is stored.
+        chat_template_content_format: see `LLM.chat_prompt`.
+        generation_config: where sampling defaults come from: `auto`, the model; `none`, llmc.
         watch: load what replaces the case directory, and let it take over; requests that are under
             way end with what they began with.
         loading: of `AsyncLLM`.
@@ -69,7 +74,8 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         _allow_connections()
         asyncio.run(_serve(
             bound, limits or Limits(), _for_address(access or Access(), bound), tls, responses,
-            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser),
+            lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser,
+                          chat_template_content_format, generation_config),
             case_dir if watch else None))
 
 
@@ -117,7 +123,8 @@ async def _serve(bound: socket.socket, limits: Limits, access: Access,
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server.ready = lambda: LOGGER.info("serving", extra={"fields": {
-        "url": _url(bound, tls is not None), "model": api.model.name}})
+        "url": _url(bound, tls is not None), "model": api.model.name,
+        "sampling_defaults": api.model.logged_defaults}})
     try:
         await server.serve()
     finally:

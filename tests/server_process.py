@@ -34,6 +34,7 @@ class Server:
                 break
         else:
             raise AssertionError("".join(first))
+        self.startup = first[-1]  # the line that says that it serves
         self.log = []  # what comes then; a process whose log nobody reads waits
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
         self._reader.start()

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType, dequantize
 from llmc.compiler.frontend.checkpoint import read_rows
 from llmc.compiler.frontend.gguf_forms import form_of
 from llmc.compiler.frontend.gguf_header import GgufHeader, GgufTensor, read_header
+from llmc.compiler.frontend.gguf_tokenizer import complete_tokenizer, end_tokens, sampling
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.frontend.sizes import check_sizes
@@ -67,11 +68,12 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
 
     def save_tokenizer(target: Path) -> None:
         for name, data in tokenizer.items():
+            (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(data)
 
-    return RawModel(exported.graph, plain, "gguf", save_tokenizer, {},
+    return RawModel(exported.graph, plain, "gguf", save_tokenizer, sampling(header),
                     (*_notes(header, tensors, bool(tokenizer)), *exported.notes),
-                    origin=Origin((path,)))
+                    origin=Origin((path,)), end_tokens=partial(end_tokens, header))
 
 
 def _notes(header: GgufHeader, tensors: Mapping[str, Weight], has_tokenizer: bool) -> list[str]:
@@ -101,11 +103,13 @@ def _tokenizer_files(path: Path, header: GgufHeader, config: Any) -> dict[str, b
         try:
             _tokenizer_class(path, config).from_pretrained(path.parent, gguf_file=path.name) \
                 .save_pretrained(folder)
+            complete_tokenizer(header, folder)
         except Exception as error:  # transformers raises many kinds for what it does not know
             raise LlmcError(f"transformers cannot convert the tokenizer of '{path}' "
                             f"('{_TOKENIZER}' is '{kind}'; {_line(error)}); give the model's "
                             f"Hugging Face directory") from error
-        return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+        return {str(file.relative_to(folder)): file.read_bytes()
+                for file in folder.rglob("*") if file.is_file()}
 
 
 def _read_config(path: Path, header: GgufHeader) -> Any:

@@ -19,6 +19,8 @@ from llmc.errors import LlmcError
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of numbers
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+            12: "d"}
 _INTEGERS = {0, 1, 2, 3, 4, 5, 10, 11}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _TOKENS = "tokenizer.ggml.tokens"
@@ -74,6 +76,14 @@ class GgufHeader:
         prefix = f"{self.text('general.architecture')}."
         return {key.removeprefix(prefix): self.number(key) for key, field in self.fields.items()
                 if key.startswith(prefix) and field.kind in _INTEGERS}
+
+    def optional_number(self, key: str) -> float | bool | None:
+        """The value of an integer, float32, float64 or boolean; None where it is absent."""
+        field = self.fields.get(key)
+        if field is None or field.kind not in _FORMATS:
+            return None
+        value: float | bool = struct.unpack("<" + _FORMATS[field.kind], field.value)[0]
+        return value
 
     def without_vocabulary(self) -> bytes:
         """A GGUF file of the same metadata, with `vocab_size` in place of the arrays that have an

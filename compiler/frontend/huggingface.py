@@ -12,6 +12,11 @@ from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.quantized import read_quantized
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
 from llmc.compiler.frontend.sizes import check_sizes
+from llmc.compiler.frontend.tokenizer_config import (
+    read_chat_templates,
+    write_chat_templates,
+    write_special_tokens,
+)
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError, reason_of
 
@@ -40,12 +45,13 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     check(_plain_config(directory), generation, config.is_encoder_decoder, "")
     with scratch_folder() as scratch:
         copy_tokenizer(directory, scratch)  # rather now than after the export
+    read_chat_templates(directory)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code)
     return RawModel(exported.graph, _plain_config(directory), "huggingface",
-                    lambda target: copy_tokenizer(directory, target), generation,
+                    lambda target: save_tokenizer(directory, target), generation,
                     (*decoded.notes, *exported.notes), exported.encoder,
                     directory_origin(directory, None if Path(model).is_dir() else str(model)))
 
@@ -119,6 +125,14 @@ def _plain_config(directory: Path) -> dict[str, Any]:
 def _generation(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
     return read_json(path) if path.is_file() else {}
+
+
+def save_tokenizer(directory: Path, target: Path) -> None:
+    """Write all that a runtime needs of a tokenizer."""
+    copy_tokenizer(directory, target)
+    if (target / "tokenizer.json").is_file():
+        write_chat_templates(read_chat_templates(directory), target)
+        write_special_tokens(directory, target)
 
 
 def copy_tokenizer(directory: Path, target: Path) -> None:

@@ -14,12 +14,13 @@ from llmc.compiler.frontend.external_data import ExternalArray, embed, find_exte
 from llmc.compiler.frontend.huggingface import (
     _generation,
     _plain_config,
-    copy_tokenizer,
     find_directory,
+    save_tokenizer,
 )
 from llmc.compiler.frontend.origin import Origin, directory_origin
 from llmc.compiler.frontend.paths import refuse_pointer
 from llmc.compiler.frontend.raw import Check, RawModel, unchecked
+from llmc.compiler.frontend.tokenizer_config import read_chat_templates
 from llmc.compiler.graph.rewrite import tidy
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, reason_of
@@ -40,6 +41,7 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     directory = find_directory(hf_dir)
     check(_plain_config(directory), _generation(directory), False, "")
     refuse_pointer(path)
+    read_chat_templates(directory)  # rather now than after the passes
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's errors share no base class
@@ -68,7 +70,7 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
     logits.name = "logits"
     tidy(graph)
     return RawModel(graph, _plain_config(directory), "onnx",
-                    lambda target: copy_tokenizer(directory, target), _generation(directory),
+                    lambda target: save_tokenizer(directory, target), _generation(directory),
                     tuple(notes), origin=_origin(path, external, directory))
 
 

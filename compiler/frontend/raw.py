@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx_graphsurgeon as gs
+from tokenizers import Tokenizer
 
 from llmc.compiler.frontend.origin import Origin
 
@@ -22,6 +23,10 @@ Check = Callable[[Mapping[str, Any], Mapping[str, Any], bool, str], None]
 def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
               quantized: str) -> None:
     """Accept every model."""
+
+
+def _no_tokens(tokenizer: Tokenizer) -> Sequence[int]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,11 @@ class RawModel:
         config: the Hugging Face config as plain data.
         kind: huggingface, gguf or onnx.
         save_tokenizer: writes tokenizer files into a directory.
+        generation: generation_config.json as plain data.
         notes: what the user may want to know, such as why all layers were exported.
         encoder: of an encoder-decoder model, the graph from `input_ids` to `encoder_output`.
         origin: the files that it was read from.
+        end_tokens: called with the tokenizer, gives further EOS tokens.
     """
 
     graph: gs.Graph
@@ -52,6 +59,7 @@ class RawModel:
     notes: tuple[str, ...] = ()
     encoder: gs.Graph | None = None
     origin: Origin = field(default_factory=Origin)
+    end_tokens: Callable[[Tokenizer], Sequence[int]] = _no_tokens
 
     @property
     def architecture(self) -> str:

@@ -267,6 +267,19 @@ class SamplingParams:
             yield f"there are {len(self.stop_token_ids)} stop_token_ids; give at most {MAX_STOP}"
 
 
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a request, over those that a model recommends.
+
+    Biases of tokens are merged. With beam search, defaults that do not go with it are left out.
+    """
+    searches = given.get("beam_width", 1) > 1
+    fields = {name: value for name, value in defaults.items()
+              if not (searches and name in _NOT_WITH_BEAMS)} | dict(given)
+    if "logit_bias" in given and "logit_bias" in defaults:
+        fields["logit_bias"] = {**defaults["logit_bias"], **given["logit_bias"]}
+    return fields
+
+
 # What reads a value of each type of field; a TypeError or ValueError says what to give.
 
 

@@ -68,7 +68,7 @@ def test_each_request_has_its_own_parameters(llm):
     ({"messages": []}, "messages is []; give a list like"),
     ({"messages": "the"}, "messages is not a list like"),
     ({"messages": [{"role": "user"}]}, "the content of message 0 is not there; give a text"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    ({"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]},
      "the content of message 0 is [{"),
     ({"messages": [{"role": "user", "content": "a"}, "b"]}, "message 1 is 'b'; give one like"),
     ({"prompt": "a", "temprature": 1}, "'temprature' is not a key of a request; there are: prompt"),

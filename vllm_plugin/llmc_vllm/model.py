@@ -15,6 +15,7 @@ from llmc.runtime.manifest import MANIFEST_NAME, Manifest, check_files
 MODEL_TYPE = "llmc"
 ARCHITECTURE = "LlmcForCausalLM"
 CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
 CASE_DIR = "llmc_case_dir"  # what it says beside what vLLM asks of any model
 
 
@@ -24,25 +25,33 @@ def is_case_dir(path: object) -> bool:
 
 
 def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
-    """The directory in `root` that shows vLLM a case directory: its tokenizer's files, and a
-    config.json. It is named after what is in it, and appears whole.
+    """The directory in `root` that shows vLLM a case directory: its tokenizer's files, config.json
+    and generation_config.json. It is named after what is in it, and appears whole.
     """
-    config = json.dumps(describe(case_dir, manifest), indent=2, sort_keys=True)
+    written = {CONFIG_NAME: json.dumps(describe(case_dir, manifest), indent=2, sort_keys=True)}
+    if manifest.sampling is not None:
+        written[GENERATION_CONFIG_NAME] = json.dumps(
+            {"do_sample": bool(manifest.sampling.temperature),
+             **manifest.sampling.model_dump(exclude_defaults=True)}, indent=2, sort_keys=True)
     check_files(manifest, case_dir)
-    folder = manifest.tokenizer.path
+    folder = case_dir / (manifest.tokenizer.path or "")
     files = sorted(case_dir / entry.path for entry in manifest.files
-                   if folder and str(PurePosixPath(entry.path).parent) == folder)
-    digest = hashlib.sha256(config.encode())
+                   if manifest.tokenizer.path and manifest.tokenizer.path in
+                   map(str, PurePosixPath(entry.path).parents))
+    digest = hashlib.sha256("".join(written.values()).encode())
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     directory = root / digest.hexdigest()[:32]
     if directory.is_dir():
         return directory
     root.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(dir=root))
     for file in files:
-        shutil.copyfile(file, making / file.name)
-    (making / CONFIG_NAME).write_text(config, encoding="utf-8")
+        copy = making / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    for name, text in written.items():
+        (making / name).write_text(text, encoding="utf-8")
     try:
         making.rename(directory)
     except OSError:  # another process was first

@@ -1,0 +1,119 @@
+"""Chat templates and special tokens of a checkpoint, written so that a runtime needs neither
+transformers nor its tokenizer classes.
+
+    tokenizer/chat_template.jinja                        the default template
+    tokenizer/additional_chat_templates/tool_use.jinja   a template by name
+    tokenizer/tokenizer_config.json                      bos_token, eos_token, …, all of them
+
+This is the layout that transformers writes since 2025, so it reads the folder too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc.compiler.frontend.checkpoint import read_json
+from llmc.errors import LlmcError
+from llmc.runtime.decoding.params import shown
+
+TEMPLATE, FOLDER = "chat_template.jinja", "additional_chat_templates"
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+# Files with a key `chat_template`. Those of processors come last, as transformers' tokenizers do
+# not read them.
+_SOURCES = (_CONFIG, "chat_template.json", "processor_config.json")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def read_chat_templates(directory: Path) -> dict[str, str]:
+    """The chat templates of a Hugging Face directory by name; the unnamed one is `default`.
+
+    Raises:
+        LlmcError: one is not a text.
+    """
+    files = {path.stem: path for path in sorted((directory / FOLDER).glob("*.jinja"))}
+    if (directory / TEMPLATE).is_file():
+        files["default"] = directory / TEMPLATE
+    if files:
+        return {name: _read_text(path) for name, path in files.items()}
+    for source in _SOURCES:
+        path = directory / source
+        value = read_json(path).get("chat_template") if path.is_file() else None
+        if value is not None:
+            return _named(value, path)
+    return {}
+
+
+def write_chat_templates(templates: Mapping[str, str], target: Path) -> None:
+    """Write chat templates into a tokenizer's folder.
+
+    Raises:
+        LlmcError: a name is no file's.
+    """
+    for name, text in templates.items():
+        if not _NAME.fullmatch(name):
+            raise LlmcError(f"a chat template has the name {shown(name)}; rename it to letters, "
+                            f"digits, - and _")
+        path = target / TEMPLATE if name == "default" else target / FOLDER / f"{name}.jinja"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def write_special_tokens(directory: Path, target: Path) -> None:
+    """Name all special tokens in `target`'s tokenizer_config.json, without a chat template.
+
+    Special tokens may be named in tokenizer_config.json, in special_tokens_map.json, or by the
+    tokenizer's class alone.
+    """
+    path = target / _CONFIG
+    before = read_json(path) if path.is_file() else {}
+    config = {key: value for key, value in before.items() if key != "chat_template"}
+    for name, text in _special_tokens(directory, config).items():
+        if _content(config.get(name)) != text:
+            config[name] = text
+    if config != before:
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise LlmcError(f"the chat template '{path}' cannot be read ({error}); give a UTF-8 text") \
+            from error
+
+
+def _named(value: Any, path: Path) -> dict[str, str]:
+    """Templates by name, from a text, a list of `{"name": …, "template": …}`, or an object."""
+    templates = {"default": value} if isinstance(value, str) else value
+    if isinstance(templates, list) and all(isinstance(own, dict) for own in templates):
+        templates = {own.get("name"): own.get("template") for own in templates}
+    if not isinstance(templates, dict) or not all(
+            isinstance(name, str) and isinstance(text, str)
+            for name, text in templates.items()):
+        raise LlmcError(f"chat_template in '{path}' is neither a text nor a list of texts by name; "
+                        f'write it like [{{"name": "default", "template": "…"}}]')
+    return templates
+
+
+def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name, as transformers' tokenizer has them."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return dict(tokenizer.special_tokens_map)
+    except Exception:  # of a class that transformers does not have; the files remain
+        path = directory / _MAP
+        named = read_json(path) if path.is_file() else {}
+        return {name: text for name, value in named.items()
+                if not config.get(name) and (text := _content(value)) is not None}
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which may be an AddedToken's fields."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -1,0 +1,184 @@
+"""The forms in which a chat template can read messages, found by rendering probes.
+
+OpenAI's API leaves a message several forms. A template reads some of them. Others make it raise,
+write Python's representation of a value, or lose the text without a word.
+
+| part of a message | forms |
+| --- | --- |
+| content | a text; a list of parts `{"type": "text", "text": …}` |
+| content beside tool_calls | a text; absent; None |
+| arguments of a tool call | JSON text; an object |
+| role of instructions | `developer`; `system` |
+
+`MessageForms` keeps the form that a message has, as transformers does. Where the template cannot
+read that form, it changes to one that the template can. vLLM decides about content by the
+template's syntax tree, which does not see through macros, and writes all arguments as objects.
+A rendered probe shows what the template does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+ContentFormat = Literal["auto", "string", "openai"]
+CONTENT_FORMATS: tuple[ContentFormat, ...] = get_args(ContentFormat)
+
+Message = dict[str, Any]
+_MARK, _KEY = "llmcprobe", "llmckey"  # values that a template would not write by itself
+_MAX_PROBES = 64  # kept of one kind: clients choose the names of roles
+_ARGUMENTS = {_KEY: _MARK}
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; see transformers
+# A value in Python's or JSON's representation of what holds it, perhaps escaped.
+_PART_SHOWN = re.compile(rf"""text\\?['"]: *\\?['"]{_MARK}""")
+_REPR_SHOWN = re.compile(rf"'{_KEY}': *'{_MARK}'")
+
+
+class MessageForms:
+    """What one chat template can read.
+
+    Args:
+        render: the template, called with messages. Returns "" where the template raises.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Message]], str]) -> None:
+        self._render = render
+        self._reads = lru_cache(_MAX_PROBES)(self._probe_content)
+        self._shows = lru_cache(_MAX_PROBES)(self._probe_call)
+
+    def fit(self, messages: Sequence[Mapping[str, Any]], content_format: ContentFormat) -> \
+            list[Message]:
+        """Messages in forms that the template can read.
+
+        Args:
+            content_format: `auto`, or the form of all contents: `string` (a text) or `openai` (a
+                list of parts).
+
+        Raises:
+            ValueError: arguments of a tool call are not JSON, and the template needs an object.
+        """
+        return [self._fit(index, message, content_format)
+                for index, message in enumerate(messages)]
+
+    def _fit(self, index: int, message: Mapping[str, Any], content_format: ContentFormat) -> \
+            Message:
+        fitted = {key: value for key, value in message.items() if value is not None}
+        if not fitted.get("tool_calls", True):
+            del fitted["tool_calls"]
+        reasoning = next((fitted[key] for key in _REASONING if key in fitted), None)
+        if reasoning is not None:
+            fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
+        if fitted["role"] == "developer" and not self._reads_any("developer") \
+                and self._reads_any("system"):
+            fitted["role"] = "system"
+        if fitted.get("content"):
+            fitted["content"] = self._fit_content(fitted["role"], fitted["content"], content_format)
+        if "tool_calls" in fitted:
+            self._fit_calls(index, fitted)
+        elif not fitted.get("content"):
+            fitted["content"] = self._fit_content(fitted["role"], "", content_format)
+        return fitted
+
+    def _fit_content(self, role: str, content: str | list[Message],
+                     content_format: ContentFormat) -> str | list[Message]:
+        text = isinstance(content, str)
+        if content_format == "auto":
+            to_text = self._reads(role, "text") or not self._reads(role, "parts") if text else \
+                not self._reads(role, "parts")
+        else:
+            to_text = content_format == "string"
+        if isinstance(content, str):
+            return content if to_text else [{"type": "text", "text": content}]
+        return "\n".join(part["text"] for part in content) if to_text else content
+
+    def _fit_calls(self, index: int, message: Message) -> None:
+        """Choose the forms of empty content and of arguments, the given ones first."""
+        calls = message["tool_calls"]
+        given = "text" if all(isinstance(_function(call).get("arguments"), str)
+                              for call in calls) else "object"
+        arguments = (given, "object" if given == "text" else "text")
+        if message.get("content"):
+            contents: tuple[str, ...] = ("text",)
+        else:
+            contents = ("empty", "absent", "none") if "content" in message \
+                else ("absent", "none", "empty")
+        content, form = next(
+            ((content, form) for form in arguments for content in contents
+             if self._shows(content, form)), ("empty" if len(contents) > 1 else "text", "object"))
+        if content != "text":
+            message.pop("content", None)
+            if content != "absent":
+                message["content"] = None if content == "none" else ""
+        message["tool_calls"] = [_with_arguments(index, call, form) for call in calls]
+
+    def _reads_any(self, role: str) -> bool:
+        return self._reads(role, "text") or self._reads(role, "parts")
+
+    def _probe_content(self, role: str, form: str) -> bool:
+        """Whether the template shows the content of a role in a form."""
+        content = _MARK if form == "text" else [{"type": "text", "text": _MARK}]
+        message = {"role": role, "content": content}
+        if role == "user":
+            return _shows_content(self._render([message]))
+        user = {"role": "user", "content": self._fit_content("user", "a", "auto")}
+        if role in ("system", "developer"):
+            return _shows_content(self._render([message, user]))
+        if role == "assistant":
+            return _shows_content(self._render([user, message, user]))
+        before: list[Message] = [
+            {"role": "assistant", "content": "", "tool_calls": [_call({})]},
+            {"role": "assistant", "content": "", "tool_calls": [_call("{}")]},
+            {"role": "assistant", "content": self._fit_content("assistant", "a", "auto")}]
+        return any(_shows_content(self._render([user, own, message])) for own in before)
+
+    def _probe_call(self, content: str, form: str) -> bool:
+        """Whether the template shows a tool call beside content, with arguments, in forms."""
+        user = {"role": "user", "content": self._fit_content("user", "a", "auto")}
+        message: Message = {"role": "assistant", "tool_calls": [
+            _call(json.dumps(_ARGUMENTS) if form == "text" else _ARGUMENTS)]}
+        if content != "absent":
+            message["content"] = {"none": None, "empty": ""}.get(
+                content, self._fit_content("assistant", "a", "auto"))
+        shown = self._render([user, message])
+        return json.dumps(_ARGUMENTS) in shown if form == "text" else \
+            _MARK in shown and not _REPR_SHOWN.search(shown)
+
+
+def _shows_content(text: str) -> bool:
+    return _MARK in text and not _PART_SHOWN.search(text)
+
+
+def _call(arguments: object) -> Message:
+    # Mistral's templates want an id of nine characters.
+    return {"id": "call00000", "type": "function",
+            "function": {"name": "probe", "arguments": arguments}}
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The name and arguments of a tool call; transformers takes calls without `function` too."""
+    function: Mapping[str, Any] = call.get("function", call)
+    return function
+
+
+def _with_arguments(index: int, call: Mapping[str, Any], form: str) -> Message:
+    """A tool call with its arguments in a form.
+
+    Raises:
+        ValueError: they are not JSON, and an object is wanted.
+    """
+    arguments = _function(call).get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    if isinstance(arguments, str) and form == "object":
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise ValueError(f"the arguments of a tool call in message {index} are not JSON; give "
+                             f"a JSON object") from None
+    elif not isinstance(arguments, str) and form == "text":
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {**_function(call), "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
