@@ -66,14 +66,16 @@ def load_gguf(path: Path, check: Check = unchecked) -> RawModel:
     tensors = _tensors(path, header, config)
     exported = export(config, tensors, str(path))
 
-    def save_tokenizer(target: Path) -> None:
-        for name, data in tokenizer.items():
-            (target / name).parent.mkdir(exist_ok=True)
-            (target / name).write_bytes(data)
-
-    return RawModel(exported.graph, plain, "gguf", save_tokenizer, sampling(header),
+    return RawModel(exported.graph, plain, "gguf", partial(_write_files, tokenizer),
+                    sampling(header),
                     (*_notes(header, tensors, bool(tokenizer)), *exported.notes),
                     origin=Origin((path,)), end_tokens=partial(end_tokens, header))
+
+
+def _write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _notes(header: GgufHeader, tensors: Mapping[str, Weight], has_tokenizer: bool) -> list[str]:

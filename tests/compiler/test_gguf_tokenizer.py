@@ -39,7 +39,8 @@ def saved(tmp_path, **fields):
     path = write(tmp_path / "m.gguf", {key.replace("__", "."): value
                                        for key, value in fields.items()})
     target = tmp_path / "tokenizer"
-    gguf_file._save_tokenizer(path, read_header(path), LlamaConfig(), target)
+    files = gguf_file._tokenizer_files(path, read_header(path), LlamaConfig())
+    gguf_file._write_files(files, target)
     return target
 
 
