@@ -28,7 +28,7 @@ MAX_BAD_WORDS_SIZE = 16_384  # of all together
 MAX_TOP_LOGPROBS = 1000
 _MAX_BIAS = 3.4e38  # of float32
 # What beam search leaves no place for.
-_NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs")
+_NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs", "prompt_logprobs")
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # A guide itself says when a completion may end.
 _NOT_WITH_GUIDES = ("min_tokens", "ignore_eos", "end_id", "beam_width")
@@ -108,8 +108,9 @@ class SamplingParams:
     """
 
     max_tokens: Annotated[
-        int, "New tokens, at most; the KV cache's end also ends a completion.",
-        Within(1)] = 64
+        int, "New tokens, at most; the KV cache's end also ends a completion. 0 reads the prompt "
+             "alone, as for prompt_logprobs.",
+        Within(0)] = 64
     min_tokens: Annotated[
         int, "Until so many are generated no end token is, and no stop string counts.",
         Within(0)] = 0
@@ -167,6 +168,10 @@ class SamplingParams:
         int | None, "Also give log-probabilities of each token and of this many likeliest ones, "
                     "at most 20 where GPUs choose the tokens.",
         Within(0, neutral="0 is the chosen token's alone")] = None
+    prompt_logprobs: Annotated[
+        int | None, "Return the log-probability of each prompt token but the first, and those of "
+                    "this many most likely tokens in its place (at most 20 on GPUs).",
+        Within(0, neutral="0 is the prompt token's alone")] = None
     guided_json: Annotated[
         str | Mapping[str, object] | None,
         "A JSON schema: only what it allows is generated, with a space after each comma and colon. "
@@ -218,8 +223,12 @@ class SamplingParams:
             yield f"temperature {self.temperature} is above 0 and below 1e-06; 0 is greedy"
         if not all(self.bad_words):
             yield "a bad word is empty"
-        if (self.logprobs or 0) > MAX_TOP_LOGPROBS:
-            yield f"logprobs {self.logprobs} exceeds {MAX_TOP_LOGPROBS}; ask for fewer"
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name) or 0) > MAX_TOP_LOGPROBS:
+                yield f"{name} {count} exceeds {MAX_TOP_LOGPROBS}; ask for fewer"
+        if self.beam_width > 1 and not self.max_tokens:
+            yield (f"max_tokens 0 does not go with beam_width {self.beam_width}; give at least 1, "
+                   f"or leave beam_width at 1")
         if len(self.bad_words) > MAX_BAD_WORDS:
             yield f"bad_words has {len(self.bad_words)} words; give at most {MAX_BAD_WORDS}"
         size = sum(len(word.encode() if isinstance(word, str) else word) for word in self.bad_words)
