@@ -681,6 +681,8 @@ def _list(ctx: click.Context, param: click.Parameter, value: str | None) -> list
 @click.option("--response_store_mb", default=64.0, help="Memory for stored responses of "
                                                         "/v1/responses; 0 stores none.")
 @click.option("--response_store_ttl", default=3600.0, help="Seconds that a response is stored.")
+@click.option("--enable_tokenizer_info_endpoint", is_flag=True,
+              help="Serve /tokenizer_info: the tokenizer's configuration and the chat template.")
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")
 @click.option("--api_key", "api_keys", multiple=True, envvar="LLMC_API_KEY", show_envvar=True,

@@ -26,6 +26,7 @@ class PromptScores:
         self.count, self.scheduled = count, 0
         self._prompt = prompt
         self._made: list[Logprobs] = []
+        self._result: tuple[Logprobs | None, ...] | None = None
 
     @property
     def complete(self) -> bool:
@@ -62,9 +63,12 @@ class PromptScores:
         Raises:
             LlmcError: a logit is NaN or infinite.
         """
+        if self._result is not None:
+            return self._result
         assert len(self._made) == len(self._prompt) - 1
         bad = next((at for at, own in enumerate(self._made) if math.isnan(own.chosen)), None)
         if bad is not None:
             raise LlmcError(f"the logits at position {bad} of the prompt have NaN or infinity; the "
                             f"weights or activations overflow, compile with --dtype float32")
-        return None, *self._made
+        self._result = None, *self._made
+        return self._result

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from llmc.runtime.request import Piece
 from llmc.server.errors import error_body
 from llmc.server.model import Job, Model
 from llmc.server.output_parser import OutputParser
+from llmc.server.prompt_logprobs import long_json
 from llmc.server.protocol import Generation
 from llmc.server.text_reader import Delta
 
 DONE = b"data: [DONE]\n\n"
 Object = dict[str, Any]
+_Result = TypeVar("_Result")
 
 
 def event(content: Object, name: str = "") -> bytes:
@@ -51,7 +54,7 @@ class Answer(ABC):
 
     def count(self, piece: Piece) -> None:
         """One more token; n completions read their prompt once."""
-        self.completion_tokens += 1
+        self.completion_tokens += piece.token_id is not None
         if piece.sample == 0:
             self._cached[piece.index] = piece.num_cached_tokens
 
@@ -100,21 +103,34 @@ class Choices(Answer):
             for piece in pieces:
                 self.count(piece)
                 made.setdefault(self.job.choice(piece), []).append(piece)
-        return {**self._head(self.WHOLE), "choices": [self.choice(index, made[index])
-                                                      for index in sorted(made)],
-                "usage": self.usage()}
+        choices = await self._unhurried(lambda: [self.choice(index, made[index])
+                                                 for index in sorted(made)])
+        return {**self._head(self.WHOLE), "choices": choices, "usage": self.usage()}
 
     async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
             AsyncGenerator[bytes, None]:
         head = self._head(self.CHUNK)
         async with aclosing(batches):
             async for pieces in batches:
-                chunks = [chunk for piece in pieces for chunk in self._chunks(head, piece)]
-                if chunks:
-                    yield b"".join(map(event, chunks))
+                if events := await self._events(head, pieces):
+                    yield events
         if self._include_usage:
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE
+
+    async def _events(self, head: Object, pieces: Sequence[Piece]) -> bytes:
+        """The events of a batch of pieces."""
+        if any(piece.prompt_logprobs for piece in pieces):
+            return await self._unhurried(lambda: b"".join(
+                b"data: " + long_json(chunk) + b"\n\n"
+                for piece in pieces for chunk in self._chunks(head, piece)))
+        return b"".join(event(chunk) for piece in pieces for chunk in self._chunks(head, piece))
+
+    async def _unhurried(self, build: Callable[[], _Result]) -> _Result:
+        """Build a part of the answer: in a thread, where log-probabilities of prompts are in it."""
+        if self.job.params.prompt_logprobs is None:
+            return build()
+        return await asyncio.to_thread(build)
 
     def _chunks(self, head: Object, piece: Piece) -> Iterator[Object]:
         self.count(piece)

@@ -36,7 +36,8 @@ from llmc.server.messages import (
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.offload import MAX_TOKENS
-from llmc.server.openapi import DOWN, OPERATIONS, description
+from llmc.server.openapi import DOWN, OPERATIONS, TOKENIZER_INFO, description
+from llmc.server.prompt_logprobs import long_json
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -122,14 +123,16 @@ class Api:
     Args:
         access: None: any Host, and no page of another origin.
         responses: the store of /v1/responses. None: nothing is stored.
+        tokenizer_info: serve /tokenizer_info.
 
     Attributes:
         model: that new requests get.
     """
 
     def __init__(self, model: Model, limits: Limits, access: Access | None = None,
-                 responses: ResponseStore | None = None) -> None:
+                 responses: ResponseStore | None = None, tokenizer_info: bool = False) -> None:
         self.model, self._limits = model, limits
+        self._operations = (*OPERATIONS, *((TOKENIZER_INFO,) if tokenizer_info else ()))
         self._access = access or Access()
         self._responses = responses or ResponseStore(0, 1)
         self._gate = Gate.of(limits, model.llm.max_num_seqs)
@@ -145,7 +148,7 @@ class Api:
     def app(self) -> Starlette:
         return Starlette(
             routes=[Route(own.path.replace("{name}", "{name:path}"), getattr(self, own.endpoint),
-                          methods=[own.method]) for own in OPERATIONS],
+                          methods=[own.method]) for own in self._operations],
             middleware=[Middleware(Logged), Middleware(Guarded, access=self._access),
                         *self._access.cors, Middleware(Authenticated, limits=self._limits)],
             exception_handlers={HTTPException: self._refused, LlmcError: self._wrong,
@@ -204,6 +207,9 @@ class Api:
         text = await asyncio.to_thread(self.model.llm.detokenize, body.tokens)
         return JSONResponse({"prompt": text})
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(self.model.tokenizer_info))
+
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
 
@@ -238,7 +244,7 @@ class Api:
                         media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(description(OPEN))
+        return JSONResponse(description(self._operations, OPEN))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(_PAGE.read_text("utf-8"), headers={
@@ -271,7 +277,8 @@ class Api:
                     pieces = self._metrics.measured(job, model.pieces(
                         job, key, self._limits.cache_salt(key, body.cache_salt)))
                     if not body.stream:
-                        return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
+                        return await _rendered(job, await _unless_gone(
+                            request, answer.whole(pieces)))
                     events = answer.stream(pieces)
                     # What is wrong with a request shows until its first token; then the status is
                     # still open.
@@ -369,6 +376,13 @@ def _check_length(model: Model, job: Job, param: str) -> None:
         raise context_error(limit, f"you requested {given + completion} tokens ({given} in the "
                                    f"{param}, {completion} in the completion). Please reduce the "
                                    f"length of the {param} or max_tokens.", param)
+
+
+async def _rendered(job: Job, content: dict[str, Any]) -> Response:
+    """An answer as JSON; in a thread, where log-probabilities of prompts make it long."""
+    if job.params.prompt_logprobs is None:
+        return JSONResponse(content)
+    return Response(await asyncio.to_thread(long_json, content), media_type="application/json")
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -9,7 +9,9 @@ import torch
 import llmc
 from llmc.errors import LlmcError
 from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.manifest import read_manifest
 from llmc.runtime.prompt_scores import PromptScores
+from llmc.runtime.replica import Room, cpu_limits
 
 LONG = [3 + 7 * index % 290 for index in range(60)]
 SHORT = [9, 4, 200, 17]
@@ -146,3 +148,14 @@ def test_without_new_tokens_the_prompt_alone_is_read(llm, params):
         assert own.logprobs is None and (own.prompt_logprobs is None) == (
             "prompt_logprobs" not in params)
     assert llm.metrics()["generated_tokens"] == before
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(300, 512), (49152, 341), (152064, 110),
+                                                  (262144, 64)])
+def test_the_logits_of_a_step_are_bounded(case_tp1, vocab_size, rows):
+    """64 MB of float32, and never so few rows that a prompt is read by single tokens."""
+    manifest = read_manifest(case_tp1)
+    manifest = manifest.model_copy(update={"dims": manifest.dims.model_copy(
+        update={"padded_vocab_size": vocab_size})})
+    limits = cpu_limits(manifest, Room(4, 2048, kv_cache_tokens=64))
+    assert limits.max_scored == rows
