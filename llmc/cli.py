@@ -866,6 +866,8 @@ class _ApiKeys(click.types.StringParamType):
               help="Form of messages' content: a text (string) or a list of parts (openai).  auto: "
                    "as in the request, unless the chat template cannot read that.")
 @_generation_config_option
+@click.option("--enable_tokenizer_info_endpoint", is_flag=True,
+              help="Serve /tokenizer_info: the tokenizer's configuration and the chat template.")
 @click.option("--watch", is_flag=True, help="Load what replaces CASE_DIR, and let it take over "
                                             "without losing a request.")
 @click.option("--api_key", "api_keys", multiple=True, type=_ApiKeys(), envvar="LLMC_API_KEY",

@@ -16,6 +16,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.fair_queue import WaitingGroup
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.pace import Pace
+from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.request import Completing, Request, Searching, Token
 from llmc.runtime.scheduler import Chosen, Lease, Scheduled, Scheduler
 from llmc.runtime.scheduler import Sequence as Running
@@ -317,7 +318,7 @@ class Loop:
         if token.finish_reason:
             self._leave(sequence)
         else:
-            self._scheduler.append(sequence, token.token_id)
+            self._scheduler.append(sequence, chosen.token)
         return token
 
     def _go_on_masked(self, sequence: Running, owner: Completing, error: LlmcError | None) -> None:
@@ -365,11 +366,14 @@ class Loop:
             number = next(self._numbers)
             source = request.source if self._encodes else None
             prompt, key = list(request.prompt), call.scheduling.salt + request.key(self._encodes)
+            count = request.params.prompt_logprobs
+            scores = None if count is None else PromptScores(prompt, count)
             for sample in call.samples(request):
-                yield self._sequence(call, request, number, sample, prompt, key, source)
+                yield self._sequence(call, request, number, sample, prompt, key, source, scores)
 
     def _sequence(self, call: Call, request: Request, number: int, sample: int, prompt: list[int],
-                  key: bytes, source: Sequence[int] | None) -> Running:
+                  key: bytes, source: Sequence[int] | None,
+                  scores: PromptScores | None) -> Running:
         owner: Completing | Searching
         if request.params.beam_width > 1:
             owner = searching = self._searching(request, call.longest)
@@ -378,13 +382,13 @@ class Loop:
                                key=key, source=source, aborted=lambda: call.aborted)
         else:
             owner = completing = self._completing(request, sample)
-            completing.latest = call.begun
+            completing.latest, completing.scores = call.begun, scores
             guide = completing.guide
             sequence = Running(number, prompt, request.limit, owner.state, key=key, source=source,
                                stalled=lambda: call.outbox.is_behind(completing) or
                                (guide is not None and guide.pending),
                                aborted=lambda: call.aborted,
-                               mask=None if guide is None else guide.mask)
+                               mask=None if guide is None else guide.mask, scores=scores)
             completing.masked = lambda error: self._mention(
                 lambda: self._go_on_masked(sequence, completing, error))
         self._owners[sequence] = call, owner

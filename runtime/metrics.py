@@ -48,8 +48,9 @@ class Metrics:
         """Completions got these."""
         now = time.monotonic()
         with self._lock:
-            self.generated += len(tokens)
-            self._recent.append((now, len(tokens)))
+            generated = sum(token.token_id is not None for token in tokens)
+            self.generated += generated
+            self._recent.append((now, generated))
             while self._recent[0][0] < now - _RECENT:
                 self._recent.popleft()
             for token in tokens:

@@ -14,12 +14,13 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.devices import Placement, pin, place
-from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
+from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import CpuEngine, check_ops
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.manifest import Manifest
 from llmc.runtime.step import Engine, Limits, Step
 
+_SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice
 _SHARE = 4  # of a CPU's free memory, one part in so many is for blocks
 _Result = TypeVar("_Result")
 
@@ -95,6 +96,8 @@ def cpu_limits(manifest: Manifest, room: Room) -> Limits:
     return Limits(num_blocks=-(-tokens // room.block_size), block_size=room.block_size,
                   max_tokens=room.max_num_batched_tokens, max_slots=room.max_batch_size,
                   max_logits=MAX_LOGITS, ahead=1,
+                  max_scored=max(MAX_SCORED, min(MAX_LOGITS, _SCORED_BYTES // (
+                      4 * manifest.dims.padded_vocab_size))),
                   keeps_states=any(chip.states for chip in manifest.chips))
 
 

@@ -30,6 +30,7 @@ from llmc.runtime.decoding.sampling import (
 from llmc.runtime.decoding.stopping import TextStream
 from llmc.runtime.manifest import MANIFEST_NAME, PAGED, Manifest
 from llmc.runtime.message_forms import ContentFormat
+from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.prompts import Prompt, read_messages, read_prompts, read_token_ids
 from llmc.runtime.sandbox import Sandbox
 from llmc.runtime.scheduler import Chosen
@@ -46,6 +47,8 @@ class Completion:
         sample: which of the prompt's n completions.
         finish_reason: `stop` (end token or stop string) or `length`.
         logprobs: of each token, where `SamplingParams.logprobs` asks for them.
+        prompt_logprobs: of each token of the prompt, None for the first, where
+            `SamplingParams.prompt_logprobs` asks for them.
         cumulative_logprob: the sum of the chosen tokens' log-probabilities, likewise.
     """
 
@@ -57,6 +60,7 @@ class Completion:
     finish_reason: str
     logprobs: tuple[Logprobs, ...] | None = None
     cumulative_logprob: float | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @staticmethod
     def of(prompt: Sequence[int], pieces: Sequence[Piece]) -> Completion:
@@ -64,9 +68,10 @@ class Completion:
         last = pieces[-1]
         logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
         return Completion(last.index, last.sample, tuple(prompt),
-                          tuple(piece.token_id for piece in pieces),
+                          tuple(piece.token_id for piece in pieces if piece.token_id is not None),
                           "".join(piece.text for piece in pieces), last.finish_reason or "length",
-                          logprobs or None, sum(p.chosen for p in logprobs) if logprobs else None)
+                          logprobs or None, sum(p.chosen for p in logprobs) if logprobs else None,
+                          pieces[0].prompt_logprobs)
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,19 @@ class Piece:
     """One step of a streamed completion: a token and the text that it completes, perhaps none.
 
     `finish_reason` is set on a completion's last piece; `index`, `sample` and `logprobs` are as in
-    `Completion`. Of the prompt, `num_cached_tokens` were in the cache when the completion began.
+    `Completion`. Of the prompt, `num_cached_tokens` were in the cache when the completion began. A
+    completion's first piece has the `prompt_logprobs`. With `max_tokens` 0 the only piece has no
+    `token_id`.
     """
 
     index: int
     sample: int
-    token_id: int
+    token_id: int | None
     text: str
     finish_reason: str | None
     logprobs: Logprobs | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Request:
         index: which of its caller's prompts.
         prompt: what the decoder reads.
         source: what the encoder of an encoder-decoder model does; else as `prompt`.
-        limit: new tokens, at most.
+        limit: new tokens, at most; with 0 a token is sampled all the same, and dropped.
         forced: tokens that must be generated, by the number of those before.
     """
 
@@ -138,7 +146,7 @@ class Completing:
     Where a device works by itself, the loop's thread finds out whether a token ends it, and the
     caller's makes the text of it, unless there are stop strings to be found. `latest` is when it
     was begun, or got its latest token; `guide` says what may come next, if something does;
-    `num_cached_tokens` of its prompt were in the cache.
+    `num_cached_tokens` of its prompt were in the cache; `scores` are its prompt's, where wanted.
     """
 
     def __init__(self, request: Request, sample: int, tokenizer: Tokenizer | None,
@@ -149,6 +157,7 @@ class Completing:
         self.guide = request.decoding.guide and request.decoding.guide.copy()
         self.masked: Callable[[LlmcError | None], object] | None = None  # see Guide.advance
         self.generated = self.num_cached_tokens = 0
+        self.scores: PromptScores | None = None
         self._text = TextStream(tokenizer, shown_before, request.params.stop,
                                 request.params.show_special_tokens)
 
@@ -159,9 +168,15 @@ class Completing:
         """The next token, perhaps with its text.
 
         Raises:
-            LlmcError: none was allowed, or the guide finds no way on.
+            LlmcError: none was allowed, or the guide finds no way on; or a logit of the prompt is
+                NaN or infinite.
             NonFiniteLogits: a logit is NaN or infinite.
         """
+        prompt_logprobs = None
+        if self.scores is not None and not self.generated:
+            prompt_logprobs = self.scores.result()
+        if not self.request.limit:
+            return Token(self, None, False, 0, "length", None, "", prompt_logprobs)
         if token == NOT_FINITE or (logprobs is not None and math.isnan(logprobs.chosen)):
             raise NonFiniteLogits(self.generated)
         if token < 0:
@@ -178,17 +193,18 @@ class Completing:
             reason = "length"
         if self.guide is not None and reason is None:
             self.guide.advance(token, self.masked)
-        return Token(self, token, ends, self.generated, reason, logprobs, text)
+        return Token(self, token, ends, self.generated, reason, logprobs, text, prompt_logprobs)
 
     def piece(self, token: Token) -> Piece:
         """A token with its text; each once, in their order."""
         text = token.text
-        if text is None:
+        if text is None and token.token_id is not None:
             text = self._read(token.token_id, token.ends, token.number)
         if token.finish_reason:
-            text += self._text.finish()
-        return Piece(self.request.index, self.sample, token.token_id, text, token.finish_reason,
-                     token.logprobs, self.num_cached_tokens)
+            text = (text or "") + self._text.finish()
+        return Piece(self.request.index, self.sample, token.token_id, text or "",
+                     token.finish_reason, token.logprobs, self.num_cached_tokens,
+                     token.prompt_logprobs)
 
     def _read(self, token: int, ends: bool, number: int) -> str:
         return "" if ends else self._text.push(
@@ -197,15 +213,18 @@ class Completing:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a completion, whose text may still have to be made."""
+    """A token of a completion, whose text may still have to be made; or, where none is to be
+    generated, its end without one.
+    """
 
     owner: Completing
-    token_id: int
+    token_id: int | None
     ends: bool
     number: int
     finish_reason: str | None
     logprobs: Logprobs | None
     text: str | None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -417,9 +436,15 @@ class Reader:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what this model, or what it runs on, cannot do."""
-        if self.manifest.target.kind in PAGED and (params.logprobs or 0) > MAX_LOGPROBS:
-            raise LlmcError(f"logprobs {params.logprobs} exceeds {MAX_LOGPROBS}, the most where "
-                            f"GPUs choose the tokens; ask for fewer, or compile with --target cpu")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name) or 0
+            if self.manifest.target.kind in PAGED and count > MAX_LOGPROBS:
+                raise LlmcError(f"{name} {count} exceeds {MAX_LOGPROBS}, the most where GPUs "
+                                f"choose the tokens; ask for fewer, or compile with --target cpu")
+        if self.manifest.encoder is not None and params.prompt_logprobs is not None:
+            raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
+                            f"which gives its prompt no log-probabilities; leave prompt_logprobs "
+                            f"out")
         if params.stop and self.tokenizer is None:
             raise LlmcError("this model was compiled without a tokenizer, so it makes no text in "
                             "which to find a stop string")
@@ -430,8 +455,10 @@ class Reader:
         self._check_tokens(() if params.end_id is None else (params.end_id,))
         self._check_tokens(params.stop_token_ids)
         vocab_size = self.manifest.dims.vocab_size
-        if (params.logprobs or 0) > vocab_size:
-            raise LlmcError(f"logprobs {params.logprobs} exceeds the vocabulary of {vocab_size}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise LlmcError(f"{name} {getattr(params, name)} exceeds the vocabulary of "
+                                f"{vocab_size}")
 
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
         own = self.manifest.tokenizer.eos_token_ids if params.end_id is None else (params.end_id,)

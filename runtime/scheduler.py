@@ -27,7 +27,8 @@ from llmc.runtime.blocks import Blocks, Chain, Table
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
-from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, Step
+from llmc.runtime.prompt_scores import PromptScores
+from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, ScoredRows, Step
 
 MOST_PRIORITY = 100  # and the least is as far below 0
 _LOOKED_AT = 64  # waiting groups, for one whose prompt is not being computed
@@ -51,6 +52,7 @@ class Sequence:
         stalled: whether it is not to go on for now.
         aborted: whether nobody wants it any more; it is removed before the next step.
         mask: which tokens it may choose next, as in `Step.masks`; it waits for its last token then.
+        scores: log-probabilities of the prompt, where they are wanted.
 
     Attributes:
         tokens: generated and known. Those of beams are their search's.
@@ -75,6 +77,7 @@ class Sequence:
     stalled: Callable[[], bool] = lambda: False
     aborted: Callable[[], bool] = lambda: False
     mask: Callable[[], np.ndarray] | None = None
+    scores: PromptScores | None = None
     tokens: list[int] = field(default_factory=list)
     order: Order = ()
     priority: int = 0
@@ -124,13 +127,22 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A step, and for each of its `sample` the sequence, and its epoch."""
+    """A step, and for each of its `sample` the sequence, and its epoch.
+
+    Args:
+        scored: prompts and how many of `Step.scored` are each one's, in their order.
+    """
 
     step: Step
     chosen: list[tuple[Sequence, int]]
+    scored: list[tuple[PromptScores, int]] = field(default_factory=list)
 
     def read(self, sampled: Sampled) -> Iterator[tuple[Sequence, Chosen]]:
         """What the step led to for each sequence that it still concerns."""
+        start = 0
+        for scores, count in self.scored:  # also of a prompt that has been preempted since
+            scores.extend(sampled.scored[start:start + count])
+            start += count
         rows: dict[Sequence, list[int]] = {}
         for index, (sequence, epoch) in enumerate(self.chosen):
             if sequence.epoch == epoch:
@@ -153,6 +165,7 @@ class _Part:
     tokens: list[int]
     past: int
     samples: bool
+    scored: range = range(0)  # positions
 
 
 @dataclass(eq=False)
@@ -207,6 +220,7 @@ class Scheduler:
         self._tenants: WeakValueDictionary[str, Share] = WeakValueDictionary()
         self._groups: dict[WaitingGroup, None] = {}  # that wait
         self._hidden: list[WaitingGroup] = []  # of these, not to be admitted in this step
+        self._score_room = limits.max_scored  # tokens of this step that can still be scored
         self._slots = list(range(limits.max_slots))  # a heap: the lowest are used first
         self._memory: dict[int, list[int]] = {}  # request: row and users
         self._memory_rows = list(range(limits.max_slots))
@@ -293,6 +307,7 @@ class Scheduler:
     def schedule(self) -> Scheduled | None:
         """The next step; None where nothing can run until something is read, or at all."""
         self._steps += 1
+        self._score_room = self.limits.max_scored
         self._bring_back()
         self._make_way()
         rows: list[_Row] = []  # and how many tokens of each row
@@ -306,17 +321,16 @@ class Scheduler:
         for sequence in list(self.running):
             count = wanted[sequence]
             if count > 1:
-                count = min(self._before_branching(sequence, count), max(budget, 0))
+                count = self._fit(sequence, count, max(budget, 0))
                 budget -= count
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
                 copies += self._own(sequence)
-                rows.append((sequence, count))
+                self._append(rows, sequence, count)
         while budget > 0 and (entering := self._enter(rows)):
-            count = min(self._before_branching(entering, entering.known - entering.computed),
-                        budget)
+            count = self._fit(entering, entering.known - entering.computed, budget)
             budget -= count
             copies += self._own(entering)
-            rows.append((entering, count))
+            self._append(rows, entering, count)
             admitted.update(dict.fromkeys(entering.slots, entering.state(entering.tokens)))
             if entering.source is not None and self._memory[entering.request][1] == 1:
                 encode[self._memory[entering.request][0]] = entering.source
@@ -335,6 +349,20 @@ class Scheduler:
         if not decoding or waited > _LONG:
             return self.budget
         return min(self.budget, max(_MIXED, 2 * decoding))
+
+    def _fit(self, sequence: Sequence, count: int, budget: int) -> int:
+        """How many of so many tokens to read now."""
+        count = min(self._before_branching(sequence, count), budget)
+        if sequence.scores is None:
+            return count
+        return sequence.scores.fit(sequence.computed, count, self._score_room)
+
+    def _append(self, rows: list[_Row], sequence: Sequence, count: int) -> None:
+        """Give a sequence its part of this step."""
+        rows.append((sequence, count))
+        if sequence.scores is not None:
+            self._score_room -= len(sequence.scores.positions(
+                sequence.computed, sequence.computed + count))
 
     def _before_branching(self, sequence: Sequence, count: int) -> int:
         """How many of so many tokens to read now: of a prompt that other completions are to go on
@@ -435,7 +463,7 @@ class Scheduler:
         """`_next`, except groups whose prompt is being computed for another sequence."""
         for _ in range(_LOOKED_AT):
             group = self._next()
-            if group is None or not self._is_coming(group):
+            if group is None or not (self._is_coming(group) or self._waits_for_scoring(group)):
                 return group
             self._hide(group)
         return None
@@ -459,6 +487,19 @@ class Scheduler:
             chain.extend(sequence.prompt + sequence.tokens)
         return chain.names
 
+    def _reusable(self, sequence: Sequence) -> list[bytes]:
+        """The names of blocks that it may take as they are: not those whose logits it needs."""
+        names, scores = self._names(sequence), sequence.scores
+        if scores is None or scores.complete:
+            return names
+        return names[:scores.scheduled // self.blocks.block_size]
+
+    def _waits_for_scoring(self, group: WaitingGroup) -> bool:
+        """Whether its first sequence is to be scored, for which this step has no room left."""
+        sequence = group.first
+        return not self._score_room and sequence is not None and \
+            sequence.scores is not None and not sequence.scores.complete
+
     def _is_coming(self, group: WaitingGroup) -> bool:
         """Whether the prompt of its first sequence, or at least half of what that would compute, is
         being computed for another.
@@ -473,7 +514,7 @@ class Scheduler:
             return False
         stalled = Counter(name for own in self.running if own.coming and own.stalled()
                           for name in own.coming)  # nobody knows when these come
-        names = self._names(sequence)
+        names = self._reusable(sequence)
         coming = found = len(self.blocks.match(names, sequence.known))
         while coming < len(names) and self._coming[names[coming]] > stalled[names[coming]]:
             coming += 1
@@ -483,7 +524,7 @@ class Scheduler:
     def _begin(self, sequence: Sequence, rows: list[_Row]) -> bool:
         """Give a sequence its slots and blocks, if there are enough for all that is known of it."""
         names = self._names(sequence)
-        table = self._open(sequence, names)
+        table = self._open(sequence)
         spare = len(self.running)  # a block for each that runs already
         lacks = self.blocks.lacks(table, sequence.known) + \
             self.blocks.copies([table], sequence.known - 1)
@@ -512,7 +553,7 @@ class Scheduler:
         insort(self.running, sequence, key=lambda own: own.order)
         return True
 
-    def _open(self, sequence: Sequence, names: list[bytes]) -> Table:
+    def _open(self, sequence: Sequence) -> Table:
         """The blocks that are there of a sequence. Of a prompt that another completion of it has
         read, that are all but the last token's; a last block that is not full is to be copied. A
         state is that of the place where the other is.
@@ -520,9 +561,10 @@ class Scheduler:
         last = len(sequence.prompt) - 1
         first = self._first.get(sequence.request)
         if first is not None and not sequence.tokens and first.width == sequence.width == 1 \
-                and (first.computed == last or not self.limits.keeps_states):
+                and (first.computed == last or not self.limits.keeps_states) \
+                and (sequence.scores is None or sequence.scores.complete):
             return self.blocks.fork(first.tables[0], last)
-        return self.blocks.open(self.blocks.match(names, sequence.known))
+        return self.blocks.open(self.blocks.match(self._reusable(sequence), sequence.known))
 
     def _make_way(self) -> None:
         """Preempt for the sequence to admit next, before the running ones get a step: by priority,
@@ -541,7 +583,7 @@ class Scheduler:
 
     def _lacks(self, first: Sequence) -> int:
         """Blocks that a waiting sequence needs and does not find."""
-        found = len(self.blocks.match(self._names(first), first.known))
+        found = len(self.blocks.match(self._reusable(first), first.known))
         return self.blocks.spans(first.known) - found
 
     def _has_room(self, first: Sequence, lacks: int) -> bool:
@@ -626,6 +668,7 @@ class Scheduler:
         parts.sort(key=lambda part: (len(part.tokens) > 1, -part.past if longest else part.slot))
         chosen = [(index, part) for index, part in enumerate(parts) if part.samples]
         searching = [part.sequence for _, part in chosen if part.sequence.width > 1]
+        scored, prompts = _scored(parts)
         memory = None
         if parts[0].sequence.source is not None:
             memory = Memory.of([self._memory[part.sequence.request][0] for part in parts],
@@ -637,11 +680,13 @@ class Scheduler:
             copies=np.array(copies, np.int32).reshape(-1, 2), encode=encode, memory=memory,
             candidates=max((own.candidates for own in searching), default=0),
             logits="sampled" if any(not own.candidates for own in searching) else "none",
+            scored=scored,
             masks={part.slot: part.sequence.mask() for _, part in chosen
                    if part.sequence.mask is not None},
             request_ids=tuple(part.sequence.request for part in parts),
             prompt_lens=tuple(len(part.sequence.prompt) for part in parts))
-        scheduled = Scheduled(step, [(part.sequence, part.sequence.epoch) for _, part in chosen])
+        scheduled = Scheduled(step, [(part.sequence, part.sequence.epoch) for _, part in chosen],
+                              prompts)
         for sequence, count in rows:
             self._count(sequence, count)
         return scheduled
@@ -652,8 +697,10 @@ class Scheduler:
             return [_Part(sequence, slot, table, [token], past, True) for slot, table, token in
                     zip(sequence.slots, sequence.tables, sequence.beams, strict=True)]
         tokens = sequence.between(past, past + count) if past < sequence.known else [LAST]
+        scored = range(0) if sequence.scores is None else \
+            sequence.scores.schedule(past, past + count)
         return [_Part(sequence, sequence.slots[0], sequence.tables[0], tokens, past,
-                      past + count >= sequence.known)]
+                      past + count >= sequence.known, scored)]
 
     def _count(self, sequence: Sequence, count: int) -> None:
         searched, sequence.beams = sequence.searches, []
@@ -734,6 +781,24 @@ class Scheduler:
                 heapq.heappush(self._slots, slot)
                 heapq.heappush(self._memory_rows, row)
             lease.slots = []
+
+
+def _scored(parts: Listed[_Part]) -> tuple[ScoredRows, list[tuple[PromptScores, int]]]:
+    """The rows of a step that are scored; and whose they are, and how many each has."""
+    rows, targets, owners = list[np.ndarray](), list[int](), list[tuple[PromptScores, int]]()
+    start = 0
+    for part in parts:
+        scores, scored = part.sequence.scores, part.scored
+        if scores is not None and scored:
+            rows.append(np.arange(scored.start, scored.stop) + (start - part.past))
+            targets += scores.targets(scored)
+            owners.append((scores, len(scored)))
+        start += len(part.tokens)
+    if not owners:
+        return ScoredRows.none(), owners
+    counts = np.repeat([scores.count for scores, _ in owners], [count for _, count in owners])
+    return ScoredRows(np.concatenate(rows), np.array(targets, np.int64),
+                      counts.astype(np.int32)), owners
 
 
 def _rivals(one: Sequence, other: Sequence) -> tuple[Share, Share]:

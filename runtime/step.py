@@ -17,6 +17,7 @@ import numpy as np
 
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.sampling import Logprobs, Sampler
+from llmc.runtime.engines import MAX_SCORED
 
 LAST = -1  # in the place of a token: what the sequence's slot chose last
 
@@ -64,6 +65,29 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class ScoredRows:
+    """Tokens of a step after each of which the next token, known already, is scored.
+
+    Args:
+        rows: int64 [num_scored], tokens of the step, ascending; none is the last token of a
+            sequence in `Step.sample`.
+        targets: int64 [num_scored], the token that follows each.
+        counts: int32 [num_scored], most likely tokens to return with each.
+    """
+
+    rows: np.ndarray
+    targets: np.ndarray
+    counts: np.ndarray
+
+    @staticmethod
+    def none() -> ScoredRows:
+        return ScoredRows(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
 class KVCacheParams:
     """Where a step's past is.
 
@@ -95,6 +119,7 @@ class Step:
         copies: int32 [num_copies, 2], blocks (from, to) to be copied before all else.
         candidates: above 0, also give so many likeliest tokens of each of `sample`.
         logits: also give logits, of each of `sample`, or of all tokens.
+        scored: prompt tokens whose log-probabilities are wanted; not with `logits` of all tokens.
         masks: by slot, where only some tokens may be chosen, uint32 [ceil(vocab_size / 32)]: token
             t may where bit t % 32 of word t // 32 is 1. The loop makes such a sequence's step once
             its last token is known, so a device takes the masks with the step.
@@ -114,6 +139,7 @@ class Step:
     copies: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     candidates: int = 0
     logits: Literal["none", "sampled", "all"] = "none"
+    scored: ScoredRows = field(default_factory=ScoredRows.none)
     masks: Mapping[int, np.ndarray] = field(default_factory=dict)
     encode: Mapping[int, Sequence[int]] = field(default_factory=dict)
     memory: Memory | None = None
@@ -159,9 +185,16 @@ class Step:
 
     @property
     def logits_indices(self) -> np.ndarray:
-        """int64 [num_logits], tokens whose logits are needed."""
+        """int64 [num_logits], tokens whose logits are needed, ascending."""
         if self.logits == "all":
             return np.arange(self.num_tokens)
+        if len(self.scored):
+            return np.sort(np.concatenate([self.sampled_rows, self.scored.rows]))
+        return self.sampled_rows
+
+    @property
+    def sampled_rows(self) -> np.ndarray:
+        """int64 [num_sampled], the last token of each of `sample`."""
         last: np.ndarray = self.cu_seqlens[self.sample + 1].astype(np.int64) - 1
         return last
 
@@ -194,12 +227,14 @@ class Sampled:
         logprobs: [num_sampled], where the slot's parameters ask for them.
         candidates: [num_sampled, count], where the step asks for them.
         logits: float32 [num_logits, vocab_size], likewise.
+        scored: [num_scored], of `Step.scored`.
     """
 
     tokens: np.ndarray
     logprobs: Sequence[Logprobs | None]
     candidates: Candidates | None = None
     logits: np.ndarray | None = None
+    scored: Sequence[Logprobs] = ()
 
 
 @dataclass(frozen=True)
@@ -211,6 +246,7 @@ class Limits:
         max_tokens: packed tokens of a step.
         max_slots: sequences at once.
         max_logits: rows of logits of a step.
+        max_scored: tokens of a step that are scored, at least 1.
         ahead: steps that may be submitted before the first of them is collected.
         longest_first: sequences of one new token are to come by falling length; else by slot.
         keeps_states: blocks are not all that a sequence has: some layers keep a state, of the place
@@ -223,6 +259,7 @@ class Limits:
     max_slots: int
     max_logits: int
     ahead: int
+    max_scored: int = MAX_SCORED
     longest_first: bool = False
     keeps_states: bool = False
 

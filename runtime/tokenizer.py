@@ -93,15 +93,24 @@ def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | N
     """The token that tokenizer_config.json beside the tokenizer names as the end of a text, if
     there is one, and a model of this vocabulary has it.
     """
+    named = read_config(directory).get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return token if token is not None and token < vocab_size else None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none, or it is not an object.
+
+    Raises:
+        LlmcError: it cannot be read.
+    """
     path = directory / "tokenizer_config.json"
     try:
         config = json.loads(read_bounded(path, _MAX_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise LlmcError(f"'{path}' cannot be read ({error}); compile the model again") from error
-    named = config.get("eos_token") if isinstance(config, dict) else None
-    text = named.get("content") if isinstance(named, dict) else named
-    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    return token if token is not None and token < vocab_size else None
+    return config if isinstance(config, dict) else {}
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

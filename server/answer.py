@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from llmc.runtime.request import Piece
@@ -77,11 +78,15 @@ class Answer(ABC):
 
     @property
     def _is_large(self) -> bool:
-        return self.completion_tokens * (1 + (self.job.params.logprobs or 0)) > _LARGE
+        params = self.job.params
+        values = self.completion_tokens * (1 + (params.logprobs or 0))
+        if params.prompt_logprobs is not None:
+            values += self.job.prompt_tokens * (1 + params.prompt_logprobs)
+        return values > _LARGE
 
     def count(self, piece: Piece) -> None:
         """One more token; n completions read their prompt once."""
-        self.completion_tokens += 1
+        self.completion_tokens += piece.token_id is not None
         if piece.sample == 0:
             self._cached[piece.index] = piece.num_cached_tokens
 
@@ -140,14 +145,17 @@ class Choices(Answer):
         async with aclosing(batches):
             async for pieces in batches:
                 for start in range(0, len(pieces), _SLICE):  # of a client that reads slowly
-                    chunks = [chunk for piece in pieces[start:start + _SLICE]
-                              for chunk in self._chunks(head, piece)]
-                    if chunks:
-                        yield b"".join(map(event, chunks))
+                    part = pieces[start:start + _SLICE]
+                    events = await self.made(partial(self._events, head, part))
+                    if events:
+                        yield events
                     await asyncio.sleep(0)
         if self._include_usage:
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE
+
+    def _events(self, head: Object, pieces: list[Piece]) -> bytes:
+        return b"".join(event(chunk) for piece in pieces for chunk in self._chunks(head, piece))
 
     def _chunks(self, head: Object, piece: Piece) -> Iterator[Object]:
         self.count(piece)

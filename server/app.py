@@ -39,7 +39,7 @@ from llmc.server.messages import (
 from llmc.server.metrics import Metrics
 from llmc.server.model import Job, Model
 from llmc.server.offload import MAX_TOKENS
-from llmc.server.openapi import DOWN, OPERATIONS, description
+from llmc.server.openapi import DOWN, OPERATIONS, TOKENIZER_INFO, description
 from llmc.server.protocol import (
     Body,
     ChatRequest,
@@ -126,14 +126,16 @@ class Api:
     Args:
         access: None: any Host, and no page of another origin.
         responses: the store of /v1/responses. None: nothing is stored.
+        tokenizer_info: serve /tokenizer_info.
 
     Attributes:
         model: that new requests get.
     """
 
     def __init__(self, model: Model, limits: Limits, access: Access | None = None,
-                 responses: ResponseStore | None = None) -> None:
+                 responses: ResponseStore | None = None, tokenizer_info: bool = False) -> None:
         self.model, self._limits = model, limits
+        self._operations = (*OPERATIONS, *((TOKENIZER_INFO,) if tokenizer_info else ()))
         self._access = access or Access()
         self._responses = responses or ResponseStore(0, 1)
         self._gate = Gate.of(limits, model.llm.max_num_seqs)
@@ -149,7 +151,7 @@ class Api:
     def app(self) -> Starlette:
         return Starlette(
             routes=[Route(own.path.replace("{name}", "{name:path}"), getattr(self, own.endpoint),
-                          methods=[own.method]) for own in OPERATIONS],
+                          methods=[own.method]) for own in self._operations],
             middleware=[Middleware(Logged), Middleware(Guarded, access=self._access),
                         *self._access.cors, Middleware(Authenticated, limits=self._limits)],
             exception_handlers={HTTPException: self._refused, LlmcError: self._wrong,
@@ -208,6 +210,9 @@ class Api:
         text = await asyncio.to_thread(self.model.llm.detokenize, body.tokens)
         return JSONResponse({"prompt": text})
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(self.model.tokenizer_info))
+
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
 
@@ -242,7 +247,7 @@ class Api:
                         media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(description(OPEN))
+        return JSONResponse(description(self._operations, OPEN))
 
     async def page(self, request: Request) -> Response:
         text, policy = _page()

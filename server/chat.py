@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from llmc.runtime.request import Piece
 from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model
 from llmc.server.output_parser import OutputParser, output_parser, with_marks
+from llmc.server.prompt_logprobs import PromptLogprobs, by_token_id, check_values
 from llmc.server.protocol import ChatRequest, Conversation, Message
 from llmc.server.tool_parsers import merged
 
@@ -19,16 +21,21 @@ async def read_chat(model: Model, body: ChatRequest) -> Job:
     Raises:
         LlmcError: the messages are not sound, or the model does not chat.
     """
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs does not go with stream; ask for no stream",
+                       param="prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None \
         else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await read_conversation(model, body, body.messages, max_tokens, logprobs)
+    return await read_conversation(model, body, body.messages, max_tokens, logprobs,
+                                   body.prompt_logprobs)
 
 
 async def read_conversation(model: Model, body: Conversation, messages: Sequence[Message],
-                            max_tokens: int | None, logprobs: int | None = None) -> Job:
+                            max_tokens: int | None, logprobs: int | None = None,
+                            prompt_logprobs: int | None = None) -> Job:
     """The work that goes on with a conversation.
 
     Args:
@@ -40,7 +47,9 @@ async def read_conversation(model: Model, body: Conversation, messages: Sequence
     prompt = await read_prompt(model, body, messages)
     if max_tokens is None:  # an answer ends by itself
         max_tokens = max(model.llm.max_model_len - len(prompt), 1)
-    params = with_marks(model, body, body.sampling(max_tokens, logprobs, model.sampling_defaults))
+    check_values([prompt], prompt_logprobs)
+    params = with_marks(model, body, body.sampling(max_tokens, logprobs, model.sampling_defaults,
+                                                   prompt_logprobs))
     return Job([prompt], params, body.priority)
 
 
@@ -76,8 +85,18 @@ class ChatAnswer(Choices):
         super().__init__(model, body, job)
         self._body = body
         self._parsers: dict[int, OutputParser] = {}  # of the choices that have begun
+        self._prompt_logprobs: PromptLogprobs | None = None
+
+    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
+        answer = await super().whole(batches)
+        made = self._prompt_logprobs
+        if made is not None:
+            answer["prompt_logprobs"] = await asyncio.to_thread(
+                by_token_id, self.model, self.job.prompts[0], made)
+        return answer
 
     def choice(self, index: int, pieces: list[Piece]) -> Object:
+        self._prompt_logprobs = pieces[0].prompt_logprobs
         parser = output_parser(self.model, self._body, self.job)
         content, calls, reasoning = merged(
             delta for piece in pieces for delta in self.parsed(parser, piece))
@@ -113,7 +132,7 @@ class ChatAnswer(Choices):
             return None
         return {"content": [{**self._token(piece.token_id, piece.logprobs.chosen),
                              "top_logprobs": [self._token(*own) for own in piece.logprobs.top]}
-                            for piece in pieces if piece.logprobs]}
+                            for piece in pieces if piece.logprobs and piece.token_id is not None]}
 
     def _token(self, token_id: int, logprob: float) -> Object:
         return {"token": self.model.token_text(token_id), "logprob": finite(logprob),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,6 +10,7 @@ from llmc.runtime.request import Piece
 from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model, check_choices
+from llmc.server.prompt_logprobs import by_token_id, check_values, echoed
 from llmc.server.protocol import CompletionRequest
 
 _MAX_TOKENS = 16  # where a client does not say, as OpenAI has it
@@ -23,10 +25,26 @@ async def read_completion(model: Model, body: CompletionRequest) -> Job:
     if not body.prompts:
         raise ApiError("there is no prompt; give at least one", param="prompt")
     check_choices(len(body.prompts), body.n or 1)
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs does not go with stream; ask for echo and logprobs, or for "
+                       "no stream", param="prompt_logprobs")
     prompts = await model.read_prompts(body.prompts, body.add_special_tokens)
+    check_values(prompts, body.scored)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return Job(prompts, body.sampling(max_tokens, body.logprobs, model.sampling_defaults),
-               body.priority)
+    params = body.sampling(max_tokens, body.logprobs, model.sampling_defaults, body.scored)
+    echo = await asyncio.to_thread(_texts, model, body, prompts) if body.echo else None
+    return Job(prompts, params, body.priority, echo)
+
+
+def _texts(model: Model, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """What of prompts is echoed: texts as they came.
+
+    Raises:
+        LlmcError: see `LLM.detokenize`.
+    """
+    return [prompt if isinstance(prompt, str) else
+            model.llm.detokenize(ids, skip_special_tokens=body.skip_special_tokens)
+            for prompt, ids in zip(body.prompts, prompts, strict=True)]
 
 
 class CompletionAnswer(Choices):
@@ -34,25 +52,49 @@ class CompletionAnswer(Choices):
 
     def __init__(self, model: Model, body: CompletionRequest, job: Job) -> None:
         super().__init__(model, body, job)
+        self._body = body
+        self._echoed: set[int] = set()  # choices that have begun
         self._lengths: defaultdict[int, int] = defaultdict(int)  # of each choice's text so far
 
     def choice(self, index: int, pieces: list[Piece]) -> Object:
         return self._choice(index, pieces)
 
     def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
-        if piece.text or piece.finish_reason or piece.logprobs:
+        begins = self.job.echo is not None and index not in self._echoed
+        if piece.text or piece.finish_reason or piece.logprobs or begins:
             yield self._choice(index, [piece])
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> Object:
-        logprobs = self._logprobs(index, pieces) if pieces[-1].logprobs else None
-        return {"index": index, "text": "".join(piece.text for piece in pieces),
-                "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason,
-                "stop_reason": self.job.stop_reason(pieces[-1])}
+        first, last = pieces[0], pieces[-1]
+        text, echo = "".join(piece.text for piece in pieces), None
+        if self.job.echo is not None and index not in self._echoed:
+            self._echoed.add(index)
+            text, echo = self.job.echo[first.index] + text, self._echo(index, first)
+        logprobs = self._logprobs(index, pieces) if last.logprobs else None
+        if echo is not None:
+            logprobs = echo if logprobs is None else {
+                name: echo[name] + values for name, values in logprobs.items()}
+        choice = {"index": index, "text": text, "logprobs": logprobs,
+                  "finish_reason": last.finish_reason, "stop_reason": self.job.stop_reason(last)}
+        if self._body.prompt_logprobs is not None and first.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = by_token_id(
+                self.model, self.job.prompts[first.index], first.prompt_logprobs)
+        return choice
+
+    def _echo(self, index: int, first: Piece) -> Object | None:
+        """Log-probabilities of the prompt, where those of the choice are wanted."""
+        assert self.job.echo is not None
+        text = self.job.echo[first.index]
+        self._lengths[index] = len(text)
+        if self._body.logprobs is None or first.prompt_logprobs is None:
+            return None
+        return echoed(self.model, self.job.prompts[first.index], first.prompt_logprobs, text,
+                      self.job.params.show_special_tokens)
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Object:
         made: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
-            assert piece.logprobs is not None
+            assert piece.logprobs is not None and piece.token_id is not None
             chosen = finite(piece.logprobs.chosen)
             names = token_names([*(token for token, _ in piece.logprobs.top), piece.token_id],
                                 self.model.token_bytes)

@@ -143,11 +143,12 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: list[str] | None = None
 
     def sampling(self, max_tokens: int, logprobs: int | None,
-                 defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+                 defaults: Mapping[str, Any] = MappingProxyType({}),
+                 prompt_logprobs: int | None = None) -> SamplingParams:
         if self.stop_sequences is None:
-            return super().sampling(max_tokens, logprobs, defaults)
+            return super().sampling(max_tokens, logprobs, defaults, prompt_logprobs)
         given = self.model_copy(update={"stop": self.stop_sequences, "stop_sequences": None})
-        return given.sampling(max_tokens, logprobs, defaults)
+        return given.sampling(max_tokens, logprobs, defaults, prompt_logprobs)
 
 
 def _messages(message: InputMessage) -> Iterator[dict[str, Any]]:
@@ -242,7 +243,8 @@ class MessageAnswer(Answer):
     def _take(self, piece: Piece) -> list[bytes]:
         """The events of a piece."""
         self.count(piece)
-        self._tokens.append(piece.token_id)
+        if piece.token_id is not None:
+            self._tokens.append(piece.token_id)
         self._reason = piece.finish_reason or self._reason
         return [event for delta in self.parsed(self._parser, piece) for event in self._emit(delta)]
 

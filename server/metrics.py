@@ -126,11 +126,12 @@ class _Watch:
         now, key, own = time.monotonic(), (piece.index, piece.sample), self._metrics
         before, number = self._latest.get(key, (self._started, 0))
         (own._between if number else own._first).observe(now - before)
-        own._generated.inc()
+        generated = piece.token_id is not None
+        own._generated.inc(generated)
         self.tokens += 1
-        self._latest[key] = now, number + 1
+        self._latest[key] = now, number + generated
         if piece.finish_reason:
             own._whole.observe(now - self._started)
-            own._generation.observe(number + 1)
+            own._generation.observe(number + generated)
             own._success.labels(*own._labels, piece.finish_reason).inc()
             del self._latest[key]

@@ -17,6 +17,7 @@ from llmc.runtime.decoding.token_text import token_bytes, token_text
 from llmc.runtime.llm import AsyncLLM
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.request import Piece
+from llmc.runtime.tokenizer import read_config
 from llmc.server.errors import ApiError, prompt_too_long
 from llmc.server.offload import Offload
 from llmc.server.protocol import MAX_CHOICES, Message, Part
@@ -25,15 +26,22 @@ from llmc.server.tool_parsers import TOOL_PARSERS, recognized_parser
 
 GenerationConfig = Literal["auto", "none"]
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+# Of a tokenizer's configuration, which name files.
+_PATHS = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a request has generated: `n` choices of each prompt."""
+    """What a request has generated: `n` choices of each prompt.
+
+    Args:
+        echo: a text for each prompt, with which its choices begin. None: they do not.
+    """
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     priority: int = 0
+    echo: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_choices(len(self.prompts), self.n)
@@ -158,6 +166,26 @@ class Model:
         encoder = self.llm.manifest.encoder
         return self.llm.max_model_len if encoder is None else encoder.max_seq_len
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's configuration and the chat template, as vLLM tells them.
+
+        Raises:
+            ApiError: the model has no tokenizer.
+            LlmcError: the configuration cannot be read.
+        """
+        if self.llm.tokenizer_file is None or self.llm.tokenizer is None:
+            raise ApiError("this model was compiled without a tokenizer; give token ids")
+        config = read_config(self.llm.tokenizer_file.parent)
+        own = self.llm.manifest.tokenizer
+        for name, tokens in (("bos_token", [own.bos_token_id]), ("eos_token", own.eos_token_ids)):
+            if name not in config and tokens and tokens[0] is not None:
+                config[name] = self.llm.tokenizer.id_to_token(tokens[0])
+        info = {"tokenizer_class": "PreTrainedTokenizerFast", **{
+            name: _plain(value) for name, value in config.items() if name not in _PATHS}}
+        if own.chat_template is not None:
+            info["chat_template"] = (self.llm.case_dir / own.chat_template).read_text("utf-8")
+        return info
+
     def token_text(self, token_id: int) -> str:
         """One token's text, with U+FFFD for parts of characters; empty without a tokenizer."""
         return "" if self.llm.tokenizer is None else token_text(self.llm.tokenizer, token_id)
@@ -171,6 +199,14 @@ class Model:
         """What is generated, each time all that is there; closing this stops the work."""
         return self.llm.stream_batches(job.prompts, job.params, priority=job.priority,
                                        tenant=tenant, cache_salt=cache_salt, all_beams=True)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a tokenizer's configuration, in which an added token is its text."""
+    if isinstance(value, dict):
+        return value["content"] if "content" in value else {
+            name: _plain(own) for name, own in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list) else value
 
 
 def check_parsers(tool_call_parser: str | None, reasoning_parser: str) -> None:

@@ -93,16 +93,22 @@ OPERATIONS = (
 )
 
 
-def description(open_paths: Sequence[str]) -> _Object:
+# Served where an option says so, as the chat template may be private.
+TOKENIZER_INFO = Operation("GET", "/tokenizer_info", "tokenizer_info", ("tokenizer_class",),
+                           wrong=((400, "the model has no tokenizer"),))
+
+
+def description(operations: Sequence[Operation], open_paths: Sequence[str]) -> _Object:
     """The server's interface, as OpenAPI 3.1 has it.
 
     Args:
+        operations: that it serves.
         open_paths: that need no API key.
     """
-    bodies = [own.body for own in OPERATIONS if own.body is not None]
+    bodies = [own.body for own in operations if own.body is not None]
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     paths: dict[str, _Object] = {}
-    for own in OPERATIONS:
+    for own in operations:
         paths.setdefault(own.path, {})[own.method.lower()] = _described(
             own, own.path in open_paths)
     return {

@@ -38,7 +38,7 @@ _MAX_IGNORED = 20  # names of a request that its line of the log has
 _Refused = dict[str, tuple[tuple[Any, ...], str]]
 _REFUSED: _Refused = {
     "include_stop_str_in_output": ((False, None), "stop strings are not shown"),
-    "prompt_logprobs": ((None,), "log-probabilities are those of generated tokens"),
+    "prompt_logprobs": ((None,), "ask /v1/completions or /v1/chat/completions"),
     "truncate_prompt_tokens": ((None,), "shorten the prompt"),
     "return_token_ids": ((None, False), "give the text to /tokenize"),
     "return_tokens_as_token_ids": ((None, False), "give the text to /tokenize"),
@@ -203,7 +203,8 @@ class Generation(Body):
             self.stream_options.continuous_usage_stats
 
     def sampling(self, max_tokens: int, logprobs: int | None,
-                 defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+                 defaults: Mapping[str, Any] = MappingProxyType({}),
+                 prompt_logprobs: int | None = None) -> SamplingParams:
         """As the runtime wants it.
 
         Args:
@@ -212,11 +213,13 @@ class Generation(Body):
         Raises:
             ApiError: a value is out of range.
         """
-        if logprobs is not None and logprobs > MAX_LOGPROBS:
-            raise ApiError(f"log-probabilities of {logprobs} tokens are more than {MAX_LOGPROBS}",
-                           param="logprobs")
+        for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if count is not None and count > MAX_LOGPROBS:
+                raise ApiError(f"log-probabilities of {count} tokens are more than {MAX_LOGPROBS}",
+                               param=name)
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        given |= dict(max_tokens=max_tokens, logprobs=logprobs, ignore_eos=self.ignore_eos,
+        given |= dict(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+                      ignore_eos=self.ignore_eos,
                       show_special_tokens=not self.skip_special_tokens)
         given |= self._guides()
         if self.seed is not None:
@@ -278,7 +281,6 @@ class CompletionRequest(Generation):
     """Of /v1/completions."""
 
     REFUSED: ClassVar[_Refused] = _REFUSED | {
-        "echo": ((False, None), "put the prompt before the text yourself"),
         "suffix": ((None, ""), "put it into the prompt, as the model was trained"),
         "best_of": ((None, 1), "ask for n, and choose by logprobs"),
     }
@@ -286,13 +288,22 @@ class CompletionRequest(Generation):
     prompt: str | Ints | Texts | Annotated[list[Ints], Field(fail_fast=True)]
     max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0)
-    add_special_tokens: bool = True  # vLLM's
+    echo: bool = False
+    # vLLM's.
+    add_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """One or several."""
         several: list[Any] = [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
         return [several] if several and isinstance(several[0], int) else several
+
+    @property
+    def scored(self) -> int | None:
+        """Most likely tokens to return in the place of each prompt token; None: no scores at all.
+        """
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def num_sequences(self) -> int:
@@ -501,6 +512,7 @@ class ChatRequest(Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0)  # vLLM's
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True

@@ -43,7 +43,7 @@ async def read_response(store: ResponseStore, model: Model, body: ResponsesReque
     first = [Message(role="system", content=body.instructions)] if body.instructions else []
     job = await read_conversation(model, body, [*first, *messages_of(items)],
                                   body.max_output_tokens)
-    return ResponseJob(job.prompts, job.params, job.priority, items)
+    return ResponseJob(job.prompts, job.params, job.priority, items=items)
 
 
 class ResponseAnswer(Answer):

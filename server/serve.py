@@ -41,7 +41,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
           chat_template_content_format: ContentFormat = "auto",
           generation_config: GenerationConfig = "auto", response_store_mb: float = 64,
           response_store_ttl: float = 3600, watch: bool = False,
-          **loading: Any) -> None:
+          enable_tokenizer_info_endpoint: bool = False, **loading: Any) -> None:
     """Serve the model until SIGTERM or SIGINT, in the main thread; log to stderr. What was asked
     before the signal is still answered, as long as `drain_timeout` says. SIGHUP is ignored.
 
@@ -59,6 +59,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
         generation_config: where sampling defaults come from: `auto`, the model; `none`, llmc.
         watch: load what replaces the case directory, and let it take over; requests that are under
             way end with what they began with.
+        enable_tokenizer_info_endpoint: serve /tokenizer_info, which has the chat template.
         loading: of `AsyncLLM`.
 
     Raises:
@@ -76,7 +77,7 @@ def serve(case_dir: str | Path, *, host: str = "127.0.0.1", port: int = 8000,
             bound, limits or Limits(), _for_address(access or Access(), bound), tls, responses,
             lambda: Model(AsyncLLM(case_dir, **loading), name, tool_call_parser, reasoning_parser,
                           chat_template_content_format, generation_config),
-            case_dir if watch else None))
+            case_dir if watch else None, enable_tokenizer_info_endpoint))
 
 
 def _for_address(access: Access, bound: socket.socket) -> Access:
@@ -108,9 +109,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 async def _serve(bound: socket.socket, limits: Limits, access: Access,
                  tls: ssl.SSLContext | None, responses: ResponseStore,
-                 load: Callable[[], Model], watched: Path | None) -> None:
+                 load: Callable[[], Model], watched: Path | None, tokenizer_info: bool) -> None:
     before = None if watched is None else _stamp(watched)
-    api = Api(await asyncio.to_thread(load), limits, access, responses)
+    api = Api(await asyncio.to_thread(load), limits, access, responses, tokenizer_info)
     watching = None
     if watched is not None:
         watching = asyncio.create_task(_watch(api, watched, before, load))

@@ -190,6 +190,8 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
     articles = read_articles(data or ARTICLES)
     if max_tokens is None:
         max_tokens = _MAX_TOKENS
+    if max_tokens < 1:
+        raise LlmcError(f"max_tokens {max_tokens} is below 1; a summary has at least one token")
     progress("load llmc", 0, 1)
     with LLM(case_dir, device=device) as llm:
         manifest, tokenizer = llm.manifest, _tokenizer(llm)

@@ -31,7 +31,7 @@ _MAX_BIAS = 3.4e38  # of float32
 _MIN_TEMPERATURE = 1e-6  # logits that differ by 1e-4 are e^-100 apart: as good as greedy
 _MAX_SHOWN = 60  # characters of a value in an error
 # What beam search leaves no place for.
-_NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs")
+_NOT_WITH_BEAMS = ("temperature", "n", "stop", "stop_token_ids", "logprobs", "prompt_logprobs")
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # A guide itself says when a completion may end.
 _NOT_WITH_GUIDES = ("min_tokens", "ignore_eos", "end_id", "beam_width")
@@ -116,8 +116,9 @@ class SamplingParams:
 
     max_tokens: Annotated[
         int, "Maximum number of new tokens. A completion also ends, with finish_reason `length`, "
-             "where the model's maximum length or the KV cache ends.",
-        Within(1)] = 64
+             "where the model's maximum length or the KV cache ends. 0 reads the prompt alone, as "
+             "for prompt_logprobs.",
+        Within(0)] = 64
     min_tokens: Annotated[
         int, "Minimum number of new tokens: until then EOS and stop tokens are masked, and stop "
              "strings ignored.",
@@ -176,6 +177,10 @@ class SamplingParams:
         int | None, "Return the log-probability of each token, and those of this many most likely "
                     "tokens (at most 20 on GPUs).",
         Within(0, neutral="0 is the sampled token's alone")] = None
+    prompt_logprobs: Annotated[
+        int | None, "Return the log-probability of each prompt token but the first, and those of "
+                    "this many most likely tokens in its place. Not on GPUs.",
+        Within(0, neutral="0 is the prompt token's alone")] = None
     guided_json: Annotated[
         str | Mapping[str, object] | None,
         "JSON schema of the completion, which has a space after each comma and colon. Structured "
@@ -227,8 +232,12 @@ class SamplingParams:
             yield f"min_tokens {self.min_tokens} is not from 0 to max_tokens {self.max_tokens}"
         if not all(self.bad_words):
             yield "a bad word is empty"
-        if (self.logprobs or 0) > MAX_TOP_LOGPROBS:
-            yield f"logprobs {self.logprobs} exceeds {MAX_TOP_LOGPROBS}; ask for fewer"
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name) or 0) > MAX_TOP_LOGPROBS:
+                yield f"{name} {count} exceeds {MAX_TOP_LOGPROBS}; ask for fewer"
+        if self.beam_width > 1 and not self.max_tokens:
+            yield (f"max_tokens 0 does not go with beam_width {self.beam_width}; give at least 1, "
+                   f"or leave beam_width at 1")
         if len(self.bad_words) > MAX_BAD_WORDS:
             yield f"bad_words has {len(self.bad_words)} words; give at most {MAX_BAD_WORDS}"
         size = sum(len(word.encode() if isinstance(word, str) else word) for word in self.bad_words)

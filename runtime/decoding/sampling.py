@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -180,19 +180,37 @@ class Logprobs:
     Args:
         chosen: of the token that was chosen.
         top: the likeliest tokens as (token id, log-probability), likeliest first.
+        rank: of a prompt's token among all tokens, from 1; of equal ones the least.
     """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
 
     @staticmethod
     def of(logits: np.ndarray, token: int, count: int) -> Logprobs:
         """From logits [vocab_size], for a chosen token and the `count` likeliest."""
         peak = float(logits.max())
         shift = peak + math.log(processors.weights(logits).sum())
-        top: list[int] = []
-        if count:
-            near = processors.top_k(logits, count)
-            top = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
+        top = _most_likely(logits, count)
         return Logprobs(float(logits[token]) - shift,
                         tuple((other, float(logits[other]) - shift) for other in top))
+
+    @staticmethod
+    def of_prompt(logits: np.ndarray, token: int, count: int) -> Logprobs:
+        """From logits [vocab_size] of the position before, for a token of a prompt, with its rank.
+        Logits that are NaN or infinite lead to NaN.
+        """
+        if not math.isfinite(logits.max()):
+            return Logprobs(math.nan, ())
+        found = Logprobs.of(logits, token, count)
+        return replace(found, rank=int((logits > logits[token]).sum()) + 1)
+
+
+def _most_likely(logits: np.ndarray, count: int) -> list[int]:
+    """Token ids, most likely first; of equal ones the lower."""
+    if not count:
+        return []
+    near = processors.top_k(logits, count)
+    found: list[int] = near[np.argsort(-logits[near], kind="stable")][:count].tolist()
+    return found

@@ -53,6 +53,9 @@ class HostSampling:
     def _choose(self, step: Step, logits: np.ndarray) -> Sampled:
         if step.logits == "all":
             return Sampled(np.empty(0, np.int64), [], None, logits)
+        scored: list[Logprobs] = []
+        if len(step.scored):
+            logits, scored = self._score(step, logits)
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
         finite = np.isfinite(logits.max(axis=1)).tolist()  # the maximum is NaN where any logit is
@@ -71,7 +74,15 @@ class HostSampling:
         candidates = Candidates.of(log_softmax(logits), step.candidates) if step.candidates \
             else None
         return Sampled(np.array(tokens, np.int64), logprobs, candidates,
-                       logits if step.logits == "sampled" else None)
+                       logits if step.logits == "sampled" else None, scored)
+
+    def _score(self, step: Step, logits: np.ndarray) -> tuple[np.ndarray, list[Logprobs]]:
+        """Part the logits of a step into those of sampled rows, and what scored ones come to."""
+        own, wanted = step.logits_indices, step.scored
+        made = [Logprobs.of_prompt(logits[row], target, count) for row, target, count in zip(
+            np.searchsorted(own, wanted.rows).tolist(), wanted.targets.tolist(),
+            wanted.counts.tolist(), strict=True)]
+        return logits[np.searchsorted(own, step.sampled_rows)], made
 
     def _token(self, sampler: Sampler, logits: np.ndarray, slot: int) -> int:
         """The next token, which is kept; or why there is none."""

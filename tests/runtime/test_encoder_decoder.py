@@ -122,6 +122,13 @@ def test_replicas_share_the_prompts(encoder_decoder):
                                                              max_new_tokens=9)]
 
 
+def test_what_an_encoder_reads_has_no_log_probabilities(encoder_decoder):
+    _, _, cases = encoder_decoder("bart")
+    with llmc.LLM(cases["tp1"]) as llm, \
+            pytest.raises(llmc.LlmcError, match="encoder-decoder model, which gives its prompt no"):
+        llm.generate(prompts(0), SamplingParams(prompt_logprobs=1))
+
+
 def test_the_encoder_runs_once_for_each_prompt(encoder_decoder, encoded):
     model, _, cases = encoder_decoder("t5")
     batch = [row for seed in range(3) for row in prompts(seed)]

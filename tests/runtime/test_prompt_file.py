@@ -75,7 +75,7 @@ def test_each_request_has_its_own_parameters(llm):
     ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'; give a number"),
     ({"prompt": "a", "temperature": -1}, "temperature -1.0 is not from 0"),
     (b'{"prompt": "a", "temperature": NaN}', "temperature nan is not from 0 to 1000000"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens 0 is below 1"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens -1 is below 0"),
     ({"prompt": "a", "max_tokens": 1.5}, "max_tokens is 1.5; give a whole number"),
     ({"prompt": "a", "max_tokens": None}, "max_tokens is None; give a whole number"),
     ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1; give True or False"),

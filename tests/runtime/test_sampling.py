@@ -323,7 +323,7 @@ def test_params_are_equal_and_hash_by_value():
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
-    (dict(max_tokens=0), "max_tokens 0 is below 1"),
+    (dict(max_tokens=-1), "max_tokens -1 is below 0"),
     (dict(min_tokens=5, max_tokens=4), "min_tokens 5 is not from 0 to max_tokens 4"),
     (dict(min_tokens=-1), "min_tokens -1"),
     (dict(temperature=-1.0), "temperature -1.0 is not from 0 to 1000000; 0 is greedy"),
@@ -349,6 +349,10 @@ def test_params_are_equal_and_hash_by_value():
     (dict(stop=[""]), "a stop string is empty"),
     (dict(stop=["x"] * 65), "there are 65 stop strings; give at most 64"),
     (dict(logprobs=-1), "logprobs -1 is below 0"),
+    (dict(prompt_logprobs=-1), "prompt_logprobs -1 is below 0"),
+    (dict(prompt_logprobs=1001), "prompt_logprobs 1001 exceeds 1000"),
+    (dict(prompt_logprobs=1, beam_width=2), "prompt_logprobs 1 does not go with beam_width 2"),
+    (dict(max_tokens=0, beam_width=2), "max_tokens 0 does not go with beam_width 2"),
 ])
 def test_values_out_of_range_are_refused_in_one_sentence(arguments, match):
     with pytest.raises(llmc.LlmcError, match=match) as refusal:

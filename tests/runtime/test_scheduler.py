@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.runtime.decoding.beam_search import Candidates
+from llmc.runtime.decoding.sampling import Logprobs
+from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.scheduler import HEAD_START, Scheduler, Sequence
 from llmc.runtime.step import LAST, Limits, Sampled, SamplingState
 
@@ -24,6 +26,10 @@ def digest(before, token):
 
 def choice(history, rank=0):
     return (history[0] + 7 * rank) % VOCAB
+
+
+def score(history, target):
+    return Logprobs(-float(digest(history, target)[0]), ())
 
 
 class Histories:
@@ -47,7 +53,8 @@ class Histories:
                 self.cells[new, row] = self.cells.get((old, row))
         for slot in step.admit:
             self.last.pop(slot, None)
-        written, ends = set(), []
+        written, ends, histories = set(), [], []
+        assert len(step.scored) <= self.limits.max_scored
         for index, slot in enumerate(step.slots.tolist()):
             table, past = step.block_tables[index].tolist(), int(step.past_lens[index])
 
@@ -62,6 +69,7 @@ class Histories:
                 assert cell(position) not in written
                 written.add(cell(position))
                 self.cells[cell(position)] = history
+                histories.append(history)
             ends.append(history)
         tokens = []
         for index in step.sample.tolist():
@@ -74,7 +82,10 @@ class Histories:
                           for index in step.sample]),
                 np.array([[ends[index][1]] * step.candidates for index in step.sample], float))
         self.tickets += 1
-        self.made[self.tickets] = Sampled(np.array(tokens), [None] * len(tokens), candidates)
+        scored = [score(histories[row], target) for row, target in zip(
+            step.scored.rows.tolist(), step.scored.targets.tolist(), strict=True)]
+        self.made[self.tickets] = Sampled(np.array(tokens), [None] * len(tokens), candidates,
+                                          scored=scored)
         return self.tickets
 
 
@@ -88,7 +99,16 @@ class Wish:
     aborts: int | None
     stalls: range
     tenant: str | None = None
+    scores: PromptScores | None = None
     got: list = field(default_factory=list)
+
+    def prompt_alone(self):
+        """What its prompt's log-probabilities should be."""
+        history, made = b"", [None]
+        for token, target in zip(self.prompt, self.prompt[1:], strict=False):
+            history = digest(history, token)
+            made.append(score(history, target))
+        return tuple(made)
 
     def alone(self):
         """What it should get."""
@@ -142,7 +162,7 @@ def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda 
     def sequence(wish):
         made = Sequence(id(wish), wish.prompt, wish.count, lambda tokens: restart(wish, tokens),
                         width=wish.width, candidates=2 if wish.width > 1 else 0,
-                        stalled=lambda: now in wish.stalls)
+                        stalled=lambda: now in wish.stalls, scores=wish.scores)
         owners[made] = wish
         return made
 
@@ -181,6 +201,8 @@ def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda 
             ticket, scheduled = under_way.popleft()
             for own, chosen in scheduled.read(engine.made.pop(ticket)):
                 wish = owners[own]
+                if wish.scores is not None:
+                    assert wish.scores.result() == wish.prompt_alone()
                 if wish.width > 1:
                     found = chosen.candidates
                     if len(found.tokens) < wish.width:
@@ -216,12 +238,16 @@ WISHES = st.lists(st.builds(
 
 
 @settings(deadline=None, max_examples=400)
-@given(wishes=WISHES, blocks=st.integers(3, 30), size=st.sampled_from([1, 2, 4, 8]),
+@given(wishes=WISHES, scored=st.lists(st.booleans(), min_size=10, max_size=10),
+       max_scored=st.integers(1, 6), blocks=st.integers(3, 30), size=st.sampled_from([1, 2, 4, 8]),
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
        reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans())
-def test_tokens_do_not_depend_on_company(wishes, blocks, size, slots, budget, depth, reuse,
-                                         longest_first, together):
-    limits = Limits(blocks, size, max(budget, slots), slots, 512, depth, longest_first)
+def test_tokens_do_not_depend_on_company(wishes, scored, max_scored, blocks, size, slots, budget,
+                                         depth, reuse, longest_first, together):
+    limits = Limits(blocks, size, max(budget, slots), slots, 512, depth, max_scored, longest_first)
+    for wish, wants in zip(wishes, scored, strict=False):
+        if wants and wish.width == 1:
+            wish.scores = PromptScores(wish.prompt, 0)
     expected = {wish: wish.alone() for wish in wishes}
     run(wishes, limits, budget, depth, reuse, together)
     for wish in wishes:

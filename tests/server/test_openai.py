@@ -201,7 +201,7 @@ def test_beam_search_gives_all_beams_best_first(client, llm):
 
 
 def test_what_is_not_served_is_refused_by_name(client):
-    for name, value in (("echo", True), ("suffix", "x"), ("best_of", 4), ("prompt_logprobs", 1)):
+    for name, value in (("suffix", "x"), ("best_of", 4), ("truncate_prompt_tokens", 1)):
         with pytest.raises(openai.BadRequestError, match=f"{name} is not served") as caught:
             client.completions.create(model="tiny", prompt="the", extra_body={name: value})
         assert caught.value.param == name
@@ -213,7 +213,7 @@ def test_what_is_not_served_is_refused_by_name(client):
 
 @pytest.mark.parametrize(("given", "said"), [
     (dict(temperature=-1), "temperature -1.0 is "), (dict(top_p=3), "top_p 3.0 is not"),
-    (dict(max_tokens=0), "max_tokens 0 is below 1"), (dict(logprobs=50), "more than 20"),
+    (dict(max_tokens=-1), "max_tokens -1 is below 0"), (dict(logprobs=50), "more than 20"),
     (dict(prompt=[5000]), "5000 is not in the vocabulary of 300"), (dict(prompt=""), "is empty"),
     (dict(prompt=[]), "there is no prompt"), (dict(prompt=[5] * 100), "prompt has 100 tokens"),
     (dict(n=1000), "n: Input should be less than or equal to 128"),

@@ -151,11 +151,11 @@ def test_throughput_and_cache_are_shown(page):
 
 
 def test_an_error_is_shown_as_text(page):
-    page.fill("#max_tokens", "0")
+    page.fill("#max_tokens", "-1")
     page.eval_on_selector("#form", "own => own.noValidate = true")
     say(page, "<b>the</b>")
     page.wait_for_selector(".error")
-    assert "max_tokens 0 is below 1" in page.text_content(".error")
+    assert "max_tokens -1 is below 0" in page.text_content(".error")
     assert page.query_selector(".user b") is None
     page.route("**/v1/chat/completions", lambda route: route.abort())
     say(page, "the")
