@@ -78,6 +78,10 @@ class OfLLM(TemplateLM):
     def eot_token_id(self):
         return self._llm.manifest.tokenizer.eos_token_ids[0]
 
+    @property
+    def prefix_token_id(self):
+        return self._llm.manifest.tokenizer.bos_token_id
+
     def tok_encode(self, string, **_):
         return self._llm.tokenize(string, add_special_tokens=False)
 
@@ -90,7 +94,7 @@ class OfLLM(TemplateLM):
                 for own, (_, _, continuation) in zip(completions, requests, strict=True)]
 
     def loglikelihood_rolling(self, requests, **_):
-        pairs = [((), [self.eot_token_id], self.tok_encode(request.args[0]))
+        pairs = [((), [self.prefix_token_id], self.tok_encode(request.args[0]))
                  for request in requests]
         return [value for value, _ in self._loglikelihood_tokens(pairs)]
 
