@@ -13,13 +13,17 @@ from pathlib import Path
 import openai
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """A process of `vllm serve`, ready; `process` are arguments of `Popen`."""
 
     def __init__(self, case_dir, log, *options, **process):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
