@@ -30,8 +30,7 @@ class Server:
                 [Path(sys.executable).with_name("vllm"), "serve", str(case_dir), "--port",
                  str(self.port), "--host", "127.0.0.1", "--served-model-name", "smollm2",
                  "--shutdown-timeout", "10", *options],
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                **process)
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **process)
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
         try:
@@ -41,7 +40,7 @@ class Server:
             raise
 
     def _wait(self):
-        end = time.monotonic() + 300
+        end = time.monotonic() + 600
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
