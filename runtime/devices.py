@@ -27,14 +27,15 @@ class Placement:
     pinned: bool
 
 
-def place(manifest: Manifest, wish: Sequence[int] | None, gpus: int | None = None) -> \
-        list[list[Placement]]:
+def place(manifest: Manifest, wish: Sequence[int] | None, gpus: int | None = None,
+          num_ranks: int | None = None) -> list[list[Placement]]:
     """For each replica, where each rank runs.
 
     Args:
         wish: devices as the user lists them, a multiple of tp_size. None for one replica on all
             cores, or on those of the visible devices.
         gpus: how many there are, where devices are GPUs; their ranks may use all cores.
+        num_ranks: ranks of the replica on this host, where `wish` is None; None: all.
 
     Raises:
         LlmcError: a device is listed twice or does not exist, the list does not make whole allowed
@@ -49,13 +50,15 @@ def place(manifest: Manifest, wish: Sequence[int] | None, gpus: int | None = Non
         return [[Placement(visible[number], owned[visible[number]], gpus is None)
                  for number in group]
                 for group in _groups(manifest, list(wish), len(visible))]
-    if len(visible) < manifest.tp_size:
-        raise LlmcError(f"{len(visible)} devices are visible, the model has {manifest.tp_size} "
-                        f"chips; widen LLMC_VISIBLE_DEVICES")
+    if num_ranks is None:
+        num_ranks = manifest.tp_size
+    if len(visible) < num_ranks:
+        raise LlmcError(f"{len(visible)} devices are visible, the model has {num_ranks} chips; "
+                        f"widen LLMC_VISIBLE_DEVICES")
     restricted = len(visible) < count and gpus is None
     cores = sorted({core for share in owned.values() for core in share}) if restricted else allowed
-    return [[Placement(visible[rank], _share(cores, rank, manifest.tp_size), restricted)
-             for rank in range(manifest.tp_size)]]
+    return [[Placement(visible[index], _share(cores, index, num_ranks), restricted)
+             for index in range(num_ranks)]]
 
 
 def pin(placement: Placement) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -817,17 +817,23 @@ def hash_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = True) -> None:
+def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = True,
+                 ranks: Collection[int] | None = None) -> None:
     """Check that every listed file is there, has its size and, if asked, its SHA-256, that no other
     file is read, and that the weight files hold what the manifest says of them.
+
+    Args:
+        ranks: check only the files that these ranks and the tokenizer read; None: all files. A
+            host needs the chip directories of its own ranks only.
 
     Raises:
         LlmcError: naming the first file that is missing, truncated, changed, not a regular file or
             not listed, or what its weights do not fit.
     """
     root = Path(case_dir)
-    check_files(manifest, root)
-    for entry in manifest.files:
+    ranks = range(manifest.tp_size) if ranks is None else sorted(set(ranks))
+    check_files(manifest, root, ranks)
+    for entry in _entries(manifest, ranks):
         path = root / entry.path
         again = "; compile the model again, or copy the case directory again"
         try:
@@ -840,18 +846,21 @@ def verify_files(manifest: Manifest, case_dir: str | Path, *, hashes: bool = Tru
         if changed:
             raise LlmcError(f"'{path}' has changed since it was compiled: its SHA-256 is not the "
                             f"one in {MANIFEST_NAME}{again}")
-    _check_weights(manifest, root)
+    _check_weights(manifest, root, ranks)
 
 
-def check_files(manifest: Manifest, case_dir: Path) -> None:
+def check_files(manifest: Manifest, case_dir: Path, ranks: Collection[int] | None = None) -> None:
     """Check that every listed file is a regular one inside the case directory, and that the files
     that are read where they are present are listed.
+
+    Args:
+        ranks: see `verify_files`.
 
     Raises:
         LlmcError: naming the first file that is missing, reached through a symbolic link, not a
             regular file, or not listed.
     """
-    for entry in manifest.files:
+    for entry in _entries(manifest, range(manifest.tp_size) if ranks is None else ranks):
         check_case_file(case_dir, entry.path)
     listed = {entry.path for entry in manifest.files}
     own = manifest.tokenizer
@@ -867,12 +876,24 @@ def check_files(manifest: Manifest, case_dir: Path) -> None:
                             f"compile the model again")
 
 
-def _check_weights(manifest: Manifest, root: Path) -> None:
-    """Hold the weight files against the dims: an embedding has hidden_size columns, and the chips
-    together a row for each token.
+def _entries(manifest: Manifest, ranks: Collection[int]) -> list[FileEntry]:
+    """Files outside the directories of other ranks than these."""
+    owners = {chip.path: chip.rank for chip in manifest.chips}
+
+    def is_read(entry: FileEntry) -> bool:
+        folders = map(str, PurePosixPath(entry.path).parents)
+        owner = next((owners[folder] for folder in folders if folder in owners), None)
+        return owner is None or owner in ranks
+
+    return list(filter(is_read, manifest.files))
+
+
+def _check_weights(manifest: Manifest, root: Path, ranks: Collection[int]) -> None:
+    """Check the weight files of these ranks against the dims: an embedding has hidden_size columns,
+    and the ranks together their share of a row for each token.
     """
     headers = []
-    for chip in manifest.chips:
+    for chip in (manifest.chips[rank] for rank in ranks):
         header = read_weight_header(root / chip.path / WEIGHTS_NAME)
         headers.append({name: weight.shape if name not in chip.quantization else
                         (weight.shape[0], weight.shape[-1] * _per_byte(chip.quantization[name]))
@@ -881,12 +902,20 @@ def _check_weights(manifest: Manifest, root: Path) -> None:
         if held != chip.weight_bytes:
             raise LlmcError(f"'{root / chip.path / WEIGHTS_NAME}' has {held} bytes of weights, "
                             f"{MANIFEST_NAME} says {chip.weight_bytes}; compile the model again")
+    if not headers:
+        return
+
+    def rows(vocab_size: int) -> int:
+        """Rows that these ranks have at least: shares of a vocabulary differ by one at most."""
+        some = len(headers) < manifest.tp_size
+        return len(headers) * (vocab_size // manifest.tp_size) if some else vocab_size
+
     dims, encoder = manifest.dims, manifest.encoder
-    if not _has_table(headers, dims.vocab_size, dims.hidden_size):
+    if not _has_table(headers, rows(dims.vocab_size), dims.hidden_size):
         raise LlmcError(f"no weight under '{root}' has a row of hidden_size {dims.hidden_size} for "
                         f"each token of vocab_size {dims.vocab_size}, as {MANIFEST_NAME} says; "
                         f"compile the model again")
-    if encoder is not None and not _has_table(headers, encoder.vocab_size):
+    if encoder is not None and not _has_table(headers, rows(encoder.vocab_size)):
         raise LlmcError(f"no weight under '{root}' has a row for each token of the encoder's "
                         f"vocab_size {encoder.vocab_size}, as {MANIFEST_NAME} says; compile the "
                         f"model again")

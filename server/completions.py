@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from llmc.runtime.request import Piece
 from llmc.server.answer import Choices, Object, finite
@@ -12,6 +12,7 @@ from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model, check_choices
 from llmc.server.prompt_logprobs import by_token_id, check_values, echoed
 from llmc.server.protocol import CompletionRequest
+from llmc.server.token_names import token_names
 
 _MAX_TOKENS = 16  # where a client does not say, as OpenAI has it
 
@@ -106,21 +107,3 @@ class CompletionAnswer(Choices):
             made["text_offset"].append(self._lengths[index])
             self._lengths[index] += len(piece.text)
         return made
-
-
-def token_names(tokens: Sequence[int], read_bytes: Callable[[int], bytes]) -> dict[int, str]:
-    """A distinct name for each token id: its text, or `bytes:…` where its bytes are no whole
-    characters, as OpenAI writes it; or its id where an earlier token has that name.
-    """
-    names: dict[str, int] = {}
-    for token in dict.fromkeys(tokens):
-        name = _name(read_bytes(token))
-        names[name if name and name not in names else f"token_id:{token}"] = token
-    return {token: name for name, token in names.items()}
-
-
-def _name(made: bytes) -> str:
-    try:
-        return made.decode()
-    except UnicodeDecodeError:
-        return f"bytes:{made.decode(errors='backslashreplace')}"

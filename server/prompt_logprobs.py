@@ -10,11 +10,12 @@ from typing import Any
 
 from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.decoding.stopping import TextStream
+from llmc.server.answer import finite
 from llmc.server.errors import ApiError
 from llmc.server.model import Model
+from llmc.server.token_names import token_names
 
 MAX_VALUES = 2**18  # log-probabilities of a request's prompts, each of which is about 100 bytes
-_LEAST = -9999.0  # for -inf, which JSON lacks; as vLLM has it
 PromptLogprobs = Sequence[Logprobs | None]
 
 
@@ -37,7 +38,7 @@ def by_token_id(model: Model, prompt: Sequence[int], made: PromptLogprobs) -> \
             continue
         ranked = [(token, own.chosen, own.rank),
                   *((other, value, rank) for rank, (other, value) in enumerate(own.top, 1))]
-        found.append({str(other): {"logprob": max(value, _LEAST), "rank": rank,
+        found.append({str(other): {"logprob": finite(value), "rank": rank,
                                    "decoded_token": model.token_text(other)}
                       for other, value, rank in ranked})
     return found
@@ -51,25 +52,16 @@ def echoed(model: Model, prompt: Sequence[int], made: PromptLogprobs, text: str,
     for token, own, offset in zip(prompt, made, _offsets(model, prompt, show_special_tokens),
                                   strict=True):
         ranked = () if own is None else own.top
-        names = _names(model, [*(other for other, _ in ranked), token])
+        names = token_names([*(other for other, _ in ranked), token], model.token_bytes)
         top: dict[str, float] | None = None
         if own is not None and ranked:
-            top = {names[other]: max(value, _LEAST) for other, value in ranked}
-            top[names[token]] = max(own.chosen, _LEAST)
+            top = {names[other]: finite(value) for other, value in ranked}
+            top[names[token]] = finite(own.chosen)
         logprobs["tokens"].append(names[token])
-        logprobs["token_logprobs"].append(None if own is None else max(own.chosen, _LEAST))
+        logprobs["token_logprobs"].append(None if own is None else finite(own.chosen))
         logprobs["top_logprobs"].append(top)
         logprobs["text_offset"].append(min(offset, len(text)))
     return logprobs
-
-
-def _names(model: Model, tokens: Sequence[int]) -> dict[int, str]:
-    """Distinct names of tokens: their texts, or ids where an earlier one has that text."""
-    names: dict[str, int] = {}
-    for token in dict.fromkeys(tokens):
-        text = model.token_text(token)
-        names[text if text and text not in names else f"token_id:{token}"] = token
-    return {token: name for name, token in names.items()}
 
 
 def _offsets(model: Model, prompt: Sequence[int], show_special_tokens: bool) -> Iterator[int]:

@@ -34,6 +34,12 @@ def test_without_a_wish_one_replica_shares_all_cores_unpinned(manifest):
     assert {core for p in replica for core in p.cores} <= os.sched_getaffinity(0)
 
 
+def test_a_rank_that_is_alone_on_its_host_has_all_cores(manifest):
+    (alone,), = place(manifest, None, num_ranks=1)
+    assert set(alone.cores) == os.sched_getaffinity(0)
+    assert not alone.pinned
+
+
 @pytest.mark.parametrize(("wish", "match"), [
     ([0, 0], r"device 0 is listed twice in \[0, 0\]; allowed groups: \[0, 1\], \[2, 3\]"),
     ([0], "1 devices cannot run a model of 2 chips"),

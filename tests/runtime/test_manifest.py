@@ -17,7 +17,7 @@ import llmc
 from llmc.compiler.passes.tensor_parallel import share_heads
 from llmc.plugins import registry
 from llmc.runtime.inspection import summarize
-from llmc.runtime.manifest import covers, hash_file, read_manifest
+from llmc.runtime.manifest import covers, hash_file, read_manifest, verify_files
 
 MANIFEST = "model_info.json"
 
@@ -91,6 +91,42 @@ def test_a_flipped_bit(broken_case):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     refused(broken_case, "chip0/weights.safetensors' has changed since it was compiled")
+
+
+def test_a_host_needs_the_files_of_its_own_ranks_only(broken_case):
+    manifest = read_manifest(broken_case)
+    shutil.rmtree(broken_case / "chip1")
+    verify_files(manifest, broken_case, ranks=[0])
+    verify_files(manifest, broken_case, ranks=[])
+    with pytest.raises(llmc.LlmcError, match="chip1/.* is missing"):
+        verify_files(manifest, broken_case, ranks=[1])
+    with pytest.raises(llmc.LlmcError, match="chip1/.* is missing"):
+        verify_files(manifest, broken_case)
+
+
+@pytest.mark.parametrize("file", ["chip0/weights.safetensors", "tokenizer/tokenizer.json"])
+def test_a_flipped_bit_in_what_one_rank_reads(broken_case, file):
+    path = broken_case / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(llmc.LlmcError, match=f"{file}' has changed since it was compiled"):
+        verify_files(read_manifest(broken_case), broken_case, ranks=[0])
+
+
+@pytest.mark.parametrize("dim", ["hidden_size", "vocab_size"])
+def test_one_rank_s_weights_that_do_not_fit_the_dims(broken_case, dim):
+    def double(data):
+        data["dims"][dim] *= 2
+        data["dims"]["padded_vocab_size"] *= 2
+        for chip in data["chips"]:
+            for tensor in chip["outputs"]:
+                if tensor["name"] == "logits":
+                    tensor["shape"][1] *= 2
+
+    edit(broken_case, double)
+    with pytest.raises(llmc.LlmcError, match="no weight under .* has a row of hidden_size"):
+        verify_files(read_manifest(broken_case), broken_case, ranks=[1])
 
 
 def test_an_unknown_field(broken_case):

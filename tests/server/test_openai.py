@@ -8,7 +8,7 @@ import pytest
 from server_process import serving
 
 import llmc
-from llmc.server.completions import token_names
+from llmc.server.token_names import token_names
 
 pytestmark = pytest.mark.usefixtures("decisive")
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox"}]

@@ -1,71 +1,15 @@
 """`vllm serve CASE_DIR`: a process, and the `openai` package's client of it."""
 
 import json
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
 from server_process import until
 from vllm_cases import case, own
+from vllm_server import Server
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-class Server:
-    """A process of `vllm serve`, ready."""
-
-    def __init__(self, case_dir, log, *options):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.log = log
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [Path(sys.executable).with_name("vllm"), "serve", str(case_dir), "--port",
-                 str(self.port), "--host", "127.0.0.1", "--served-model-name", "smollm2",
-                 "--shutdown-timeout", "10", *options],
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-        try:
-            self._wait()
-        except BaseException:
-            self.kill()
-            raise
-
-    def _wait(self):
-        end = time.monotonic() + 180
-        while time.monotonic() < end:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                self.get("/health")
-            except OSError:
-                time.sleep(0.2)
-            else:
-                return
-        raise AssertionError(self.log.read_text()[-3000:])
-
-    def get(self, path):
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
-            return response.read().decode()
-
-    def metric(self, name):
-        found = re.search(rf"^{name}{{.*}} (.*)$", self.get("/metrics"), re.MULTILINE)
-        return float(found[1])
-
-    def kill(self):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +78,7 @@ def test_replicas_share_the_work(tmp_path):
         with ThreadPoolExecutor(4) as callers:
             texts = {answer.choices[0].message.content
                      for answer in callers.map(lambda _: chat(made), range(4))}
-        counts = [float(line.split()[-1]) for line in made.get("/metrics").splitlines()
-                  if line.startswith("vllm:generation_tokens_total")]
+        counts = made.generated_tokens()
         assert len(texts) == 1 and len(counts) == 2 and min(counts) > 0
     finally:
         made.kill()

@@ -45,10 +45,14 @@ def _with_options(create_engine_config: Any) -> Any:
     """Complete the options of a case directory, before anything is made of them."""
     @functools.wraps(create_engine_config)
     def create(self: Any, *arguments: Any, **named: Any) -> Any:
-        if is_case_dir(self.model):
-            check_release()
-            options.complete(self, Path(self.model).absolute())
-        return create_engine_config(self, *arguments, **named)
+        if not is_case_dir(self.model):
+            return create_engine_config(self, *arguments, **named)
+        check_release()
+        case_dir = Path(self.model).absolute()
+        manifest = options.complete(self, case_dir)
+        config = create_engine_config(self, *arguments, **named)
+        options.check_ranks(config.parallel_config, manifest, case_dir)
+        return config
 
     return create
 

@@ -6,22 +6,41 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llmc.runtime.manifest import MANIFEST_NAME, Manifest, check_files
+from llmc.errors import LlmcError
+from llmc.runtime.manifest import MANIFEST_NAME, Manifest, check_files, hash_file, read_manifest
 
 MODEL_TYPE = "llmc"
 ARCHITECTURE = "LlmcForCausalLM"
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-CASE_DIR = "llmc_case_dir"  # what it says beside what vLLM asks of any model
+# What it says beside what vLLM asks of any model.
+CASE_DIR = "llmc_case_dir"
+MANIFEST_SHA256 = "llmc_manifest_sha256"
 
 
 def is_case_dir(path: object) -> bool:
     """Whether `llmc compile` made this."""
     return isinstance(path, str | os.PathLike) and Path(path, MANIFEST_NAME).is_file()
+
+
+def read_copy(config: Any) -> tuple[Path, Manifest]:
+    """The case directory that a config.json names, as it is on this host, and its manifest.
+
+    Raises:
+        LlmcError: it is missing or broken, or of another compilation than on vLLM's first host.
+    """
+    case_dir = Path(getattr(config, CASE_DIR))
+    manifest = read_manifest(case_dir)
+    path = case_dir / MANIFEST_NAME
+    if hash_file(path) != getattr(config, MANIFEST_SHA256):
+        raise LlmcError(f"'{path}' on host '{socket.gethostname()}' differs from the one that vLLM "
+                        f"was started with; copy the case directory to this host again")
+    return case_dir, manifest
 
 
 def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
@@ -33,7 +52,7 @@ def view(case_dir: Path, manifest: Manifest, root: Path) -> Path:
         written[GENERATION_CONFIG_NAME] = json.dumps(
             {"do_sample": bool(manifest.sampling.temperature),
              **manifest.sampling.model_dump(exclude_defaults=True)}, indent=2, sort_keys=True)
-    check_files(manifest, case_dir)
+    check_files(manifest, case_dir, ranks=())
     folder = case_dir / (manifest.tokenizer.path or "")
     files = sorted(case_dir / entry.path for entry in manifest.files
                    if manifest.tokenizer.path and manifest.tokenizer.path in
@@ -73,4 +92,4 @@ def describe(case_dir: Path, manifest: Manifest) -> dict[str, Any]:
         "head_dim": dims.head_dim, "vocab_size": dims.vocab_size,
         "max_position_embeddings": dims.max_seq_len, "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        CASE_DIR: str(case_dir)}
+        CASE_DIR: str(case_dir), MANIFEST_SHA256: hash_file(case_dir / MANIFEST_NAME)}

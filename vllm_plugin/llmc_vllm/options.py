@@ -25,8 +25,9 @@ _REFUSED = (
     "enable_trace_replay", "logits_processors", "logprobs_mode", "attention_backend")
 
 
-def complete(args: Any, case_dir: Path) -> None:
-    """Fill in what a case directory decides of `vllm.EngineArgs`.
+def complete(args: Any, case_dir: Path) -> Manifest:
+    """Fill in what a case directory decides of `vllm.EngineArgs`; the files of its chips are left
+    to `check_ranks`.
 
     Raises:
         LlmcError: it is broken or newer, or an option is not for it.
@@ -34,7 +35,7 @@ def complete(args: Any, case_dir: Path) -> None:
     from vllm import envs
 
     manifest = read_manifest(case_dir)
-    verify_files(manifest, case_dir, hashes=True)
+    verify_files(manifest, case_dir, ranks=())
     _check(args, manifest)
     args.served_model_name = args.served_model_name or args.model
     args.model = str(view(case_dir, manifest, Path(envs.VLLM_CACHE_ROOT, "llmc")))
@@ -49,6 +50,30 @@ def complete(args: Any, case_dir: Path) -> None:
     limit = manifest.target.max_batch_size
     if args.max_num_seqs is None and (manifest.target.kind == "cpu" or limit):
         args.max_num_seqs = min(limit or _MAX_NUM_SEQS, _MAX_NUM_SEQS)
+    return manifest
+
+
+def spans_hosts(parallel: Any) -> bool:
+    """Whether ranks of a replica may run on several hosts, by vLLM's ParallelConfig. Each worker
+    then verifies its own chip directory, as no host needs all of them.
+    """
+    return bool(parallel.use_ray or parallel.nnodes_within_dp > 1)
+
+
+def check_ranks(parallel: Any, manifest: Manifest, case_dir: Path) -> None:
+    """Check how vLLM runs the ranks, by its ParallelConfig, and the files of those that only this
+    host can run.
+
+    Raises:
+        LlmcError: a chip directory is broken, or vLLM's older executor for Ray is chosen.
+    """
+    from vllm import envs
+
+    if not spans_hosts(parallel):
+        verify_files(manifest, case_dir)
+    elif parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise LlmcError("VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, which selects an executor that "
+                        "runs vLLM's own workers only; unset it")
 
 
 def _check(args: Any, manifest: Manifest) -> None:

@@ -22,6 +22,7 @@ class LlmcPlatform(Platform):
     dispatch_key = "CPU"
     simple_compile_backend = "eager"
     dist_backend = "gloo"
+    ray_device_key = "CPU"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -33,6 +34,11 @@ class LlmcPlatform(Platform):
         if model is not None and vllm_config.parallel_config.worker_cls == "auto":
             raise LlmcError(f"vLLM knows no device of this machine that could run '{model.model}'; "
                             f"llmc-vllm runs what `llmc compile` made, and nothing else")
+        parallel = vllm_config.parallel_config
+        if parallel.distributed_executor_backend == "ray":
+            from llmc_vllm.ray_executor import CpuRayExecutor
+
+            parallel.distributed_executor_backend = CpuRayExecutor
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

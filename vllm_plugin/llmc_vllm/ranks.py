@@ -74,13 +74,22 @@ def load_rank(manifest: Manifest, case_dir: Path, rank: int, device: int, room: 
     return engine
 
 
+def _ranks_on_this_host(group: torch.distributed.ProcessGroup) -> list[int]:
+    """Ranks of a gloo group whose processes run on this host, in order."""
+    own = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    hosts = [""] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(hosts, own, group=group)
+    return [rank for rank, host in enumerate(hosts) if host == own]
+
+
 class CpuRank:
     """See `Rank`. Its ONNX Runtime is loaded with the KV cache."""
 
     def __init__(self, manifest: Manifest, case_dir: Path, rank: int, room: Room,
                  group: torch.distributed.ProcessGroup) -> None:
         self._manifest, self._case_dir, self._rank = manifest, case_dir, rank
-        self._placement = place(manifest, None)[0][rank]
+        here = _ranks_on_this_host(group)
+        self._placement = place(manifest, None, num_ranks=len(here))[0][here.index(rank)]
         self._communicator = ProcessCommunicator(manifest.tp_size, group)
         self.limits = cpu_limits(manifest, room)
         self._engine: HostSampling | None = None

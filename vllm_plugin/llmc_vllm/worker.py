@@ -14,6 +14,8 @@ from vllm.distributed import (
     get_tp_group,
     init_distributed_environment,
 )
+from vllm.platforms import current_platform
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import (
@@ -24,15 +26,36 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from llmc.runtime.manifest import read_manifest
+from llmc.runtime.manifest import verify_files
 from llmc.runtime.replica import Room
 from llmc.runtime.step import Step
-from llmc_vllm.model import CASE_DIR
+from llmc_vllm.model import read_copy, view
+from llmc_vllm.options import spans_hosts
 from llmc_vllm.parameters import sampler
 from llmc_vllm.ranks import Rank, block_bytes, load_rank
 from llmc_vllm.sequences import Part, Pending, Sequences, TokenLogprobs, with_grammar
 
 _CACHE = "llmc.kv_cache"  # of all layers of a rank, as one
+
+
+def visible_gpu(parallel: Any, local_rank: int) -> int:
+    """Index of a rank's GPU among those that its process sees, as in vLLM's own GPU worker.
+
+    Args:
+        parallel: vLLM's ParallelConfig.
+        local_rank: the rank among those of its replica on this host.
+    """
+    device = local_rank
+    if parallel.distributed_executor_backend != "external_launcher" and \
+            parallel.data_parallel_backend != "ray" and not spans_hosts(parallel):
+        replica = parallel.data_parallel_rank_local  # of those on this host
+        if replica is None:
+            replica = parallel.data_parallel_index
+        device += replica * parallel.world_size
+    if parallel.assigned_physical_gpu_ids is not None:
+        set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
+    index: int = current_platform.logical_device_id_to_visible_device_id(device)
+    return index
 
 
 class LlmcWorker(WorkerBase):
@@ -51,11 +74,6 @@ class LlmcWorker(WorkerBase):
 
     def init_device(self) -> None:
         parallel = self.parallel_config
-        replica = parallel.data_parallel_rank_local  # of those on this machine
-        if replica is None:
-            replica = parallel.data_parallel_index
-        shown_own = parallel.distributed_executor_backend in ("ray", "external_launcher")
-        self._device = self.local_rank + (0 if shown_own else replica * parallel.world_size)
         self.device = torch.device("cpu")
         init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method,
                                      self.local_rank, "gloo")
@@ -64,15 +82,22 @@ class LlmcWorker(WorkerBase):
         set_random_seed(self.model_config.seed)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        case_dir = Path(getattr(self.model_config.hf_config, CASE_DIR))
-        self._manifest = read_manifest(case_dir)
-        cache, scheduling = self.cache_config, self.scheduler_config
+        case_dir, self._manifest = read_copy(self.model_config.hf_config)
+        parallel, cache, scheduling = (self.parallel_config, self.cache_config,
+                                       self.scheduler_config)
+        if spans_hosts(parallel):
+            verify_files(self._manifest, case_dir, ranks=[self.rank])
+        if parallel.data_parallel_backend == "ray":
+            # The replica's engine, on this host or that of another rank, reads the tokenizer.
+            view(case_dir, self._manifest, Path(self.model_config.model).parent)
+        device = 0 if self._manifest.target.kind == "cpu" else \
+            visible_gpu(parallel, self.local_rank)
         self._block_bytes = block_bytes(self._manifest, cache.block_size)
         wish = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override:
             wish = cache.num_gpu_blocks_override * self._block_bytes
         self._rank = load_rank(
-            self._manifest, case_dir, self.rank, self._device, Room(
+            self._manifest, case_dir, self.rank, device, Room(
                 scheduling.max_num_seqs,
                 max(scheduling.max_num_batched_tokens, scheduling.max_num_seqs), cache.block_size,
                 wish and wish // self._block_bytes * cache.block_size,
