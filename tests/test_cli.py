@@ -510,11 +510,11 @@ def test_errors_come_without_the_inference_info(case_tp1):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "nowhere", "--prompt", "a", "--json"], "nowhere"),
-    (["run", "nowhere", "--json", "--top_p", "0"], "top_p 0.0 is not above 0"),
+    (["run", "CASE", "--json", "--prompt", "a", "--top_p", "0"], "top_p 0.0 is not above 0"),
     (["inspect", "--json", "--wrong"], "No such option"),
     (["compile", "--json"], "Missing argument 'MODEL'")])
-def test_errors_of_json_output_are_json_on_stderr(arguments, message):
-    result = run(*arguments)
+def test_errors_of_json_output_are_json_on_stderr(arguments, message, case_tp1):
+    result = run(*(case_tp1 if own == "CASE" else own for own in arguments))
     error = json.loads(result.stderr)
     assert result.stdout == "" and result.exit_code == error["exit_code"] == 2
     assert message in error["error"]

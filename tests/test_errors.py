@@ -31,5 +31,5 @@ def test_errors_cut_no_word_of_what_they_quote():
         SamplingParams(max_tokens=LONG)
     with pytest.raises(LlmcError, match=r"prompt 1 is {'a': 'the quick [a-z, ]+ …'}; give a list"):
         read_prompts(["a", {"a": LONG}])
-    words = str(_unreadable(LONG)).partition("(")[2].split()
+    words = str(_unreadable(LONG * 3)).partition("(")[2].split()
     assert words[-1] == "…)" and {*words[:-1]} <= {*LONG.replace(", ", " ").split(), "dog,"}

@@ -12,7 +12,7 @@ from llmc.memory import memory_errors
 
 
 @pytest.mark.parametrize(("command", "mebibytes"), [
-    (["run", "{case}", "--prompt", "a"], 200), (["run", "{case}", "--prompt", "a"], 450),
+    (["run", "{case}", "--prompt", "a"], 200),
     (["compile", "{hf}", "-o", "{out}"], 700)])
 def test_too_little_address_space_is_one_sentence(case_tp1, tiny_hf, tmp_path, command, mebibytes):
     places = {"case": case_tp1, "hf": tiny_hf, "out": tmp_path / "out"}

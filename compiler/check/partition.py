@@ -38,8 +38,13 @@ def lower_alike(raw: RawModel, manifest: Manifest, root: Path, options: Options)
         return divide(fused, options)
     first = None
     for together, whole_experts in _ways(manifest):
-        lowered = divide(fused, replace(options, columns_together=together,
-                                        expert_parallel=whole_experts))
+        try:
+            lowered = divide(fused, replace(options, columns_together=together,
+                                            expert_parallel=whole_experts))
+        except LlmcError:  # the model has no experts
+            if first is None:
+                raise
+            continue
         if all(_shapes_agree(graph, manifest, rank, root)
                for rank, graph in enumerate(lowered.graphs)):
             return lowered

@@ -224,7 +224,7 @@ def test_kinds_that_kernels_do_not_read_are_read_as_numbers_and_that_is_said(kin
         for nbytes in (1 << 30, 3000):
             found = np.concatenate(list(tensors[name].blocks(nbytes)))
             assert found.tobytes() == truth.astype(np.float32).tobytes(), name
-    note, = gguf_file._notes(read_header(path), tensors)
+    note, = gguf_file._notes(read_header(path), tensors, True)
     assert note == (f"15 weights among those in {kind} have no form that kernels read: they are "
                     f"read as float32, with its memory and speed")
 
