@@ -369,7 +369,8 @@ class Reader:
             source = array("i", ids)
             decoded = source if encoder is None else (encoder.decoder_start_token_id,)
             # The last token needs no position. A prompt beyond the cache is refused later.
-            limit = max(min(own.max_tokens, self.max_model_len - len(decoded) + 1), 1)
+            room = max(self.max_model_len - len(decoded) + 1, 1)
+            limit = min(own.max_tokens, room)
             requests.append(Request(index, decoded, source, decodings[id(own)], limit,
                                     self._forced_tokens(own, limit)))
         return requests
