@@ -108,8 +108,8 @@ def test_prompts_come_from_standard_input_where_none_is_given(case_tp2):
 def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
     settings = dict(max_tokens=6, min_tokens=2, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01,
                     typical_p=0.95, repetition_penalty=1.1, presence_penalty=0.1,
-                    frequency_penalty=0.2, seed=4, n=2, logprobs=1, end_id=5, beam_width=1,
-                    length_penalty=0.5, diversity_rate=0.1, early_stopping="never")
+                    frequency_penalty=0.2, seed=4, n=2, logprobs=1, prompt_logprobs=1, end_id=5,
+                    beam_width=1, length_penalty=0.5, diversity_rate=0.1, early_stopping="never")
     options = [part for name, value in settings.items() for part in (f"--{name}", value)]
     result = run("run", "--case_dir", case_tp2, "--prompt", "the", "--prompt", "fox", *options,
                  "--bad_words", "quick", "--logit_bias", "7=-inf", "--logit_bias", "9=1.5",

@@ -11,12 +11,8 @@ import llmc
 from llmc.memory import memory_errors
 
 
-@pytest.mark.parametrize(("command", "mebibytes"), [
-    (["run", "{case}", "--prompt", "a"], 200),
-    (["compile", "{hf}", "-o", "{out}"], 700)])
-def test_too_little_address_space_is_one_sentence(case_tp1, tiny_hf, tmp_path, command, mebibytes):
-    places = {"case": case_tp1, "hf": tiny_hf, "out": tmp_path / "out"}
-    arguments = [part.format(**places) for part in command]
+def test_too_little_address_space_is_one_sentence(case_tp1):
+    mebibytes, arguments = 200, ["run", str(case_tp1), "--prompt", "a"]
     done = subprocess.run(
         ["bash", "-c", f'ulimit -v {mebibytes * 1024}; exec "$@"', "-", sys.executable, "-m",
          "llmc.cli", *arguments], capture_output=True, text=True, timeout=300, check=False,
@@ -24,7 +20,6 @@ def test_too_little_address_space_is_one_sentence(case_tp1, tiny_hf, tmp_path, c
                           "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert "Traceback" not in done.stderr and done.returncode in (1, 2), done.stderr[-2000:]
     assert "there is too little memory to" in done.stderr.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("error", [
