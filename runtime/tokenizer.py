@@ -100,7 +100,7 @@ def named_end(directory: Path, tokenizer: Tokenizer, vocab_size: int) -> int | N
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none, or it is not an object.
+    """tokenizer_config.json; empty if it is absent or not an object.
 
     Raises:
         LlmcError: it cannot be read.
@@ -129,7 +129,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool)
 
 
 def min_tokens(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """A lower bound of a text's number of tokens, from its size alone: 0 where there is none.
+    """A lower bound of a text's number of tokens, from its size alone; 0 if unknown.
 
     There is one for BPE over bytes. Each byte of a text is then part of some token, but for those
     bytes that the vocabulary lacks, which are dropped.

@@ -182,7 +182,7 @@ class Gate:
 
     @staticmethod
     def of(limits: Limits, max_num_seqs: int) -> Gate:
-        """The gate of a server that decodes so many sequences at once."""
+        """The gate of a server that decodes up to `max_num_seqs` sequences at once."""
         most = max_num_seqs + limits.max_waiting
         part = max(most // max(len(limits.api_keys), 1), max_num_seqs)
         return Gate(most, limits.max_seqs_per_key or part)

@@ -135,17 +135,23 @@ class TextReader(ABC):
             EndOfText: no mark comes. All text has been yielded.
         """
         while True:
-            rest = self._rest()
-            found = min(((place, -len(mark), mark) for mark in marks
-                         if (place := rest.find(mark)) >= 0), default=None)
-            size = len(rest) if found is None else found[0]
-            if found is None and not self._ended:
-                size -= overlap(rest, marks)
+            size, mark = self._before(marks)
             if size:
                 yield self._take(size)
-            if found is not None:
-                return self._take(len(found[2]))
+            if mark is not None:
+                return self._take(len(mark))
             yield from self._more()
+
+    def _before(self, marks: tuple[str, ...]) -> tuple[int, str | None]:
+        """The number of characters before the first mark, and the mark. Without one, all
+        characters but those at the end that may begin a mark.
+        """
+        rest = self._rest()
+        found = min(((place, -len(mark), mark) for mark in marks
+                     if (place := rest.find(mark)) >= 0), default=None)
+        if found is not None:
+            return found[0], found[2]
+        return len(rest) - (0 if self._ended else overlap(rest, marks)), None
 
     def _until(self, *marks: str) -> Generator[None, None, tuple[str, str]]:
         """The whole text up to the first of some marks, and the mark, which is consumed."""

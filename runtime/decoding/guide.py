@@ -188,7 +188,7 @@ def _matcher(library: ModuleType, tokenizer: Any, grammar: str) -> Any:
 
 
 def _on_large_stack(work: Callable[[], Guide]) -> Guide:
-    """Run some work on a thread of its own, whose stack is larger than usual."""
+    """Run work on a separate thread with a large stack."""
     outcome: list[Guide | BaseException] = []
 
     def run() -> None:

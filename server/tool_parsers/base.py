@@ -13,7 +13,6 @@ from llmc.server.text_reader import (
     Reading,
     TextReader,
     emitted,
-    overlap,
     parsed_json,
 )
 
@@ -71,20 +70,15 @@ class ToolParser(TextReader):
             The mark, which is consumed. `_raw` has it, and the blanks.
         """
         while True:
-            rest = self._rest()
-            found = min(((place, -len(mark), mark) for mark in marks
-                         if (place := rest.find(mark)) >= 0), default=None)
-            size = len(rest) if found is None else found[0]
-            if found is None and not self._ended:
-                size -= overlap(rest, marks)
+            size, mark = self._before(marks)
             text = self._blanks + self._take(size)
             content = text.rstrip(BLANKS)
             self._blanks = text[len(content):]
             yield from self._content(content)
             self._raw = ""
-            if found is not None:
+            if mark is not None:
                 self._raw, self._blanks = self._blanks, ""
-                return self._take(len(found[2]))
+                return self._take(len(mark))
             yield from self._more()
 
     def _is_content(self) -> Reading[None]:
