@@ -437,12 +437,11 @@ class Reader:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what this model, or what it runs on, cannot do."""
-        if self.manifest.target.kind in PAGED and (params.logprobs or 0) > MAX_LOGPROBS:
-            raise LlmcError(f"logprobs {params.logprobs} exceeds {MAX_LOGPROBS}, the most where "
-                            f"GPUs choose the tokens; ask for fewer, or compile with --target cpu")
-        if self.manifest.target.kind in PAGED and params.prompt_logprobs is not None:
-            raise LlmcError(f"prompt_logprobs is not supported by target "
-                            f"{self.manifest.target.kind}; compile with --target cpu")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name) or 0
+            if self.manifest.target.kind in PAGED and count > MAX_LOGPROBS:
+                raise LlmcError(f"{name} {count} exceeds {MAX_LOGPROBS}, the most where GPUs "
+                                f"choose the tokens; ask for fewer, or compile with --target cpu")
         if self.manifest.encoder is not None and params.prompt_logprobs is not None:
             raise LlmcError(f"'{self.manifest.source.architecture}' is an encoder-decoder model, "
                             f"which gives its prompt no log-probabilities; leave prompt_logprobs "

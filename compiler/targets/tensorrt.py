@@ -42,7 +42,7 @@ from llmc.compiler.scratch import temporary_files
 from llmc.compiler.targets import Options, cuda, kernel_order
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
-from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_TOKENS
+from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED, MAX_TOKENS
 from llmc.runtime.engines.cuda import library_directories
 from llmc.runtime.engines.tensorrt import plugin_library
 from llmc.runtime.manifest import Chip, FileEntry, Target
@@ -181,7 +181,7 @@ def _profiles(inputs: Sequence[gs.Tensor], options: Options) -> list[dict[str, l
     some = min(8, rows)
     tokens = max(MAX_TOKENS, length, memory)
     sizes = [{"batch": (1, some, rows), "num_tokens": (1, min(1024, tokens), tokens),
-              "num_logits": (1, some, max(MAX_LOGITS, rows))},
+              "num_logits": (1, some, max(MAX_LOGITS, rows + MAX_SCORED))},
              dict.fromkeys(("batch", "num_tokens", "num_logits"), (1, some, rows))]
     profiles = []
     for named in sizes:

@@ -43,12 +43,14 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
       Array<int32_t> slots, int num_decode, Array<int32_t> sample, Array<int32_t> copies, int candidates, int logits, \
       Array<int32_t> memory_starts, Array<int32_t> memory_lens, Array<int32_t> mask_rows, Array<uint32_t> masks,    \
       Array<int32_t> state_slots, Array<int32_t> state_copies,                                                      \
+      Array<int32_t> scored_rows, Array<int64_t> scored_targets, Array<int32_t> scored_counts,                      \
       Array<int32_t> admit_slots, Array<uint8_t> admit_states, Array<int32_t> admit_prompts,                        \
       Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                                            \
   StepInputs{host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots), num_decode,       \
              host(sample), host(copies), candidates, static_cast<Logits>(logits), host(memory_starts),              \
              host(memory_lens), host(mask_rows), host(masks), host(state_slots), host(state_copies),                \
+             host(scored_rows), host(scored_targets), host(scored_counts),                                          \
              {host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),                    \
               host(admit_lengths), host(admit_tokens), host(admit_lists)}}
 
@@ -107,7 +109,7 @@ void bind_program(nb::module_& m) {
 }
 
 // What a step led to, copied: tokens, records of log-probabilities or none, candidates' tokens and log-probabilities,
-// and logits as float32 [num_logits, vocab_size].
+// logits as float32 [num_logits, vocab_size], and records of scored rows or none.
 nb::tuple to_python(const Engine::Results& results, int vocab_size) {
   auto copy = [](const auto* data, std::initializer_list<size_t> shape) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
@@ -119,9 +121,12 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
     return nb::ndarray<nb::numpy, T>(made, shape, owner);
   };
   const auto rows = static_cast<size_t>(results.num_sampled), count = static_cast<size_t>(results.candidates);
-  nb::object reported = nb::none(), tokens = nb::none(), log_probs = nb::none(), logits = nb::none();
+  nb::object reported = nb::none(), tokens = nb::none(), log_probs = nb::none(), logits = nb::none(), scored = nb::none();
   if (results.logprobs != nullptr)
     reported = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.logprobs), {rows * sizeof(kernels::Logprobs)}));
+  if (results.scored != nullptr)
+    scored = nb::cast(copy(reinterpret_cast<const uint8_t*>(results.scored),
+                           {static_cast<size_t>(results.num_scored) * sizeof(kernels::Logprobs)}));
   if (count > 0) {
     tokens = nb::cast(copy(results.candidate_tokens, {rows, count}));
     log_probs = nb::cast(copy(results.candidate_log_probs, {rows, count}));
@@ -136,7 +141,7 @@ nb::tuple to_python(const Engine::Results& results, int vocab_size) {
                results.dtype);
     logits = nb::cast(nb::ndarray<nb::numpy, float>(made, {all, vocab}, owner));
   }
-  return nb::make_tuple(copy(results.tokens, {rows}), reported, tokens, log_probs, logits);
+  return nb::make_tuple(copy(results.tokens, {rows}), reported, tokens, log_probs, logits, scored);
 }
 
 void bind_engine(nb::module_& m) {

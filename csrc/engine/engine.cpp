@@ -385,6 +385,11 @@ int64_t Engine::submit(const StepInputs& inputs) {
     slots.push_back(inputs.slots[sequence]);
     if (!all) logits_indices.push_back(token);
   }
+  std::vector<int64_t> scored;  // of the logits, those after which a token is scored
+  for (int32_t token : inputs.scored_rows) {
+    scored.push_back(all ? token : static_cast<int64_t>(logits_indices.size()));
+    if (!all) logits_indices.push_back(token);
+  }
   if (inputs.logits == Logits::kAll && !captured)
     for (int token = 0; token < step.num_tokens; ++token) logits_indices.push_back(token);
   if (!captured && !selects_ && logits_indices.empty()) logits_indices.push_back(0);
@@ -405,6 +410,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t state_copies = packed.add(inputs.state_copies.data, inputs.state_copies.size);
     const int64_t mask_rows = packed.add(inputs.mask_rows.data, inputs.mask_rows.size);
     const int64_t masks = packed.add(inputs.masks.data, inputs.masks.size);
+    const int64_t scores[] = {packed.add(scored), packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
+                              packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
     const Admissions& admit = inputs.admit;
     std::vector<int32_t> starts{0};
     for (int32_t length : admit.lengths) starts.push_back(starts.back() + length);
@@ -426,6 +433,9 @@ int64_t Engine::submit(const StepInputs& inputs) {
     Masks masked{};
     if (inputs.mask_rows.size > 0) masked = {at<int32_t>(received, mask_rows), at<uint32_t>(received, masks)};
     choose(ticket, inputs, logits, rows, at<int32_t>(received, sampled), at<int64_t>(received, picked), masked);
+    if (!scored.empty())
+      score(ticket, logits, scored, at<int64_t>(received, scores[0]), at<int64_t>(received, scores[1]),
+            at<int32_t>(received, scores[2]));
     check(cudaEventRecord(ticket.done, stream_.handle), "an event");
   } catch (...) {
     broken_ = true;
@@ -473,6 +483,32 @@ void Engine::choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logi
   if (inputs.logits == Logits::kNone || wanted.shape[0] == 0) return;
   results.num_logits = static_cast<int>(wanted.shape[0]);
   results.logits = read(ticket.logits, wanted.data, wanted.size() * width(wanted.dtype));
+}
+
+// Enqueue that the host gets log-probabilities of the tokens that follow these rows of the logits.
+void Engine::score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows, const int64_t* device_rows,
+                   const int64_t* targets, const int32_t* counts) {
+  const int num = static_cast<int>(rows.size()), stride = static_cast<int>(logits.shape[1]);
+  const int64_t row_bytes = logits.shape[1] * width(logits.dtype);
+  bool in_line = true;
+  for (int i = 0; i < num; ++i) in_line = in_line && rows[i] == rows[0] + i;
+  const void* data = static_cast<const char*>(logits.data) + rows[0] * row_bytes;
+  if (!in_line) {  // of a captured step, so there are no more than sequences
+    if (gathered_ == nullptr) gathered_ = std::make_unique<DeviceBuffer>(row_bytes * program_.limits().max_batch, "logits");
+    check(kernels::gather_rows(logits.dtype, gathered_->data, logits.data, device_rows, num, logits.shape[0], stride,
+                               stream_.handle), "picking scored logits");
+    data = gathered_->data;
+  }
+  constexpr int64_t kBytes = sizeof(kernels::Logprobs);
+  if (scored_ == nullptr)
+    scored_ = std::make_unique<DeviceBuffer>(kBytes * program_.limits().max_logits, "log-probabilities of prompts");
+  auto* made = static_cast<kernels::Logprobs*>(scored_->data);
+  check(kernels::logprobs(logits.dtype, {made, data, targets, nullptr, nullptr, num, program_.vocab_size(), stride, counts},
+                          stream_.handle), "finding log-probabilities of a prompt");
+  auto* host = static_cast<kernels::Logprobs*>(ticket.scored.at_least(kBytes * num));
+  check(kernels::transfer(host, made, kBytes * num, stream_.handle), "reading log-probabilities of a prompt");
+  ticket.results.num_scored = num;
+  ticket.results.scored = host;
 }
 
 // All tokens, then all log-probabilities.

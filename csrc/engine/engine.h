@@ -58,6 +58,8 @@ class Engine {
     const void* logits;                // [num_logits, logits_width] or null
     int64_t logits_width;
     DType dtype;
+    int num_scored;
+    const kernels::Logprobs* scored;   // [num_scored] or null
   };
   const Results& wait(int64_t ticket);
   // What it led to has been read.
@@ -105,8 +107,8 @@ class Engine {
     std::atomic<int64_t> number{-1};  // -1: it may be taken
     Packed sent;
     std::vector<std::unique_ptr<Packed>> encoded;  // sent for the encoder
-    // What comes back: tokens, log-probabilities, candidates, logits.
-    PinnedRoom tokens, logprobs, candidates, logits;
+    // What comes back: tokens, log-probabilities, candidates, logits, log-probabilities of scored rows.
+    PinnedRoom tokens, logprobs, candidates, logits, scored;
     Results results{};
   };
 
@@ -138,6 +140,8 @@ class Engine {
   void run_model(const Step& step);
   void choose(Ticket& ticket, const StepInputs& inputs, const Tensor& logits, const std::vector<int64_t>& rows,
               const int32_t* slots, const int64_t* device_rows, const Masks& masks);
+  void score(Ticket& ticket, const Tensor& logits, const std::vector<int64_t>& rows, const int64_t* device_rows,
+             const int64_t* targets, const int32_t* counts);
   void find_candidates(Ticket& ticket, const Tensor& rows, int count);
 
   Program program_;
@@ -168,6 +172,7 @@ class Engine {
   std::unique_ptr<DeviceBuffer> received_;  // what was sent for a step
   int64_t received_room_ = 0;
   std::unique_ptr<DeviceBuffer> gathered_;  // rows of logits, where they are not one after the other
+  std::unique_ptr<DeviceBuffer> scored_;    // log-probabilities of scored rows, [max_logits]
   std::unique_ptr<DeviceBuffer> candidates_, candidates_scratch_;
   int64_t candidates_room_ = 0, candidates_scratch_room_ = 0;
   Kept caches_, states_;

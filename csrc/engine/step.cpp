@@ -126,6 +126,16 @@ void check_masks(const StepInputs& inputs, int vocab_size) {
   check_range("the rows of masks", inputs.mask_rows, -1, inputs.masks.size / words);
 }
 
+void check_scored(const StepInputs& inputs, int64_t num_tokens, int vocab_size) {
+  check_size("the targets of scored rows", inputs.scored_targets.size, inputs.scored_rows.size);
+  check_size("the counts of scored rows", inputs.scored_counts.size, inputs.scored_rows.size);
+  check_range("scored_rows", inputs.scored_rows, 0, num_tokens);
+  check_range("scored_targets", inputs.scored_targets, 0, vocab_size);
+  check_range("scored_counts", inputs.scored_counts, 0, kernels::kTopLogprobs + 1);
+  if (inputs.logits == Logits::kAll && inputs.scored_rows.size > 0)
+    throw Error("a step that gives all logits scores no rows");
+}
+
 }  // namespace
 
 void Limits::check() const {
@@ -155,7 +165,7 @@ void check_size(const char* what, int64_t size, int64_t wanted) {
 Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, const std::vector<SlotRecord>& slots) {
   const int64_t num_tokens = inputs.token_ids.size, batch = inputs.past_lens.size, sampled = inputs.sample.size;
   check_rows(batch, limits);
-  const int64_t num_logits = inputs.logits == Logits::kAll ? num_tokens : sampled;
+  const int64_t num_logits = inputs.logits == Logits::kAll ? num_tokens : sampled + inputs.scored_rows.size;
   if (num_tokens > limits.max_tokens || num_logits > limits.max_logits)
     throw Error("a step of " + text(num_tokens) + " tokens and " + text(num_logits) +
                 " logits exceeds the engine's limits of " + text(limits.max_tokens) + " and " +
@@ -205,6 +215,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size, 
   }
   check_range("sample", inputs.sample, 0, batch);
   check_masks(inputs, vocab_size);
+  check_scored(inputs, num_tokens, vocab_size);
   for (int64_t i = 1; i < sampled; ++i)
     if (inputs.sample[i] <= inputs.sample[i - 1]) throw Error("sample is not ascending");
   if (inputs.candidates < 0 || inputs.candidates > vocab_size)

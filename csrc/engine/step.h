@@ -78,6 +78,9 @@ struct StepInputs {
   HostArray<uint32_t> masks;                   // [.., ceil(vocab_size / 32)]: see kernels::ProcessParams
   HostArray<int32_t> state_slots;              // [batch], which state is a sequence's; nothing where there are none
   HostArray<int32_t> state_copies;             // [num_copies, 2]
+  HostArray<int32_t> scored_rows;              // [num_scored], tokens of the step, not with Logits::kAll
+  HostArray<int64_t> scored_targets;           // [num_scored], the token that follows each
+  HostArray<int32_t> scored_counts;            // [num_scored], most likely tokens that are reported with each
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

@@ -549,6 +549,7 @@ constexpr int kTopLogprobs = 20;
 struct Logprobs {
   float chosen, top[kTopLogprobs];
   int32_t tokens[kTopLogprobs];
+  int32_t rank;  // of the chosen token from 1, the least of equal ones; where LogprobsParams.counts are given
 };
 struct LogprobsParams {
   Logprobs* made;           // [rows]; untouched where the slot asks for none
@@ -557,6 +558,7 @@ struct LogprobsParams {
   const SlotState* states;
   const int32_t* slots;     // [rows]
   int rows, vocab, stride;
+  const int32_t* counts = nullptr;  // [rows], instead of what slots ask for, at most kTopLogprobs
 };
 cudaError_t logprobs(DType dtype, const LogprobsParams& params, cudaStream_t stream);
 

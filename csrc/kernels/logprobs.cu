@@ -18,16 +18,17 @@ __host__ __device__ int per_thread(int vocab) {
   return (vocab + kThreads * kVec<T> - 1) / (kThreads * kVec<T>) * kVec<T>;
 }
 
-template <typename T>
+// kRanked: the tokens are a prompt's, with counts of their own, and their ranks are wanted too.
+template <typename T, bool kRanked>
 __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   extern __shared__ uint64_t near[];  // [kTopLogprobs * per_thread]
   __shared__ uint64_t of_warp[2][kWarps];
   __shared__ double sums[kWarps];
-  __shared__ int found;
+  __shared__ int found, above;
   wait_for_inputs();
   let_next_start();
   const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
-            top = min(p.states[p.slots[r]].logprobs, kTopLogprobs);
+            top = min(kRanked ? p.counts[r] : p.states[p.slots[r]].logprobs, kTopLogprobs);
   if (top < 0) return;
   constexpr int kWidth = kVec<T>, kAhead = 4, kTurn = kThreads * kWidth;
   const T* logits = static_cast<const T*>(p.logits) + static_cast<int64_t>(r) * p.stride;
@@ -35,10 +36,13 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   const int first = static_cast<int>(threadIdx.x) * kWidth;
 
   float best = -INFINITY, sum = 0;
-  int index = first;
+  int index = first, greater = 0;
+  const float mark = kRanked ? to_float(logits[p.chosen[r]]) : 0;
   auto take = [&](const T* x, int count, int at) {
     float most = best;
     for (int k = 0; k < count; ++k) most = fmaxf(most, to_float(x[k]));
+    if (kRanked)
+      for (int k = 0; k < count; ++k) greater += to_float(x[k]) > mark;
     if (most == -INFINITY) return;
     if (most > best) {
       sum *= exp2f((best - most) * kLog2E);
@@ -69,13 +73,17 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   const uint64_t mine = first < p.vocab ? rank_of(best, index) : 0;
   uint64_t greatest = warp_max(mine);
   if (lane == 0) of_warp[1][warp] = greatest;
-  if (threadIdx.x == 0) found = 0;
+  if (threadIdx.x == 0) found = above = 0;
   __syncthreads();
   const float peak = logit_of(warp_max(of_warp[1][lane]));
   double total = best == -INFINITY ? 0 : static_cast<double>(sum * exp2f((best - peak) * kLog2E));
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) total += __shfl_xor_sync(~0u, total, mask);
   if (lane == 0) sums[warp] = total;
+  if (kRanked) {
+    greater = __reduce_add_sync(~0u, greater);
+    if (lane == 0) atomicAdd(&above, greater);
+  }
   __syncthreads();
   total = 0;
 #pragma unroll
@@ -85,6 +93,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   if (threadIdx.x == 0) {
     const int64_t token = p.chosen[r];
     out.chosen = token < 0 ? -INFINITY : static_cast<float>(to_float(logits[token]) - shift);
+    if (kRanked) out.rank = above + 1;
   }
 
   uint64_t left = mine, bound = 0;
@@ -118,10 +127,11 @@ cudaError_t logprobs(DType dtype, const LogprobsParams& p, cudaStream_t stream) 
   return with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const size_t bytes = sizeof(uint64_t) * kTopLogprobs * per_thread<T>(p.vocab);
+    const auto kernel = p.counts ? logprobs_kernel<T, true> : logprobs_kernel<T, false>;
     const cudaError_t allowed = cudaFuncSetAttribute(
-        logprobs_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (allowed != cudaSuccess) return allowed;
-    return launch(logprobs_kernel<T>, p.rows, kThreads, bytes, stream, p);
+    return launch(kernel, p.rows, kThreads, bytes, stream, p);
   });
 }
 

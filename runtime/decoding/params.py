@@ -179,7 +179,7 @@ class SamplingParams:
         Within(0, neutral="0 is the sampled token's alone")] = None
     prompt_logprobs: Annotated[
         int | None, "Return the log-probability of each prompt token but the first, and those of "
-                    "this many most likely tokens in its place. Target cpu only.",
+                    "this many most likely tokens in its place (at most 20 on GPUs).",
         Within(0, neutral="0 is the prompt token's alone")] = None
     guided_json: Annotated[
         str | Mapping[str, object] | None,

@@ -16,7 +16,7 @@ PROCESSING = np.dtype([
     ("min_tokens", np.int32), ("lists", np.int32), ("num_biases", np.int32), ("num_ends", np.int32),
     ("num_forced", np.int32), ("num_words", np.int32), ("keeps_history", np.int32)], align=True)
 LOGPROBS = np.dtype([("chosen", np.float32), ("top", np.float32, MAX_LOGPROBS),
-                     ("tokens", np.int32, MAX_LOGPROBS)])
+                     ("tokens", np.int32, MAX_LOGPROBS), ("rank", np.int32)])
 
 
 @dataclass(frozen=True)

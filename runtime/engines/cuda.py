@@ -23,7 +23,7 @@ from llmc.installation import CUDA_INSTALL_COMMAND
 from llmc.runtime.decoding.beam_search import Candidates
 from llmc.runtime.decoding.processing import LOGPROBS
 from llmc.runtime.decoding.sampling import Logprobs
-from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
+from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
 from llmc.runtime.engines.states import StateSlots
 from llmc.runtime.engines.tuning import read_choices, tuning_file, write_choices
@@ -127,14 +127,17 @@ class CudaEngine:
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
+        max_logits = max(max_batch_size, min(max_tokens, max(MAX_LOGITS,
+                                                             max_batch_size + MAX_SCORED)))
         self._limits = Limits(
             num_blocks=0, block_size=block_size, max_tokens=max_tokens, max_slots=max_batch_size,
-            max_logits=max(max_batch_size, min(MAX_LOGITS, max_tokens)), ahead=AHEAD,
+            max_logits=max_logits, max_scored=max(max_logits - max_batch_size, 1), ahead=AHEAD,
             longest_first=True,  # then multiprocessors end together
             keeps_states=bool(chip.states))
         self._states: StateSlots | None = None  # once the blocks are there
         self._wishes: dict[int, int | None] = {}  # of log-probabilities, by slot
-        self._under_way: dict[int, list[int | None]] = {}  # by ticket: those of the slots it chose
+        # By ticket: those of the slots that it samples, and of the rows that it scores.
+        self._under_way: dict[int, tuple[list[int | None], list[int]]] = {}
         limits = dict(dtype=manifest.dtype, max_batch=max_batch_size,
                       max_tokens=-(-max_tokens // _ALIGNED) * _ALIGNED,
                       max_logits=-(-self._limits.max_logits // 8) * 8,
@@ -246,22 +249,25 @@ class CudaEngine:
                 *step_arrays(step, self._mem_max_seq_len, self._states))
         for slot, state in step.admit.items():
             self._wishes[slot] = state.sampler.params.logprobs if state.sampler else None
-        self._under_way[ticket] = [self._wishes.get(slot)
-                                   for slot in step.slots[step.sample].tolist()]
+        self._under_way[ticket] = ([self._wishes.get(slot) for slot in
+                                    step.slots[step.sample].tolist()], step.scored.counts.tolist())
         return ticket
 
     def collect(self, ticket: int) -> Sampled:
         """See `Engine`."""
         with self._telling():
-            tokens, records, candidates, log_probs, logits = self._engine.collect(ticket)
-        wishes = self._under_way.pop(ticket)
+            tokens, records, candidates, log_probs, logits, scored = self._engine.collect(ticket)
+        wishes, counts = self._under_way.pop(ticket)
         logprobs: list[Logprobs | None] = [None] * len(wishes)
         if records is not None:
             logprobs = [None if wish is None or token < 0 else told(record, wish)
                         for wish, token, record in zip(wishes, tokens, records.view(LOGPROBS),
                                                        strict=True)]
         return Sampled(tokens, logprobs,
-                       None if candidates is None else Candidates(candidates, log_probs), logits)
+                       None if candidates is None else Candidates(candidates, log_probs), logits,
+                       () if scored is None else [
+                           replace(told(record, count), rank=int(record["rank"]))
+                           for record, count in zip(scored.view(LOGPROBS), counts, strict=True)])
 
     def _encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder, on as many prompts at once as a step has room for."""
@@ -391,7 +397,8 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0,
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
             step.num_decode, step.sample, step.copies, step.candidates,
             ("none", "sampled", "all").index(step.logits), starts, lens, *mask_arrays(step),
-            state_slots, state_copies, *admit.arrays())
+            state_slots, state_copies, step.scored.rows.astype(np.int32), step.scored.targets,
+            step.scored.counts, *admit.arrays())
 
 
 def mask_arrays(step: Step) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from llmc.runtime.decoding.sampling import Sampler, SamplingParams
 from llmc.runtime.engines.cuda import build_program, step_arrays
 from llmc.runtime.manifest import Target, read_manifest
 from llmc.runtime.schedule import Schedule, read_schedule
-from llmc.runtime.step import LAST, Memory, SamplingState, Step
+from llmc.runtime.step import LAST, Memory, SamplingState, ScoredRows, Step
 
 T, L, B = -1, -2, -3  # num_tokens, num_logits, batch
 LIMITS = dict(max_batch=4, max_tokens=128, max_logits=8, max_seq_len=32, block_size=8)
@@ -503,7 +503,7 @@ def test_steps_of_a_model_that_keeps_states(extension, program):
     {}, {"past_lens": ints(7, 5)}, {"block_tables": ints(7, 7, 99, 4).reshape(2, 2),
                                    "past_lens": ints(12, 0), "copies": ints(3, 4).reshape(1, 2)},
     {"sample": ints()}, {"logits": "all"}, {"candidates": 8}, {"admit": {2: STATE, 1: STATE}},
-    {"num_decode": 0}])
+    {"num_decode": 0}, {"scored": ScoredRows(ints(1, 2), np.array([7, 0]), ints(0, 20))}])
 def test_steps_that_can_be(program, changes):
     program.set_logits(program.add_value("float32", [L, 16], 0, True), 8)
     if "block_tables" in changes:
@@ -540,6 +540,13 @@ def test_steps_that_can_be(program, changes):
     ({"admit": {4: STATE}}, r"slots that sequences enter\[0\] is 4"),
     ({"admit": {0: replace(STATE, tokens=(9,))}}, r"enter slots\[2\] is 9, .* from 0 to 7"),
     ({"admit": {0: replace(STATE, tokens=(5,) * 32)}}, "a sequence of 34 tokens, 2 of them its pr"),
+    ({"scored": ScoredRows(ints(4), np.array([7]), ints(0))}, r"scored_rows\[0\] is 4, .* to 3"),
+    ({"scored": ScoredRows(ints(1), np.array([8]), ints(0))}, r"scored_targets\[0\] is 8"),
+    ({"scored": ScoredRows(ints(1), np.array([7]), ints(21))}, r"scored_counts\[0\] is 21"),
+    ({"scored": ScoredRows(ints(1, 2), np.array([7]), ints(0, 0))}, "targets of scored rows has 1"),
+    ({"scored": ScoredRows(ints(1), np.array([7]), ints(0, 0))}, "counts of scored rows has 2"),
+    ({"scored": ScoredRows(ints(1), np.array([7]), ints(0)), "logits": "all"}, "scores no rows"),
+    ({"scored": ScoredRows(ints(*[1] * 7), np.array([7] * 7), ints(*[0] * 7))}, "and 9 logits"),
     ({"memory": None}, "the rows of the encoder's memory has 0 elements, expected 2"),
     ({"memory": Memory(ints(0, 3), ints(16, 17))}, "17 rows from 48 on exceed the encoder's"),
     ({"memory": Memory(ints(0, -1), ints(1, 1))}, "1 rows from -16 on"),

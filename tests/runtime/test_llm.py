@@ -249,8 +249,6 @@ def test_gpus_tell_only_so_many_log_probabilities(llm, kind, monkeypatch):
                         llm.manifest.model_copy(update={"target": target}))
     with pytest.raises(llmc.LlmcError, match="^logprobs 21 exceeds 20, the most where GPUs"):
         llm.generate([[5]], tokens(3, logprobs=21))
-    with pytest.raises(llmc.LlmcError, match=f"^prompt_logprobs is not supported by target {kind}"):
-        llm.generate([[5]], tokens(3, prompt_logprobs=0))
 
 
 def test_replicas_give_the_same_as_one(case_tp2):
