@@ -150,16 +150,22 @@ def case_tp2(tiny_hf, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def nan_case(tmp_path_factory):
-    """A model whose logits are NaN behind token 7, and behind no other."""
-    root = tmp_path_factory.mktemp("nan")
+def nan_hf(tmp_path_factory):
+    """A checkpoint whose logits are NaN after token 7, and after no other."""
+    path = tmp_path_factory.mktemp("nan") / "hf"
     model = families.tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[7] = float("nan")
-    families.save(model, root / "hf")
-    write_tokenizer(root / "hf")
-    llmc.compile(root / "hf", root / "case", allow_nan=True)
-    return root / "case"
+    families.save(model, path)
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def nan_case(nan_hf, tmp_path_factory):
+    path = tmp_path_factory.mktemp("nan") / "case"
+    llmc.compile(nan_hf, path, allow_nan=True)
+    return path
 
 
 @pytest.fixture

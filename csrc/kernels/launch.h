@@ -531,7 +531,8 @@ struct ProcessParams {
 };
 cudaError_t process(DType dtype, const ProcessParams& params, cudaStream_t stream);
 
-// tokens[r]: what slot slots[r] chooses from logits[r, :vocab]; logits T [rows, stride].
+// tokens[r]: the token that slot slots[r] samples from logits[r, :vocab]; logits T [rows, stride].
+constexpr int64_t kNotFinite = -2;  // the token of a row with a logit that is NaN or +inf
 struct SampleParams {
   int64_t* tokens;
   const void* logits;

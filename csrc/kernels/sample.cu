@@ -286,11 +286,13 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
 
   float best = -INFINITY;
   int index = 0x7fffffff;
+  bool finite = true;
   auto keep = [&](float x, int at) {
     if (x > best || (x == best && at < index)) best = x, index = at;
   };
   for_each<kThreads>(row.logits, 0, p.vocab, [&](T x, int at) {
     if (to_float(x) > best) best = to_float(x), index = at;
+    finite = finite && to_float(x) < INFINITY;  // false for NaN; -inf is a masked token
   });
   // The least of the greatest that so many threads together have: at least `likely_count` tokens are as likely.
   const float temperature = state.temperature;
@@ -305,7 +307,10 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleParams p) {
   for (int mask = 16; mask; mask >>= 1)
     keep(__shfl_xor_sync(~0u, best, mask), __shfl_xor_sync(~0u, index, mask));
   if (lane == 0) best_of[warp] = best, index_of[warp] = index, least_of[warp] = least;
-  __syncthreads();
+  if (__syncthreads_or(!finite)) {
+    if (threadIdx.x == 0) p.tokens[r] = kNotFinite;
+    return;
+  }
   best = best_of[lane], index = index_of[lane], least = least_of[lane];
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) {

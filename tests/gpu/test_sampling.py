@@ -9,7 +9,13 @@ from on_device import DTYPES, describe
 
 from llmc.runtime.decoding import processors
 from llmc.runtime.decoding.processing import LOGPROBS, MAX_LOGPROBS
-from llmc.runtime.decoding.sampling import Logprobs, Sampler, SamplingParams, probabilities
+from llmc.runtime.decoding.sampling import (
+    NOT_FINITE,
+    Logprobs,
+    Sampler,
+    SamplingParams,
+    probabilities,
+)
 from llmc.runtime.engines.admission import SLOT_STATE, Admissions, slot_state
 from llmc.runtime.step import SamplingState
 
@@ -132,6 +138,22 @@ def test_a_row_without_an_allowed_token_gets_none(extension, temperature):
     logits[1, 77] = -5
     tokens = draw(extension, logits, 1000, SamplingParams(temperature=temperature))
     assert tokens.tolist() == [-1, 77]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("params", [dict(), dict(temperature=1.0), dict(temperature=1.0, top_k=5),
+                                    dict(temperature=0.7, top_p=0.9)])
+def test_a_row_with_a_nan_or_infinite_logit_is_reported(extension, dtype, params):
+    logits = random_logits(6, 32064, dtype)
+    expected = draw(extension, logits, 32000, SamplingParams(**params))
+    logits[:, 32000:] = torch.nan  # padding
+    logits[1, 0] = torch.nan
+    logits[2, 31999] = torch.inf
+    logits[3] = torch.nan
+    logits[4, 5] = -torch.inf
+    tokens = draw(extension, logits, 32000, SamplingParams(**params))
+    assert tokens[1:4].tolist() == [NOT_FINITE] * 3
+    assert tokens[[0, 5]].tolist() == expected[[0, 5]].tolist() and tokens[4] >= 0
 
 
 def test_rows_of_a_batch_have_their_own_parameters(extension):
