@@ -107,7 +107,9 @@ __global__ void __launch_bounds__(kThreads) logprobs_kernel(LogprobsParams p) {
   if (top > 0 && __any_sync(~0u, mine != 0 && mine >= bound)) {
     for (int start = first; start < p.vocab; start += kTurn)
       for (int k = 0; k < kWidth && start + k < p.vocab; ++k) {
-        const uint64_t rank = rank_of(to_float(logits[start + k]), start + k);
+        // NaN ranks as -inf, as above: otherwise a row of NaN would exceed `near`.
+        const float x = to_float(logits[start + k]);
+        const uint64_t rank = rank_of(x == x ? x : -INFINITY, start + k);
         if (rank >= bound) near[atomicAdd(&found, 1)] = rank;
       }
   }
