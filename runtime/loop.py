@@ -147,6 +147,7 @@ class Loop:
         self._orders: deque[Callable[[], None]] = deque()  # for the thread, from callers
         self._errands: deque[_Errand[Any]] = deque()
         self._pace = Pace()
+        scheduler.step_times = self._pace.step_times
         self._error: BaseException | None = None
         self._closing = False
         self._busy_since: float | None = None  # start of this turn of the loop; None while idle

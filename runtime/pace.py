@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from llmc.runtime.step import Step
+from llmc.runtime.step_times import StepTimes
 
 _KEPT, _FEWEST = 64, 16  # steps that are learned from; fewer than that say nothing
 _RECENT = 10.0  # seconds for which somebody who came lets others be expected
@@ -30,10 +31,14 @@ class Pace:
 
     Args:
         clock: seconds.
+
+    Attributes:
+        step_times: of decode steps, by their rows.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self.step_times = StepTimes()
         self._under_way: deque[tuple[tuple[float, ...], float]] = deque()  # with when it may begin
         self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_KEPT)  # with seconds
         self._late: deque[float] = deque([1e-3], maxlen=_KEPT)  # submissions, after they were due
@@ -64,7 +69,11 @@ class Pace:
         """It has ended."""
         step, earliest = self._under_way.popleft()
         now = self._clock()
-        self._steps.append((step, now - max(earliest, self._ended)))
+        seconds = now - max(earliest, self._ended)
+        self._steps.append((step, seconds))
+        _, rows, prompts, _ = step
+        if not prompts:
+            self.step_times.add(int(rows), seconds)
         # Where it took the host long to submit the next, this one may have ended meanwhile.
         submitted = self._under_way[-1][1] if self._under_way else earliest
         self._behind = self._asked < submitted and now - self._asked < _THERE

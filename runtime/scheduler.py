@@ -9,6 +9,9 @@ holds all slots while another waits: one that has no slot preempts the youngest 
 that holds the most. This costs one recomputation of few tokens, most of which the prefix cache
 still has; to wait for a completion costs up to its whole length. Only a share without any slot
 preempts, so each arrival preempts once, and what was preempted cannot preempt back.
+
+Tenants with many running sequences take turns with them where a step of all would delay the others:
+see `_limit_rows`.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.step import LAST, Limits, Memory, Sampled, SamplingState, ScoredRows, Step
+from llmc.runtime.step_times import StepTimes
 
 MOST_PRIORITY = 100  # and the least is as far below 0
 _LOOKED_AT = 64  # waiting groups, for one whose prompt is not being computed
 _MIXED = 512  # tokens of a step that some wait for, where no prompt has waited long
 _LONG = 4  # steps
+_MAX_SLOWDOWN = 1.5  # of a step of equal shares, by the further rows of large tenants
 
 
 @dataclass(eq=False)
@@ -64,6 +69,7 @@ class Sequence:
         epoch: how often it has ended, or had to leave.
         share: of its request.
         group: in which it waits since it was preempted.
+        last_step: the last step that it was a part of.
     """
 
     request: int
@@ -92,6 +98,7 @@ class Sequence:
     epoch: int = 0
     share: Share = field(init=False, repr=False)
     group: WaitingGroup | None = None
+    last_step: int = 0
 
     def __post_init__(self) -> None:
         self.known = len(self.prompt)  # tokens whose keys and values can be computed
@@ -207,6 +214,7 @@ class Scheduler:
     Attributes:
         preemptions: sequences that gave their blocks back.
         queries, hits: prompt tokens of sequences that entered, and those that were there already.
+        step_times: of decode steps.
     """
 
     def __init__(self, limits: Limits, max_num_batched_tokens: int, *, reuse: bool = True) -> None:
@@ -216,6 +224,7 @@ class Scheduler:
         self.blocks = Blocks(limits.num_blocks, limits.block_size, reuse=self._reuse)
         self.running: list[Sequence] = []  # in order
         self.preemptions = self.queries = self.hits = 0
+        self.step_times = StepTimes()
         self._shares = Share()  # of all tenants
         self._tenants: WeakValueDictionary[str, Share] = WeakValueDictionary()
         self._groups: dict[WaitingGroup, None] = {}  # that wait
@@ -315,6 +324,7 @@ class Scheduler:
         admitted: dict[int, SamplingState] = {}
         encode: dict[int, Listed[int]] = {}
         wanted = {sequence: sequence.wanted() for sequence in self.running}
+        self._limit_rows(wanted)
         decoding = sum(sequence.width if sequence.searches else 1
                        for sequence, count in wanted.items() if count == 1)
         budget = self._room(wanted, decoding) - decoding
@@ -336,6 +346,41 @@ class Scheduler:
                 encode[self._memory[entering.request][0]] = entering.source
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
+
+    def _limit_rows(self, wanted: dict[Sequence, int]) -> None:
+        """Leave out sequences of tenants with many rows, so that the step takes at most
+        _MAX_SLOWDOWN times as long as one in which all tenants have as many rows as the smallest.
+
+        The sequences that had a row last are left out, so they take turns. Beams are never left
+        out. A tenant that waits for its first slot counts as one row.
+
+        Args:
+            wanted: new tokens of each running sequence; set to 0 for those left out.
+        """
+        tenants: dict[Share, list[Sequence]] = {}
+        beams = 0
+        for sequence, count in wanted.items():
+            if sequence.searches:
+                beams += sequence.width
+            elif count == 1:
+                tenants.setdefault(sequence.tenant, []).append(sequence)
+        group = self._next()
+        waits = group is not None and group.share.parent is not None \
+            and not group.share.parent.slots
+        sizes = [len(rows) for rows in tenants.values()] + [1] * waits
+        if len(sizes) < 2 or max(sizes) == min(sizes):
+            return
+
+        def seconds(limit: int) -> float:
+            return self.step_times.of(beams + sum(min(size, limit) for size in sizes))
+
+        allowed = _MAX_SLOWDOWN * seconds(min(sizes))
+        limit = max(size for size in range(min(sizes), max(sizes) + 1)
+                    if size == min(sizes) or seconds(size) <= allowed)
+        for rows in tenants.values():
+            rows.sort(key=lambda own: own.last_step)
+            for sequence in rows[limit:]:
+                wanted[sequence] = 0
 
     def _room(self, wanted: Mapping[Sequence, int], decoding: int) -> int:
         """Tokens of a step: while some decode, no more than they hardly notice, unless a prompt has
@@ -693,6 +738,7 @@ class Scheduler:
 
     def _parts(self, sequence: Sequence, count: int) -> list[_Part]:
         past = sequence.computed
+        sequence.last_step = self._steps
         if sequence.searches:
             return [_Part(sequence, slot, table, [token], past, True) for slot, table, token in
                     zip(sequence.slots, sequence.tables, sequence.beams, strict=True)]

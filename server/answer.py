@@ -60,17 +60,16 @@ class Answer(ABC):
         self._cached: dict[int, int] = {}  # tokens of each prompt that were in the cache
 
     @abstractmethod
-    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
-        """The answer, once there is nothing more to come."""
+    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
+        """The whole answer as JSON."""
 
     @abstractmethod
     def stream(self, batches: AsyncGenerator[list[Piece], None]) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those of a batch of pieces together."""
 
-    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
-        """The whole answer as JSON."""
-        content = await self.whole(batches)
-        return await self.made(lambda: _encoded(content, fast=not self._is_large))
+    def encoded(self, content: Object) -> bytes:
+        """An object as JSON."""
+        return _encoded(content, fast=not self._is_large)
 
     async def made(self, make: Callable[[], _Result]) -> _Result:
         """What `make` returns, from another thread where the answer is large."""
@@ -129,15 +128,29 @@ class Choices(Answer):
     def deltas(self, index: int, piece: Piece) -> Iterator[Object]:
         """What a stream tells of a piece of a choice."""
 
-    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
+    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
+        """The whole answer as JSON. Choices are encoded one by one, so that the objects of one at a
+        time are in memory.
+        """
         made: dict[int, list[Piece]] = {}
         async for pieces in batches:
             for piece in pieces:
                 self.count(piece)
                 made.setdefault(self.job.choice(piece), []).append(piece)
-        choices = await self.made(lambda: [self.choice(index, made[index])
-                                           for index in sorted(made)])
-        return {**self._head(self.WHOLE), "choices": choices, "usage": self.usage()}
+
+        def encode() -> bytes:
+            first = made[0]
+            choices = b",".join(self.encoded(self.choice(index, made.pop(index)))
+                                for index in sorted(made))
+            head = self.encoded(self._head(self.WHOLE))
+            rest = {"usage": self.usage(), **self.extra(first)}
+            return head[:-1] + b',"choices":[' + choices + b"]," + self.encoded(rest)[1:]
+
+        return await self.made(encode)
+
+    def extra(self, pieces: list[Piece]) -> Object:
+        """Further fields of the whole answer, of the first choice's pieces."""
+        return {}
 
     async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
             AsyncGenerator[bytes, None]:

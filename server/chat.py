@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from llmc.runtime.request import Piece
 from llmc.server.answer import Choices, Object, finite
 from llmc.server.errors import ApiError
 from llmc.server.model import Job, Model
 from llmc.server.output_parser import OutputParser, output_parser, with_marks
-from llmc.server.prompt_logprobs import PromptLogprobs, by_token_id, check_values
+from llmc.server.prompt_logprobs import by_token_id, check_values
 from llmc.server.protocol import ChatRequest, Conversation, Message
 from llmc.server.tool_parsers import merged
 
@@ -85,18 +84,14 @@ class ChatAnswer(Choices):
         super().__init__(model, body, job)
         self._body = body
         self._parsers: dict[int, OutputParser] = {}  # of the choices that have begun
-        self._prompt_logprobs: PromptLogprobs | None = None
 
-    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
-        answer = await super().whole(batches)
-        made = self._prompt_logprobs
-        if made is not None:
-            answer["prompt_logprobs"] = await asyncio.to_thread(
-                by_token_id, self.model, self.job.prompts[0], made)
-        return answer
+    def extra(self, pieces: list[Piece]) -> Object:
+        found = pieces[0].prompt_logprobs
+        if found is None:
+            return {}
+        return {"prompt_logprobs": by_token_id(self.model, self.job.prompts[0], found)}
 
     def choice(self, index: int, pieces: list[Piece]) -> Object:
-        self._prompt_logprobs = pieces[0].prompt_logprobs
         parser = output_parser(self.model, self._body, self.job)
         content, calls, reasoning = merged(
             delta for piece in pieces for delta in self.parsed(parser, piece))

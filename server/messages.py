@@ -213,7 +213,7 @@ class MessageAnswer(Answer):
         self._tokens: list[int] = []
         self._parser = output_parser(model, body, job)
 
-    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
+    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
         async for pieces in batches:
             for piece in pieces:
                 self._take(piece)
@@ -221,7 +221,8 @@ class MessageAnswer(Answer):
         for block in self._blocks:
             if block["type"] == "tool_use":
                 block["input"] = _parsed(block["input"])
-        return {**self._message(self._blocks), **self._stopped(), "usage": self._usage()}
+        answer = {**self._message(self._blocks), **self._stopped(), "usage": self._usage()}
+        return await self.made(lambda: self.encoded(answer))
 
     async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
             AsyncGenerator[bytes, None]:

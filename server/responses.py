@@ -64,12 +64,13 @@ class ResponseAnswer(Answer):
         self._parser = output_parser(model, body, job)
         self._numbers = itertools.count()
 
-    async def whole(self, batches: AsyncGenerator[list[Piece], None]) -> Object:
+    async def json(self, batches: AsyncGenerator[list[Piece], None]) -> bytes:
         async for pieces in batches:
             for piece in pieces:
                 self._take(piece)
         self._end()
-        return self._finished()
+        answer = self._finished()
+        return await self.made(lambda: self.encoded(answer))
 
     async def stream(self, batches: AsyncGenerator[list[Piece], None]) -> \
             AsyncGenerator[bytes, None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from llmc.runtime.decoding.sampling import Logprobs
 from llmc.runtime.prompt_scores import PromptScores
 from llmc.runtime.scheduler import HEAD_START, Scheduler, Sequence
 from llmc.runtime.step import LAST, Limits, Sampled, SamplingState
+from llmc.runtime.step_times import StepTimes
 
 VOCAB = 50
 
@@ -150,11 +152,20 @@ def calls_of(wishes, together):
     return calls
 
 
-def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None):
+class Linear(StepTimes):
+    """A step of one row takes 1, each further row takes half as long."""
+
+    def of(self, rows):
+        return 0.5 + rows / 2
+
+
+def run(wishes, limits, budget, depth, reuse=True, together=False, watch=lambda *_: None,
+        step_times=None):
     """Let them come, go on and leave; what each got, and the scheduler. `watch` is called after
     each step, with what runs by wish, and the wishes that are left.
     """
     scheduler, engine = Scheduler(limits, budget, reuse=reuse), Histories(limits)
+    scheduler.step_times = step_times or StepTimes()
     under_way, lines, owners, now = deque(), {}, {}, 0
     waiting = deque(calls_of(wishes, together))
     left = set(wishes)
@@ -241,15 +252,16 @@ WISHES = st.lists(st.builds(
 @given(wishes=WISHES, scored=st.lists(st.booleans(), min_size=10, max_size=10),
        max_scored=st.integers(1, 6), blocks=st.integers(3, 30), size=st.sampled_from([1, 2, 4, 8]),
        slots=st.integers(3, 6), budget=st.integers(3, 12), depth=st.integers(1, 4),
-       reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans())
+       reuse=st.booleans(), longest_first=st.booleans(), together=st.booleans(),
+       turns=st.booleans())
 def test_tokens_do_not_depend_on_company(wishes, scored, max_scored, blocks, size, slots, budget,
-                                         depth, reuse, longest_first, together):
+                                         depth, reuse, longest_first, together, turns):
     limits = Limits(blocks, size, max(budget, slots), slots, 512, depth, max_scored, longest_first)
     for wish, wants in zip(wishes, scored, strict=False):
         if wants and wish.width == 1:
             wish.scores = PromptScores(wish.prompt, 0)
     expected = {wish: wish.alone() for wish in wishes}
-    run(wishes, limits, budget, depth, reuse, together)
+    run(wishes, limits, budget, depth, reuse, together, step_times=Linear() if turns else None)
     for wish in wishes:
         if wish.got is not None:
             assert wish.got == expected[wish][:len(wish.got)]
@@ -489,3 +501,41 @@ def test_a_lower_priority_waits_no_longer_than_it_is_worth_behind_one_large_requ
     scheduler, _ = run([*many, poor], Limits(400, 4, 64, 2, 512, 1), 64, 1, together=True)
     steps = when[0] * 40 / 2
     assert HEAD_START - 80 < steps < HEAD_START + 160 and scheduler.preemptions == 1
+
+
+@pytest.mark.parametrize(("depth", "tenants"), [(1, None), (3, None), (1, "ab"), (2, "ab")])
+def test_rows_of_a_large_request_take_turns_beside_a_small_one(depth, tenants):
+    """Where a step of all would take longer than 1.5 times that of one row each."""
+    many = [wish([n] * 4, 40, tenant=tenants and "a") for n in range(11)]
+    small = wish([20] * 4, 30, arrives=20, tenant=tenants and "b")
+    gaps, sizes = [], []
+
+    def watch(running, left):
+        if 2 < len(small.got) < 28:
+            sizes.append(sum(len(own.got) for own in [*many, small]))
+            own = [len(own.got) for own in many]
+            gaps.append(max(own) - min(own))
+
+    run([*many, small], Limits(400, 4, 64, 12, 512, depth), 64, depth, together=tenants is None,
+        watch=watch, step_times=Linear())
+    assert len(sizes) > 20 and max(np.diff(sizes)) <= 3  # 2.25: 3 rows take 2
+    assert max(gaps) <= 12
+
+
+def test_all_rows_run_where_further_rows_take_no_longer():
+    many, small = [wish([n] * 4, 60) for n in range(11)], wish([20] * 4, 9, arrives=8)
+    sizes = []
+    run([*many, small], Limits(400, 4, 64, 12, 512, 1), 64, 1, together=True,
+        watch=lambda *_: 2 < len(small.got) < 8 and sizes.append(
+            sum(len(own.got) for own in [*many, small])))
+    assert set(np.diff(sizes)) == {12}
+
+
+def test_step_times_are_averages_and_optimistic_of_sizes_that_were_not_measured():
+    times = StepTimes()
+    assert times.of(5) == 0
+    for seconds in (1.0, 2.0):
+        times.add(2, seconds)
+    times.add(8, 5.0)
+    assert times.of(1) == 0 and times.of(2) == times.of(7) == pytest.approx(1.2)
+    assert times.of(8) == times.of(100) == 5

@@ -75,7 +75,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 def test_a_chat_completion_tells_reasoning_content_and_calls():
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": [TOOL]})
     job = Job([[1]], body.sampling(99, None))
-    whole = asyncio.run(ChatAnswer(model(), body, job).whole(batches(PIECES)))
+    whole = json.loads(asyncio.run(ChatAnswer(model(), body, job).json(batches(PIECES))))
     message = whole["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("I add.", "Wait.")
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
@@ -91,7 +91,7 @@ def test_a_response_has_reasoning_text_and_calls_as_items():
         {"type": "function", "name": "add"}]})
     job = ResponseJob([[1]], body.sampling(99, None))
     store = ResponseStore(10**6, 60)
-    whole = asyncio.run(ResponseAnswer(store, model(), body, job).whole(batches(PIECES)))
+    whole = json.loads(asyncio.run(ResponseAnswer(store, model(), body, job).json(batches(PIECES))))
     told = events(ResponseAnswer(store, model(), body, job), PIECES)
     for response in (whole, told[-1]["response"]):
         thought, said, called = response["output"]
@@ -110,7 +110,7 @@ def test_a_message_has_thinking_text_and_calls_as_blocks():
     body = MessagesRequest.model_validate({
         "messages": MESSAGES, "max_tokens": 99, "tools": [{"name": "add", "input_schema": {}}]})
     job = Job([[1]], body.sampling(99, None))
-    whole = asyncio.run(MessageAnswer(model(), body, job).whole(batches(PIECES)))
+    whole = json.loads(asyncio.run(MessageAnswer(model(), body, job).json(batches(PIECES))))
     assert [own["type"] for own in whole["content"]] == ["thinking", "text", "tool_use"]
     assert whole["content"][0]["thinking"] == "I add." and whole["stop_reason"] == "tool_use"
     assert whole["content"][2]["input"] == {"x": 1}
@@ -132,5 +132,5 @@ def test_marks_are_shown_where_the_tokenizer_has_them_as_special_tokens():
 def test_what_a_grammar_makes_is_content():
     body = ChatRequest.model_validate({"messages": MESSAGES, "guided_regex": "a"})
     job = Job([[1]], body.sampling(9, None))
-    whole = asyncio.run(ChatAnswer(model(), body, job).whole(batches(pieces_of("a"))))
+    whole = json.loads(asyncio.run(ChatAnswer(model(), body, job).json(batches(pieces_of("a")))))
     assert whole["choices"][0]["message"]["content"] == "a"
