@@ -444,7 +444,9 @@ class LLM(_Loaded):
                 if not made:
                     ready.wait(wait)
                     ready.clear()
-                yield from made
+                for own in made:
+                    yield own
+                    work.check_process()  # the generator may go on in a forked child
         finally:
             work.abort()
 

@@ -462,8 +462,7 @@ class Work:
         Raises:
             LlmcError: what ended it; or this is a forked child.
         """
-        for loop, _ in self._calls[:1]:
-            loop.check_process()
+        self.check_process()
         made, stalled = self.outbox.take()
         if stalled:
             for loop in {loop for loop, _ in self._calls}:
@@ -471,6 +470,11 @@ class Work:
         self.left -= sum(isinstance(own, Searching) or own.finish_reason is not None
                          for own in made)
         return made
+
+    def check_process(self) -> None:
+        """See `Loop.check_process`."""
+        for loop, _ in self._calls[:1]:
+            loop.check_process()
 
     def abort(self) -> None:
         """Nobody wants the rest."""
