@@ -110,7 +110,8 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   Limits limits = program.limits();
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
-  std::vector<int32_t> arrays[16];
+  const auto scored_targets = array<int64_t>(data);
+  std::vector<int32_t> arrays[18];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -119,7 +120,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           data.ConsumeIntegralInRange(-2, 12), host(arrays[4]), host(arrays[5]),
                           static_cast<int>(number(data)), static_cast<Logits>(data.ConsumeIntegralInRange(0, 2)),
                           host(arrays[6]), host(arrays[7]), host(arrays[8]), host(masks), host(arrays[9]),
-                          host(arrays[10]),
+                          host(arrays[10]), host(arrays[16]), host(scored_targets), host(arrays[17]),
                           {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]), host(arrays[14]),
                            host(arrays[15])}};
   check_step(inputs, limits, program.vocab_size(), std::vector<SlotRecord>(limits.max_batch));

@@ -199,17 +199,6 @@ cudaError_t run(const Queries& p, const typename Keys::Params& where, cudaStream
   return run_lanes<T, 32, Keys>(p, where, stream);
 }
 
-// A thread per 16 bytes, or per element where rows are not of whole 16 bytes.
-template <typename V>
-__global__ void scatter_kernel(V* y, const V* x, const int64_t* rows, int64_t y_rows, int width) {
-  wait_for_inputs();
-  let_next_start();
-  const int64_t row = rows[blockIdx.x];
-  if (row < 0 || row >= y_rows) return;
-  for (int i = threadIdx.x; i < width; i += blockDim.x)
-    y[row * width + i] = x[static_cast<int64_t>(blockIdx.x) * width + i];
-}
-
 }  // namespace
 
 cudaError_t bidirectional(DType dtype, const BidirectionalParams& p, cudaStream_t stream) {
@@ -227,18 +216,6 @@ cudaError_t biased_attention(DType dtype, const AttentionParams& p, const ScoreB
   return with_cache(dtype, p.float8, [&](auto* type, auto* cached) {
     return run<std::remove_pointer_t<decltype(type)>, CachedKeys<std::remove_pointer_t<decltype(cached)>>>(queries, p,
                                                                                                            stream);
-  });
-}
-
-cudaError_t scatter_rows(DType dtype, void* y, const void* x, const int64_t* rows, int count, int64_t y_rows, int width,
-                         cudaStream_t stream) {
-  return with_type(dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if (width % kVec<T> == 0)
-      return launch(scatter_kernel<uint4>, count, 128, 0, stream, static_cast<uint4*>(y),
-                    static_cast<const uint4*>(x), rows, y_rows, width / kVec<T>);
-    return launch(scatter_kernel<T>, count, 128, 0, stream, static_cast<T*>(y), static_cast<const T*>(x), rows,
-                  y_rows, width);
   });
 }
 
