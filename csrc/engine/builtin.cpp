@@ -1,5 +1,7 @@
 #include "builtin.h"
 
+#include "../kernels/rowwise/params.h"
+
 namespace llmc {
 namespace {
 

@@ -4,6 +4,10 @@
 #include <cstring>
 #include <thread>
 
+#include "../kernels/gemm/params.h"
+#include "../kernels/rowwise/params.h"
+#include "../plugins/common/divisions.h"
+
 namespace llmc {
 namespace {
 

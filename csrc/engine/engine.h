@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "../plugins/common/divisions.h"
+#include "../kernels/sampling/params.h"
 #include "graph.h"
 #include "memory.h"
 #include "program.h"

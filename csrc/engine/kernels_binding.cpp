@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "../kernels/sampling/params.h"
 #include "../plugins/common/timing.h"
 #include "binding.h"
 #include "memory.h"
@@ -237,7 +238,7 @@ void bind_kernels(nb::module_& m) {
         nb::arg("num_decode") = 0, nb::arg("repeats") = 1, nb::arg("longest") = 0, nb::arg("reach") = 0,
         nb::arg("firsts") = std::vector<bool>(), nb::arg("pitches") = std::vector<int64_t>(),
         nb::arg("own_from") = std::vector<int>());
-  // The kernels that choose tokens: see kernels/launch.h.
+  // The kernels that choose tokens: see kernels/sampling/params.h.
   m.def("sample", &sample, nb::arg("tensors"), nb::arg("vocab"), nb::arg("none") = 0, nb::arg("draws") = true,
         nb::arg("repeats") = 1);
   m.def("process", &process, nb::arg("tensors"), nb::arg("vocab"), nb::arg("repeats") = 1);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "../kernels/sampling/params.h"
+
 namespace llmc {
 
 Sampler::Sampler(const Limits& limits, int vocab_size, DeviceMemory& memory, cudaStream_t stream)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../kernels/sampling/state.h"
 #include "../plugins/common/plugin.h"
 
 namespace llmc {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <new>
 
+#include "../kernels/rowwise/params.h"
 #include "library.h"
 
 namespace llmc::tensorrt {

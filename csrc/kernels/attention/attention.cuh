@@ -1,7 +1,8 @@
 // What the attention kernels share: where a token stands, and what happens to a head before it is used.
 #pragma once
 
-#include "made.cuh"
+#include "../common/output_writer.cuh"
+#include "params.h"
 
 namespace llmc::device {
 

@@ -8,9 +8,10 @@
 // scores, which takes half the registers. Keys and values are copied into shared memory some rounds ahead, whole rows at a time,
 // the first of them before the kernel ahead has ended. The warps' softmaxes are merged at the end, and the parts' by whichever
 // block ends last. Reads the visible keys and values once per 8 query heads.
+#include "../common/cp_async.cuh"
+#include "../common/mma.cuh"
 #include "attention.cuh"
 #include "decode.cuh"
-#include "tensor_core.cuh"
 
 namespace llmc::kernels {
 namespace {

@@ -10,8 +10,9 @@
 // 32 or 64 pairs of one sequence and a part of its positions, 64 at a time: 73,728 bytes under way to shared memory while
 // the 64 before are multiplied. A row is read once from there for its scores and once as the value, and once from L2 for
 // as many pairs. Scores are divided among the warps by pairs and keys, sums by columns.
+#include "../common/cp_async.cuh"
+#include "../common/mma.cuh"
 #include "attention.cuh"
-#include "tensor_core.cuh"
 
 namespace llmc::kernels {
 namespace {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../common/counters.h"
 #include "../common/dtype.h"
 #include "shared_prefix.h"
 

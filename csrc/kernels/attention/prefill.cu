@@ -4,9 +4,9 @@
 // copies, with the running softmax of FlashAttention. Reads the visible keys and values once per kRows
 // queries and head. Where a head is longer than 256, two warps have the same rows: both make their scores, and each
 // the sums of half the columns.
+#include "../common/mma.cuh"
 #include "attention.cuh"
 #include "prefill.cuh"
-#include "tensor_core.cuh"
 
 namespace llmc::kernels {
 namespace {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "launch.h"
+#include "params.h"
 
 namespace llmc::kernels {
 

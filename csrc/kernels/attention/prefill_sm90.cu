@@ -9,10 +9,10 @@
 // know: there are blocks for all sequences of a step, and for as many parts as there may be.
 #include <algorithm>
 
-#include "../attention.cuh"
-#include "../prefill.cuh"
-#include "../tensor_core.cuh"
-#include "wgmma.cuh"
+#include "../common/mma.cuh"
+#include "../common/wgmma_sm90.cuh"
+#include "attention.cuh"
+#include "prefill.cuh"
 
 namespace llmc::kernels {
 namespace {

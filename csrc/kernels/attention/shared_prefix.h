@@ -1,11 +1,9 @@
-// What hosts must know of attention kernels: the shared prefix of a step, and how many counters to allocate.
+// The shared prefix of a step, which hosts pass to attention kernels.
 #pragma once
 
 #include <cstdint>
 
 namespace llmc::kernels {
-
-constexpr int kAttentionCounters = 792;
 
 // Positions that several decoding sequences have in the same cache blocks, from position 0 on. The values are in device
 // memory, so that one captured graph serves any prefix.

@@ -1,7 +1,8 @@
 // Codes of 4 and 8 bits as numbers of 16: see csrc/plugins/quantization.py.
 #pragma once
 
-#include "tensor_core.cuh"
+#include "mma.cuh"
+#include "quantization.h"
 
 namespace llmc::device {
 

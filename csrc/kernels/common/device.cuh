@@ -6,7 +6,7 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
-#include "launch.h"
+#include "dtype.h"
 
 namespace llmc::device {
 
@@ -223,15 +223,6 @@ __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// The end of a group of copies into shared memory that go on beside the thread.
-__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the newest kNewest groups of copies of this thread are there.
-template <int kNewest>
-__device__ __forceinline__ void wait_for_group() {
-  asm volatile("cp.async.wait_group %0;" :: "n"(kNewest) : "memory");
 }
 
 // A property of the device that is current at the first call; all of a process's devices are alike.

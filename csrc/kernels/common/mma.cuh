@@ -47,4 +47,22 @@ __device__ __forceinline__ uint32_t pack(float x, float y) {
   return *reinterpret_cast<uint32_t*>(&v);
 }
 
+// sum += weights · x of a chunk: of each step a thread has 16 bytes of two rows of weights, those kThreads vectors apart
+// from `from` on, and of kTiles rows of x.
+template <typename T, int kThreads, int kUnroll, int kTiles>
+__device__ __forceinline__ void multiply_chunk(float (&sum)[kTiles][4], const uint4* from,
+                                               const uint4 (&x)[kUnroll][kTiles]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const uint4 low = from[2 * u * kThreads], high = from[(2 * u + 1) * kThreads];
+    const uint32_t even[4] = {low.x, high.x, low.y, high.y};
+    const uint32_t odd[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      multiply<T>(sum[n], even, x[u][n].x, x[u][n].y);
+      multiply<T>(sum[n], odd, x[u][n].z, x[u][n].w);
+    }
+  }
+}
+
 }  // namespace llmc::device

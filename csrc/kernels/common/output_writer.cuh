@@ -1,7 +1,7 @@
 // Where kernels leave activations: as numbers, or as the codes of FP8 that a linear layer multiplies.
 #pragma once
 
-#include "packed.cuh"
+#include "dequantize.cuh"
 
 namespace llmc::device {
 

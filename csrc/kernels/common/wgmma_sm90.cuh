@@ -7,7 +7,7 @@
 
 #include <array>
 
-#include "../cluster.cuh"
+#include "cluster.cuh"
 
 namespace llmc::sm90a {
 

@@ -17,8 +17,8 @@
 //
 // Grouped, a chunk is a group of x and of the weight's blocks: its sums are scaled before they are added to the others. A tile's
 // rows are of one block, or its gates of one and its ups of another.
+#include "../common/dequantize.cuh"
 #include "gemv.cuh"
-#include "packed.cuh"
 
 namespace llmc::kernels {
 namespace {

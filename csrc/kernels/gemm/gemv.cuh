@@ -3,37 +3,13 @@
 
 #include <algorithm>
 
-#include "made.cuh"
+#include "../common/cp_async.cuh"
+#include "../common/output_writer.cuh"
+#include "params.h"
 
 namespace llmc::device {
 
 using kernels::GemvParams;
-
-// A copy of 16 bytes into shared memory, past L1, that goes on beside the thread; zeros where not `there`. The cache is to
-// fetch 128 bytes: where it fetches 256 a weight takes 4 % longer, and where it is told nothing longer still.
-__device__ __forceinline__ void start_copy(uint4* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-
-// sum += weights · x of a chunk: of each step a thread has 16 bytes of two rows of weights, those kThreads vectors apart
-// from `from` on, and of kTiles rows of x.
-template <typename T, int kThreads, int kUnroll, int kTiles>
-__device__ __forceinline__ void multiply_chunk(float (&sum)[kTiles][4], const uint4* from,
-                                               const uint4 (&x)[kUnroll][kTiles]) {
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const uint4 low = from[2 * u * kThreads], high = from[(2 * u + 1) * kThreads];
-    const uint32_t even[4] = {low.x, high.x, low.y, high.y};
-    const uint32_t odd[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      multiply<T>(sum[n], even, x[u][n].x, x[u][n].y);
-      multiply<T>(sum[n], odd, x[u][n].z, x[u][n].w);
-    }
-  }
-}
 
 // Adds a vector's elements, and their squares, to sum[0] and sum[1].
 template <typename T>

@@ -13,9 +13,9 @@
 // kParted: the blocks of a cluster have a part of the columns each, so they make operands of that part alone, and there are
 // more blocks than tiles. Their sums go to one of them, to another for each tile, which adds them up in their order when all
 // have come, while the others take the next tile.
-#include "cluster.cuh"
+#include "../common/cluster.cuh"
+#include "../common/dequantize.cuh"
 #include "gemv.cuh"
-#include "packed.cuh"
 
 namespace llmc::kernels {
 namespace {

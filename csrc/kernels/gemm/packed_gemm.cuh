@@ -1,7 +1,8 @@
 // What the GEMMs of packed weights share.
 #pragma once
 
-#include "packed.cuh"
+#include "../common/dequantize.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 

@@ -15,9 +15,9 @@
 #include <algorithm>
 #include <array>
 
-#include "../made.cuh"
-#include "../packed_gemm.cuh"
-#include "wgmma.cuh"
+#include "../common/output_writer.cuh"
+#include "../common/wgmma_sm90.cuh"
+#include "packed_gemm.cuh"
 
 namespace llmc::kernels {
 namespace {

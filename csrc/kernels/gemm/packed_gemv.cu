@@ -12,8 +12,8 @@
 // vectors mixes the columns of a vector as they lie with threads; where groups are smaller, a step has 32 columns that follow
 // one another, and threads read others' words, from places where no two rows share a bank. Reads out · in weights once, and a
 // scale of 4 bytes per group (of 128 columns at 4 bits: 6 % more); writes y.
+#include "../common/dequantize.cuh"
 #include "gemv.cuh"
-#include "packed.cuh"
 
 namespace llmc::kernels {
 namespace {

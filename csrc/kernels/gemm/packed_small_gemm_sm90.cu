@@ -10,9 +10,9 @@
 //
 // A warp has as many products under way as sums, and scales each once for half a stage; which is why four multiply and not
 // eight. Nothing in a stage branches: the compiler would move no load across it.
-#include "../hopper_gemm.cuh"
-#include "../packed.cuh"
-#include "few_rows.cuh"
+#include "../common/dequantize.cuh"
+#include "small_gemm_pipeline_sm90.cuh"
+#include "small_gemm_sm90.cuh"
 
 namespace llmc::kernels {
 namespace {

@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
+#include "../common/counters.h"
 #include "../common/dtype.h"
 #include "../common/quantization.h"
-#include "limits.h"
 
 namespace llmc::kernels {
 

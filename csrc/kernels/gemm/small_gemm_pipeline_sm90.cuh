@@ -8,8 +8,8 @@
 
 #include <algorithm>
 
-#include "../gemv.cuh"
-#include "wgmma.cuh"
+#include "../common/wgmma_sm90.cuh"
+#include "gemv.cuh"
 
 namespace llmc::sm90a {
 

@@ -6,8 +6,8 @@
 // a tile's rows are of one block, and its ups of one.
 //
 // A norm costs nothing, as in gemv.cu: mean and deviation come from the x that is there for the products.
-#include "../hopper_gemm.cuh"
-#include "few_rows.cuh"
+#include "small_gemm_pipeline_sm90.cuh"
+#include "small_gemm_sm90.cuh"
 
 namespace llmc::kernels {
 namespace {

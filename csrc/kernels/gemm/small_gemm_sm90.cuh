@@ -1,7 +1,7 @@
 // hopper_gemm() of weights in fewer bits, which have a file of their own.
 #pragma once
 
-#include "launch.h"
+#include "params.h"
 
 namespace llmc::kernels {
 

@@ -4,6 +4,7 @@
 // No step takes an atomic: what a block writes depends on its number alone, so the same inputs give the same sums.
 #include <algorithm>
 
+#include "../rowwise/params.h"
 #include "experts.cuh"
 
 namespace llmc::kernels {

@@ -4,7 +4,8 @@
 // kernel works on it finds from `starts`.
 #pragma once
 
-#include "packed.cuh"
+#include "../common/dequantize.cuh"
+#include "params.h"
 
 namespace llmc::device {
 

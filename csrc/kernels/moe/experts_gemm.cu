@@ -7,8 +7,8 @@
 // what it gates are columns that follow one another, which one thread has. Reads a weight once for each kPairs pairs.
 #include <algorithm>
 
+#include "../common/cp_async.cuh"
 #include "experts.cuh"
-#include "gemv.cuh"
 
 namespace llmc::kernels {
 namespace {

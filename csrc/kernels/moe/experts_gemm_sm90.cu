@@ -12,9 +12,9 @@
 // both scales before they are added to the others.
 #include <algorithm>
 
-#include "../experts.cuh"
-#include "../tensor_core.cuh"
-#include "wgmma.cuh"
+#include "../common/mma.cuh"
+#include "../common/wgmma_sm90.cuh"
+#include "experts.cuh"
 
 namespace llmc::kernels {
 namespace {

@@ -6,8 +6,8 @@
 // Of few pairs the second product may be another kernel, which sums up a token's choices too: summed_kernel.
 #include <algorithm>
 
+#include "../common/cp_async.cuh"
 #include "experts_few.cuh"
-#include "gemv.cuh"
 
 namespace llmc::kernels {
 namespace {

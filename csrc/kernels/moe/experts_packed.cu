@@ -7,8 +7,8 @@
 // those of a group of pairs one after the other. Reads a weight once for each kPairs pairs.
 #include <algorithm>
 
+#include "../common/cp_async.cuh"
 #include "experts.cuh"
-#include "gemv.cuh"
 
 namespace llmc::kernels {
 namespace {

@@ -8,9 +8,10 @@
 // in shared memory, while weights are under way; and both become float16, in which they are exact, by an instruction for a pair.
 #include <algorithm>
 
-#include "cluster.cuh"
+#include "../common/cluster.cuh"
+#include "../common/cp_async.cuh"
+#include "../rowwise/params.h"
 #include "experts_few.cuh"
-#include "gemv.cuh"
 
 namespace llmc::kernels {
 namespace {

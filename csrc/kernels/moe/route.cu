@@ -1,7 +1,8 @@
 // Which experts each token goes to. A warp takes one token: lane l has the experts l, l + 32, …; its scores stay in
 // registers from the one read of the logits on. The best are found one after the other, of equal ones the first. Of
 // groups a lane takes every 32nd, from what the warp leaves of its scores in shared memory.
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

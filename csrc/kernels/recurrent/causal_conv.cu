@@ -1,6 +1,7 @@
 // A convolution of each channel along its sequence's tokens. A thread has some channels, next to those of the threads
 // beside it, and goes along tokens with the last few of them in registers.
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

@@ -2,7 +2,8 @@
 // it writes, and reads it. A column of the matrix needs nothing of the others, so it stays in the registers of kLanes
 // threads from a sequence's first new token to its last; keys and queries come by tiles of tokens through shared memory.
 // Where sequences have one token, as they mostly do, another kernel has less to keep, and more of the matrix on its way.
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

@@ -8,7 +8,9 @@
 // kernel makes P and the inverse of 1 + A for each chunk and head, all of them at once; a second goes from chunk to chunk
 // with 32 columns of a head's state in registers. Products are of tf32, in which elements of 16 bits are exact, and sums
 // float32.
-#include "gemv.cuh"
+#include "../common/cp_async.cuh"
+#include "../common/mma.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

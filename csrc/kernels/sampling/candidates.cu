@@ -3,7 +3,8 @@
 // A block takes kSegment logits of a row, which its threads keep in registers, and leaves its
 // greatest logit, the sum of exponentials relative to it, and its `count` greatest ranks in order: one maximum
 // of the block after the other. A warp then merges a row's sorted lists. Reads the logits once.
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

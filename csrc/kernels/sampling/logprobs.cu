@@ -3,7 +3,8 @@
 // A block takes a row and reads it once: a thread keeps the greatest of its logits and adds up exponentials
 // relative to it. Of the n greatest that threads have, the least is a bound that n tokens reach, all of them
 // those n threads'; the warps of these read their tokens again, and what reaches the bound is ranked.
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

@@ -5,7 +5,8 @@
 // Three kernels: one copies the logits as float32, at the speed of memory; of the next a block takes a row and
 // changes what its slot's record names. Penalties are for tokens that the slot's history holds, so the work is
 // in the sequence's length, not the vocabulary's. The last, where a row has a mask, forbids what that does not allow.
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

@@ -16,7 +16,8 @@
 //
 // The random number of a draw is Philox4x64-10 of the sequence's seed and the number of tokens it drew
 // before, as numpy.random.Philox(key=seed, counter=drawn) makes it.
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

@@ -3,7 +3,8 @@
 // counts is how few kernels it takes.
 #include <algorithm>
 
-#include "device.cuh"
+#include "../common/device.cuh"
+#include "params.h"
 
 namespace llmc::kernels {
 namespace {

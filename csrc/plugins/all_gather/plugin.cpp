@@ -1,3 +1,4 @@
+#include "../../kernels/rowwise/params.h"
 #include "../common/collective.h"
 
 namespace llmc {

@@ -1,3 +1,4 @@
+#include "../../kernels/attention/params.h"
 #include "../common/heads.h"
 
 namespace llmc {

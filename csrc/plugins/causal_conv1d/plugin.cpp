@@ -1,3 +1,4 @@
+#include "../../kernels/recurrent/params.h"
 #include "../common/states.h"
 
 namespace llmc {

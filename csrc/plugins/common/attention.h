@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "../../kernels/attention/params.h"
 #include "divisions.h"
 #include "heads.h"
 #include "norm.h"

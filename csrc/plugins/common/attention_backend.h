@@ -2,13 +2,19 @@
 // whose name it is asked for, with a function make_<name>() in it.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../../kernels/launch.h"
+#include "../../kernels/common/dtype.h"
 
 namespace llmc {
+
+namespace kernels {
+struct AttentionParams;
+}
 
 class AttentionBackend {
  public:

@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "../../kernels/launch.h"
+#include "../../kernels/attention/params.h"
 
 namespace llmc {
 

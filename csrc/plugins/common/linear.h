@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../kernels/gemm/params.h"
 #include "norm.h"
 #include "quantized.h"
 

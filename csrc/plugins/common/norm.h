@@ -1,6 +1,7 @@
 // The four norm ops are one kernel: with or without mean and bias, with or without a residual.
 #pragma once
 
+#include "../../kernels/rowwise/params.h"
 #include "plugin.h"
 
 namespace llmc {

@@ -16,7 +16,9 @@
 #include <variant>
 #include <vector>
 
-#include "../../kernels/launch.h"
+#include "../../kernels/attention/shared_prefix.h"
+#include "../../kernels/common/counters.h"
+#include "../../kernels/common/dtype.h"
 #include "attention_backend.h"
 
 namespace llmc {

@@ -1,5 +1,8 @@
 #include "quantized.h"
 
+#include "../../kernels/gemm/params.h"
+#include "../../kernels/rowwise/params.h"
+
 namespace llmc {
 
 void check_rounded(int group, std::initializer_list<int> widths) {

@@ -1,6 +1,7 @@
 // A weight in fewer bits as an op's fields and inputs tell of it: csrc/plugins/quantization.py.
 #pragma once
 
+#include "../../kernels/common/quantization.h"
 #include "plugin.h"
 
 namespace llmc {

@@ -1,6 +1,8 @@
 #include <random>
 #include <tuple>
 
+#include "../../kernels/gemm/params.h"
+#include "../../kernels/moe/params.h"
 #include "../common/quantized.h"
 
 namespace llmc {

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <utility>
 
+#include "../../kernels/attention/params.h"
 #include "../common/heads.h"
 
 namespace llmc {

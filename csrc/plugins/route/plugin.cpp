@@ -1,3 +1,4 @@
+#include "../../kernels/moe/params.h"
 #include "../common/plugin.h"
 
 namespace llmc {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "../../../kernels/attention/params.h"
 #include "../timing.h"
 
 namespace cudnn_frontend {

@@ -1,4 +1,5 @@
 // Whichever is the fastest: llmc's kernels for a Hopper, else cuDNN for shapes for which it is.
+#include "../../../kernels/attention/params.h"
 #include "cudnn.h"
 
 namespace llmc {

@@ -1,4 +1,5 @@
 // llmc's own kernels alone.
+#include "../../../kernels/attention/params.h"
 #include "../attention_backend.h"
 
 namespace llmc {

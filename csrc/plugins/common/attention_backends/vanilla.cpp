@@ -1,4 +1,5 @@
 // The kernel that serves everything, for comparison.
+#include "../../../kernels/attention/params.h"
 #include "../plugin.h"
 
 namespace llmc {
